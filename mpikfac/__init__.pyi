@@ -30,6 +30,7 @@ from .layers import KINDS as KINDS
 from .layers import NORMS as NORMS
 from .layers import Coverage as Coverage
 from .layers import Layer as Layer
+from .optimizer import KFACOptimizer as KFACOptimizer
 from .optimizer import Optimizer as Optimizer
 from .plan import Distribution as Distribution
 from .plan import Exchange as Exchange

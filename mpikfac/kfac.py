@@ -6,6 +6,7 @@ Read `Trainer.step` (trainer.py) first, and then `Preconditioner.learn` and `Pre
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, Team
 from mpikfac.engine import Curvature, Own, Preconditioner
 from mpikfac.layers import Coverage, Layer, offers
 from mpikfac.model import (
+    check_habits,
     check_kind,
     check_momentum,
     check_optimizer,
@@ -27,8 +28,8 @@ from mpikfac.model import (
     check_synchronous,
     report_uncovered,
 )
-from mpikfac.numerics import LOSSES, Loss, check_outputs, without_autocast
-from mpikfac.plan import Strategy, one_of
+from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
+from mpikfac.plan import Strategy, one_of, strategy_of
 from mpikfac.settings import (
     FOR_VECTORS,
     Damping,
@@ -37,10 +38,13 @@ from mpikfac.settings import (
     LevenbergMarquardt,
     Schedule,
     Settings,
+    usual_intervals,
 )
 from mpikfac.solvers import Solver, SolverName, solvers_by_name
 from mpikfac.trace import Trace
 from mpikfac.trainer import Trainer
+
+log = logging.getLogger("mpikfac")
 
 
 class KFAC(Trainer):
@@ -53,16 +57,20 @@ class KFAC(Trainer):
     Args:
         model: the log lists the parameters that K-FAC does not cover.
         optimizer: any torch optimizer over the model's parameters, with steps that need no closure.
-        comm: the communicator of all ranks, or the `Team` of `split`, with curvature ranks.
-        strategy: who computes and sends what; every rank preconditions every layer if None
-            (COMM-OPT).
+        comm: the communicator of the ranks, or the `Team` of `split`, with curvature ranks; all
+            ranks of the job if None.
+        strategy: who computes and sends what: a `Strategy`, or a name of `mpikfac strategies`,
+            whose solver and interval are taken if no others are given; every rank preconditions
+            every layer if None (COMM-OPT).
         damping: a number, a schedule (a function of the step), a `Damping`, or a
             `LevenbergMarquardt` that `adapt` changes. None: `Damping()`, or 0.003 with the solver
             "rank-one".
-        factor_every: interval in steps between statistics, or a schedule.
+        factor_every: interval in steps between statistics, or a schedule. None: 10, and less in the
+            first 160 steps (`schedule.growing`).
         basis_every: interval in steps between decompositions, or a schedule; a multiple of
-            `stagger`.
+            `stagger`. None: 50, and less in the first 160 steps.
         solver: a name, or an object as `Eigen(dtype=torch.bfloat16)` or a `Solver` of your own.
+            None: "inverse".
             "inverse": damped inverses with the damping split between A and G; a change of damping
             takes effect at the next decomposition. "eigen": eigenbases and all of the damping.
             "ekfac": the same with eigenvalues of the gradients of examples [George et al. 2018].
@@ -94,13 +102,13 @@ class KFAC(Trainer):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        comm: Comm | Team,
-        strategy: Strategy | None = None,
+        comm: Comm | Team | None = None,
+        strategy: Strategy | str | None = None,
         *,
         damping: float | Schedule | Damping | LevenbergMarquardt | None = None,
-        factor_every: int | Schedule = 1,
-        basis_every: int | Schedule = 10,
-        solver: SolverName | Solver = "inverse",
+        factor_every: int | Schedule | None = None,
+        basis_every: int | Schedule | None = None,
+        solver: SolverName | Solver | None = None,
         length: Length | None = None,
         estimator: Estimator | None = None,
         coverage: Coverage | None = None,
@@ -110,25 +118,32 @@ class KFAC(Trainer):
         check_kind("length", length, Length)
         check_kind("estimator", estimator, Estimator)
         check_kind("coverage", coverage, Coverage)
-        if strategy is not None:
-            check_synchronous(strategy)
+        team = Team.of(comm)
+        strategy, settings = strategy_of(strategy, team.trains.size)
+        check_synchronous(strategy)
         length, estimator = length or Length(), estimator or Estimator()
         if length.source == "quadratic":
             check_plain(optimizer)
-        team = comm if isinstance(comm, Team) else Team(comm)
-        solvers, coverage = solvers_by_name(solver), coverage or Coverage()
+        solvers = solvers_by_name(solver or settings.get("solver", "inverse"))
+        coverage = coverage or Coverage()
         if damping is None and next(iter(solvers.values())).form.vector:
             damping = FOR_VECTORS
         damping = damping if isinstance(damping, Damping) else Damping(damping)
-        self.settings = Settings(damping, factor_every, basis_every, estimator.decay, length)
+        usual = usual_intervals(strategy.refresh.stagger)
+        intervals = (
+            usual.factor_every if factor_every is None else factor_every,
+            settings.get("basis_every", usual.basis_every) if basis_every is None else basis_every,
+        )
+        self.settings = Settings(damping, *intervals, estimator.decay, length)
         self.estimator = estimator
         method = Curvature(self.settings, estimator, solvers, coverage)
-        strategy = strategy or Strategy.comm_opt(team.trains.size)
         super().__init__(model, optimizer, team, strategy, method, trace)
         if team.trains.rank == 0:
             uncovered = self.built.gradients.uncovered
             ways = offers(model, uncovered, coverage)
             report_uncovered(model, self.layers, uncovered, optimizer, ways)
+            for warning in check_habits(optimizer, length):
+                log.warning("%s", warning)
 
     def __repr__(self) -> str:
         """Return the covered layers, the strategy and the number of steps in short."""
@@ -197,7 +212,7 @@ class KFAC(Trainer):
                 )
 
     @without_autocast
-    def precondition(self, scaler: GradScaler | None = None) -> None:
+    def precondition(self, scaler: Scaler | None = None) -> None:
         """Precondition covered layers' gradients; the caller averages before, and steps after.
 
         The caller also averages and steps uncovered parameters and buffers. With
@@ -238,6 +253,7 @@ class KFAC(Trainer):
         method.make_directions(numbers)
         gradients.write([*method.directions.slots, *self.length.uncovered])
         gradients.keep()
+        self._guard.allow_once()
         self._begin(self.steps + 1)
 
     def _check_preconditions(self) -> None:

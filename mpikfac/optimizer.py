@@ -1,18 +1,26 @@
-"""A trainer in the form of a torch optimizer, for programs that call `optimizer.step()`."""
+"""Trainers in the form of torch optimizers, for programs that call `optimizer.step()`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
-from mpikfac.comm import world
+from mpikfac.comm import Comm, Team, world
+from mpikfac.kfac import KFAC
+from mpikfac.model import Descent, check_kind
+from mpikfac.numerics import PassedScale
+from mpikfac.plan import Strategy
+from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Length
 from mpikfac.trainer import Trainer
 
 MODEL = "model/"  # names of items of the model in a trainer's state
+PASSED = "grad_scale", "found_inf"
+"""Attributes that a GradScaler gives an optimizer for a step."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -39,7 +47,7 @@ class Optimizer(torch.optim.Optimizer):
         trainer: the trainer.
     """
 
-    # A GradScaler then leaves gradients to `step`, and `step` refuses the scaler by name.
+    # A GradScaler then leaves gradients to `step`, and passes the scale as an attribute.
     _step_supports_amp_scaling = True
     trainer: Trainer
     _max_norm: float | None
@@ -68,6 +76,10 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the trainer's step; return the loss if there is a closure.
 
+        A `torch.amp.GradScaler` may call: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`
+        and `scaler.update()`. All ranks skip a step if gradients of any rank are not finite. Each
+        rank's scaler has a scale of its own.
+
         Collective over: world.
 
         Args:
@@ -75,24 +87,38 @@ class Optimizer(torch.optim.Optimizer):
                 batch, and returns the loss; called once.
 
         Raises:
-            ValueError: a GradScaler calls; torch.distributed joins more processes than MPI; see
-                also `KFAC.step`.
+            ValueError: `scaler.unscale_` has changed gradients; torch.distributed joins more
+                processes than MPI; see also `KFAC.step`.
             UserError: see `KFAC.step`.
         """
-        if hasattr(self, "found_inf"):  # set by a GradScaler
-            for name in ("found_inf", "grad_scale"):
-                delattr(self, name)  # the scaler deletes both only after a step without an error
-            raise ValueError(
-                "a GradScaler decides on each rank alone whether to step; call "
-                "optimizer.trainer.step(scaler), or train in bfloat16 without a scaler"
-            )
         _check_processes()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.trainer.step(max_norm=self._max_norm)
+        try:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self.trainer.step(self._passed_scale(), max_norm=self._max_norm)
+        except BaseException:
+            for name in PASSED:  # the scaler deletes both only after a step without an error
+                vars(self).pop(name, None)
+            raise
         return loss
+
+    def _passed_scale(self) -> PassedScale | None:
+        """Return the scale that a GradScaler has passed; None if no scaler calls.
+
+        Raises:
+            ValueError: the gradients have no scale any more.
+        """
+        if PASSED[0] not in vars(self):
+            return None
+        scale: Tensor | None = vars(self)[PASSED[0]]
+        if scale is None:
+            raise ValueError(
+                "scaler.unscale_(optimizer) takes the scale out of gradients, and not out of "
+                "K-FAC's statistics; leave it out, and clip by max_norm"
+            )
+        return PassedScale(float(scale))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rank's share of the trainer's state, without the model.
@@ -118,6 +144,67 @@ class Optimizer(torch.optim.Optimizer):
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
         # Copied, as a state of this trainer shares its memory, which loading clears.
         self.trainer.load_state_dict(copy.deepcopy(dict(state_dict)) | model)
+
+
+class KFACOptimizer(Optimizer):
+    """K-FAC with the recommended settings, as a torch optimizer over all ranks of the job.
+
+        optimizer = mpikfac.KFACOptimizer(model)
+        for images, labels in loader:  # each rank: its own shard
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()  # averages gradients over ranks, preconditions, and steps alike
+
+    Momentum is taken before gradients are preconditioned, directions are orthogonal, and steps have
+    the lengths of Adam's, or a share of the weights at most: see `Length`. `trainer` is the `KFAC`.
+
+    Collective over: comm. The model becomes rank 0's; forward hooks are added to its layers.
+
+    Args:
+        model: the model.
+        lr: the learning rate; let the rate fall to 0 by a scheduler.
+        params: the parameters to train, or groups of parameters with an `lr`, `momentum` or
+            `weight_decay` of their own, as of any torch optimizer; all of the model's if None.
+        momentum: of the averaged gradients, by Nesterov. Schedulers may change the number, in all
+            groups alike.
+        weight_decay: decoupled from the gradient, as in AdamW: a step shrinks weights by
+            `lr * weight_decay`.
+        max_norm: the largest norm of the averaged gradient; None for no bound.
+        comm: the communicator of the ranks; all ranks of the job if None.
+        strategy: a `Strategy`, or the name of one; every rank preconditions every layer if None.
+        settings: further arguments of `KFAC`, such as `damping`, `factor_every` and `coverage`.
+
+    Raises:
+        ValueError: an argument is wrong, or choices cannot work together.
+        UserError: ranks disagree on model, plan, settings or versions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = RATE,
+        *,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+        momentum: float = MOMENTUM,
+        weight_decay: float = WEIGHT_DECAY,
+        max_norm: float | None = None,
+        comm: Comm | Team | None = None,
+        strategy: Strategy | str | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"model={type(model).__name__} must be a torch.nn.Module: K-FAC observes layers; "
+                f"parameters to train may follow as params"
+            )
+        check_kind("length", settings.get("length"), Length)
+        chosen = model.parameters() if params is None else params
+        descent = Descent(chosen, lr, momentum, weight_decay)
+        length = settings.pop("length", None) or Length()
+        length = replace(length, momentum=descent.momentum if momentum else 0.0)
+        super().__init__(
+            KFAC(model, descent, comm, strategy, length=length, **settings), max_norm=max_norm
+        )
 
 
 def _check_processes() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
@@ -34,6 +33,8 @@ from mpikfac.engine import (
 )
 from mpikfac.layers import Layer, Other, Votes, take_model
 from mpikfac.model import (
+    Descent,
+    StepGuard,
     check_loaded_momentum,
     check_momentum,
     check_optimizer,
@@ -49,8 +50,8 @@ from mpikfac.model import (
     needed_state,
     taking_up,
 )
-from mpikfac.numerics import without_autocast
-from mpikfac.plan import Plan, Split, Strategy, check_size
+from mpikfac.numerics import Scaler, without_autocast
+from mpikfac.plan import Plan, Split, Strategy, check_size, strategy_of
 from mpikfac.plan.names import STEPS
 from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
@@ -128,6 +129,7 @@ class Trainer:
         self.trace = trace or Trace()
         self.nonfinite = Nonfinite(team.trains.rank)
         self.steps = 0
+        self._guard = StepGuard(optimizer, self)
         self.built = self._build(self._draw())
         self._begin(0)
         take_model(model, self)
@@ -137,7 +139,7 @@ class Trainer:
     @without_autocast
     def step(
         self,
-        scaler: GradScaler | None = None,
+        scaler: Scaler | None = None,
         *,
         max_norm: float | None = None,
         examples: int | None = None,
@@ -194,12 +196,13 @@ class Trainer:
             self.built.update.bound(max_norm)
         method.direct(numbers)
         exchange.before_update(self.steps)
-        self.built.update.step(self.optimizer)
+        with self._guard.stepping():
+            self.built.update.step(self.optimizer)
         self._end()
 
     def _checked(
-        self, scaler: GradScaler | None, max_norm: float | None, examples: int | None
-    ) -> GradScaler | None:
+        self, scaler: Scaler | None, max_norm: float | None, examples: int | None
+    ) -> Scaler | None:
         """Return the scaler if a step can be taken now; None for a disabled scaler.
 
         Nothing has changed yet: after a refusal, the program can call `step` again.
@@ -408,7 +411,7 @@ class Trainer:
         before.method.gather()
         with taking_up():
             drawn = self._draw(before.gradients.votes)
-        self.detach()
+        self._detach_parts()
         before.grid.free()
         self.built = self._build(drawn)
         self.built.method.take_over(before.method)
@@ -420,6 +423,10 @@ class Trainer:
 
     def detach(self) -> None:
         """Remove the hooks; the model is as before, except for the weights."""
+        self._guard.remove()
+        self._detach_parts()
+
+    def _detach_parts(self) -> None:
         self.built.method.detach()
         self.built.gradients.detach()
 
@@ -485,7 +492,9 @@ class Trainer:
         with together(built.grid.world, "loading state", untrusted=True):
             state = built.exchange.of_rank(state)
             items = needed_state(self.model, optimizer, built.stepped, state)
-            check_loaded_momentum(items, state, self._strategy, self._method.momentum)
+            descends = isinstance(optimizer, Descent)
+            momentum = self._method.momentum
+            check_loaded_momentum(items, state, self._strategy, momentum, descends)
             names = {part: self._names_for(part, state) for part in built.parts}
             needed = {
                 part.PREFIX + name: value
@@ -517,9 +526,10 @@ class DataParallel(Trainer):
     The baseline for comparisons with K-FAC, with the same arena and collectives.
 
     Args:
+        comm: the communicator of the ranks; all ranks of the job if None.
         strategy: what ranks exchange, and how: `exchange`, `transport` and `update` of a strategy;
-            choices about factors and decompositions have no effect. None: ranks average gradients
-            by a single sum.
+            choices about factors and decompositions have no effect. A name of `mpikfac strategies`
+            stands for a strategy. None: ranks average gradients by a single sum.
 
     Collective over: world. The model becomes rank 0's.
 
@@ -532,13 +542,14 @@ class DataParallel(Trainer):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        comm: Comm,
-        strategy: Strategy | None = None,
+        comm: Comm | None = None,
+        strategy: Strategy | str | None = None,
         trace: Trace | None = None,
     ) -> None:
         check_optimizer(optimizer, model)
-        strategy = (strategy or Strategy()).first_order()
-        super().__init__(model, optimizer, Team(comm), strategy, Method(), trace)
+        team = Team.of(comm)
+        strategy, _ = strategy_of(strategy or Strategy(), team.trains.size)
+        super().__init__(model, optimizer, team, strategy.first_order(), Method(), trace)
 
 
 def _refuse_former(former: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from mpikfac.comm.job import Comm, world
 from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 
@@ -30,6 +31,20 @@ class Team:
 
     comm: MPI.Intracomm | None
     link: MPI.Intercomm | None = None
+
+    @classmethod
+    def of(cls, comm: Comm | Team | None) -> Team:
+        """Return the team of a communicator, in which all ranks train; None: all ranks of the job.
+
+        Raises:
+            ValueError: the object is no communicator.
+        """
+        if isinstance(comm, Team):
+            return comm
+        comm = world() if comm is None else comm
+        if not hasattr(comm, "allgather"):
+            raise ValueError(f"comm={comm!r} must be a communicator of mpi4py, a Team, or None")
+        return cls(comm)
 
     @property
     def trains(self) -> MPI.Intracomm:

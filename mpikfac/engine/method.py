@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from mpikfac.comm import Team
@@ -16,8 +15,9 @@ from mpikfac.engine.part import Part
 from mpikfac.engine.site import Site
 from mpikfac.engine.update import UPDATES, Everyone
 from mpikfac.layers import Layer, Other, find_uncovered
+from mpikfac.numerics import Scaler
 from mpikfac.plan import Plan, Split, Strategy, plan_for
-from mpikfac.settings import Numbers
+from mpikfac.settings import Numbers, Schedule
 
 
 class FirstOrder:
@@ -70,7 +70,7 @@ class FirstOrder:
         Collective over: world.
         """
 
-    def unscale(self, scaler: GradScaler) -> bool:
+    def unscale(self, scaler: Scaler) -> bool:
         """Take the scale of a loss out of what was recorded; return whether all of it is finite."""
         return True
 
@@ -147,7 +147,7 @@ class Method:
     The base is the method of first-order training.
     """
 
-    momentum = 0.0
+    momentum: float | Schedule = 0.0
     """The momentum of averaged gradients that the method takes."""
 
     def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:

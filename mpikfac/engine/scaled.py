@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from mpikfac.engine.gradients import Gradients
 from mpikfac.layers import SKIP, Votes
-from mpikfac.numerics import all_finite, end_step, is_unscaled
+from mpikfac.numerics import Scaler, all_finite, end_step, is_unscaled
 
 
-def usable_scaler(
-    gradients: Gradients, scaler: GradScaler, optimizer: Optimizer
-) -> GradScaler | None:
+def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) -> Scaler | None:
     """Return the scaler if a step can use the scaler; None for a disabled scaler.
 
     Raises:
@@ -44,7 +41,7 @@ def usable_scaler(
     return scaler
 
 
-def average_scaled(gradients: Gradients, scaler: GradScaler, finite: bool) -> bool:
+def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
     A rank with NaN or infinity in the gradients, or with `finite` False, sends nothing but NaN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpikfac.model.checks import check_habits as check_habits
 from mpikfac.model.checks import check_kind as check_kind
 from mpikfac.model.checks import check_loaded_momentum as check_loaded_momentum
 from mpikfac.model.checks import check_momentum as check_momentum
@@ -13,6 +14,8 @@ from mpikfac.model.checks import describe as describe
 from mpikfac.model.checks import groups_of as groups_of
 from mpikfac.model.checks import report_uncovered as report_uncovered
 from mpikfac.model.checks import taking_up as taking_up
+from mpikfac.model.descent import Descent as Descent
+from mpikfac.model.descent import StepGuard as StepGuard
 from mpikfac.model.state import MOMENTUM as MOMENTUM
 from mpikfac.model.state import fitting as fitting
 from mpikfac.model.state import group_settings as group_settings

@@ -17,10 +17,13 @@ import mpikfac
 from mpikfac.comm import SUMMABLE
 from mpikfac.errors import UserError
 from mpikfac.layers import Layer, Other, in_words
+from mpikfac.model.descent import Descent
 from mpikfac.model.state import group_settings
 from mpikfac.plan import Strategy
+from mpikfac.settings import Length, Schedule
 
 Block = Layer | Other
+LARGEST_RATE = 0.05  # of steps with lengths of Adam's
 LIBRARY = Path(__file__).parents[1]
 
 log = logging.getLogger("mpikfac")
@@ -113,7 +116,9 @@ def check_synchronous(strategy: Strategy) -> None:
         raise ValueError("exchanged='updates' needs the trainer mpikfac.Asynchronous")
 
 
-def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float = 0.0) -> None:
+def check_momentum(
+    optimizer: Optimizer, strategy: Strategy, of_gradients: float | Schedule = 0.0
+) -> None:
     """Return if a momentum is taken once: before the sums, before K-FAC, or by the optimizer.
 
     Args:
@@ -129,12 +134,16 @@ def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float
         )
     name, of_kfac = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
     when = "are added up" if top else "are preconditioned"
+    if isinstance(optimizer, Descent):  # whose momentum is `of_gradients`
+        return
     for group in optimizer.param_groups:
         of_optimizer = group.get("momentum", group.get("betas", (0.0,))[0])
         if of_kfac and of_optimizer:
+            number = "..." if callable(of_kfac) else of_kfac
             raise ValueError(
-                f"{name}={of_kfac} needs an optimizer without momentum, not with {of_optimizer}: "
-                f"the momentum is taken before gradients {when}"
+                f"{name}={number} needs an optimizer without momentum, not with {of_optimizer}: "
+                f"the momentum is taken before gradients {when} (a scheduler that changes momentum "
+                f"needs cycle_momentum=False, or mpikfac.KFACOptimizer)"
             )
 
 
@@ -142,13 +151,15 @@ def check_loaded_momentum(
     items: Mapping[str, Any],
     names: Collection[str],
     strategy: Strategy,
-    of_gradients: float = 0.0,
+    of_gradients: float | Schedule = 0.0,
+    descends: bool = False,
 ) -> None:
     """Return if a momentum is taken once after the load of a state, see `check_momentum`.
 
     Args:
         items: the items of model and optimizer that are loaded.
         names: names of all items of the state.
+        descends: whether the optimizer is a `Descent`, whose momentum is `of_gradients`.
 
     Raises:
         ValueError: the momentum would be taken twice, or never.
@@ -163,7 +174,7 @@ def check_loaded_momentum(
     remedy = "top_momentum" if top else "Length(momentum)"
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
-        if of_group and (top or of_gradients) and value:
+        if of_group and not descends and (top or of_gradients) and value:
             raise ValueError(
                 f"item {name!r} must be 0 with {choice}; it is {value}: go on without {remedy}"
             )
@@ -182,6 +193,21 @@ def taking_up() -> Iterator[None]:
         raise UserError(
             f"the trained parameters have changed, and the change cannot be taken up: {error}"
         ) from error
+
+
+def check_habits(optimizer: Optimizer, length: Length) -> Iterator[str]:
+    """Yield warnings of settings that fit other methods, and let K-FAC lose without a word."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    if length.by_adam and rates and max(rates) > LARGEST_RATE:
+        yield (
+            f"lr={max(rates):g} is a rate of SGD; with Length({length.source!r}) usual rates are "
+            f"0.0025 to 0.015, as lengths are those of Adam's steps"
+        )
+    if any("betas" in group for group in optimizer.param_groups):
+        yield (
+            f"{type(optimizer).__name__} divides K-FAC's directions by their own squares once "
+            f"more; take mpikfac.KFACOptimizer, or KFAC with torch.optim.SGD"
+        )
 
 
 def check_plain(optimizer: Optimizer) -> None:

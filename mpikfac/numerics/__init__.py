@@ -38,6 +38,8 @@ from mpikfac.numerics.moments import vector_scales as vector_scales
 from mpikfac.numerics.moments import with_bias as with_bias
 from mpikfac.numerics.moments import with_count as with_count
 from mpikfac.numerics.orthogonal import orthogonalised as orthogonalised
+from mpikfac.numerics.precision import PassedScale as PassedScale
+from mpikfac.numerics.precision import Scaler as Scaler
 from mpikfac.numerics.precision import end_step as end_step
 from mpikfac.numerics.precision import is_unscaled as is_unscaled
 from mpikfac.numerics.precision import without_autocast as without_autocast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -26,19 +26,39 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+class PassedScale:
+    """The scale that a GradScaler passes to an optimizer; the scaler itself changes the scale."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def is_enabled(self) -> bool:
+        """Return True: a disabled scaler passes no scale."""
+        return True
+
+    def get_scale(self) -> float:
+        """Return the scale."""
+        return self._scale
+
+
+Scaler: TypeAlias = GradScaler | PassedScale
+
+
+def is_unscaled(scaler: Scaler, optimizer: Optimizer) -> bool:
     """Return whether `scaler.unscale_(optimizer)` was called since the last update of the scale."""
     states: Any = getattr(scaler, "_per_optimizer_states", {})  # torch has no public question
     stage = states.get(id(optimizer), {}).get("stage")
     return getattr(stage, "name", "") == "UNSCALED"
 
 
-def end_step(scaler: GradScaler, finite: bool, device: torch.device) -> None:
+def end_step(scaler: Scaler, finite: bool, device: torch.device) -> None:
     """Tell `scaler` whether a step was taken: `scaler` reduces the scale, or lets it grow in time.
 
     `scaler` only asks whether an optimizer's gradients are finite: a single number stands in for
-    the model.
+    the model. A passed scale belongs to a scaler that has seen the rank's own gradients.
     """
+    if isinstance(scaler, PassedScale):
+        return
     number = torch.zeros(1, device=device, requires_grad=True)
     number.grad = torch.full_like(number, 0.0 if finite else torch.nan)
     scaler.scale(number.detach())  # a scaler without a scale so far, of a rank without a loss

@@ -34,6 +34,7 @@ from mpikfac.plan.choices import named as named
 from mpikfac.plan.choices import one_of as one_of
 from mpikfac.plan.choices import shown as shown
 from mpikfac.plan.choices import span as span
+from mpikfac.plan.choices import strategy_of as strategy_of
 from mpikfac.plan.codec import IN_SHARDS as IN_SHARDS
 from mpikfac.plan.codec import IN_TWO_SUMS as IN_TWO_SUMS
 from mpikfac.plan.codec import PLACE as PLACE

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mpikfac.settings import BASIS_EVERY, FACTOR_EVERY
+
 
 @dataclass(frozen=True)
 class Job:
@@ -19,8 +21,8 @@ class Job:
 
     model: str
     batch: int
-    factor_every: int = 1
-    basis_every: int = 10
+    factor_every: int = FACTOR_EVERY
+    basis_every: int = BASIS_EVERY
     stragglers: float = 0.0
     orthogonal: bool = True
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from mpikfac.settings.schedule import Schedule, in_force
+from mpikfac.settings.usual import SHARE
 
 GOOD, POOR = 3 / 4, 1 / 4
-USUAL_SHARE = 0.1
 FOR_VECTORS = 0.003  # vectors have no eigenvalues to take a share of
 
 
@@ -70,7 +70,7 @@ class Damping:
 
     The number is a constant, a schedule (a function of the step), or a `LevenbergMarquardt`, whose
     number `KFAC.adapt` changes. Steps with a larger damping are more like steps of SGD. At most one
-    of both numbers is given; without a number, `relative` is 0.1.
+    of both numbers is given; without a number, `relative` is 10.
 
     Args:
         value: the damping itself.
@@ -92,7 +92,7 @@ class Damping:
                 f"other; leave one of them out"
             )
         if self.value is None and self.relative is None:
-            object.__setattr__(self, "relative", USUAL_SHARE)
+            object.__setattr__(self, "relative", SHARE)
         in_force("damping" if self.relative is None else "relative_damping", self.number, 0)
 
     @property

@@ -7,6 +7,7 @@ from typing import Literal
 
 from mpikfac.plan import check_fraction, one_of
 from mpikfac.settings.schedule import Schedule, in_force
+from mpikfac.settings.usual import TRUST
 
 Source = Literal["orthogonal", "adam", "sgd", "own", "quadratic"]
 SOURCES: tuple[Source, ...] = ("orthogonal", "adam", "sgd", "own", "quadratic")
@@ -38,19 +39,25 @@ class Length:
             bound.
         norm: the bound on the norm of the direction; None for no bound.
         momentum: Nesterov's momentum of the gradients, before gradients are preconditioned, in the
-            place of the optimizer's momentum, which has to be 0; 0 for none. Lengths of layers'
+            place of the optimizer's momentum, which has to be 0; a number, a schedule, or 0 for
+            none. Lengths of layers'
             directions do not depend on the momentum. Needs a source of "orthogonal" or "adam".
+        trust: the largest length of a layer's direction, in units of the norm of the layer's
+            weights, for the lengths of "orthogonal" and "adam": a step then changes weights by at
+            most the share `lr * trust`, as in [LARS; LAMB]. `math.inf` for no limit. Weights that
+            are all 0 have no limit.
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to
-            1, or a momentum beside another source or a bound.
+            1, a momentum beside another source or a bound, or a trust that is not positive.
     """
 
     source: Source | None = None
     fisher: float | Schedule | None = None
     kl: float | Schedule | None = None
     norm: float | Schedule | None = None
-    momentum: float = 0.0
+    momentum: float | Schedule = 0.0
+    trust: float = TRUST
 
     def __post_init__(self) -> None:
         bounds = {name: bound for name, bound in self.bounds.items() if bound is not None}
@@ -67,9 +74,14 @@ class Length:
                 f"length='quadratic' needs no bound, and {self.bound}={bounds[self.bound]!r} is one"
             )
         self._check_momentum()
+        if not self.trust > 0:
+            raise ValueError(f"trust={self.trust!r} must be a positive number, or math.inf")
 
     def _check_momentum(self) -> None:
-        check_fraction("momentum", self.momentum)
+        if callable(self.momentum):
+            in_force("momentum", self.momentum, 0, below=1.0)
+        else:
+            check_fraction("momentum", self.momentum)
         if self.momentum and not self.by_adam:
             raise ValueError(
                 f"momentum={self.momentum!r} of gradients needs length='orthogonal' or 'adam', "

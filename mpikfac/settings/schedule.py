@@ -107,6 +107,23 @@ def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> 
     return value
 
 
+def growing(interval: int, multiple: int = 1) -> Schedule:
+    """Return a tenth of an interval until step 20, which doubles until the interval at step 160.
+
+    The first factors are averages of few batches, and weights move most at first.
+
+    Args:
+        multiple: the number that divides all intervals.
+    """
+    tenths = ((20, 1), (40, 2), (80, 4), (160, 8), (math.inf, 10))
+
+    def value(step: int) -> float:
+        share = next(tenth for end, tenth in tenths if step < end)
+        return multiple * -(-share * interval // (10 * multiple))  # rounded up
+
+    return value
+
+
 def in_force(name: str, setting: float | Schedule, step: int, below: float = math.inf) -> float:
     """Return the number of a setting at `step`: above 0, or with `below` at least 0 and below.
 

@@ -19,6 +19,7 @@ class Numbers:
         damping: of directions and decompositions.
         decay: of running averages.
         bound: on the step; None for no bound.
+        momentum: of gradients, before gradients are preconditioned.
         refreshes: whether a refresh of decompositions begins, or a turn of a refresh.
         turn: the turn of the refresh that `step` belongs to; None without turns.
         factor_every: the interval between factors at the next step, which needs it at once.
@@ -29,6 +30,7 @@ class Numbers:
     damping: float = math.nan
     decay: float = math.nan
     bound: float | None = None
+    momentum: float = 0.0
     refreshes: bool = False
     turn: int | None = None
     factor_every: int = 0
@@ -67,6 +69,7 @@ class Settings:
             self._in_force("damping", step),
             self._in_force("decay", step, below=1.0),
             self._in_force(bound, step) if bound else None,
+            self._in_force("momentum", step, below=1.0),
             self.due("basis_every", step, stagger),
             self._turn(step, stagger) if stagger > 1 else None,
             self._between("factor_every", step + 1, 1),
@@ -107,7 +110,7 @@ class Settings:
             "relative": self.damping.is_relative,
             "adapted": self.damping.adapted,
             "length": self.length.source,
-            "momentum": self.length.momentum,
+            "trust": self.length.trust,
         }
 
     def _numbers(self) -> dict[str, float | Schedule | None]:
@@ -116,5 +119,6 @@ class Settings:
             "factor_every": self.factor_every,
             "basis_every": self.basis_every,
             "decay": self.decay,
+            "momentum": self.length.momentum,
             **self.length.bounds,
         }

@@ -67,6 +67,7 @@ def test_the_arithmetic_is_that_of_the_machine(round_machine, tmp_path, capsys):
     """
     file = tmp_path / "found.json"
     asked = ["--ranks", "4", "--strategy", "comm-opt", "--batch_per_rank", "1"]
+    asked += ["--factor_every", "1"]
     assert advise.main([*round_machine, *asked, "--json", str(file)]) == 0
     text = capsys.readouterr().out
     (kfac,) = json.loads(file.read_text())
@@ -114,7 +115,7 @@ def test_the_quickest_covered_strategy_with_the_numbers_of_one_process_is_advise
 
 def test_published_machines_and_strategies_that_cannot_overlap(capsys):
     """Oracle: the lemma from the numbers of `mpikfac.predict`; the names in the catalogue."""
-    asked = ["--machine", "v100-edr", "--model", "resnet50", "--ranks", "64"]
+    asked = ["--machine", "v100-edr", "--model", "resnet50", "--ranks", "64", "--factor_every", "1"]
     assert advise.main([*asked, "--strategy", "comm-opt,kfac-lw"]) == 0
     text = capsys.readouterr().out
     assert "Left out: kfac-lw; mpikfac simulate --overlap true says why" in text

@@ -24,7 +24,7 @@ from mpikfac_apps.text import ms
 
 STUDY = {
     "name": "a <study>",
-    "options": {"batch": 120, "epochs": 3, "kfac.basis_every": 2},
+    "options": {"batch": 120, "epochs": 3, "kfac.factor_every": 1, "kfac.basis_every": 2},
     "target": 0.9,
     "matrix": {"strategy": ["sgd", "comm-opt", "mem-opt", "dp-kfac"], "ranks": [1, 2]},
 }
@@ -318,7 +318,7 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
     layers, others = mpikfac.layers.covered_shapes(models.build("resnet50", 10, 3))
     plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy.mem_opt(), others)
-    job = mpikfac.predict.Job("resnet50", 32, factor_every=1, basis_every=10)
+    job = mpikfac.predict.Job("resnet50", 32)
     machine = mpikfac.predict.load_machine("v100-edr")
     expected = mpikfac.predict.simulate(plan, machine, job).mean.seconds
     assert found["mem-opt on 4 ranks"] == pytest.approx(expected)
@@ -335,7 +335,7 @@ def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_pat
     axes = {"strategy": ["curvature-ranks"], "ranks": [3]}
     wanted = read(tmp_path, options=network, matrix=axes, machine="v100-edr")
     (cell,) = wanted.cells
-    job = mpikfac.predict.Job("resnet50", 32, factor_every=1, basis_every=10)
+    job = mpikfac.predict.Job("resnet50", 32)
     expected = mpikfac.predict.simulate(cell.plan, wanted.machine, job).mean.seconds
     assert cell.plan.ranks == 2
     found = report.predicted(wanted.machine, results.read(wanted, tmp_path))

@@ -157,7 +157,7 @@ def test_every_strategy_of_the_same_numbers_has_a_forecast(study, tmp_path):
     layers, others = mpikfac.layers.covered_shapes(
         models.build("digits_cnn", 10, 1), mpikfac.Coverage()
     )
-    job = mpikfac.predict.Job("digits_cnn", 4, options.kfac.factor_every, 5)
+    job = mpikfac.predict.Job("digits_cnn", 4, options.kfac.lasting_factor_every, 5)
     for strategy in ("comm-opt", "mem-opt"):
         chosen, _ = mpikfac.named(strategy, 16)
         plan = make_plan(options.kfac, layers, others, 16, chosen, "inverse")

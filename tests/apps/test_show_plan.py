@@ -253,7 +253,7 @@ def test_a_machine_makes_the_choices_that_the_options_leave_open():
     asked = ["--model", "resnet50", "--ranks", "4", "--strategy", "auto", "--machine", "v100-edr"]
     plan = plan_of(read(PROGRAM, PlanOptions, asked))
     machine = mpikfac.predict.load_machine("v100-edr")
-    job = mpikfac.predict.Job("resnet50", 32, 1, 10)
+    job = mpikfac.predict.Job("resnet50", 32)
     forms = mpikfac.solvers.forms("inverse")
     _, strategy = mpikfac.predict.choose(*shapes_of("resnet50"), 4, machine, job, forms)
     assert plan.strategy == strategy

@@ -45,7 +45,7 @@ def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, solver):
 def test_grafting_takes_the_length_of_adams_step(comm):
     """Oracle: torch's Adam without momentum, on the gradients of the same steps."""
     model = problem.network()
-    choices = problem.SETTINGS | {"kl_clip": None, "length": "adam"}
+    choices = problem.SETTINGS | {"kl_clip": None, "length": "adam", "trust": math.inf}
     kfac = problem.kfac(model, problem.sgd(model), comm, **choices)
     modules = oracles.kfac_modules(model)
     shapes = {layer.name: layer.gradient for layer in kfac.plan.layers}
@@ -68,7 +68,7 @@ def test_grafting_takes_the_length_of_adams_step(comm):
 
 def test_orthogonal_directions_have_kfacs_singular_vectors_and_the_length_of_adams_step(comm):
     """Oracle: the singular value decomposition of the direction without the option."""
-    gradients, found, _ = directions(comm, length="orthogonal")
+    gradients, found, _ = directions(comm, length="orthogonal", trust=math.inf)
     _, plain, _ = directions(comm)
     for name, gradient in gradients.items():
         left, values, right = torch.linalg.svd(plain[name], full_matrices=False)
@@ -79,6 +79,44 @@ def test_orthogonal_directions_have_kfacs_singular_vectors_and_the_length_of_ada
         assert len(large) > 1 and large.max() / large.min() < 1.21 / 0.68
         first = gradient / (gradient.abs() + 1e-8)  # Adam's first step
         torch.testing.assert_close(found[name].norm(), first.norm())
+
+
+@pytest.mark.parametrize("trust", [8.0, 0.3])
+@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+def test_a_step_changes_at_most_a_share_of_the_weights(comm, length, trust):
+    """Oracle: the direction without a limit, shortened to `trust` times the norm of the weights."""
+    _, limited, kfac = directions(comm, length=length, trust=trust)
+    _, free, _ = directions(comm, length=length, trust=math.inf)
+    shortened = set()
+    for layer in inside.layers(kfac):
+        weights = torch.cat([p.detach().flatten() for p in layer.parameters])
+        limit = trust * weights.norm()
+        if free[layer.name].norm() > limit:
+            shortened.add(layer.name)
+        share = (limit / free[layer.name].norm()).clamp(max=1.0)
+        torch.testing.assert_close(limited[layer.name], share * free[layer.name])
+    assert shortened == ({layer.name for layer in inside.layers(kfac)} if trust < 1 else {"3", "5"})
+
+
+def test_weights_of_zeros_begin_with_adams_length(comm):
+    """Oracle: Adam's first step, of length 1 for each weight."""
+    model = problem.network()
+    torch.nn.init.zeros_(model[0].weight)
+    alone = mpikfac.Coverage(skip=["3", "5"])
+    kfac = mpikfac.KFAC(model, problem.plain_sgd(model), comm, coverage=alone)
+    images, labels = problem.batch(0)
+    F.cross_entropy(model(images), labels).backward()
+    gradient = model[0].weight.grad.clone()
+    kfac.precondition()
+    first = gradient / (gradient.abs() + 1e-8)
+    torch.testing.assert_close(model[0].weight.grad.norm(), first.norm())
+
+
+@pytest.mark.parametrize("trust", [0.0, -1.0, math.nan])
+def test_a_limit_is_positive(trust):
+    """Oracle: the line."""
+    with pytest.raises(ValueError, match=r"trust=.* must be a positive number, or math.inf"):
+        mpikfac.Length(trust=trust)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -163,10 +201,12 @@ def test_uncovered_parameters_take_adams_step_with_momentum(comm):
 
 def test_a_momentum_has_needs(comm):
     """Oracle: the words of the error."""
-    for wrong in (1.5, "0.9", lambda step: 0.9):
+    for wrong in (1.5, "0.9"):
         with pytest.raises(ValueError, match="must be a number from 0 to below 1"):
             mpikfac.Length(momentum=wrong)
     model = problem.network()
+    with pytest.raises(ValueError, match=r"momentum at step 0=1.5 must be at least 0 and below 1"):
+        mpikfac.Length(momentum=lambda step: 1.5)
     with pytest.raises(ValueError, match=r"length='adam' must be None or mpikfac.Length"):
         mpikfac.KFAC(model, problem.sgd(model), comm, length="adam")
     with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs length='orthogonal'"):
@@ -323,7 +363,6 @@ def test_a_bound_on_the_direction_leaves_the_learning_rate_its_meaning(comm, bou
 def test_without_a_choice_directions_are_orthogonal(comm):
     assert mpikfac.Length() == mpikfac.Length("orthogonal")
     assert mpikfac.Length(kl=0.1) == mpikfac.Length("own", kl=0.1)
-    assert mpikfac.Damping() == mpikfac.Damping(relative=0.1)
     model = problem.network()
     kfac = mpikfac.KFAC(model, problem.sgd(model), comm)
     chosen = inside.settings(kfac)
@@ -341,7 +380,8 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
 
     with monkeypatch.context() as patch:
         patch.setattr(inverse, "damped_inverse", failing)
-        gradients, found, kfac = directions(comm, solver="inverse", length=graft)
+        settings = {"solver": "inverse", "length": graft, "trust": math.inf}
+        gradients, found, kfac = directions(comm, **settings)
     assert kfac.nonfinite.counts["decomposition"] == 6
     for name, gradient in gradients.items():
         first = gradient / (gradient.abs() + 1e-8)  # Adam's first step

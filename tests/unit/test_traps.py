@@ -246,8 +246,10 @@ def test_wrong_objects_are_refused_in_one_line(make):
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="LBFGS needs a closure"):
         make(model, torch.optim.LBFGS(model.parameters()), COMM)
-    with pytest.raises(ValueError, match="comm=None must be a communicator"):
-        make(model, sgd, None)
+    with pytest.raises(ValueError, match="comm='comm-opt' must be a communicator of mpi4py"):
+        make(model, sgd, "comm-opt")
+    with pytest.raises(ValueError, match="strategy=3 must be a Strategy, the name of one, or None"):
+        make(model, sgd, COMM, 3)
     with pytest.raises(ValueError, match="optimizer=Sequential must be a torch.optim.Optimizer"):
         make(model, model, COMM)
     weights = torch.nn.Parameter(torch.ones(3))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpikfac import Damping, Estimator, Length, Strategy
-from mpikfac.settings import Schedule
+from mpikfac.settings import FACTOR_EVERY, MOMENTUM, RATE, WEIGHT_DECAY, Schedule
 from mpikfac.solvers import SOLVERS
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.fields import bounded, changes, choice, inline, listed
@@ -135,9 +135,10 @@ class KfacOptions:
     """The settings of K-FAC.
 
     Args:
-        factor_every: the number of steps from one update of the factors to the next.
+        factor_every: the number of steps from one update of the factors to the next. null: 10, and
+            fewer in the first 160 steps.
         basis_every: the number of steps from one decomposition of the factors to the next. null:
-            the number of the strategy (10 for most strategies).
+            the number of the strategy; for most strategies 50, and fewer in the first 160 steps.
         solver: the way to precondition gradients. "inverse": damped inverses, with the damping
             split between both factors; "unsplit-inverse": inverses with the whole damping in each
             factor; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients of
@@ -154,7 +155,7 @@ class KfacOptions:
             forward pass. null: the damping stays.
     """
 
-    factor_every: int | Schedule = bounded(1, ">= 1")
+    factor_every: int | Schedule | None = bounded(None, ">= 1")
     basis_every: int | Schedule | None = bounded(None, ">= 1")
     solver: str | None = choice(None, SOLVERS)
     basis_dtype: Literal["bfloat16"] | None = None
@@ -169,13 +170,18 @@ class KfacOptions:
     estimator: Estimator = inline(Estimator)
     coverage: CoverageOptions = inline(CoverageOptions)
 
+    @property
+    def lasting_factor_every(self) -> int:
+        """The steps between updates of factors at the start; of the usual numbers, the last."""
+        return FACTOR_EVERY if self.factor_every is None else at_start(self.factor_every)
+
 
 USUAL_RATES = {
-    **{"kfac": 0.003, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
+    **{"kfac": RATE, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
     **{"lars": 10.0, "lamb": 0.03},
 }
-"""Learning rates; of K-FAC with steps of the length of Adam's and momentum of directions."""
-FOR_GRADIENTS = 2.5  # times the usual rate, as no momentum lengthens the steps
+"""Learning rates; of K-FAC with steps of the length of Adam's and momentum of gradients."""
+FOR_DIRECTIONS = 0.4  # times the usual rate, as momentum of directions lengthens the steps
 
 
 @dataclass(frozen=True)
@@ -296,9 +302,9 @@ class Options:
     schedule: Literal["constant", "step", "linear", "cosine"] = "linear"
     decay_epochs: list[int] = field(default_factory=list, metadata={"bounds": (">= 1",)})
     decay_factor: float = bounded(0.1, "> 0", "<= 1")
-    momentum: float = bounded(0.9, ">= 0", "< 1")
+    momentum: float = bounded(MOMENTUM, ">= 0", "< 1")
     nesterov: bool = False
-    weight_decay: float = bounded(0.0005, ">= 0")
+    weight_decay: float = bounded(WEIGHT_DECAY, ">= 0")
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
     average: float = bounded(0.0, ">= 0", "< 1")
     distribution: StrategyOptions = inline(StrategyOptions)
@@ -333,7 +339,8 @@ class Options:
             return 1.0
         if self.optimizer == "kfac" and not self.kfac.length.by_adam:
             return USUAL_RATES["sgd"]
-        return USUAL_RATES[self.optimizer] * (FOR_GRADIENTS if self.momentum_of_gradients else 1)
+        of_directions = self.optimizer == "kfac" and not self.momentum_of_gradients
+        return USUAL_RATES[self.optimizer] * (FOR_DIRECTIONS if of_directions else 1)
 
     @property
     def momentum_of_gradients(self) -> bool:

@@ -17,7 +17,7 @@ from mpikfac_apps.options.conflicts import (
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import BASIC, KfacOptions, Options
-from mpikfac_apps.options.strategy import make_strategy, training_ranks
+from mpikfac_apps.options.strategy import make_strategy, solver_of, training_ranks
 from mpikfac_apps.problems.models import network
 
 
@@ -65,6 +65,7 @@ def resolved(options: Options, ranks: int) -> dict[str, Any]:
         values["kfac.momentum_of"] = options.momentum_of
     if options.distribution.strategy != "auto":
         strategy, settings = make_strategy(options.distribution, options.kfac, ranks)
+        settings = {"solver": solver_of(settings), **settings}
         if options.optimizer != "kfac":
             strategy, settings = strategy.first_order(), {}
         choices = strategy.choices() | {f"kfac.{key}": value for key, value in settings.items()}

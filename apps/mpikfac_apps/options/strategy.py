@@ -26,6 +26,7 @@ from mpikfac import (
 from mpikfac.layers import Kinds
 from mpikfac.plan import CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
 from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
+from mpikfac.settings import BASIS_EVERY
 from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
 from mpikfac_apps.options.fields import DTYPES, Group
@@ -35,8 +36,21 @@ Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
 
 AUTO = "auto"  # among split layers: the cheapest
 ITEMSIZE = 4  # bytes of a number in float32
-USUAL: Mapping[str, Any] = {"solver": "inverse", "basis_every": 10}
-"""Settings of `KFAC` that a strategy may change."""
+OF_STRATEGY = ("solver", "basis_every")
+"""Settings of `KFAC` that a strategy may bring."""
+
+
+def solver_of(settings: Mapping[str, Any]) -> str:
+    """Return the solver among settings of `KFAC`, or the usual solver."""
+    solver: str = settings.get("solver", "inverse")
+    return solver
+
+
+def lasting_basis_every(settings: Mapping[str, Any], strategy: Strategy) -> int:
+    """Return the steps between refreshes at the start; of the usual numbers, the last."""
+    turns = strategy.refresh.stagger
+    interval: int = at_start(settings.get("basis_every", turns * -(-BASIS_EVERY // turns)))
+    return interval
 
 
 def serving_ranks(options: Options) -> tuple[str, int]:
@@ -69,12 +83,15 @@ def training_ranks(options: Options, ranks: int) -> int:
 def make_strategy(
     distribution: StrategyOptions, kfac: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
-    """Return the strategy for the ranks that train, and the settings `solver` and `basis_every`.
+    """Return the strategy for the ranks that train, and settings `solver` and `basis_every`.
+
+    A setting that neither the options nor the strategy choose is missing.
 
     Raises:
         ValueError: choices do not fit together, or do not fit the number of ranks.
     """
-    overrides = {key: getattr(kfac, key) for key in USUAL if getattr(kfac, key) is not None}
+    given = {key: getattr(kfac, key) for key in OF_STRATEGY}
+    overrides = {key: value for key, value in given.items() if value is not None}
     choices = _choices(distribution, ranks) | ({} if parts is None else {"parts": parts})
     if distribution.strategy == "auto":
         if distribution.machine is None or distribution.change or distribution.fraction:
@@ -83,10 +100,10 @@ def make_strategy(
                 f"{distribution.machine}, choices are {', '.join(distribution.change) or 'none'}"
             )
         # The workers follow once the model is known: see `for_machine`.
-        return Strategy.comm_opt(ranks, **choices), {**USUAL, **overrides}
+        return Strategy.comm_opt(ranks, **choices), overrides
     chosen, settings = named(distribution.strategy, ranks, **choices)
-    settings = {**USUAL, **settings, **overrides}
-    interval, turns = settings["basis_every"], chosen.refresh.stagger
+    settings = {**settings, **overrides}
+    interval, turns = settings.get("basis_every", 0), chosen.refresh.stagger
     if any(number % turns for number in numbers_of(interval)):
         raise ValueError(f"basis_every={interval} must be a multiple of stagger={turns}")
     wires = chosen.transport.wires
@@ -119,7 +136,7 @@ def job_of(options: Options, ranks: int, basis_every: int) -> Job:
     return Job(
         options.model,
         options.step_batch // ranks,
-        at_start(options.kfac.factor_every),
+        options.kfac.lasting_factor_every,
         basis_every,
         orthogonal=options.kfac.length.source == "orthogonal",
     )
@@ -144,8 +161,8 @@ def for_machine(
     if distribution.machine is None:
         return distribution.strategy, strategy
     machine = load_machine(distribution.machine)
-    solver = settings["solver"]
-    job = job_of(options, ranks, at_start(settings["basis_every"]))
+    solver = solver_of(settings)
+    job = job_of(options, ranks, lasting_basis_every(settings, strategy))
     if distribution.strategy == "auto":
         return choose(*shapes, ranks, machine, job, forms(solver))
     chosen = tuned(strategy, *shapes, ranks, machine, job, forms(solver))
@@ -262,8 +279,8 @@ def kfac_settings(
     return {
         "damping": None if damping == Damping() else scheduled(damping),  # depends on the solver
         "factor_every": by_step(options.factor_every, epochs),
-        "basis_every": by_step(chosen["basis_every"], epochs),
-        "solver": named_solver(chosen["solver"], _basis_dtype(options)),
+        "basis_every": by_step(chosen.get("basis_every"), epochs),
+        "solver": named_solver(solver_of(chosen), _basis_dtype(options)),
         "length": scheduled(options.length),
         "estimator": scheduled(options.estimator),
         "coverage": coverage(options, covers),

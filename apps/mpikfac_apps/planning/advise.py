@@ -17,7 +17,6 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
-from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.planning.simulate import (
     BASIC,
@@ -130,7 +129,7 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
     """Return lines with the job, the machine and the meaning of the columns."""
     return [
         f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}, "
-        f"factors every {at_start(options.kfac.factor_every)} steps, "
+        f"factors every {options.kfac.lasting_factor_every} steps, "
         f"bases every {options.basis_every}",
         f"Machine: {machine.name}; predicted, not measured",
         "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",

@@ -14,7 +14,13 @@ from mpikfac_apps import cli
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, inline, listed, required
 from mpikfac_apps.options.options import KfacOptions, Options, StrategyOptions
-from mpikfac_apps.options.strategy import coverage, for_machine, make_plan, make_strategy
+from mpikfac_apps.options.strategy import (
+    coverage,
+    for_machine,
+    make_plan,
+    make_strategy,
+    solver_of,
+)
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, UNPLANNED, looked_at, most_loaded, orders_of
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import in_lines, mib, number, show, table
@@ -87,7 +93,7 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
         model=options.model, batch=batch, distribution=options.distribution, kfac=options.kfac
     )
     _, strategy = for_machine(run, shapes, options.ranks, strategy, settings)
-    return make_plan(options.kfac, *shapes, options.ranks, strategy, settings["solver"])
+    return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
 
 
 def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:

@@ -15,12 +15,18 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
+from mpikfac.settings import BASIS_EVERY
 from mpikfac_apps import cli
-from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
 from mpikfac_apps.options.options import KfacOptions, StrategyOptions
-from mpikfac_apps.options.strategy import Shapes, coverage, make_plan, make_strategy
+from mpikfac_apps.options.strategy import (
+    Shapes,
+    coverage,
+    make_plan,
+    make_strategy,
+    solver_of,
+)
 from mpikfac_apps.planning.facts import UNPLANNED, near_root
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import counts, mib, number, show, table
@@ -90,7 +96,7 @@ class SimulateOptions:
     classes: int | None = bounded(None, ">= 1")
     strategy: tuple[str, ...] = read_by(names, "all")
     solver: str = choice("inverse", (*mpikfac.solvers.SOLVERS, "own"))
-    basis_every: int = bounded(10, ">= 1")
+    basis_every: int = bounded(BASIS_EVERY, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")
     json: Path | None = read_by(json_file, None)
@@ -132,7 +138,7 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
     job = mpikfac.predict.Job(
         options.model,
         options.batch_per_rank,
-        at_start(options.kfac.factor_every),
+        options.kfac.lasting_factor_every,
         options.basis_every,
         options.stragglers,
         options.kfac.length.source == "orthogonal",
@@ -186,7 +192,7 @@ def plan_of(
         change["workers"] = near_root(ranks)
     distribution = replace(distribution, strategy=name, change=change)
     strategy, settings = make_strategy(distribution, kfac, ranks)
-    solver = settings["solver"]
+    solver = solver_of(settings)
     if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
         solver = options.solver
     if first_order:
@@ -201,7 +207,7 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     lines = [
         f"{options.model}, {options.batch_per_rank} images per rank, "
         f"solver {options.solver}, "
-        f"factors every {at_start(options.kfac.factor_every)} steps, "
+        f"factors every {options.kfac.lasting_factor_every} steps, "
         f"bases every {options.basis_every}",
         f"Machine: {machine.name}; predicted, not measured",
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",

@@ -20,7 +20,6 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac.plan import names
-from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Options, StrategyOptions
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
@@ -247,7 +246,7 @@ def _mean(numbers: Sequence[float]) -> float | None:
 def _planned(cell: Cell) -> dict[str, Any]:
     """Return bytes per step and in memory; of a large job, only some ranks are computed."""
     kfac, plan = cell.options.kfac, cell.plan
-    intervals = at_start(kfac.factor_every), basis_every(cell.options, cell.ranks)
+    intervals = kfac.lasting_factor_every, basis_every(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *intervals))
     period, ranks = kinds.total(), looked_at(plan)
     wire = handed = 0.0

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import mpikfac
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.options.strategy import job_of, make_strategy, training_ranks
+from mpikfac_apps.options.strategy import job_of, make_strategy, solver_of, training_ranks
 from mpikfac_apps.study.results import Measured, other_estimator
 from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.study.spec import Cell, basis_every, plan_of
@@ -178,6 +178,7 @@ def distributed(cell: Cell, strategy: str) -> Options:
     _, settings = make_strategy(distribution, options.kfac, training, options.parts)
     fraction = 0.5 if strategy == "hybrid" else None
     chosen = replace(distribution, strategy=strategy, fraction=fraction, change={})
+    settings = {"solver": solver_of(settings), **settings}
     return replace(options, distribution=chosen, kfac=replace(options.kfac, **settings))
 
 

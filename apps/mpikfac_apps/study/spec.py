@@ -18,6 +18,7 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
+from mpikfac.settings import BASIS_EVERY
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.conflicts import pixels
 from mpikfac_apps.options.documents import flattened, loaded, unknown
@@ -25,11 +26,12 @@ from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Options, StrategyOptions
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import (
-    USUAL,
     coverage,
     for_machine,
+    lasting_basis_every,
     make_plan,
     make_strategy,
+    solver_of,
     training_ranks,
 )
 from mpikfac_apps.problems import datasets, models
@@ -347,12 +349,29 @@ def _run_of(
     values = content["options"] | chosen
     arguments = [f"--config={content['base']}"] if content["base"] else []
     arguments += [f"--{key}={_word(value)}" for key, value in values.items()]
-    interval = shown_interval(parse(arguments, ranks), ranks)
+    first = parse(arguments, ranks)
+    arguments += _lasting_intervals(first, ranks)
+    interval = shown_interval(first, ranks)
     arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
     options = parse(arguments, ranks)
     if isinstance(options.batch, ByEpoch):
         raise ValueError(f"batch={options.batch} must be a single number: a study compares steps")
     return tuple(arguments), options, plan_of(options, ranks)
+
+
+def _lasting_intervals(options: Options, ranks: int) -> list[str]:
+    """Return arguments that give K-FAC's usual intervals their last numbers from the start.
+
+    The first steps of a usual run have shorter intervals, and a study compares whole intervals.
+    """
+    if options.optimizer != "kfac":
+        return []
+    kfac, arguments = options.kfac, []
+    if kfac.factor_every is None:
+        arguments.append(f"--kfac.factor_every={kfac.lasting_factor_every}")
+    if kfac.basis_every is None:
+        arguments.append(f"--kfac.basis_every={basis_every(options, ranks)}")
+    return arguments
 
 
 def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
@@ -374,12 +393,12 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
     _, strategy = for_machine(options, (layers, others), training, strategy, settings)
-    return make_plan(options.kfac, layers, others, training, strategy, settings["solver"])
+    return make_plan(options.kfac, layers, others, training, strategy, solver_of(settings))
 
 
 def shown_interval(options: Options, ranks: int) -> int:
-    """Return the steps per line of metrics and per trace, a multiple of the refresh interval."""
-    interval = basis_every(options, ranks)
+    """Return the steps per line of metrics and per trace, a multiple of both intervals."""
+    interval = math.lcm(options.kfac.lasting_factor_every, basis_every(options, ranks))
     return interval * max(1, math.ceil(LEAST_SHOWN / interval))
 
 
@@ -389,10 +408,10 @@ def basis_every(options: Options, ranks: int) -> int:
     Of numbers by epoch, the number of epoch 0.
     """
     if options.optimizer != "kfac":
-        return at_start(options.kfac.basis_every) or USUAL["basis_every"]
+        return at_start(options.kfac.basis_every) or BASIS_EVERY
     training = training_ranks(options, ranks)
-    _, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
-    return at_start(settings["basis_every"])
+    strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
+    return lasting_basis_every(settings, strategy)
 
 
 def _word(value: Any) -> str:

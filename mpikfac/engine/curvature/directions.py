@@ -69,7 +69,7 @@ class Directions(Part):
 
         Collective over: row; and world, if the step is bounded and no rank holds all directions.
         """
-        self.precondition(numbers.damping)
+        self.precondition(numbers)
         self.publish()
         self._replace_broken()
         if numbers.bound is not None and self.gradients.layers:
@@ -77,11 +77,11 @@ class Directions(Part):
         if self.settings.damping.adapted and self.length.predicted:
             self._predict()
 
-    def precondition(self, damping: float) -> None:
+    def precondition(self, numbers: Numbers) -> None:
         """Precondition the gradients of the rank's layers, and give directions their lengths."""
         with self.site.trace.stage(PRECONDITION):
-            self.bases.damp(damping)
-            smoothed = self.length.smoothed()
+            self.bases.damp(numbers.damping)
+            smoothed = self.length.smoothed(numbers.momentum)
             for planned in self._planned:
                 gradient = smoothed.get(planned.name, planned.gradient)
                 planned.direction.copy_(planned.solver.direction(gradient, planned.held))

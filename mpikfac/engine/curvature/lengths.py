@@ -6,6 +6,8 @@ they are preconditioned, and turn gradients of uncovered parameters into steps.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +82,7 @@ class Own:
             ValueError: the length needs a batch.
         """
 
-    def smoothed(self) -> Mapping[str, Tensor]:
+    def smoothed(self, momentum: float) -> Mapping[str, Tensor]:
         """Return the gradients to precondition in the place of the batch's, by name."""
         return {}
 
@@ -148,11 +150,14 @@ class OfAdam(OfGradients):
         uncovered = [slot.block.name for slot in self.uncovered]
         self._of_layers = AdamSteps(gradients.arena, layers)
         self._of_uncovered = AdamSteps(gradients.arena, uncovered)
+        parameters = {layer.name: layer.parameters for layer in gradients.layers}
+        self._weights = [weight for name in layers for weight in parameters[name]]
+        self._of_layer = _table([len(parameters[name]) for name in layers], gradients.site.device)
         names = [*layers, *uncovered] if length.momentum else []
         shapes = [(name, tuple(gradients.arena[name].shape)) for name in names]
         self._momenta: Arena = gradients.site.arena(lay_out([shapes]))
 
-    def smoothed(self) -> dict[str, Tensor]:
+    def smoothed(self, momentum: float) -> dict[str, Tensor]:
         """Take gradients into the momenta; return means of gradients by Nesterov's momentum.
 
         Means begin with momenta of 0: the first steps of uncovered parameters are shorter than
@@ -160,7 +165,7 @@ class OfAdam(OfGradients):
         """
         if not self._momenta:
             return {}
-        momentum, broken = self.length.momentum, self.gradients.broken
+        broken = self.gradients.broken
         gradients = [self.gradients.arena[name] for name in self._momenta]
         means = dict(zip(self._momenta, torch._foreach_mul(gradients, 1 - momentum)))
         if sound := [name for name in means if name not in broken]:
@@ -174,7 +179,20 @@ class OfAdam(OfGradients):
         self._step_uncovered(smoothed)
 
     def _lengths(self, of_gradients: Tensor) -> Tensor:
-        return norms(self._of_layers.take(self.gradients.broken))
+        """Return the lengths of Adam's steps, at most `trust` times the norms of the weights.
+
+        A layer whose weights are all 0 takes Adam's length, so that the layer can begin to learn.
+        """
+        lengths = norms(self._of_layers.take(self.gradients.broken))
+        if math.isinf(self.length.trust):
+            return lengths
+        limits = self.length.trust * self._norms_of_weights(lengths.dtype)
+        return torch.where(limits > 0, lengths.minimum(limits), lengths)
+
+    def _norms_of_weights(self, dtype: torch.dtype) -> Tensor:
+        """Return the norm of all weights of each planned layer, `[directions]`."""
+        squares = norms([weight.detach() for weight in self._weights]).to(dtype).square()
+        return torch.cat([squares, squares.new_zeros(1)])[self._of_layer].sum(1).sqrt()
 
     def _step_uncovered(self, smoothed: Mapping[str, Tensor]) -> None:
         """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate."""
@@ -208,6 +226,19 @@ class Orthogonal(OfAdam):
 def norms(tensors: list[Tensor]) -> Tensor:
     """Return the norms of tensors, `[tensors]`."""
     return torch.stack(torch._foreach_norm(tensors))
+
+
+def _table(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the places of consecutive groups of `counts` members as rows, filled up by the end.
+
+    Sums over rows have one order on all devices; sums by `index_add_` have none on a GPU.
+    """
+    ends = list(itertools.accumulate(counts))
+    most, end = max(counts, default=0), sum(counts)
+    rows = [
+        [*range(stop - count, stop), *[end] * (most - count)] for stop, count in zip(ends, counts)
+    ]
+    return torch.tensor(rows, dtype=torch.long, device=device).reshape(len(counts), most)
 
 
 LENGTHS: Mapping[str, str] = {

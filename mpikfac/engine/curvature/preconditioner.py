@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from mpikfac.comm import Team
@@ -29,6 +28,7 @@ from mpikfac.engine.nonfinite import Cautions
 from mpikfac.engine.part import Part, SolverPart
 from mpikfac.layers import Coverage, Layer, Other, cover
 from mpikfac.model import groups_of
+from mpikfac.numerics import Scaler
 from mpikfac.plan import Plan, Split, Strategy, check_layers, forward_only, plan_for
 from mpikfac.plan.names import BASES, DECOMPOSE, DECOMPOSITIONS, DUE, SCALE_WEIGHTS, SCALES, SOLVER
 from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings
@@ -92,7 +92,7 @@ class Preconditioner(FirstOrder):
         """Return the numbers of a step that have to be equal on all ranks."""
         bound = self.settings.length.bound
         return {
-            **{"damping": numbers.damping, "decay": numbers.decay},
+            **{"damping": numbers.damping, "decay": numbers.decay, "momentum": numbers.momentum},
             **({bound: numbers.bound} if bound else {}),
             **{"factor_every": numbers.factor_every, "basis_every": numbers.basis_every},
         }
@@ -205,7 +205,7 @@ class Preconditioner(FirstOrder):
 
     # -- batches without a step ------------------------------------------------------------------
 
-    def unscale(self, scaler: GradScaler) -> bool:
+    def unscale(self, scaler: Scaler) -> bool:
         """Take a loss's scale out of a batch's statistics; return whether statistics are finite."""
         if not (self.recorder.recording and self.estimator.of_loss):
             return True

@@ -324,6 +324,23 @@ NAMED: Mapping[str, Named] = {
 """Published ways to distribute training, and combinations of theirs."""
 
 
+def strategy_of(strategy: Strategy | str | None, ranks: int) -> tuple[Strategy, dict[str, Any]]:
+    """Return a strategy, also of a name, and the settings of `KFAC` that belong to the name.
+
+    Args:
+        strategy: None for COMM-OPT.
+
+    Raises:
+        ValueError: no strategy has the name, or the object is no strategy.
+    """
+    if isinstance(strategy, str):
+        return named(strategy, ranks)
+    strategy = Strategy.comm_opt(ranks) if strategy is None else strategy
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={strategy!r} must be a Strategy, the name of one, or None")
+    return strategy, {}
+
+
 def named(name: str, ranks: int, **choices: Any) -> tuple[Strategy, dict[str, Any]]:
     """Return the strategy of a name for `ranks` ranks, and further arguments of `KFAC`.
 

@@ -1,0 +1,99 @@
+"""The optimizer that follows K-FAC's directions, and the guard of optimizers that trainers step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpikfac.settings import in_force
+
+LARGEST = 1e6  # of a rate or a decay; more is a mistake
+
+
+class Descent(Optimizer):
+    """Subtract `lr * (direction + weight_decay * weights)`, with the directions as gradients.
+
+    A group's momentum is for the trainer, who takes the momentum before gradients are
+    preconditioned. Schedulers find the number where they look for a momentum.
+
+    Args:
+        params: parameters, or groups of parameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        for name, value in numbers.items():
+            in_force(name, value, 0, below=1.0 if name == "momentum" else LARGEST)
+        super().__init__(params, numbers)
+
+    def momentum(self, step: int) -> float:
+        """Return the momentum in force, of the first group, at any step."""
+        return float(self.param_groups[0]["momentum"])
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take the step."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            lr, decay = float(group["lr"]), float(group["weight_decay"])
+            if decay:
+                torch._foreach_mul_(parameters, 1 - lr * decay)
+            torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-lr)
+
+
+class StepGuard:
+    """Refuse steps of an optimizer by anybody but a trainer, who steps the optimizer.
+
+    Nothing is refused after `remove`, or once the trainer is gone.
+    """
+
+    _stepping: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # by a trainer, right now
+    _allowed: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # for a step by the caller
+
+    def __init__(self, optimizer: Optimizer, trainer: object) -> None:
+        self._optimizer, name = optimizer, type(trainer).__name__
+        alive = weakref.ref(trainer)
+
+        def check(stepped: Optimizer, *_: object) -> None:
+            if alive() is None or stepped in self._stepping:
+                return
+            if stepped not in self._allowed:
+                raise ValueError(
+                    f"{name}.step() steps the optimizer itself, so a further optimizer.step() "
+                    f"would repeat the step; leave optimizer.step() out (with precondition(), the "
+                    f"optimizer steps once after each call)"
+                )
+            self._allowed.discard(stepped)
+
+        self._hook = optimizer.register_step_pre_hook(check)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Allow steps inside."""
+        self._stepping.add(self._optimizer)
+        try:
+            yield
+        finally:
+            self._stepping.discard(self._optimizer)
+
+    def allow_once(self) -> None:
+        """Allow one step: the caller has preconditioned gradients, and steps."""
+        self._allowed.add(self._optimizer)
+
+    def remove(self) -> None:
+        """Allow all further steps."""
+        self._hook.remove()

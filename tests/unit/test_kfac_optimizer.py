@@ -1,0 +1,249 @@
+"""K-FAC by one constructor, as torch optimizers are used, and the habits that it refuses."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import KFAC, DataParallel, KFACOptimizer, Length, schedule
+from mpikfac.settings import BASIS_EVERY, FACTOR_EVERY, MOMENTUM, RATE, WEIGHT_DECAY
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def batch(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 5, generator=generator).double(), torch.arange(8) % 3
+
+
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
+    x, y = batch(step)
+    return F.cross_entropy(model(x), y)
+
+
+def by_hand(momentum: float | schedule.Schedule = MOMENTUM) -> KFAC:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), RATE, weight_decay=WEIGHT_DECAY)
+    return KFAC(model, sgd, mpikfac.world(), length=Length(momentum=momentum))
+
+
+def train(optimizer: KFACOptimizer, steps: int = 25) -> list[torch.Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(optimizer.trainer.model, step).backward()
+        optimizer.step()
+    return [p.detach() for p in optimizer.trainer.model.parameters()]
+
+
+def test_the_constructor_is_kfac_with_the_recommended_numbers():
+    """Oracle: `KFAC` around SGD with the numbers by hand."""
+    expected = by_hand()
+    for step in range(25):
+        expected.optimizer.zero_grad()
+        loss_of(expected.model, step).backward()
+        expected.step()
+    optimizer = KFACOptimizer(network())
+    for weights, right in zip(train(optimizer), expected.model.parameters()):
+        torch.testing.assert_close(weights, right.detach(), rtol=1e-9, atol=1e-12)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups[0]["lr"] == RATE
+
+
+def test_groups_have_rates_and_decays_of_their_own():
+    """Oracle: a frozen group stays; the weights of the rest move."""
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.0, "weight_decay": 0.0},
+        {"params": model[2].parameters()},
+    ]
+    after = train(KFACOptimizer(model, params=groups), steps=2)
+    moved = [not torch.equal(old, new) for old, new in zip(before, after)]
+    assert moved == [False, False, True, True]
+
+
+def test_one_cycle_changes_rate_and_momentum():
+    """Oracle: `KFAC` by hand with the momentum of each step, from the scheduler's own groups."""
+    optimizer, momenta = KFACOptimizer(network()), [0.95]
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=12)
+    expected = by_hand(momentum=lambda step: momenta[step])
+    for step in range(10):
+        group = optimizer.param_groups[0]
+        momenta[step:] = [group["momentum"]]
+        expected.optimizer.param_groups[0]["lr"] = group["lr"]
+        for trainer in (optimizer.trainer, expected):
+            trainer.optimizer.zero_grad()
+            loss_of(trainer.model, step).backward()
+        optimizer.step()
+        expected.step()
+        cycle.step()
+    assert min(momenta) < 0.9 < max(momenta)
+    pairs = zip(optimizer.trainer.model.parameters(), expected.model.parameters())
+    for weights, right in pairs:
+        torch.testing.assert_close(weights, right, rtol=1e-9, atol=1e-12)
+
+
+def test_a_scaler_steps_as_without_a_scaler():
+    """Oracle: the same steps without a scaler; a scale of a power of 2 rounds nothing."""
+    plain, scaled = KFACOptimizer(network()), KFACOptimizer(network())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=3)
+    for step in range(8):
+        for optimizer in (plain, scaled):
+            optimizer.zero_grad()
+        loss_of(plain.trainer.model, step).backward()
+        plain.step()
+        scaler.scale(loss_of(scaled.trainer.model, step)).backward()
+        scaler.step(scaled)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    for one, other in zip(plain.trainer.model.parameters(), scaled.trainer.model.parameters()):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_scaler_skips_a_step_that_is_not_finite():
+    """Oracle: the weights before, the scaler's own rule for its scale, and the next step."""
+    optimizer, scaler = KFACOptimizer(network()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [p.detach().clone() for p in optimizer.trainer.model.parameters()]
+    scaler.scale(math.inf * loss_of(optimizer.trainer.model)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    for parameter, old in zip(optimizer.trainer.model.parameters(), before):
+        assert torch.equal(parameter, old)
+    after = train(optimizer, steps=1)
+    assert not torch.equal(after[0], before[0])
+
+
+def test_a_state_resumes_with_a_scheduler():
+    """Oracle: the run without a break."""
+    whole, first = KFACOptimizer(network()), KFACOptimizer(network())
+    expected = train(whole, 5)
+    train(first, 3)
+    resumed = KFACOptimizer(network(), lr=0.5)
+    resumed.trainer.model.load_state_dict(first.trainer.model.state_dict())
+    resumed.load_state_dict(first.state_dict())
+    for step in (3, 4):
+        resumed.zero_grad()
+        loss_of(resumed.trainer.model, step).backward()
+        resumed.step()
+    for weights, right in zip(resumed.trainer.model.parameters(), expected):
+        assert torch.equal(weights, right)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"strategy": "mem_opt"}, "strategy='mem_opt' must be one of 'kfac-opt', 'kfac-lw'"),
+        ({"strategy": 4}, "strategy=4 must be a Strategy, the name of one, or None"),
+        ({"comm": "comm-opt"}, "comm='comm-opt' must be a communicator of mpi4py, a Team, or None"),
+        ({"lr": -1.0}, "lr=-1.0 must be a finite number of at least 0"),
+        ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
+        ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number"),
+        ({"length": "adam"}, "length='adam' must be None or mpikfac.Length"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        KFACOptimizer(network(), **arguments)
+
+
+def test_parameters_are_no_model():
+    """Oracle: the line."""
+    with pytest.raises(ValueError, match=r"model=generator must be a torch.nn.Module"):
+        KFACOptimizer(network().parameters())
+
+
+def test_a_name_brings_the_settings_of_the_strategy():
+    """Oracle: the table of names."""
+    model = network()
+    assert KFACOptimizer(model).trainer.plan.solver == "inverse"
+    published = KFACOptimizer(model, strategy="kfac-opt").trainer
+    assert published.plan.solver == "eigen"
+    assert KFACOptimizer(model, strategy="kfac-opt", solver="inverse").trainer.plan.solver == (
+        "inverse"
+    )
+
+
+def test_intervals_grow_until_step_160():
+    """Oracle: the intervals by hand."""
+    factors, bases = schedule.growing(FACTOR_EVERY), schedule.growing(BASIS_EVERY)
+    steps = (0, 19, 20, 40, 80, 159, 160, 10**6)
+    assert [factors(step) for step in steps] == [1, 1, 2, 4, 8, 8, 10, 10]
+    assert [bases(step) for step in steps] == [5, 5, 10, 20, 40, 40, 50, 50]
+    in_turns = schedule.growing(BASIS_EVERY, multiple=4)
+    assert [in_turns(step) for step in steps] == [8, 8, 12, 20, 40, 40, 52, 52]
+
+
+# -- habits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [KFAC, DataParallel])
+def test_a_second_step_of_the_optimizer_is_refused(kind):
+    """Oracle: the line; the weights after a single step; `detach` gives the optimizer back."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = kind(model, sgd)
+    loss_of(model).backward()
+    trainer.step()
+    after = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=rf"{kind.__name__}.step\(\) steps the optimizer itself"):
+        sgd.step()
+    for parameter, old in zip(model.parameters(), after):
+        assert torch.equal(parameter, old)
+    trainer.detach()
+    sgd.step()
+
+
+def test_a_caller_who_preconditions_steps_once():
+    """Oracle: the line at the second step."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    kfac = KFAC(model, sgd)
+    for _ in range(2):
+        loss_of(model).backward()
+        kfac.precondition()
+        sgd.step()
+    with pytest.raises(ValueError, match="would repeat the step"):
+        sgd.step()
+
+
+def test_a_trainer_that_is_gone_refuses_nothing():
+    """Oracle: no error."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    first = DataParallel(model, sgd)
+    second = KFAC(model, sgd)
+    loss_of(model).backward()
+    second.step()  # though the first trainer is still there
+    second.detach()
+    first.detach()
+    del first, second
+    sgd.step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "length", "warning"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), Length(), "lr=0.1 is a rate of SGD; with Length('orth"),
+        (lambda p: torch.optim.SGD(p, 0.1), Length("sgd"), ""),
+        (lambda p: torch.optim.SGD(p, 0.0075), Length(momentum=0.9), ""),
+        (lambda p: torch.optim.AdamW(p, 0.001), Length(), "AdamW divides K-FAC's directions by"),
+    ],
+)
+def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
+    """Oracle: the warnings."""
+    model = network()
+    with caplog.at_level(logging.WARNING, "mpikfac"):
+        KFAC(model, optimizer(model.parameters()), length=length)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text for text in texts if text.startswith(warning)] == texts
+    assert len(texts) == bool(warning)
