@@ -314,7 +314,7 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     path.write_text(yaml.safe_dump(text))
     wanted = spec.read(path)
     for cell in wanted.cells:
-        fill(tmp_path, cell, steps=range(2, 12))
+        fill(tmp_path, cell, steps=range(2, 52))
     found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
     layers, others = mpikfac.layers.covered_shapes(models.build("resnet50", 10, 3))
     plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy.mem_opt(), others)
