@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mpikfac import DataParallel, Optimizer, Strategy, UserError
+from mpikfac import DataParallel, KFACOptimizer, Optimizer, Strategy, UserError
 from support import problem
 
 STRATEGIES = {
@@ -142,3 +143,36 @@ def test_passes_may_go_through_a_wrapper(comm, strategy):
     learn(comm, Wrapper(found.trainer.model), found, range(3))
     learn(comm, expected.trainer.model, expected, range(3))
     assert torch.equal(weights(found.trainer.model), weights(expected.trainer.model))
+
+
+@pytest.mark.parametrize("strategy", [None, "mem-opt", Strategy(update="owner")])
+def test_the_constructor_trains_all_ranks_as_one_process(comm, strategy):
+    """Oracle: the same optimizer on a single process, with the batches of all ranks."""
+    alone = KFACOptimizer(problem.network(), comm=comm.Split(comm.rank))
+    together = KFACOptimizer(problem.network(), strategy=strategy)
+    for step in range(problem.STEPS):
+        images, labels = problem.batch(step)
+        shard = problem.shards(step, comm.size)[comm.rank]
+        for optimizer, (x, y) in ((alone, (images, labels)), (together, shard)):
+            optimizer.zero_grad()
+            F.cross_entropy(optimizer.trainer.model(x), y).backward()
+            optimizer.step()
+    pairs = zip(together.trainer.model.parameters(), alone.trainer.model.parameters())
+    for weights, expected in pairs:
+        torch.testing.assert_close(weights, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_scaler_on_one_rank_lets_all_ranks_skip(comm):
+    """Oracle: the weights before; each rank's scaler follows the rank's own gradients."""
+    optimizer = KFACOptimizer(problem.network())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [p.detach().clone() for p in optimizer.trainer.model.parameters()]
+    broken = comm.rank == comm.size - 1
+    images, labels = problem.shards(0, comm.size)[comm.rank]
+    loss = F.cross_entropy(optimizer.trainer.model(images), labels)
+    scaler.scale(loss * (math.inf if broken else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if broken else 8.0)
+    for parameter, old in zip(optimizer.trainer.model.parameters(), before):
+        assert torch.equal(parameter, old)
