@@ -12,14 +12,14 @@ from mpikfac.plan import SPLIT, STRATEGY, Combination, shown
 from mpikfac.settings import SETTINGS
 from mpikfac.solvers import SOLVERS
 
-PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "combinations.md"
 HEADING = """# Choices that need other choices
 
 `Strategy` and `KFAC` refuse a choice whose needs are not met, before any communication, in one
 line: `sums='alltoall' needs fusion=None, not 2: an exchange of parts is one message`.
 Code refuses by the table below; a test keeps this page equal to the table.
-`ways` and `handed_on` belong to [split layers](hybrid.md): `handed_on=True` are two
-split layers in a row.
+`ways` and `handed_on` belong to [split layers](../extensions/split_layers.md):
+`handed_on=True` are two split layers in a row.
 `of layer 'NAME'` behind a solver or a rank means that a rule chose the solver or the rank.
 
 | choice | needs | because |

@@ -13,7 +13,7 @@ from support.launch import launch
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "cuda_mpi.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "cuda_mpi.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -58,7 +58,7 @@ def test_the_variables_of_mpikfac_are_read(monkeypatch):
 
 def test_the_named_tests_exist():
     """Oracle: the functions of the test files; every fault planted on the device is named."""
-    tests = PAGE.parents[1] / "tests"
+    tests = PAGE.parents[2] / "tests"
     there = {name for path in tests.rglob("test_*.py") for name in defined(path)}
     named = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
     assert named <= there

@@ -11,7 +11,7 @@ from support.launch import launch
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "library.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "library.md"
 BEFORE = """
 import torch
 import mpikfac

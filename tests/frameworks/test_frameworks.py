@@ -1,4 +1,4 @@
-"""Frameworks train as the loop with `KFAC.step` does: the programs of docs/own_script.md."""
+"""Frameworks train as the loop with `KFAC.step` does: the programs of docs/guide/own_script.md."""
 
 from __future__ import annotations
 

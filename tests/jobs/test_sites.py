@@ -1,4 +1,4 @@
-"""The scripts of jobs/sites, and the lines of docs/gpu_sites.md, with stand-ins for launchers."""
+"""The scripts of jobs/sites, and the lines of the page, with stand-ins for launchers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.pace import paced
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "jobs"
-PAGE = (ROOT / "docs" / "gpu_sites.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "gpu_sites.md").read_text()
 SITES = sorted(path.name for path in (JOBS / "sites").glob("*.sbatch"))
 END = "# ---- to here ----\n"
 # The stand-ins end as `set_up` and a launcher would; `mpi` is the script's own.

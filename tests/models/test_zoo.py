@@ -1,6 +1,6 @@
 """Networks of timm and transformers: every covered layer is right, alone and on two ranks.
 
-PYTHONPATH=tests python tests/models/test_zoo.py   # writes docs/models.md anew
+PYTHONPATH=tests python tests/models/test_zoo.py   # writes docs/reference/models.md anew
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 PROGRAM = str(ROOT / "tests" / "programs" / "zoo.py")
 EXAMPLES = 4
 LARGEST_PRODUCT = 700

@@ -1,4 +1,4 @@
-"""The programs of docs/own_script.md, with data before and oracles behind."""
+"""The programs of docs/guide/own_script.md, with data before and oracles behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 from support.launch import launch
 
-PAGE = Path(__file__).parents[2] / "docs" / "own_script.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "own_script.md"
 STEPS = 20  # of an epoch
 BEFORE = f"""
 import torch
