@@ -32,7 +32,6 @@ HEADING = """# Messages
 All errors and warnings of the library, the programs and the job scripts, by the room of the code.
 `…` stands for text that differs from case to case. A message without a link says itself what is
 needed or what to do.
-
 """
 
 
@@ -56,11 +55,12 @@ def texts(path: Path) -> list[str]:
 def messages(path: Path) -> list[str]:
     """Return the messages of a program or of a script, without messages assembled elsewhere."""
     if path.suffix == ".py":
-        said = _said(ast.parse(path.read_text()))
+        candidates = _said(ast.parse(path.read_text()))
     else:
-        ends = re.findall(r"^.*(?:\bdie |>&2).*$", path.read_text(), re.MULTILINE)
-        said = (text for end in ends for text in _quoted(re.split(r"\b(?:die|echo) ", end)[-1]))
-    return [text for text in said if _has_words(text)]
+        lines = re.findall(r"^.*(?:\bdie |>&2).*$", path.read_text(), re.MULTILINE)
+        ends = (re.split(r"\b(?:die|echo) ", line)[-1] for line in lines)
+        candidates = (text for end in ends for text in _quoted(end))
+    return [text for text in candidates if _has_words(text)]
 
 
 def explained(page: str) -> list[str]:
@@ -81,20 +81,19 @@ def listing(page: str, link: str) -> str:
         page: the text of the page that explains messages.
         link: the link to this page.
     """
-    known = explained(page)
+    rows = explained(page)
     rooms: dict[str, set[str]] = {}
     for path in (*SOURCES, *SCRIPTS):
         room = path.relative_to(ROOT).parent
         rooms.setdefault(str(room), set()).update(messages(path))
     lines = [HEADING]
-    for room, found in sorted(rooms.items()):
-        if found:
-            lines += [f"## {room}\n\n| message | |\n|---|---|\n"]
-        for message in sorted(found):
-            more = f"[cause and remedy]({link})" if any(text in message for text in known) else ""
+    for room, room_messages in sorted(rooms.items()):
+        if room_messages:
+            lines += [f"\n## {room}\n\n| message | |\n|---|---|\n"]
+        for message in sorted(room_messages):
+            reference = f"[cause and remedy]({link})" if any(row in message for row in rows) else ""
             code = message.replace("\n", " ").replace("|", "\\|")
-            lines += [f"| `` {code} `` | {more} |\n"]
-        lines += ["\n"] if found else []
+            lines += [f"| `` {code} `` | {reference} |\n"]
     return "".join(lines)
 
 

@@ -18,9 +18,9 @@ def test_a_refusal_stands_in_the_list():
     """Oracle: the line of the refusal."""
     with pytest.raises(ValueError) as refusal:
         mpikfac.Strategy.mem_opt(reduction="owners", sums="alltoall", fusion=2)
-    said = re.fullmatch(r"(\S+) needs (\S+), not 2: (.+)", str(refusal.value))
-    assert said
-    choice, need, why = said.groups()
+    words = re.fullmatch(r"(\S+) needs (\S+), not 2: (.+)", str(refusal.value))
+    assert words
+    choice, need, why = words.groups()
     (needs,) = [needs for name, needs, reason in ROWS if (name, reason) == (f"`{choice}`", why)]
     assert f"`{need}`" in needs
 

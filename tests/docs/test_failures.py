@@ -16,9 +16,9 @@ messages, says_remedy = CODE["messages"], CODE["says_remedy"]
 
 def unexplained(path: Path) -> list[str]:
     """Return the messages of a file that neither say a remedy nor stand on the page."""
-    known = CODE["explained"](PAGE.read_text())
+    rows = CODE["explained"](PAGE.read_text())
     silent = [message for message in messages(path) if not says_remedy(message)]
-    return [message for message in silent if not any(text in message for text in known)]
+    return [message for message in silent if not any(row in message for row in rows)]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -36,9 +36,9 @@ def test_messages_of_scripts_have_a_remedy_or_a_row():
 def test_the_page_explains_nothing_that_is_not_said():
     """Oracle: all texts of the programs and scripts."""
     texts = [text for path in (*SOURCES, *SCRIPTS) for text in CODE["texts"](path)]
-    known = CODE["explained"](PAGE.read_text())
-    assert len(known) > 100
-    assert [text for text in known if not any(text in said for said in texts)] == []
+    rows = CODE["explained"](PAGE.read_text())
+    assert len(rows) > 100
+    assert [row for row in rows if not any(row in text for text in texts)] == []
 
 
 @pytest.mark.parametrize(

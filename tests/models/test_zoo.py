@@ -82,10 +82,10 @@ through four steps on two ranks. `PYTHONPATH=tests python tests/models/test_zoo.
 
 - **covered**: the covered share of all trained numbers, and the classes of covered modules.
 - **not covered**: the classes that the optimizer alone trains.
-- **to skip**: the modules that K-FAC refuses until `skip` names them. Behind "positions", embeddings
-  whose input has a row for all examples or for each position: without `skip` their curvature would
-  be wrong, and the log warns. In brackets, modules whose weight is used without a call of the
-  module, so without statistics.
+- **to skip**: the modules that K-FAC refuses until `skip` names them. Behind "positions",
+  embeddings whose input has a row for all examples or for each position: without `skip` their
+  curvature would be wrong, and the log warns. In brackets, modules whose weight is used without a
+  call of the module, so without statistics.
 - **right**: factors, gradients and directions equal autograd and dense solves to 1e-9, and the
   weights after four steps on two ranks equal those of one process to 1e-6, in float64.
 
