@@ -1,8 +1,9 @@
 """Choose the pages of the site, and make the pages of the API reference.
 
 A page has the path of the file in the repository, so links between files work in both places. The
-README is the landing page. The reference has a page for the exported names of `mpikfac`, and a page
-for each package in `mpikfac`; the search ranks the guide above the reference.
+README is the landing page. The reference has a page for the exported names of `mpikfac`, a page for
+each package in `mpikfac`, and the lists of messages and of combinations. The search ranks the guide
+above the reference.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import combinations
+import messages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -62,7 +65,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if name == "mpikfac":
             page += f"    options: {{inherited_members: true, members: {mpikfac.__all__}}}\n"
         shown.append(File.generated(config, f"reference/{name}.md", content=page))
+    lists = {"messages": _messages(), "combinations": combinations.listing()}
+    for name, page in lists.items():
+        shown.append(File.generated(config, f"reference/{name}.md", content=page))
     return shown
+
+
+def _messages() -> str:
+    """Return the page of all messages, with links to the page that explains some of them."""
+    page = "docs/reference/failures.md"
+    return messages.listing((ROOT / page).read_text(), f"../{page}")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:

@@ -1,4 +1,4 @@
-"""The programs on the page about curvature run unchanged, under MPI."""
+"""The programs on the pages about curvature and lengths run unchanged, under MPI."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from support.launch import launch
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "ideas" / "curvature.md"
+LENGTHS = PAGE.parent / "lengths.md"
 BEFORE = """
 import torch
 import mpikfac
@@ -63,8 +64,9 @@ print("divided by the diagonals")
 
 
 def code(word):
-    """Return the page's program that contains the word."""
-    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Return the program of the pages that contains the word."""
+    text = PAGE.read_text() + LENGTHS.read_text()
+    codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (found,) = (code for code in codes if word in code)
     return found
 
