@@ -17,7 +17,7 @@ import mpikfac
 ROOT = Path(__file__).parent.parent
 SHOWN = (
     *("*.md", "docs/*.md", "docs/decisions/*.md", "docs/*.css", "docs/pictures/*.svg"),
-    *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/*.png", "mpikfac/**/*.py"),
+    *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/results/*", "mpikfac/**/*.py"),
 )
 MODULES = ("mpikfac.settings.schedule", "mpikfac.timeline")  # modules that mpikfac exports
 
