@@ -13,7 +13,7 @@ PAGE = FOLDER / "README.md"
 TOPICS = sorted((FOLDER / "results").glob("*.md"))
 COLUMNS = ["claim", "number", "seeds", "command", "date", "commit", "file"]
 HELPERS = {"training.py", "checkouts.py", "paired.py", "trace_cost.py"}
-"""Parts of other programs, tools without a result of their own, and a result of the page on traces."""
+"""Parts of other programs, tools without a result of their own, and a result of the traces."""
 
 
 def claims() -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Each message says what is needed or what to do, or docs/reference/failures.md explains the message."""
+"""Each message says what is needed or what to do, or the page about failures explains it."""
 
 from __future__ import annotations
 
