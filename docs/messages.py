@@ -1,7 +1,7 @@
 """Collect the messages of the code: errors, warnings, and lines to stderr.
 
-The site lists all messages by room. `docs/reference/failures.md` explains the messages that do not tell what
-to do, and a test compares the page with the code.
+The site lists all messages by room. `docs/reference/failures.md` explains the messages that do not
+tell what to do, and a test compares the page with the code.
 """
 
 from __future__ import annotations
