@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 PLAIN = """
 expected = plain()
 compare(model, expected)
+optimizer.zero_grad()
 print("plain")
 """
 USUAL = """
@@ -66,7 +67,7 @@ PARTS = [
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.gate)])
 def test_the_programs_train(tmp_path, monkeypatch, ranks):
-    """Oracle: a loop whose loss falls; a run that was not saved; the count of steps of a scaler."""
+    """Oracle: a loop by hand; a run that was not saved; the count of steps of a scaler."""
     monkeypatch.chdir(tmp_path)
     job = own_script.run(tmp_path, ranks, PARTS)
     said = job.stdout.splitlines()
