@@ -47,6 +47,7 @@ for network, stepped in ((model, optimizer), (other, resumed)):
         stepped.step()
 torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 with torch.profiler.profile() as profile:
+    loss_of(model(images), labels).backward()
     optimizer.step()
 assert any(event.key.startswith("Optimizer.step#") for event in profile.key_averages())
 print("saved")
