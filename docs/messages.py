@@ -84,8 +84,8 @@ def listing(page: str, link: str) -> str:
     rows = explained(page)
     rooms: dict[str, set[str]] = {}
     for path in (*SOURCES, *SCRIPTS):
-        room = path.relative_to(ROOT).parent
-        rooms.setdefault(str(room), set()).update(messages(path))
+        room = str(path.relative_to(ROOT).parent)
+        rooms.setdefault(room, set()).update(messages(path))
     lines = [HEADING]
     for room, room_messages in sorted(rooms.items()):
         if room_messages:
