@@ -79,4 +79,4 @@ def test_a_page_has_a_budget_by_its_name_or_its_folder():
     assert budget("README.md") == 600
     assert budget("benchmarks/results/step_time.md") == 400
     assert budget("docs/decisions/index.md") == 1000
-    assert budget("docs/new.md") is None
+    assert budget("new.md") is None
