@@ -82,6 +82,8 @@ def test_pages_that_the_code_names_exist():
     files = [path for name in CODE for path in (ROOT / name).rglob("*") if path.is_file()]
     files += [path for path in ROOT.iterdir() if path.suffix in (".cfg", ".toml", ".yml")]
     texts = [path.read_text() for path in files if path.suffix in ENDINGS]
-    named = {page for text in texts for page in re.findall(r"(?<![\w/])docs/[\w/]+\.(?:md|py)\b", text)}
+    named = {
+        page for text in texts for page in re.findall(r"(?<![\w/])docs/[\w/]+\.(?:md|py)\b", text)
+    }
     assert len(named) > 10
     assert {page for page in named if not (ROOT / page).exists()} == set()
