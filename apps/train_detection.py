@@ -1,4 +1,4 @@
-"""Start the training of a detector on drawn shapes; needs torchvision, see docs/detection.md."""
+"""Start the training of a detector on drawn shapes; docs/extensions/detection.md has the needs."""
 
 import sys
 

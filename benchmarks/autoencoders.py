@@ -7,7 +7,7 @@ three learning rates, which fall linearly to 0. "K-FAC, quadratic" takes length 
 steps from the quadratic model, and has three dampings at the start. The best value with seed 0 then
 gets two further seeds. The measure is the error of the training images, as in the literature, or
 with `--measure test_error` the error of the test images. Errors, by updates and seconds, are kept
-in `autoencoders.json` beside this file. Runs in the file are not repeated. `--known` prints the
+in `results/autoencoders.json`. Runs in the file are not repeated. `--known` prints the
 table of the known runs. `--seconds ROUNDS` times steps of all `--ways` by turns on an idle machine.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from training import SEEDS, by_turns, launch, step_seconds
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).parent / "results" / "autoencoders.json"
 COMMON = {"schedule": "linear", "weight_decay": "0"}
 MADE = {"data.path": "null"}  # no photos are read
 PROBLEMS = {  # options, and updates of an epoch

@@ -541,17 +541,37 @@ def recorded(checkout: Path, ranks: int, words: Sequence[str], folder: str) -> d
     """Return the records of a checkout at a number of ranks."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "records.json"
-        env = os.environ | {
-            "PYTHONPATH": f"{checkout}:{checkout / 'apps'}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        launcher = [os.environ.get("MPIRUN", str(Path(sys.executable).with_name("mpirun")))]
-        flags = os.environ.get("MPIRUN_FLAGS", "--oversubscribe").split()
-        command = [*launcher, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", __file__]
         more = ["--record", str(out), "--states", folder, "--only", *words]
-        subprocess.run([*command, *more], env=env, check=True, stdin=subprocess.DEVNULL)
+        run_in(checkout, ranks, __file__, *more)
         return dict(json.loads(out.read_text()))
+
+
+def run_in(
+    checkout: Path, ranks: int, *program: str, output: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a program with the library of a checkout, and return the job, with its output if asked.
+
+    Raises:
+        subprocess.CalledProcessError: if the job fails.
+    """
+    env = os.environ | {
+        "PYTHONPATH": f"{checkout}:{checkout / 'apps'}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    launcher = [os.environ.get("MPIRUN", str(Path(sys.executable).with_name("mpirun")))]
+    flags = os.environ.get("MPIRUN_FLAGS", "--oversubscribe").split()
+    command = [*launcher, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *program]
+    stdout = subprocess.PIPE if output else None
+    return subprocess.run(
+        command,
+        env=env,
+        cwd=checkout,
+        check=True,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        text=True,
+    )
 
 
 def differences(old: Record, new: Record) -> Iterator[str]:

@@ -7,7 +7,7 @@ weights of its own; with `--data halves`, each from a half of the training image
 falls to 0 in 264 steps. The test images give steps to 97 %, the accuracy at the end, and churn: the
 share of test images whose predicted class differs between two trainings with different seeds, and
 the mean absolute difference of the probabilities [Anil et al. 2018]. Results are kept in
-`codistillation.json` beside this file.
+`results/codistillation.json`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import table
 from mpikfac_apps.training.batches import Batches, Normalise, mixed
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).parent / "results" / "codistillation.json"
 BATCH, STEPS, TARGET, TEST_EVERY = 64, 264, 0.97, 2
 # lr and weight decay: of SGD and K-FAC as in `exchange.py`
 OPTIMIZERS = {"SGD": (0.05, 0.005), "AdamW": (0.003, 0.01), "K-FAC": (0.003, 0.0005)}

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/curvature.py vit_small --data DIR --out runs/curvature
 
 Every way to train a network is tried with three settings and seed 0; the best setting then gets
-seeds 1 and 2. Results go to `NETWORK.json` in `benchmarks/curvature`, next to the tables of this
-script. Runs with results in the file are not repeated. `--table` prints the existing results.
+seeds 1 and 2. Results are kept in `results/curvature_NETWORK.json`. Runs with results in the file
+are not repeated. `--table` prints the existing results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from training import CIFAR10, SEEDS, by_epoch, launch
 
-KNOWN = Path(__file__).with_name("curvature")
+KNOWN = Path(__file__).parent / "results"
 PLAIN = {
     "lr": "0.1",
     "kfac.solver": "eigen",
@@ -124,7 +124,7 @@ class Known:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.options.out /= options.network
-        self.file = KNOWN / f"{options.network}.json"
+        self.file = KNOWN / f"curvature_{options.network}.json"
         self.runs = self.read()
 
     def read(self) -> dict[str, list[dict[str, float]]]:
@@ -140,7 +140,6 @@ class Known:
             lines = by_epoch(launch(self.options, name, optimizer, asked, seed))
             kept = ("epoch", "seconds", "train_loss", "test_loss", "test_accuracy")
             self.runs = self.read() | {name: [{key: line[key] for key in kept} for line in lines]}
-            self.file.parent.mkdir(exist_ok=True)
             self.file.write_text(json.dumps(self.runs, indent=1, sort_keys=True) + "\n")
         return 100 * self.runs[name][-1]["test_accuracy"]
 

@@ -11,7 +11,7 @@ for each way; or with `--images cifar10 --path DIR`, 10,000 images of CIFAR-10, 
 `--straggler 0.02` makes the last rank slower by 20 ms in each step. Bytes are those passed to MPI
 by a rank. Predictions of a step take messages from the machine file, and the network's computing
 times after the run, because the speed of a shared machine changes. Results are kept in
-`exchange.json` beside this file; runs in the file are not repeated.
+`results/exchange.json`; runs in the file are not repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpikfac_apps.text import table
 from mpikfac_apps.training import train
 from mpikfac_apps.training.run import Run
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).parent / "results" / "exchange.json"
 SEEDS = (0, 1, 2)
 VISITS = 1  # measurements of the network's computing times after a run
 COMMON = (

@@ -7,9 +7,9 @@
 rate by the bits of the last 60 training steps, on text that the network sees for the first time.
 Seeds 1, 2 and 3 then give the bits of the test text, of the last tenth of the library.
 
-Runs are kept in `language.json` beside this file and are not repeated. CPU seconds of a step are
+Runs are kept in `results/language.json` and are not repeated. CPU seconds of a step are
 measured with all optimizers in turn, and kept too. `--known` prints the table of the known runs and
-draws `language.png`.
+draws `results/language.png`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from mpikfac_apps.text import number
 from mpikfac_apps.training import train
 from mpikfac_apps.training.parts.problem import build
 
-RESULTS, PICTURE = (Path(__file__).with_suffix(end) for end in (".json", ".png"))
+RESULTS = Path(__file__).parent / "results" / "language.json"
+PICTURE = RESULTS.with_suffix(".png")
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "text_kfac.yaml"
 WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {  # options, rates, colour
     "K-FAC": (("--optimizer=kfac",), ("0.00125", "0.0025", "0.005"), "tab:red"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Time the first steps of a newcomer: a clone, the installation, the commands of docs/tutorial.md:
+# Time the first steps of a newcomer: a clone, the installation, the tutorial's commands:
 #   bash benchmarks/newcomer.sh IMAGES     IMAGES/train/CLASS/*.jpg and IMAGES/test/CLASS/*.jpg
 # The commands are those of the page, in an empty folder, with two changes: the run on two ranks
 # takes MODEL, timm:resnet18 unless given, and images lie in IMAGES. Everything is deleted at the end.
@@ -27,7 +27,7 @@ code() {
     awk -v fence="\`\`\`$1" -v title="## $2. " '
         /^## / { here = index($0, title) == 1 }
         /^```/ { inside = here && $0 == fence; next }
-        inside { if (sub(/\\$/, "")) printf "%s", $0; else print }' docs/tutorial.md
+        inside { if (sub(/\\$/, "")) printf "%s", $0; else print }' docs/start/tutorial.md
 }
 
 # typed SECTION: runs the commands of a section.

@@ -7,7 +7,7 @@ momentum before preconditioning; the best setting then has 15 epochs, too. On al
 first-order optimizers have 15 epochs and K-FAC has 7, and 12 with the best setting. Each learning
 rate falls linearly to 0 within the run's own budget. All settings of an optimizer run with seed 0,
 then the best setting with further seeds. Test accuracies by epoch are kept in
-`time_to_accuracy.json` beside this file. Runs in the file are not repeated: several sittings, or
+`results/time_to_accuracy.json`. Runs in the file are not repeated: several sittings, or
 machines, can share the work. `--known` prints the table of the known runs, and `--picture FILE`
 draws the known runs.
 
@@ -30,7 +30,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from training import CIFAR10, SEEDS, by_epoch, by_turns, launch, step_seconds
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).parent / "results" / "time_to_accuracy.json"
 FEW, ALL = "10000", "50000"
 
 

@@ -13,7 +13,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+Measurement = TypeVar("Measurement")
 SEEDS = (0, 1, 2)
 CIFAR10 = {
     "data.name": "cifar10",
@@ -70,14 +72,14 @@ def step_seconds(options: argparse.Namespace, optimizer: str, settings: dict[str
 
 
 def by_turns(
-    measure: Callable[[str], float], names: Sequence[str], rounds: int
-) -> dict[str, list[float]]:
+    measure: Callable[[str], Measurement], names: Sequence[str], rounds: int
+) -> dict[str, list[Measurement]]:
     """Return `rounds` measurements of each name; all names take turns."""
-    found: dict[str, list[float]] = {name: [] for name in names}
+    measurements: dict[str, list[Measurement]] = {name: [] for name in names}
     for _ in range(rounds):
-        for name, values in found.items():
+        for name, values in measurements.items():
             values.append(measure(name))
-    return found
+    return measurements
 
 
 def by_epoch(metrics: Path) -> list[dict[str, float]]:

@@ -1,7 +1,9 @@
 """Choose the pages of the site, and make the pages of the API reference.
 
 A page has the path of the file in the repository, so links between files work in both places. The
-reference has a page for the exported names of `mpikfac`, and a page for each package in `mpikfac`.
+README is the landing page. The reference has a page for the exported names of `mpikfac`, a page for
+each package in `mpikfac`, and the lists of messages and of combinations. The search ranks the guide
+above the reference.
 """
 
 from __future__ import annotations
@@ -9,17 +11,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import combinations
+import messages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import mpikfac
 
 ROOT = Path(__file__).parent.parent
 SHOWN = (
-    *("*.md", "docs/*.md", "docs/decisions/*.md", "docs/*.css", "docs/pictures/*.svg"),
-    *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/*.png", "mpikfac/**/*.py"),
+    *("*.md", "docs/*/*.md", "docs/*.css", "docs/pictures/*.svg"),
+    *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/results/*", "mpikfac/**/*.py"),
 )
 MODULES = ("mpikfac.settings.schedule", "mpikfac.timeline")  # modules that mpikfac exports
+BOOSTS = {  # factors of the search, by the beginning of a path; 1 for all others
+    **dict.fromkeys(("README.md", "docs/start/", "docs/guide/"), 4),
+    **dict.fromkeys(("docs/ideas/", "docs/extensions/"), 2),
+    **dict.fromkeys(("docs/decisions/", "reference/", "CHANGELOG.md", "CONTRIBUTING.md"), 0.5),
+}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -55,4 +65,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if name == "mpikfac":
             page += f"    options: {{inherited_members: true, members: {mpikfac.__all__}}}\n"
         shown.append(File.generated(config, f"reference/{name}.md", content=page))
+    lists = {"messages": _messages(), "combinations": combinations.listing()}
+    for name, page in lists.items():
+        shown.append(File.generated(config, f"reference/{name}.md", content=page))
     return shown
+
+
+def _messages() -> str:
+    """Return the page of all messages, with links to the page that explains some of them."""
+    page = "docs/reference/failures.md"
+    return messages.listing((ROOT / page).read_text(), f"../{page}")
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Return the text of a page unchanged; set the page's place in the search, and its frame."""
+    path = page.file.src_uri
+    boost = next((boost for start, boost in BOOSTS.items() if path.startswith(start)), 1)
+    page.meta["search"] = {"boost": boost}
+    if path == "README.md":
+        page.meta["hide"] = ["navigation"]
+    return markdown

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Emulated hosts on this machine, joined by links of a chosen rate: users can measure a program on a
-# slow network without such a network. docs/emulated_cluster.md describes the emulation.
+# slow network without such a network. docs/extensions/emulated_cluster.md describes the emulation.
 #
 # The hosts live in namespaces (processes, mounts, network) of one process, the holder. Each job
 # lives in a namespace of processes inside. When the holder or the job's launcher ends, for any

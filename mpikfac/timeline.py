@@ -1,6 +1,7 @@
 """Join the events of all ranks to a timeline: waiting, means, hidden messages, a picture.
 
-All functions are pure functions of a `Trace`'s events. docs/trace.md describes the two formats.
+All functions are pure functions of a `Trace`'s events. docs/extensions/trace.md describes the two
+formats.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def test_a_directory_in_the_place_of_the_id(tmp_path):
 
 def test_the_tracker_on_the_page_works(tmp_path):
     """Oracle: the loss of one of two lines, by hand."""
-    page = Path(__file__).parents[2] / "docs" / "training.md"
+    page = Path(__file__).parents[2] / "docs" / "guide" / "training.md"
     codes = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (code,) = (code for code in codes if "def log(start)" in code)
     (tmp_path / "page.py").write_text(code)

@@ -12,7 +12,7 @@ from torch import nn
 import mpikfac
 from support import inside, problem
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "checkpoint.md"
 
 
 def items_of(own=0.9, **settings):

@@ -1,4 +1,4 @@
-"""The page about CUDA-aware MPI: programs run, and named settings exist."""
+"""The pages about GPUs: programs run, and named settings and tests exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from support.launch import launch
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "cuda_mpi.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "clusters.md"
+TRIED = PAGE.parents[1] / "reference" / "gpu.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -58,9 +59,9 @@ def test_the_variables_of_mpikfac_are_read(monkeypatch):
 
 def test_the_named_tests_exist():
     """Oracle: the functions of the test files; every fault planted on the device is named."""
-    tests = PAGE.parents[1] / "tests"
+    tests = PAGE.parents[2] / "tests"
     there = {name for path in tests.rglob("test_*.py") for name in defined(path)}
-    named = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
+    named = set(re.findall(r"`(test_\w+)`", TRIED.read_text()))
     assert named <= there
     assert len(named & set(defined(tests / "emulated" / "test_device.py"))) == 8
 

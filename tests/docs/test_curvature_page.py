@@ -1,4 +1,4 @@
-"""The programs on the page about curvature run unchanged, under MPI."""
+"""The programs on the pages about curvature and lengths run unchanged, under MPI."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from support.launch import launch
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "curvature.md"
-BEFORE = """
+PAGE = Path(__file__).parents[2] / "docs" / "ideas" / "curvature.md"
+LENGTHS = PAGE.parent / "lengths.md"
+TESTS = Path(__file__).parents[1]
+BEFORE = f"""
+import sys
 import torch
 import mpikfac
+
+sys.path.append({str(TESTS)!r})
+from support import inside
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -55,16 +61,17 @@ torch.nn.functional.cross_entropy(outputs, y).backward()
 kfac.step()
 a = torch.cat([x, torch.ones(4, 1)], 1).square().mean(0)
 g = 4 * outputs.grad.square().sum(0)
-gradient = kfac.gradients.arena["0"]
-found, expected = kfac.directions.arena["0"], gradient / (torch.outer(g, a) + 0.03)
+gradient = inside.gradients(kfac)["0"]
+found, expected = inside.directions(kfac)["0"], gradient / (torch.outer(g, a) + 0.03)
 torch.testing.assert_close(found / found.norm(), expected / expected.norm())
 print("divided by the diagonals")
 """
 
 
 def code(word):
-    """Return the page's program that contains the word."""
-    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Return the program of the pages that contains the word."""
+    text = PAGE.read_text() + LENGTHS.read_text()
+    codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (found,) = (code for code in codes if word in code)
     return found
 
@@ -82,7 +89,7 @@ def test_labels_are_drawn(tmp_path):
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
         f"{BEFORE}{batch}loader = [(images, labels)]\n{code('or another loss')}"
-        "weights = kfac.factors.weights.values()\n"
+        "weights = inside.weights(kfac).values()\n"
         "print(len(weights), *{round(weight.item(), 6) for weight in weights})\n"
     )
     job = launch(2, str(tmp_path / "program.py"))

@@ -1,4 +1,4 @@
-"""docs/data.md: the function of the page is a data set, and the page names all items of a file."""
+"""The function of docs/guide/data.md is a data set, and the page names all items of a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 from mpikfac_apps.images import packed
 from mpikfac_apps.problems import datasets
 
-PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "data.md").read_text()
 
 
 def test_the_function_of_the_page_is_a_data_set(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import mpikfac
 from mpikfac_apps.planning import simulate
 
-PAGE = Path(__file__).parents[2] / "docs" / "decision.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "decision.md"
 RANKS = ("8", "64", "512")
 STRATEGIES = (
     *("sgd", "comm-opt", "mem-opt", "hybrid", "owner-stepped", "late-owner", "spd-kfac"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mpikfac
 
-PAGE = Path(__file__).parents[2] / "docs" / "exchange.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "exchange.md"
 
 
 def test_the_strategies_are_made():
@@ -30,6 +30,6 @@ def test_the_strategies_are_made():
 
 def test_every_choice_of_an_exchange_is_on_the_page():
     """Oracle: the fields of the values."""
-    page = PAGE.read_text() + (PAGE.parent / "strategies.md").read_text()
+    page = PAGE.read_text() + (PAGE.parents[1] / "ideas" / "strategies.md").read_text()
     names = mpikfac.Strategy.mem_opt().choices()
     assert [name for name in names if not re.search(rf"`[^`\n]*\b{name}\b", page)] == []

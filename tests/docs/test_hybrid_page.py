@@ -9,7 +9,7 @@ import pytest
 
 from support.launch import launch
 
-PAGE = Path(__file__).parents[2] / "docs" / "hybrid.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "split_layers.md"
 
 
 @pytest.mark.gate

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpikfac_apps.training import train
 
-PAGE = Path(__file__).parents[2] / "docs" / "long_runs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "long_runs.md"
 QUICK = ("--batch=120", "--data.train_images=1200", "--epochs=2", "--threads=1")
 
 

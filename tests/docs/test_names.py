@@ -11,8 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACES = [ROOT, *(ROOT / place for place in ("mpikfac", "apps", "apps/mpikfac_apps"))]
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+ARCHITECTURE = ROOT / "docs" / "ideas" / "architecture.md"
 NO_NAMES = {"git", "py", "pyi"}  # mpikfac.py would be a file
+CODE = "mpikfac", "apps", "jobs", "tests", "benchmarks", ".github"
+ENDINGS = (".py", ".sh", ".sbatch", ".pbs", ".lsf", ".yaml", ".yml", ".cfg", ".toml", ".def", "")
 
 
 def exists(name: str) -> bool:
@@ -73,3 +75,15 @@ def test_a_decision_has_a_short_page_and_a_line_in_the_index():
     assert sorted(re.findall(r"^- \[.+\]\(([\w-]+\.md)\): .", index, re.MULTILINE)) == sorted(pages)
     words = {name: len(path.read_text().removeprefix("# ").split()) for name, path in pages.items()}
     assert {name: count for name, count in words.items() if count > 120} == {}
+
+
+def test_pages_that_the_code_names_exist():
+    """Oracle: the files; in programs, scripts, tests, configurations and settings of tools."""
+    files = [path for name in CODE for path in (ROOT / name).rglob("*") if path.is_file()]
+    files += [path for path in ROOT.iterdir() if path.suffix in (".cfg", ".toml", ".yml")]
+    texts = [path.read_text() for path in files if path.suffix in ENDINGS]
+    named = {
+        page for text in texts for page in re.findall(r"(?<![\w/])docs/[\w/]+\.(?:md|py)\b", text)
+    }
+    assert len(named) > 10
+    assert {page for page in named if not (ROOT / page).exists()} == set()

@@ -11,7 +11,7 @@ import torch
 
 import mpikfac
 
-PAGE = Path(__file__).parents[2] / "docs" / "trace.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "trace.md"
 
 
 def test_the_profiler_sees_the_steps(tmp_path, monkeypatch, capsys):

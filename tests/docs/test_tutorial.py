@@ -16,7 +16,7 @@ from mpikfac_apps.problems.datasets import DATASETS
 from support.launch import launch
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "tutorial.md"
+PAGE = ROOT / "docs" / "start" / "tutorial.md"
 TIMED = ROOT / "benchmarks" / "newcomer.sh"
 RANKS = "mpirun -n 2 python -m mpi4py "
 

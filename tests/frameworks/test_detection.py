@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("torchvision") is None,
-        reason="torchvision not installed: see docs/detection.md",
+        reason="torchvision not installed: see docs/extensions/detection.md",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Frameworks train as the loop with `KFAC.step` does: the programs of docs/own_script.md."""
+"""Frameworks train as a plain loop does: the programs of docs/guide/own_script.md."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_accelerate_with_ddp_trains_as_the_loop(check):
     """Oracle: the loop on the batches that Accelerate deals out in turn."""
     whole = "torch.utils.data.DataLoader(dataset, batch_size=8))"
     here = "Accelerator(cpu=True, device_placement=False)"
-    changed = {"Accelerator()": here, "(kfac), loader)": f"(kfac), {whole}"}
+    changed = {"Accelerator()": here, "(model), loader)": f"(model), {whole}"}
     check(("Accelerator", WHOLE_BATCHES + EQUAL), changed=changed)
 
 

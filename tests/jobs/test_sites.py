@@ -1,4 +1,4 @@
-"""The scripts of jobs/sites, and the lines of docs/gpu_sites.md, with stand-ins for launchers."""
+"""The scripts of jobs/sites, and the lines of the page, with stand-ins for launchers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from support.pace import paced
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "jobs"
-PAGE = (ROOT / "docs" / "gpu_sites.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "clusters.md").read_text()
+# LUMI: the seven cores that are free of the eight next to GPUs 0 to 7.
+MASKS = [0xFE << 8 * block for block in (6, 7, 2, 3, 0, 1, 4, 5)]
 SITES = sorted(path.name for path in (JOBS / "sites").glob("*.sbatch"))
 END = "# ---- to here ----\n"
 # The stand-ins end as `set_up` and a launcher would; `mpi` is the script's own.
@@ -69,6 +71,8 @@ def directives(script: str) -> dict[str, str]:
         ("perlmutter", 4, 32, 16, "--cpu-bind=cores --gpu-bind=none"),
         ("frontier", 8, 7, 7, "--gpus-per-task=1 --gpu-bind=closest"),
         ("leonardo", 4, 8, 8, "--mpi=pmix --cpu-bind=cores --gpu-bind=none"),
+        ("juwels", 4, 12, 12, "--threads-per-core=1"),
+        ("lumi", 8, 7, 7, f"--cpu-bind=mask_cpu:{','.join(map(hex, MASKS))}"),
     ],
 )
 def test_a_site_s_script_starts_a_rank_per_gpu(tmp_path, name, gpus, cores, threads, flags):

@@ -1,6 +1,6 @@
 """Networks of timm and transformers: every covered layer is right, alone and on two ranks.
 
-PYTHONPATH=tests python tests/models/test_zoo.py   # writes docs/models.md anew
+PYTHONPATH=tests python tests/models/test_zoo.py   # writes docs/reference/models.md anew
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 PROGRAM = str(ROOT / "tests" / "programs" / "zoo.py")
 EXAMPLES = 4
 LARGEST_PRODUCT = 700
@@ -77,22 +77,17 @@ def test_training_on_two_ranks(name):
 HEADING = """# Models of others
 
 Networks of timm and transformers, small and with random weights, through `mpikfac check` and
-through four steps on two ranks. `PYTHONPATH=tests python tests/models/test_zoo.py` writes the page,
-and a test keeps the page equal. `pip install ".[models]"` and `pip install --no-deps timm` bring
-the packages.
+through four steps on two ranks. `PYTHONPATH=tests python tests/models/test_zoo.py` writes the page.
+`pip install ".[models]"` and `pip install --no-deps timm` bring the packages.
 
 - **covered**: the covered share of all trained numbers, and the classes of covered modules.
-- **not covered**: the classes of modules that the optimizer alone trains. A class with `*` only
-  inherits the methods of a covered class: the log says how to cover the class.
-- **to skip**: the modules that K-FAC refuses until `skip` names the modules. Behind "positions",
-  embeddings of positions. The input of the embeddings has a row for all examples, or a row for each
-  position, so the curvature would be wrong and depend on the number of ranks. K-FAC covers the
-  embeddings without `skip`, and the log warns of layers with different numbers of rows. In
-  brackets, modules whose weight is used without a call of the module: the layers would have no
-  statistics.
-- **right**: factors, gradients and directions of each covered layer equal autograd and dense solves
-  to 1e-9, and the weights after four steps on two ranks equal those of one process to 1e-6, in
-  float64.
+- **not covered**: the classes that the optimizer alone trains.
+- **to skip**: the modules that K-FAC refuses until `skip` names them. Behind "positions",
+  embeddings whose input has a row for all examples or for each position: without `skip` their
+  curvature would be wrong, and the log warns. In brackets, modules whose weight is used without a
+  call of the module, so without statistics.
+- **right**: factors, gradients and directions equal autograd and dense solves to 1e-9, and the
+  weights after four steps on two ranks equal those of one process to 1e-6, in float64.
 
 """
 COLUMNS = "network", "covered", "not covered", "to skip", "right"

@@ -68,7 +68,7 @@ def start(
     mpirun, flags = launcher()
     return subprocess.Popen(
         [mpirun, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *args],
-        env=_environment() | (env or {}),
+        env=environment() | (env or {}),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -99,7 +99,7 @@ def launcher() -> tuple[str, list[str]]:
     return mpirun, os.environ.get("MPIRUN_FLAGS", "--oversubscribe").split()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the defaults of jobs/common.sh, for tests started without jobs/common.sh."""
     defaults = {
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""The programs of docs/own_script.md, with data before and oracles behind."""
+"""The programs of docs/guide/own_script.md, with data before and oracles behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 from support.launch import launch
 
-PAGE = Path(__file__).parents[2] / "docs" / "own_script.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "own_script.md"
 STEPS = 20  # of an epoch
 BEFORE = f"""
 import torch
@@ -24,16 +24,12 @@ def fresh():
     layers = torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Tanh(), torch.nn.Flatten()
     return torch.nn.Sequential(*layers, torch.nn.Linear(64, 10))
 
-def kfac_of(model):
-    inner = torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
-    return mpikfac.KFAC(model, inner, comm)
-
 def compare(model, expected):
     # A single process computes the same numbers; DDP and the order of examples only round.
     tolerance = {{"rtol": 0, "atol": 0}} if comm.size == 1 else {{"rtol": 1e-7, "atol": 1e-9}}
-    found = expected.model.state_dict()
-    torch.testing.assert_close(model.state_dict(), found, **tolerance)
-    assert not torch.equal(found["0.weight"], fresh()[0].weight)
+    weights = expected.state_dict()
+    torch.testing.assert_close(model.state_dict(), weights, **tolerance)
+    assert not torch.equal(weights["0.weight"], fresh()[0].weight)
 
 model, comm = fresh(), mpikfac.world()
 dataset = torch.utils.data.TensorDataset(
@@ -41,18 +37,19 @@ dataset = torch.utils.data.TensorDataset(
 )
 """
 LOOP = """
-def plain(epochs=2, max_norm=None, schedule=None):
-    kfac = kfac_of(fresh())
-    scheduler = schedule(kfac.optimizer) if schedule else None
+def plain(epochs=2, schedule=None, **settings):
+    model = fresh()
+    optimizer = mpikfac.KFACOptimizer(model, **settings)
+    scheduler = schedule(optimizer) if schedule else None
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for images, labels in loader:
-            kfac.optimizer.zero_grad()
-            loss_of(kfac.model(images), labels).backward()
-            kfac.step(max_norm=max_norm)
+            optimizer.zero_grad()
+            loss_of(model(images), labels).backward()
+            optimizer.step()
             if scheduler:
                 scheduler.step()
-    return kfac
+    return model
 """
 
 
@@ -83,7 +80,7 @@ def run(
 
 
 def place() -> dict[str, str]:
-    """Return the variables by which processes of torch.distributed meet on this host."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(one.getsockname()[1])}
+    """Return the variables by which Accelerate's processes meet, as the page names them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

@@ -20,7 +20,7 @@ SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "calls.py")
     ],
 )
 def test_a_further_layer_takes_few_calls(kind, owner, others):
-    """Oracle: a budget of calls and changes of file; benchmarks/README.md has the table."""
+    """Oracle: a budget of calls and changes of file; benchmarks/results/core.md has the table."""
     ended = launch(4, SCRIPT, kind, "inverse")
     assert ended.returncode == 0, ended.stderr
     found = [

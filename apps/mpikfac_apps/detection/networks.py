@@ -39,7 +39,7 @@ def torchvision() -> Any:
         about = " ".join(str(error).split())
         raise ValueError(
             f"detection needs the torchvision that belongs to torch: {about}; in an environment of "
-            f"its own, run pip install 'mpikfac[apps,detection]', see docs/detection.md"
+            f"its own, run pip install 'mpikfac[apps,detection]', see docs/extensions/detection.md"
         ) from error
 
 

@@ -2,7 +2,7 @@
 
     mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_every 10
 
-docs/model.md states the assumptions of the two lemmas.
+docs/extensions/prediction.md states the assumptions of the two lemmas.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class StudyOptions:
     """Run a study, every combination of some options of the training program, and report on it.
 
     Args:
-        study: the file of the study, in YAML; docs/study.md describes the file.
+        study: the file of the study, in YAML; docs/extensions/study.md describes the file.
         run_dir: the directory of all runs and of the report; null for runs/NAME, with the name of
             the study.
         report_only: the report is written from the existing files, and nothing runs.

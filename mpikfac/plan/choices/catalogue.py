@@ -16,7 +16,7 @@ class Named:
 
     Attributes:
         what: the way, in a sentence.
-        source: the publication, as in docs/references.md.
+        source: the publication, as in docs/reference/references.md.
         cost: bytes sent by a rank in a ring, in float32: on steps with new factors + in a refresh +
             on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F, 4T and 4V
             bytes of all factors as squares, triangles and vectors, 4N of all gradients, 4R of the

@@ -1,0 +1,123 @@
+"""Collect the messages of the code: errors, warnings, and lines to stderr.
+
+The site lists all messages by room. `docs/reference/failures.md` explains the messages that do not
+tell what to do, and a test compares the page with the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted([*(ROOT / "mpikfac").rglob("*.py"), *(ROOT / "apps").rglob("*.py")])
+SCRIPTS = sorted(path for path in (ROOT / "jobs").rglob("*.*") if path.suffix != ".yaml")
+ERRORS = {"ArgumentTypeError", "OSError", "RuntimeError", "TypeError", "UserError", "ValueError"}
+CALLS = {"error", "print", "warning"}  # of a parser, to stderr, of a log
+VERBS = (
+    "add|allow|begin|call|clip|close|convert|copy|delete|detach|end|fix|freeze|give|install|leave|"
+    "load|make|measure|name|put|raise|remove|repair|run|see|split|start|store|take|train|try|"
+    "unpack|unset|use"
+)
+BEFORE = "with curvature ranks, |and |or |of a single output, "
+NEED = re.compile(
+    r"^give |\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are|go on with)\b"
+    rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
+)
+"""Words of a message that says what is needed or what to do."""
+HEADING = """# Messages
+
+All errors and warnings of the library, the programs and the job scripts, by the room of the code.
+`…` stands for text that differs from case to case. A message without a link says itself what is
+needed or what to do.
+"""
+
+
+def template(node: ast.AST | None) -> str:
+    """Return a text with … in place of variable parts."""
+    if isinstance(node, ast.Constant):
+        return re.sub(r"(%[a-z])+", "…", str(node.value))
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    return "…"
+
+
+def texts(path: Path) -> list[str]:
+    """Return all texts of a program or of a script, with … in place of variable parts."""
+    if path.suffix == ".py":
+        nodes = ast.walk(ast.parse(path.read_text()))
+        return [template(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)]
+    return list(_quoted(path.read_text()))
+
+
+def messages(path: Path) -> list[str]:
+    """Return the messages of a program or of a script, without messages assembled elsewhere."""
+    if path.suffix == ".py":
+        candidates = _said(ast.parse(path.read_text()))
+    else:
+        lines = re.findall(r"^.*(?:\bdie |>&2).*$", path.read_text(), re.MULTILINE)
+        ends = (re.split(r"\b(?:die|echo) ", line)[-1] for line in lines)
+        candidates = (text for end in ends for text in _quoted(end))
+    return [text for text in candidates if _has_words(text)]
+
+
+def explained(page: str) -> list[str]:
+    """Return the messages that a page explains: all code in the first cells of its tables."""
+    cells = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+
+
+def says_remedy(message: str) -> bool:
+    """Return whether a message says what is needed, or what to do."""
+    return NEED.search(message) is not None
+
+
+def listing(page: str, link: str) -> str:
+    """Return the page of all messages.
+
+    Args:
+        page: the text of the page that explains messages.
+        link: the link to this page.
+    """
+    rows = explained(page)
+    rooms: dict[str, set[str]] = {}
+    for path in (*SOURCES, *SCRIPTS):
+        room = str(path.relative_to(ROOT).parent)
+        rooms.setdefault(room, set()).update(messages(path))
+    lines = [HEADING]
+    for room, room_messages in sorted(rooms.items()):
+        if room_messages:
+            lines += [f"\n## {room}\n\n| message | |\n|---|---|\n"]
+        for message in sorted(room_messages):
+            reference = f"[cause and remedy]({link})" if any(row in message for row in rows) else ""
+            code = message.replace("\n", " ").replace("|", "\\|")
+            lines += [f"| `` {code} `` | {reference} |\n"]
+    return "".join(lines)
+
+
+def _said(tree: ast.AST) -> Iterator[str]:
+    """Yield the texts of errors, of warnings, and of prints to stderr."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            call, names = node.exc, ERRORS
+        elif isinstance(node, ast.Call):
+            call, names = node, CALLS
+        else:
+            continue
+        name = ast.unparse(call.func).rpartition(".")[2]
+        to_screen = name == "print" and "file" not in {word.arg for word in call.keywords}
+        if name in names and call.args and not to_screen:
+            yield template(call.args[0])
+
+
+def _quoted(script: str) -> Iterator[str]:
+    """Yield the quoted texts of a script."""
+    for quoted in re.findall(r'"([^"\n]*)"', script):
+        yield re.sub(r"\$\w+|\$\{[^}]*\}", "…", quoted)
+
+
+def _has_words(text: str) -> bool:
+    """Return whether a text has own words, besides a name before another message."""
+    return re.search(r"[a-z]", text.replace("mpikfac", "").split(": ")[-1]) is not None
