@@ -289,13 +289,13 @@ class Options:
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
             newest checkpoint in run_dir, or none if none exists; or the directory of a checkpoint
             or of another run, whose newest checkpoint is taken.
-        checkpoint_minutes: the minutes between checkpoints, which are written in the background;
-            null for none. The end of a run always writes a checkpoint.
+        checkpoint_minutes: the minutes between checkpoints, which are written in the background,
+            the first after 2 minutes; null for none. The end of a run always writes a checkpoint.
         checkpoint_every: the number of steps between further checkpoints; null for none.
         max_time: the minutes from the start to the end of the job. The run writes a checkpoint and
             stops in time. SLURM_JOB_END_TIME has the same effect. null for no limit.
         stop_code: the exit code of a run that was stopped before the end by SIGTERM, SIGUSR1,
-            SIGUSR2, RUN_DIR/control/stop or the end of the job.
+            SIGUSR2, Ctrl-C under `mpikfac launch`, RUN_DIR/control/stop or the end of the job.
         hang_after: the longest time of a step, in seconds. A longer step ends the job and leaves
             the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints may take 10
             times as long. null for no limit.
@@ -339,7 +339,7 @@ class Options:
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
     average: float = bounded(0.0, ">= 0", "< 1")
     distribution: StrategyOptions = inline(StrategyOptions)
-    weights: str | None = section("first weights", field(default=None))
+    weights: str | None = section("first weights, seed", field(default=None))
     frozen_epochs: int | None = bounded(None, ">= 1")
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = section("run directory, checkpoints, end", field(default="runs/train"))

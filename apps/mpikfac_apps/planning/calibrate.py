@@ -329,7 +329,7 @@ class TimedNetwork:
         self._inputs = own.drawn((batch, *shape), words, seeded)
         if words is None:
             self._inputs = self._inputs.float()
-        classes, *positions = own.outputs_of(self._model, self._inputs)
+        classes, *positions = own.outputs_of(self._model, self._inputs).shape[1:]
         self._labels = torch.randint(classes, (batch, *positions), generator=seeded)
         self._model.to(device)
         self._inputs, self._labels = self._inputs.to(device), self._labels.to(device)

@@ -1,0 +1,106 @@
+"""Pass the output of a job on, without the notes of MPI about the end of a job.
+
+A program says itself what went wrong; the notes repeat it in fourteen lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+
+RULES = (b"-" * 74, b"=" * 83)  # above and below a note of Open MPI and of MPICH
+LATE = 0.5  # seconds after which a rule belongs to the program: MPI writes a note at once
+ENDS = (
+    b"exited with non-zero status",
+    b"a non-zero exit code",
+    b"MPI_ABORT was invoked",
+    b"has exited due to process rank",
+    b"exited on signal",
+    b"BAD TERMINATION",
+)
+"""Words in notes that MPI puts between rules."""
+LINES = re.compile(
+    rb"application called MPI_Abort\(|YOUR APPLICATION TERMINATED WITH THE EXIT|"
+    rb"This typically refers to a problem with your app|Please see the FAQ page for debugging|"
+    rb"\[mpiexec@\S+\] (Sending Ctrl-C|Press Ctrl-C)"
+)
+"""Notes without rules."""
+KILLED = re.compile(
+    rb"process rank (?P<rank>\d+) .*?on node (?P<node>\S+) exited on signal (?P<signal>\d+)|"
+    rb"\(signal (?P<number>\d+)\)"
+)
+
+
+class Output:
+    """A stream of a job, as the launcher of MPI writes the stream.
+
+    Args:
+        target: the descriptor that the stream goes to.
+
+    Attributes:
+        spoken: whether a line of mpikfac has passed.
+        killed: the match of `KILLED` in a note, if a signal has ended a rank.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.spoken = False
+        self.killed: re.Match[bytes] | None = None
+        self._target = target
+        self._note: list[bytes] = []  # the lines of a note without a lower rule yet
+        self._line = b""  # the unwritten part of the present line
+        self._begun = False  # a part of the present line is written
+        self._fed = time.monotonic()
+
+    def feed(self, content: bytes) -> None:
+        """Pass on what the launcher has written; a line that may begin a note waits."""
+        self._fed = time.monotonic()
+        *lines, self._line = (self._line + content).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if not self._note and not any(rule.startswith(self._line.strip(b"\0")) for rule in RULES):
+            self._pass(self._line)
+            self._line = b""
+
+    def release(self, at_end: bool = False) -> None:
+        """Pass on what has waited too long, or everything at the end of the stream."""
+        if at_end or time.monotonic() - self._fed > LATE:
+            self._pass(b"".join(line + b"\n" for line in self._note) + self._line)
+            self._note, self._line = [], b""
+
+    def _take(self, line: bytes) -> None:
+        """Pass a whole line on, or add the line to a note."""
+        text = line.strip(b"\0\r")  # Open MPI ends some notes with a NUL byte
+        rule = next((rule for rule in RULES if text.endswith(rule)), None)
+        if self._note:
+            self._note.append(line)
+            if text == self._note[0]:
+                self._end_note()
+        elif rule:
+            before = text.removesuffix(rule)  # the unfinished line of a rank
+            if before or self._begun:
+                self._pass(before + b"\n")
+            self._note = [rule]
+        elif not LINES.search(text):
+            self._pass(line + b"\n")
+        else:
+            self.killed = KILLED.search(text) or self.killed
+
+    def _end_note(self) -> None:
+        text = b" ".join(b" ".join(self._note).split())
+        if any(words in text for words in ENDS):
+            self.killed = KILLED.search(text) or self.killed
+        else:
+            self._pass(b"".join(line + b"\n" for line in self._note))
+        self._note = []
+
+    def _pass(self, content: bytes) -> None:
+        """Write lines, or a part of a line."""
+        if not content:
+            return
+        self.spoken |= not self._begun and content.startswith(b"mpikfac")
+        self._begun = not content.endswith(b"\n")
+        with suppress(OSError):  # nobody reads any more
+            while content:
+                content = content[os.write(self._target, content) :]
