@@ -97,7 +97,7 @@ def launch(request: Request) -> int:
     chosen = mpi.loaded_mpi(environ)
     command = mpi.command(chosen, request.ranks, request.command, environ)
     parent = MEMORY if os.access(MEMORY, os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="mpikfac.", dir=parent))
+    directory = Path(tempfile.mkdtemp(prefix=f"mpikfac-{os.getpid()}.", dir=parent))
     try:
         variables = mpi.variables(chosen, request.ranks, directory, environ)
         saves = request.name == "train"

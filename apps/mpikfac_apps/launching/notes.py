@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 RULES = (b"-" * 74, b"=" * 83)  # above and below a note of Open MPI and of MPICH
-LATE = 0.5  # seconds after which a rule belongs to the program: MPI writes a note at once
+LATE = 0.3  # seconds that a rule or a part of a line waits: MPI writes a whole note at once
 ENDS = (
     b"exited with non-zero status",
     b"a non-zero exit code",
@@ -51,49 +51,46 @@ class Output:
         self._note: list[bytes] = []  # the lines of a note without a lower rule yet
         self._line = b""  # the unwritten part of the present line
         self._begun = False  # a part of the present line is written
-        self._fed = time.monotonic()
+        self._waits = 0.0  # monotonic time since which a note or a part of a line waits
 
     def feed(self, content: bytes) -> None:
-        """Pass on what the launcher has written; a line that may begin a note waits."""
-        self._fed = time.monotonic()
+        """Take what the launcher has written, and pass whole lines on that begin no note."""
+        if not (self._note or self._line):
+            self._waits = time.monotonic()
         *lines, self._line = (self._line + content).split(b"\n")
         for line in lines:
             self._take(line)
-        if not self._note and not any(rule.startswith(self._line.strip(b"\0")) for rule in RULES):
-            self._pass(self._line)
-            self._line = b""
 
     def release(self, at_end: bool = False) -> None:
         """Pass on what has waited too long, or everything at the end of the stream."""
-        if at_end or time.monotonic() - self._fed > LATE:
-            self._pass(b"".join(line + b"\n" for line in self._note) + self._line)
+        if at_end or time.monotonic() - self._waits > LATE:
+            self._pass(b"".join(self._note) + self._line)
             self._note, self._line = [], b""
 
     def _take(self, line: bytes) -> None:
         """Pass a whole line on, or add the line to a note."""
         text = line.strip(b"\0\r")  # Open MPI ends some notes with a NUL byte
-        rule = next((rule for rule in RULES if text.endswith(rule)), None)
-        if self._note:
-            self._note.append(line)
-            if text == self._note[0]:
-                self._end_note()
-        elif rule:
-            before = text.removesuffix(rule)  # the unfinished line of a rank
-            if before or self._begun:
-                self._pass(before + b"\n")
-            self._note = [rule]
-        elif not LINES.search(text):
-            self._pass(line + b"\n")
-        else:
+        if LINES.search(text):
             self.killed = KILLED.search(text) or self.killed
+        elif self._note and text == rule_of(self._note[0]):
+            self._end_note(line)
+        elif self._note or rule_of(line):
+            self._note.append(line + b"\n")
+        else:
+            self._pass(line + b"\n")
 
-    def _end_note(self) -> None:
-        text = b" ".join(b" ".join(self._note).split())
+    def _end_note(self, rule: bytes) -> None:
+        """Drop a note at its lower rule; the lower rule of other text may begin a note."""
+        text = b" ".join(b"".join(self._note).split())
         if any(words in text for words in ENDS):
             self.killed = KILLED.search(text) or self.killed
+            unfinished = self._note[0].strip(b"\0\r\n").removesuffix(rule_of(self._note[0]))
+            if unfinished or self._begun:  # the line of a rank, such as a bar of progress
+                self._pass(unfinished + b"\n")
+            self._note = []
         else:
-            self._pass(b"".join(line + b"\n" for line in self._note))
-        self._note = []
+            self._pass(b"".join(self._note))
+            self._note = [rule + b"\n"]
 
     def _pass(self, content: bytes) -> None:
         """Write lines, or a part of a line."""
@@ -104,3 +101,10 @@ class Output:
         with suppress(OSError):  # nobody reads any more
             while content:
                 content = content[os.write(self._target, content) :]
+
+
+def rule_of(line: bytes) -> bytes:
+    """Return the rule at the end of a line; b"" if there is none, or a longer one."""
+    text = line.strip(b"\0\r\n")
+    rule = next((rule for rule in RULES if text.endswith(rule)), b"")
+    return b"" if text.removesuffix(rule).endswith(rule[:1] or b" ") else rule

@@ -217,7 +217,7 @@ FOR_GRADIENTS = 2.5  # times the usual rate, as no momentum lengthens the steps
 
 @dataclass(frozen=True)
 class Options:
-    """Train a network with K-FAC or a baseline; start the program under mpirun or srun.
+    """Train a network with K-FAC or a baseline; `mpikfac launch`, mpirun or srun start ranks.
 
     Args:
         optimizer: the optimizer. "kfac": SGD with gradients that K-FAC preconditions; the rest are

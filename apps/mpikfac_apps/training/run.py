@@ -334,8 +334,8 @@ class Run:
             raise mpikfac.UserError(f"the loss is {loss} after step {steps}; try a smaller lr={lr}")
         if self.record and loss > GROWTH * self._first_loss > 0:
             log.warning(
-                "the loss is %.3g after step %d, and was %.3g at first; try a smaller lr=%g",
-                *(loss, steps, self._first_loss, lr),
+                "the loss is %s after step %d, and was %s at first; try a smaller lr=%s",
+                *(f"{loss:.3g}", steps, f"{self._first_loss:.3g}", lr),
             )
             self._first_loss = math.inf  # one warning is enough
         return loss
