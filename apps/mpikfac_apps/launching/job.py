@@ -15,6 +15,7 @@ import sys
 import time
 import tty
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -59,7 +60,7 @@ class Job:
         self._killed_at = 0.0  # monotonic time of the order to end at once; 0: no order
         self._former = {
             number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, *SIGNALS)
+            for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS)
             if signal.getsignal(number) != signal.SIG_IGN  # as in a background job
         }
         output, error = (_stream(number) for number in (1, 2))
@@ -166,7 +167,8 @@ class Job:
 
 def say(text: str) -> None:
     """Print a line of the launcher."""
-    print(files.printable(f"mpikfac launch: {text}"), file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal is gone
+        print(files.printable(f"mpikfac launch: {text}"), file=sys.stderr, flush=True)
 
 
 def _named(number: signal.Signals) -> str:

@@ -29,7 +29,7 @@ LINES = re.compile(
 """Notes without rules."""
 KILLED = re.compile(
     rb"process rank (?P<rank>\d+) .*?on node (?P<node>\S+) exited on signal (?P<signal>\d+)|"
-    rb"\(signal (?P<number>\d+)\)"
+    rb"(\(signal|KILLED BY SIGNAL:) (?P<number>\d+)"
 )
 
 
@@ -84,7 +84,8 @@ class Output:
         text = b" ".join(b"".join(self._note).split())
         if any(words in text for words in ENDS):
             self.killed = KILLED.search(text) or self.killed
-            unfinished = self._note[0].strip(b"\0\r\n").removesuffix(rule_of(self._note[0]))
+            rule_above = rule_of(self._note[0])
+            unfinished = self._note[0].strip(b"\0").rstrip(b"\r\n").removesuffix(rule_above)
             if unfinished or self._begun:  # the line of a rank, such as a bar of progress
                 self._pass(unfinished + b"\n")
             self._note = []
