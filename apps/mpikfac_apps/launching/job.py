@@ -160,7 +160,7 @@ class Job:
             who = f"rank {words['rank']} on {words['node']}" if words["rank"] else "a rank"
             say(f"{who} was ended by signal {number} ({signal.strsignal(number)})")
             return 128 + number
-        if not any(stream.spoken for stream in output):
+        if not (self._requests or any(stream.spoken for stream in output)):
             say(f"the program ended with code {code}")
         return code if code > 0 else 128 - code
 

@@ -51,6 +51,7 @@ class Output:
         self._note: list[bytes] = []  # the lines of a note without a lower rule yet
         self._line = b""  # the unwritten part of the present line
         self._begun = False  # a part of the present line is written
+        self._dropped = False  # a note, and nothing has passed since
         self._waits = 0.0  # monotonic time since which a note or a part of a line waits
 
     def feed(self, content: bytes) -> None:
@@ -88,15 +89,18 @@ class Output:
             unfinished = self._note[0].strip(b"\0").rstrip(b"\r\n").removesuffix(rule_above)
             if unfinished or self._begun:  # the line of a rank, such as a bar of progress
                 self._pass(unfinished + b"\n")
-            self._note = []
+            self._note, self._dropped = [], True
         else:
             self._pass(b"".join(self._note))
             self._note = [rule + b"\n"]
 
     def _pass(self, content: bytes) -> None:
         """Write lines, or a part of a line."""
+        if self._dropped:
+            content = content.lstrip(b"\0")
         if not content:
             return
+        self._dropped = False
         self.spoken |= not self._begun and content.startswith(b"mpikfac")
         self._begun = not content.endswith(b"\n")
         with suppress(OSError):  # nobody reads any more

@@ -204,8 +204,8 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 def named_probabilities(outputs: Tensor) -> str:
     """Return the name of outputs `[batch, classes]` that a softmax made; "" for other outputs."""
     for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
-        sums = shares.sum(1)
-        if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.001):
+        sums = shares.float().sum(1)
+        if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):
             return name
     return ""
 
