@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from difflib import get_close_matches
-from importlib import metadata
+from importlib import import_module, metadata
 
 from mpikfac_apps.cli import mend_streams
-from mpikfac_apps.launching import launch, programs
+from mpikfac_apps.launching import programs
 from mpikfac_apps.launching.programs import PROGRAMS
 
 EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")
@@ -32,8 +32,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         if name == "launch":
-            return launch.main(program_arguments)
-        return programs.run(name, program_arguments)
+            code = import_module("mpikfac_apps.launching.launch").main(program_arguments)
+        else:
+            code = programs.run(name, program_arguments)
+        return int(code)
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise

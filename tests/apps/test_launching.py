@@ -175,11 +175,13 @@ KILLED = {
 exited on
 signal 9 (Killed).
 {DASHES}""",
-    "Intel MPI": f"""{SIGNS}=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+    "Intel MPI": f"""
+{SIGNS}=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
 =   RANK 1 PID 21 RUNNING AT vm
 =   KILLED BY SIGNAL: 9 (Killed)
 {SIGNS}""",
-    "MPICH": f"""{SIGNS}=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+    "MPICH": f"""
+{SIGNS}=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
 =   PID 21 RUNNING AT vm
 =   EXIT CODE: 9
 =   CLEANING UP REMAINING PROCESSES
@@ -261,7 +263,7 @@ def test_what_is_no_note_passes_soon(monkeypatch):
     output = Output(put)
     for content, at_once, later in (
         ("a\nPassword: ", "a\n", "Password: "),
-        (f"\n{DASHES}b\n", "\n", f"{DASHES}b\n"),
+        (f"\nc\n{DASHES}b\n", "\nc\n", f"{DASHES}b\n"),
     ):
         output.feed(content.encode())
         output.release()
@@ -338,7 +340,9 @@ def test_a_mistake_of_the_user_is_one_line(tmp_path):
     code, output, errors = ended(job, tmp_path)
     assert (code, output) == (2, "")
     assert len(errors.splitlines()) == 1, errors
-    assert errors.startswith("mpikfac: options: batch=121 must be a multiple of the number of ranks")
+    assert errors.startswith(
+        "mpikfac: options: batch=121 must be a multiple of the number of ranks"
+    )
 
 
 WAITS = """

@@ -10,7 +10,8 @@ import re
 import time
 from contextlib import suppress
 
-RULES = (b"-" * 74, b"=" * 83)  # above and below a note of Open MPI and of MPICH
+DASHES, SIGNS = b"-" * 74, b"=" * 83  # above and below a note of Open MPI and of MPICH
+END = rb"(?<=[^\n])\n"  # of a line; MPICH begins a note with an empty line
 LATE = 0.3  # seconds that a rule or a part of a line waits: MPI writes a whole note at once
 ENDS = (
     b"exited with non-zero status",
@@ -58,7 +59,7 @@ class Output:
         """Take what the launcher has written, and pass whole lines on that begin no note."""
         if not (self._note or self._line):
             self._waits = time.monotonic()
-        *lines, self._line = (self._line + content).split(b"\n")
+        *lines, self._line = re.split(END, self._line + content)
         for line in lines:
             self._take(line)
 
@@ -69,10 +70,11 @@ class Output:
             self._note, self._line = [], b""
 
     def _take(self, line: bytes) -> None:
-        """Pass a whole line on, or add the line to a note."""
-        text = line.strip(b"\0\r")  # Open MPI ends some notes with a NUL byte
+        """Pass a line on, with empty lines above, or add the line to a note."""
+        text = line.strip(b"\0\r\n")  # Open MPI ends some notes with a NUL byte
         if LINES.search(text):
             self.killed = KILLED.search(text) or self.killed
+            self._pass(line.removesuffix(line.lstrip(b"\n")))
         elif self._note and text == rule_of(self._note[0]):
             self._end_note(line)
         elif self._note or rule_of(line):
@@ -85,14 +87,20 @@ class Output:
         text = b" ".join(b"".join(self._note).split())
         if any(words in text for words in ENDS):
             self.killed = KILLED.search(text) or self.killed
-            rule_above = rule_of(self._note[0])
-            unfinished = self._note[0].strip(b"\0").rstrip(b"\r\n").removesuffix(rule_above)
-            if unfinished or self._begun:  # the line of a rank, such as a bar of progress
-                self._pass(unfinished + b"\n")
+            self._pass(self._above())
             self._note, self._dropped = [], True
         else:
             self._pass(b"".join(self._note))
             self._note = [rule + b"\n"]
+
+    def _above(self) -> bytes:
+        """Return what stands before the upper rule of a note: a rank's unfinished line, if any."""
+        rule = rule_of(self._note[0])
+        above = self._note[0].strip(b"\0").rstrip(b"\r\n").removesuffix(rule)
+        if rule == SIGNS:
+            above = above.lstrip(b"\n")  # MPICH's own
+        unfinished = above.strip(b"\n") if above else self._begun
+        return above + b"\n" if unfinished else above
 
     def _pass(self, content: bytes) -> None:
         """Write lines, or a part of a line."""
@@ -101,7 +109,7 @@ class Output:
         if not content:
             return
         self._dropped = False
-        self.spoken |= not self._begun and content.startswith(b"mpikfac")
+        self.spoken |= not self._begun and content.lstrip(b"\n").startswith(b"mpikfac")
         self._begun = not content.endswith(b"\n")
         with suppress(OSError):  # nobody reads any more
             while content:
@@ -111,5 +119,5 @@ class Output:
 def rule_of(line: bytes) -> bytes:
     """Return the rule at the end of a line; b"" if there is none, or a longer one."""
     text = line.strip(b"\0\r\n")
-    rule = next((rule for rule in RULES if text.endswith(rule)), b"")
+    rule = next((rule for rule in (DASHES, SIGNS) if text.endswith(rule)), b"")
     return b"" if text.removesuffix(rule).endswith(rule[:1] or b" ") else rule

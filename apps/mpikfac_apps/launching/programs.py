@@ -108,10 +108,7 @@ def run(name: str, arguments: list[str]) -> int:
         code = answer(name, arguments)
         if code is not None:
             return code
-    module = import_module(f"mpikfac_apps.{PROGRAMS[name].module}")
-    code = module.main(arguments)
-    assert isinstance(code, int), "every program returns its exit code"
-    return code
+    return int(import_module(f"mpikfac_apps.{PROGRAMS[name].module}").main(arguments))
 
 
 def answer(name: str, arguments: Sequence[str]) -> int | None:
