@@ -50,7 +50,7 @@ class Order:
     saves: bool
 
 
-class Job:
+class MpiJob:
     """A running job; `wait` waits for the end."""
 
     def __init__(self, order: Order) -> None:

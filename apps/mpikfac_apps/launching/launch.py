@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mpikfac_apps import cli
 from mpikfac_apps.launching import mpi
-from mpikfac_apps.launching.job import Job, Order
+from mpikfac_apps.launching.job import MpiJob, Order
 from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES, answer
 
 MEMORY = Path("/dev/shm")
@@ -35,8 +35,8 @@ MPIRUN names the launcher of another MPI, and MPIRUN_FLAGS replaces the launcher
 In a job of Slurm or PBS, the message of `mpikfac launch` says what to write instead."""
 
 
-class Request(NamedTuple):
-    """A command line of `mpikfac launch`: the ranks, the program's name, and its arguments."""
+class RankProgram(NamedTuple):
+    """A program to start on ranks: their number, the program's name, and its arguments."""
 
     ranks: int
     name: str
@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     return cli.run("mpikfac launch", lambda: launch(read(argv)))
 
 
-def read(argv: Sequence[str]) -> Request:
-    """Return the request of a command line.
+def read(argv: Sequence[str]) -> RankProgram:
+    """Return the program that a command line names.
 
     Raises:
         ValueError: the number of ranks or the program is missing or wrong.
@@ -78,41 +78,41 @@ def read(argv: Sequence[str]) -> Request:
         raise ValueError(f"{name} is no file and no program of mpikfac{hint}")
     if name in PROGRAMS and not PROGRAMS[name].ranks:
         raise ValueError(f"{name} needs no ranks; start mpikfac {name}")
-    return Request(int(count), name, arguments)
+    return RankProgram(int(count), name, arguments)
 
 
-def launch(request: Request) -> int:
+def launch(program: RankProgram) -> int:
     """Run a program under MPI; return the exit code.
 
     Raises:
         ValueError: this is no place to start ranks from, or no MPI can start them.
         OSError: the launcher of MPI cannot be executed.
     """
-    if request.name in PROGRAMS:
-        code = answer(request.name, request.arguments)
+    if program.name in PROGRAMS:
+        code = answer(program.name, program.arguments)
         if code is not None:
             return code
     environ = dict(os.environ)
-    check_place(request, environ)
+    check_place(program, environ)
     chosen = mpi.loaded_mpi(environ)
-    command = mpi.command(chosen, request.ranks, request.command, environ)
+    command = mpi.command(chosen, program.ranks, program.command, environ)
     parent = MEMORY if os.access(MEMORY, os.W_OK) else None
     directory = Path(tempfile.mkdtemp(prefix=f"mpikfac-{os.getpid()}.", dir=parent))
     try:
-        variables = mpi.variables(chosen, request.ranks, directory, environ)
-        saves = request.name == "train"
-        return Job(Order(command, request.command, variables, directory, saves)).wait()
+        variables = mpi.variables(chosen, program.ranks, directory, environ)
+        saves = program.name == "train"
+        return MpiJob(Order(command, program.command, variables, directory, saves)).wait()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def check_place(request: Request, environ: Mapping[str, str]) -> None:
+def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
     """Refuse a start inside of a job of a scheduler, or of MPI.
 
     Raises:
         ValueError: a single line says what to write instead.
     """
-    ranks, words = request.ranks, shlex.join(["python", *request.command[1:]])
+    ranks, words = program.ranks, shlex.join(["python", *program.command[1:]])
     if "SLURM_JOB_ID" in environ:
         plugin = mpi.PLUGINS[mpi.loaded_mpi(environ).maker]
         raise ValueError(f"in a job of Slurm, write: srun --mpi={plugin} -n {ranks} {words}")
