@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac_apps.planning import calibrate, simulate
+from mpikfac_apps.planning import calibrate, options
 from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import table
@@ -41,7 +41,7 @@ Step = Callable[[], None]
 LEFT_OUT = {"curvature_ranks", "exchanged", "top_momentum"}  # choices
 STRATEGIES = [
     name
-    for name in simulate.STRATEGIES
+    for name in options.STRATEGIES
     if name == "sgd" or not LEFT_OUT & mpikfac.plan.NAMED[name].choices.keys()
 ]
 
