@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from mpikfac.numerics import (
     Copies,
-    Normalization,
     factor_scales,
     linear_input_sum,
     linear_input_vector,
@@ -25,7 +24,7 @@ from mpikfac.numerics import (
     squares,
     vector_scales,
 )
-from mpikfac.plan import LayerShape
+from mpikfac.plan import LayerShape, Normalization
 
 Call = tuple[Tensor, Callable[[Callable[[Tensor], None]], object]]
 """An input, and a function that registers a hook on the gradient of the input's product with the

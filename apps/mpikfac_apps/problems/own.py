@@ -187,8 +187,8 @@ def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def outputs_of(model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
-    """Return the shape of the model's output for an example: classes, and positions if any.
+def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the model's outputs `[batch, classes]`, or with positions behind the classes.
 
     Raises:
         ValueError: the model raises, or returns something that cross entropy does not take.
@@ -198,7 +198,16 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
     if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != len(inputs):
         what = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(f"the model returns {what}; cross entropy takes [batch, classes]")
-    return tuple(outputs.shape[1:])
+    return outputs
+
+
+def named_probabilities(outputs: Tensor) -> str:
+    """Return the name of outputs `[batch, classes]` that a softmax made; "" for other outputs."""
+    for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
+        sums = shares.float().sum(1)
+        if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):
+            return name
+    return ""
 
 
 @contextmanager

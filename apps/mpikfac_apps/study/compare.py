@@ -15,14 +15,12 @@ from pathlib import Path
 
 from mpikfac import files
 from mpikfac_apps import cli
-from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, positional
 from mpikfac_apps.study import curves
 from mpikfac_apps.study.curves import Curve
 from mpikfac_apps.study.measures import Measure, common
 from mpikfac_apps.text import listed, show, table
-
-PROGRAM = "mpikfac compare"
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,12 @@ class CompareOptions:
     png: Path | None = None
 
 
+COMPARE = CommandLine("mpikfac compare", CompareOptions)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and write the curves; return 0, or 2 after one line about a wrong option."""
-    return cli.run(PROGRAM, lambda: compare(read(PROGRAM, CompareOptions, argv)))
+    return cli.run(COMPARE.program, lambda: compare(COMPARE.read(argv)))
 
 
 def compare(options: CompareOptions) -> int:
