@@ -23,7 +23,7 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.cli import checkpoint_at, complain
+from mpikfac_apps.cli import checkpoint_at, complain, path_of
 from mpikfac_apps.inspecting import spectra
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import positional, read_by
@@ -57,9 +57,7 @@ def factors_file(text: str) -> Path:
 
 def new_file(text: str, *kinds: str) -> Path:
     """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
-    path = Path(text)
-    if path.suffix not in kinds:
-        raise ValueError(f"{path} must end in {' or '.join(kinds)}")
+    path = path_of(text, *kinds)
     if path.exists():
         raise ValueError(f"{path} exists; give another name or delete it")
     return path

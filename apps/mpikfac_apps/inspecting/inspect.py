@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.cli import checkpoint_at, complain
+from mpikfac_apps.cli import checkpoint_at, complain, picture
 from mpikfac_apps.inspecting import spectra
 from mpikfac_apps.options import documents
 from mpikfac_apps.options.command_line import read
@@ -28,24 +28,13 @@ ADAPTED = "kfac/damping"  # present value of an adapted damping
 NONE = "eigen", 0.0, False
 
 
-def picture(text: str) -> Path:
-    """Return the path of a picture.
-
-    Raises:
-        ValueError: the file would be no picture.
-    """
-    if Path(text).suffix not in (".png", ".svg"):
-        raise ValueError(f"{text} must end in .png or .svg")
-    return Path(text)
-
-
 @dataclass(frozen=True)
 class InspectOptions:
     """Check a checkpoint and print the contents, with the spectra of K-FAC's factors. No MPI.
 
     Args:
         path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
-        picture: a file to draw the spectra into, .png or .svg; null for none.
+        picture: a file to draw the spectra into, .pdf, .png or .svg; null for none.
     """
 
     path: Path = positional()

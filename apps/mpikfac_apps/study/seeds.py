@@ -1,35 +1,61 @@
-"""Compute means over seeds, with intervals of confidence."""
+"""Compute means over seeds, with intervals of confidence or, of few seeds, ranges."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 # Student's t for an interval of 95 %, by degrees of freedom from 1.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
+LEAST = 3
+"""Seeds of an interval: of two seeds, Student's interval is 13 times as long as the range."""
 
 
 @dataclass(frozen=True)
 class SeedMean:
-    """The mean of several runs, and the interval of 95 % around the mean.
+    """The mean of several runs, the range of the runs, and the interval of 95 % around the mean.
 
     Attributes:
-        half: half the length of the interval; None for a single run.
+        half: half the length of the interval; None for fewer runs than `LEAST`.
         count: the number of runs.
+        low: the least value of a run.
+        high: the largest value of a run.
     """
 
     mean: float
     half: float | None
     count: int
+    low: float
+    high: float
 
-    def overlaps(self, interval: SeedMean) -> bool:
-        """Return whether the intervals share a point; a missing interval overlaps with all."""
-        if self.half is None or interval.half is None:
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the interval, or of the range without an interval."""
+        if self.half is None:
+            return self.low, self.high
+        return self.mean - self.half, self.mean + self.half
+
+    def overlaps(self, mean: SeedMean) -> bool:
+        """Return whether the intervals (or ranges) share a point; a single run overlaps with all.
+
+        A single run says nothing about further runs.
+        """
+        if 1 in (self.count, mean.count):
             return True
-        return abs(self.mean - interval.mean) <= self.half + interval.half
+        return self.ends[0] <= mean.ends[1] and mean.ends[0] <= self.ends[1]
+
+    def text(self, show: Callable[[float], str]) -> str:
+        """Return mean and half of the interval; "low to high" of two runs; the value of a single run.
+
+        Args:
+            show: returns a number as text.
+        """
+        if self.half is not None:
+            return f"{show(self.mean)} \N{PLUS-MINUS SIGN} {show(self.half)}"
+        return show(self.mean) if self.count == 1 else f"{show(self.low)} to {show(self.high)}"
 
 
 def mean_of(values: Iterable[float | None]) -> SeedMean | None:
@@ -40,10 +66,10 @@ def mean_of(values: Iterable[float | None]) -> SeedMean | None:
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
-    if len(numbers) == 1:
-        return SeedMean(numbers[0], None, 1)
-    half = student(len(numbers) - 1) * stdev(numbers) / math.sqrt(len(numbers))
-    return SeedMean(fmean(numbers), half, len(numbers))
+    count, half = len(numbers), None
+    if count >= LEAST:
+        half = student(count - 1) * stdev(numbers) / math.sqrt(count)
+    return SeedMean(fmean(numbers), half, count, min(numbers), max(numbers))
 
 
 def student(freedom: int) -> float:
