@@ -1,15 +1,24 @@
-"""Compute means over seeds, with intervals of confidence or, of few seeds, ranges."""
+"""Find runs that differ by the seed, and compute means with intervals or, of few runs, ranges."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
+
+from mpikfac import files
+from mpikfac_apps.options.documents import flattened, loaded
+from mpikfac_apps.text import listed
 
 # Student's t for an interval of 95 %, by degrees of freedom from 1.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
+OF_A_RUN = {"seed", "run_dir", "resume"}
+"""Options that differ between the seeds of a variant."""
 LEAST = 3
 """Seeds of an interval: of two seeds, Student's interval is 13 times as long as the range."""
 
@@ -48,7 +57,7 @@ class SeedMean:
         return self.ends[0] <= mean.ends[1] and mean.ends[0] <= self.ends[1]
 
     def text(self, show: Callable[[float], str]) -> str:
-        """Return mean and half of the interval; "low to high" of two runs; the value of a single run.
+        """Return mean and half of the interval, or least and largest of two runs, or a single value.
 
         Args:
             show: returns a number as text.
@@ -83,3 +92,46 @@ def student(freedom: int) -> float:
     z = NORMAL
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     return z + first / freedom + second / freedom**2
+
+
+def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
+    """Return a sentence about means whose intervals over seeds meet the interval of the best."""
+    least = means[best]
+    if least is None or least.count == 1:
+        return ""
+    near = [name for name, mean in means.items() if name != best and mean and mean.overlaps(least)]
+    if not near:
+        return ""
+    within = "the ranges of seeds" if least.half is None else "intervals of 95 % over seeds"
+    return f" Within {within}, {listed(near)} may be as quick as {best}."
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
+    """Return runs in groups: the runs of a group have equal options but for different seeds.
+
+    A run without options that can be read is a group.
+    """
+    groups: dict[str, list[Path]] = {}
+    seen: Counter[str] = Counter()
+    for run in runs:
+        options, seed = _options(run)
+        seen[options + seed] += 1  # a repeated seed is no further seed
+        groups.setdefault(f"{options}, {seen[options + seed]}", []).append(run)
+    return list(groups.values())
+
+
+def _options(run: Path) -> tuple[str, str]:
+    """Return the options of a run that seeds share, with the number of ranks, and the seed."""
+    try:
+        content = loaded(files.read_text(run / "config.yaml"))
+        about = files.read_json(run / "environment.json")
+    except (OSError, ValueError):
+        return str(run), ""
+    if not files.has_form(content, {"seed": int}) or not files.has_form(about, {"ranks": int}):
+        return str(run), ""
+    options = {key: value for key, value in flattened(content).items() if key not in OF_A_RUN}
+    options["number of ranks"] = about["ranks"]
+    return json.dumps(options, sort_keys=True, default=str), str(content["seed"])

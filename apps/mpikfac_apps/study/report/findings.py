@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from mpikfac_apps.study.results import Measured, other_estimator
-from mpikfac_apps.study.seeds import LEAST, SeedMean, mean_of
+from mpikfac_apps.study.seeds import LEAST, SeedMean, doubt, mean_of
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
 BUSY = 0.1  # share of the cores that foreign work may use without a warning
@@ -122,20 +122,8 @@ def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[
     yield (
         f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the quickest K-FAC step "
         f"({ms(middle[quick])} ms{ratio}) and {slow} the slowest ({ms(middle[slow])} ms)."
-        f"{_doubt(quick, {name: mean_of(steps) for name, steps in paces.items()})}"
+        f"{doubt(quick, {name: mean_of(steps) for name, steps in paces.items()})}"
     )
-
-
-def _doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
-    """Return a sentence about means whose intervals over seeds meet the interval of the best."""
-    least = means[best]
-    if least is None or least.count == 1:
-        return ""
-    near = [name for name, mean in means.items() if name != best and mean and mean.overlaps(least)]
-    if not near:
-        return ""
-    within = "the ranges of seeds" if least.half is None else "intervals of 95 % over seeds"
-    return f" Within {within}, {listed(near)} may be as quick as {best}."
 
 
 def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
@@ -191,7 +179,7 @@ def _first(
     baselines = [name for name in order if name in sgd]
     if baselines and baselines[0] != order[0]:
         text += f"; of SGD, {baselines[0]} {after(baselines[0])}"
-    return f"{text}.{_doubt(order[0], means)}"
+    return f"{text}.{doubt(order[0], means)}"
 
 
 def _place(cell: Measured) -> str:

@@ -106,9 +106,7 @@ def figure_file(figure: Figure, kind: str) -> bytes:
     dates: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     image = io.BytesIO()
     with styled():
-        figure.savefig(
-            image, format=kind, dpi=120, facecolor="white", metadata=dates.get(kind)
-        )
+        figure.savefig(image, format=kind, dpi=120, facecolor="white", metadata=dates.get(kind))
     return image.getvalue()
 
 
