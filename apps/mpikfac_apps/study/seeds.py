@@ -57,14 +57,15 @@ class SeedMean:
         return self.ends[0] <= mean.ends[1] and mean.ends[0] <= self.ends[1]
 
     def text(self, show: Callable[[float], str]) -> str:
-        """Return mean and half of the interval, or least and largest of two runs, or a single value.
+        """Return mean and half of the interval, or the ends of the range, or the only value.
 
         Args:
             show: returns a number as text.
         """
         if self.half is not None:
             return f"{show(self.mean)} \N{PLUS-MINUS SIGN} {show(self.half)}"
-        return show(self.mean) if self.count == 1 else f"{show(self.low)} to {show(self.high)}"
+        low, high = show(self.low), show(self.high)
+        return low if low == high else f"{low} to {high}"
 
 
 def mean_of(values: Iterable[float | None]) -> SeedMean | None:
