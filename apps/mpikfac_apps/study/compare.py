@@ -224,7 +224,8 @@ def values(
     names = {id(curve): name for name, runs in variants.items() for curve in runs}
     plain = []
     for run, curve in run_curves.items():
-        row = {"run": run, "variant": names[id(curve)], "measure": curve.measure.name}
+        row: dict[str, Any] = {"run": run, "variant": names[id(curve)]}
+        row |= {"measure": curve.measure.name}
         row |= {unit: getattr(curve, unit)[-1] for unit in UNITS}
         row |= {"final": curve.values[-1], "best": curve.best}
         if target is not None:
