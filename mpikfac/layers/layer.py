@@ -95,6 +95,19 @@ class Layer:
         self.bias_alone = self.bias and len(trained) == 1
         self.shape = self.whole_shape()
 
+    def __repr__(self) -> str:
+        """Return the name, the kind of module and the factors in short."""
+        factors = ", ".join(f"{side} {self._form(side)}" for side in self.shape.sides)
+        return f"{type(self).__name__}({self.name!r}, {type(self.module).__name__}, {factors})"
+
+    def _form(self, side: str) -> str:
+        """Return the form of A or G in short: one matrix, several matrices, or a diagonal."""
+        factors = self.shape.side(side)
+        order, count = max(factor.order for factor in factors), sum(f.count for f in factors)
+        if side in self.shape.diagonal:
+            return f"diagonal of {count}"
+        return f"{order}x{order}" if count == 1 else f"{count} of {order}x{order}"
+
     def whole_shape(self) -> LayerShape:
         """Return the shape with whole factors A and G; for a bias trained alone, only G."""
         first = self.arranged(self.parameters[0])

@@ -164,6 +164,7 @@ BAD = {
         "data.classes=5 needs data.name=synthetic, not curves",
     ),
     "a usual name": ("--batch_size=1", "unknown key batch_size; did you mean batch?"),
+    "a name of timm": ("--pretrained", "unknown key pretrained; did you mean weights?"),
     "a usual name in a file": ("learning_rate: 1\n", "line 1: unknown key learning_rate; did you"),
     "a name without its group": ("--damping=1", "unknown key damping; did you mean kfac.damping?"),
     "a name spelled alike in its group": (

@@ -6,19 +6,9 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpikfac_apps.cli import path_of, picture
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, positional, read_by
-
-
-def picture(text: str) -> Path:
-    """Return the path of a picture.
-
-    Raises:
-        ValueError: the file would be no picture.
-    """
-    if Path(text).suffix not in (".png", ".svg"):
-        raise ValueError(f"{text} must end in .png or .svg")
-    return Path(text)
 
 
 def weights_file(text: str) -> Path:
@@ -47,9 +37,7 @@ def factors_file(text: str) -> Path:
 
 def new_file(text: str, *kinds: str) -> Path:
     """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
-    path = Path(text)
-    if path.suffix not in kinds:
-        raise ValueError(f"{path} must end in {' or '.join(kinds)}")
+    path = path_of(text, *kinds)
     if path.exists():
         raise ValueError(f"{path} exists; give another name or delete it")
     return path
@@ -61,7 +49,7 @@ class InspectOptions:
 
     Args:
         path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
-        picture: a file to draw the spectra into, .png or .svg; null for none.
+        picture: a file to draw the spectra into, .pdf, .png or .svg; null for none.
     """
 
     path: Path = positional()

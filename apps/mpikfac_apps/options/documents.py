@@ -23,6 +23,7 @@ SYNONYMS = {
     **dict.fromkeys(("data_dir", "data_path", "dataset_path"), "data.path"),
     **dict.fromkeys(("output", "out", "output_dir", "log_dir", "save_dir"), "run_dir"),
     **dict.fromkeys(("optim", "opt"), "optimizer"),
+    **dict.fromkeys(("pretrained", "pretrained_path", "initial_checkpoint"), "weights"),
     **dict.fromkeys(("scheduler", "lr_schedule", "lr_scheduler"), "schedule"),
     **dict.fromkeys(("warmup", "warmup_steps"), "warmup_epochs"),
     **dict.fromkeys(("tensorboard", "logger", "report_to", "log_with"), "metrics"),
