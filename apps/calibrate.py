@@ -2,6 +2,6 @@
 
 import sys
 
-from mpikfac_apps.planning.calibrate import main
+from mpikfac_apps.__main__ import main
 
-sys.exit(main())
+sys.exit(main(["calibrate", *sys.argv[1:]]))

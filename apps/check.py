@@ -2,6 +2,6 @@
 
 import sys
 
-from mpikfac_apps.checking.check import main
+from mpikfac_apps.__main__ import main
 
-sys.exit(main())
+sys.exit(main(["check", *sys.argv[1:]]))

@@ -2,6 +2,6 @@
 
 import sys
 
-from mpikfac_apps.training.train import main
+from mpikfac_apps.__main__ import main
 
-sys.exit(main())
+sys.exit(main(["train", *sys.argv[1:]]))

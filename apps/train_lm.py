@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from mpikfac_apps.training.train import main
+from mpikfac_apps.__main__ import main
 
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "text_kfac.yaml"
 
-sys.exit(main(["--config", str(CONFIG), *sys.argv[1:]]))
+sys.exit(main(["train", "--config", str(CONFIG), *sys.argv[1:]]))

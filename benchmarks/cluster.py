@@ -31,8 +31,9 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac_apps.planning import calibrate, simulate
+from mpikfac_apps.planning import calibrate
 from mpikfac_apps.planning.facts import strategy_of
+from mpikfac_apps.planning.options import STRATEGIES as NAMES
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import table
 from mpikfac_apps.training import batches
@@ -41,7 +42,7 @@ Step = Callable[[], None]
 LEFT_OUT = {"curvature_ranks", "exchanged", "top_momentum"}  # choices
 STRATEGIES = [
     name
-    for name in simulate.STRATEGIES
+    for name in NAMES
     if name == "sgd" or not LEFT_OUT & mpikfac.plan.NAMED[name].choices.keys()
 ]
 

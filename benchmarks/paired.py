@@ -3,10 +3,9 @@
     python benchmarks/paired.py OLD NEW [--rounds 7] [--ranks 1]
 
 Each turn is a job of its own with the library of one checkout: ResNet-20 with K-FAC takes 2 steps
-that do not count, and then `--steps` steps with new factors at each step and new bases at each
-10th. All numbers are of the highest rank. CPU time and wall time are means over the steps of a
-turn; the peak memory is the largest resident set of the process. The ratio NEW / OLD is the median
-over rounds, and in brackets the lowest and the highest round.
+that do not count, then `--steps` steps with new factors at each step and new bases at each 10th.
+Numbers are of the highest rank: CPU time and wall time of a mean step, and the largest resident set
+of the process. The ratio is the median over rounds, and in brackets the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from training import by_turns
 
 import mpikfac
 
-EVERY = (1, 10)  # factor_every, basis_every
+FACTOR_EVERY, BASIS_EVERY = 1, 10
 Costs = dict[str, float]
 
 
@@ -73,9 +72,12 @@ def measure(options: argparse.Namespace) -> None:
         sys.exit(f"{mpikfac.__file__} is not the library of {options.turn}")
     options.device, options.contiguous = "cpu", False
     model, optimizer = fresh(options)
+    strategy = mpikfac.Strategy.hybrid(comm.size, workers=comm.size)
     kfac = mpikfac.KFAC(
-        *(model, optimizer, comm, mpikfac.Strategy.hybrid(comm.size, workers=comm.size)),
-        **{"damping": 0.03, "factor_every": EVERY[0], "basis_every": EVERY[1]},
+        *(model, optimizer, comm, strategy),
+        damping=0.03,
+        factor_every=FACTOR_EVERY,
+        basis_every=BASIS_EVERY,
     )
     step = step_of(model, optimizer, kfac.step)
     torch.manual_seed(comm.rank)
@@ -100,8 +102,9 @@ def measure(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace, turns: dict[str, list[Costs]]) -> None:
     """Print a table of medians, and of ratios of rounds."""
     print(
-        f"{options.model}, batch {options.batch} per rank, {options.ranks} ranks, {EVERY}, "
-        f"{options.steps} steps, {options.rounds} rounds; torch {torch.__version__}\n\n"
+        f"{options.model}, batch {options.batch} per rank, {options.ranks} ranks, "
+        f"({FACTOR_EVERY}, {BASIS_EVERY}), {options.steps} steps, {options.rounds} rounds; "
+        f"torch {torch.__version__}\n\n"
         "| of a step | old | new | new / old |\n|---|---|---|---|"
     )
     for name in turns["old"][0]:

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import mpikfac
 from mpikfac.layers.convolution import moments
 from mpikfac.layers.convolution.window import Window
-from mpikfac_apps.options.command_line import read
 from mpikfac_apps.planning import simulate
+from mpikfac_apps.planning.options import SIMULATE
 from mpikfac_apps.problems import models
 
 STRATEGIES = ("comm-opt", "mem-opt", "late-owner")
@@ -98,7 +98,7 @@ def ratios(name: str, share: float, options: argparse.Namespace) -> dict[int, li
         words = f"--machine {name} --model resnet50 --strategy sgd,{','.join(STRATEGIES)}"
         words += f" --ranks {options.ranks} --batch_per_rank {options.batch}"
         words += f" --factor_every {factor_every} --basis_every {basis_every}"
-        asked = read("predicted", simulate.SimulateOptions, words.split(), basic=simulate.BASIC)
+        asked = SIMULATE.read(words.split())
         rows = simulate.predictions(asked, machine)
         seconds = {(row["ranks"], row["strategy"]): row["mean"]["seconds"] for row in rows}
         for ranks in asked.ranks:

@@ -89,6 +89,32 @@ def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Optio
     return comm.bcast(options)
 
 
+def path_of(text: str, *kinds: str) -> Path:
+    """Return the path `text`.
+
+    Args:
+        kinds: allowed suffixes, such as ".csv".
+
+    Raises:
+        ValueError: the path has another suffix.
+    """
+    path = Path(text)
+    if path.suffix not in kinds:
+        *first, last = kinds
+        words = f"{', '.join(first)} or {last}" if first else last
+        raise ValueError(f"{path} must end in {words}")
+    return path
+
+
+def picture(text: str) -> Path:
+    """Return the path of a picture, .pdf, .png or .svg.
+
+    Raises:
+        ValueError: the path has another suffix.
+    """
+    return path_of(text, ".pdf", ".png", ".svg")
+
+
 def checkpoint_at(path: Path) -> Path:
     """Return the directory of a checkpoint: the path itself, or the newest checkpoint of a run.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tabulate import tabulate
 
@@ -95,6 +98,30 @@ def show(sections: Sequence[Sequence[str]]) -> None:
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return lines of aligned columns; text of the first `left` columns begins at the left."""
-    sides = ["left"] * left + ["right"] * (len(rows[0]) - left)
-    text = tabulate(rows, tablefmt="plain", colalign=sides, disable_numparse=True)
+    text = tabulate(rows, tablefmt="plain", colalign=_sides(rows, left), disable_numparse=True)
     return [f"  {line}" for line in text.split("\n")]
+
+
+def latex(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in LaTeX, with the rules of the package booktabs; the heading is a row."""
+    heading, *lines = [[files.printable(text) for text in row] for row in rows]
+    sides = _sides(rows, left=1)
+    text = tabulate(
+        lines, heading, tablefmt="latex_booktabs", colalign=sides, disable_numparse=True
+    )
+    text = text.replace("\N{PLUS-MINUS SIGN}", r"$\pm$").replace(NONE, "--")
+    return f"% \\usepackage{{booktabs}}\n{text}\n"
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with the same keys as text with commas, and the keys in the first line."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _sides(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return the alignment of each column."""
+    return ["left"] * left + ["right"] * (len(rows[0]) - left)

@@ -32,6 +32,11 @@ class Nonfinite:
         self.counts: Counter[str] = Counter()
         self._streaks: dict[str, dict[str, int]] = {}
 
+    def __repr__(self) -> str:
+        """Return the rank and the counts by kind in short."""
+        counts = ", ".join(f"{kind} {times}" for kind, times in self.counts.items() if times)
+        return f"Nonfinite(rank {self.rank}: {counts or 'all numbers were finite'})"
+
     def note(
         self,
         kind: str,

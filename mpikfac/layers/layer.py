@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from mpikfac.numerics import (
     Copies,
-    Normalization,
     factor_scales,
     linear_input_sum,
     linear_input_vector,
@@ -25,7 +24,7 @@ from mpikfac.numerics import (
     squares,
     vector_scales,
 )
-from mpikfac.plan import LayerShape
+from mpikfac.plan import LayerShape, Normalization
 
 Call = tuple[Tensor, Callable[[Callable[[Tensor], None]], object]]
 """An input, and a function that registers a hook on the gradient of the input's product with the
@@ -95,6 +94,19 @@ class Layer:
         self.bias = trained[-1] is tensors[1]
         self.bias_alone = self.bias and len(trained) == 1
         self.shape = self.whole_shape()
+
+    def __repr__(self) -> str:
+        """Return the name, the kind of module and the factors in short."""
+        factors = ", ".join(f"{side} {self._form(side)}" for side in self.shape.sides)
+        return f"{type(self).__name__}({self.name!r}, {type(self.module).__name__}, {factors})"
+
+    def _form(self, side: str) -> str:
+        """Return the form of A or G in short: one matrix, several matrices, or a diagonal."""
+        factors = self.shape.side(side)
+        order, count = max(factor.order for factor in factors), sum(f.count for f in factors)
+        if side in self.shape.diagonal:
+            return f"diagonal of {count}"
+        return f"{order}x{order}" if count == 1 else f"{count} of {order}x{order}"
 
     def whole_shape(self) -> LayerShape:
         """Return the shape with whole factors A and G; for a bias trained alone, only G."""

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpikfac.layers.layer import Layer
-from mpikfac.numerics import Normalization
-from mpikfac.plan import LayerShape
+from mpikfac.plan import LayerShape, Normalization
 
 
 class NormLayer(Layer):

@@ -8,9 +8,7 @@ from mpikfac.numerics.arena import copy_all as copy_all
 from mpikfac.numerics.finite import all_finite as all_finite
 from mpikfac.numerics.finite import each_finite as each_finite
 from mpikfac.numerics.finite import not_finite as not_finite
-from mpikfac.numerics.fisher import FISHERS as FISHERS
 from mpikfac.numerics.fisher import LOSSES as LOSSES
-from mpikfac.numerics.fisher import Fisher as Fisher
 from mpikfac.numerics.fisher import Loss as Loss
 from mpikfac.numerics.fisher import check_outputs as check_outputs
 from mpikfac.numerics.fisher import exact as exact
@@ -26,8 +24,6 @@ from mpikfac.numerics.messages import encode as encode
 from mpikfac.numerics.messages import matrix_in as matrix_in
 from mpikfac.numerics.messages import orthonormal as orthonormal
 from mpikfac.numerics.messages import renewed as renewed
-from mpikfac.numerics.moments import NORMALIZATIONS as NORMALIZATIONS
-from mpikfac.numerics.moments import Normalization as Normalization
 from mpikfac.numerics.moments import factor_scales as factor_scales
 from mpikfac.numerics.moments import linear_input_sum as linear_input_sum
 from mpikfac.numerics.moments import linear_input_vector as linear_input_vector

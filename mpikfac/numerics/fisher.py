@@ -18,8 +18,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Fisher = Literal["empirical", "sampled", "exact", "forward-only"]
-FISHERS: tuple[Fisher, ...] = ("empirical", "sampled", "exact", "forward-only")
 Loss = Literal["cross-entropy", "squared-error", "logistic"]
 LOSSES: tuple[Loss, ...] = ("cross-entropy", "squared-error", "logistic")
 

@@ -27,15 +27,12 @@ paper's published code takes `sum(g) / (B S)`, and a damping is then `B^2 S` tim
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics.products import product
-
-Normalization = Literal["expand", "sc20", "kfac-pytorch"]
-NORMALIZATIONS: tuple[Normalization, ...] = ("expand", "sc20", "kfac-pytorch")
+from mpikfac.plan import Normalization
 
 
 def factor_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:

@@ -3,7 +3,9 @@
 from mpikfac.plan import names as names
 from mpikfac.plan import stages as stages
 from mpikfac.plan.choices import CHANNELS as CHANNELS
+from mpikfac.plan.choices import FISHERS as FISHERS
 from mpikfac.plan.choices import NAMED as NAMED
+from mpikfac.plan.choices import NORMALIZATIONS as NORMALIZATIONS
 from mpikfac.plan.choices import SPLIT as SPLIT
 from mpikfac.plan.choices import STRATEGY as STRATEGY
 from mpikfac.plan.choices import Asynchrony as Asynchrony
@@ -12,7 +14,9 @@ from mpikfac.plan.choices import Channels as Channels
 from mpikfac.plan.choices import Combination as Combination
 from mpikfac.plan.choices import Distribution as Distribution
 from mpikfac.plan.choices import Exchange as Exchange
+from mpikfac.plan.choices import Fisher as Fisher
 from mpikfac.plan.choices import Named as Named
+from mpikfac.plan.choices import Normalization as Normalization
 from mpikfac.plan.choices import OneOf as OneOf
 from mpikfac.plan.choices import Outer as Outer
 from mpikfac.plan.choices import Refresh as Refresh

@@ -6,23 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
-from mpikfac.numerics import (
-    FISHERS,
-    LOSSES,
-    NORMALIZATIONS,
-    Fisher,
-    Loss,
-    Normalization,
-    exact,
-    sampled,
-)
-from mpikfac.plan import check_count, one_of
+from mpikfac.plan import FISHERS, NORMALIZATIONS, Fisher, Normalization, check_count, one_of
 from mpikfac.settings.schedule import Schedule, in_force
+
+if TYPE_CHECKING:  # programs print help from this file, and the import of torch takes seconds
+    import torch
+    from torch import Tensor
+
+    from mpikfac.numerics import Loss
 
 # The least numbers from which a layer's factors are estimated, of a batch of all ranks together.
 LEAST_EXAMPLES = 32
@@ -110,8 +103,11 @@ class Estimator:
         check_count("samples", self.samples, 1)
         if self.subsample is not None:
             check_count("subsample", self.subsample, 1)
-        one_of("statistics_dtype", self.statistics_dtype, (None, torch.bfloat16))
-        one_of("factor_dtype", self.factor_dtype, (None, torch.bfloat16))
+        for name in ("statistics_dtype", "factor_dtype"):
+            if (dtype := getattr(self, name)) is not None:
+                import torch
+
+                one_of(name, dtype, (None, torch.bfloat16))
         check_count("loss_positions", self.loss_positions, 1)
 
     @property
@@ -125,6 +121,10 @@ class Estimator:
         Raises:
             ValueError: an unknown loss, or outputs with positions and all labels.
         """
+        import torch
+
+        from mpikfac.numerics import LOSSES, exact, sampled
+
         one_of("loss", loss, LOSSES)
         precise = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if self.fisher == "exact":

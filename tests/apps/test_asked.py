@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mpikfac_apps.guard.requests import RESERVE, SIGNALS, Requests, end_of_job
+from mpikfac_apps.guard.requests import LAUNCHER, RESERVE, SIGNALS, Requests, end_of_job
 
 
 @pytest.fixture
@@ -154,16 +154,32 @@ def test_a_control_directory_that_cannot_be_read_asks_for_nothing(make, clock, t
     assert not requests.stop
 
 
-def test_minutes_pass_between_two_checkpoints(make, clock):
-    """Oracle: 15 minutes by the clock, from the start and from the last checkpoint."""
-    requests = make(every_minutes=15)
-    for _ in range(2):
-        clock.now += 899
+@pytest.mark.parametrize(
+    ("every", "waits"), [(15, (2, 15, 15)), (2, (2, 2, 2)), (0.5, (0.5, 0.5, 0.5))]
+)
+def test_minutes_pass_between_two_checkpoints(make, clock, every, waits):
+    """Oracle: by the clock, 2 minutes to the first, or fewer, and from then on the interval."""
+    requests = make(every_minutes=every)
+    for minutes in waits:
+        clock.now += 60 * minutes - 1
         assert not requests.checkpoint
         clock.now += 1
         assert requests.checkpoint and not requests.stop
-        assert requests.reason == "15 minutes"
+        assert requests.reason == f"{minutes} minutes"
         requests.saved(3.0)
+
+
+def test_the_launcher_asks_for_the_end_in_a_file(make, clock, tmp_path, monkeypatch):
+    """Oracle: the file system, and a clock; a rank on another host has no such directory."""
+    monkeypatch.setenv(LAUNCHER, str(tmp_path / "job"))
+    requests = make()
+    assert not requests.stop
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "stop").write_text("Ctrl-C")
+    assert not requests.stop, "looked twice in a second"
+    clock.now += 1
+    assert requests.stop and requests.reason == "Ctrl-C"
+    assert (tmp_path / "job" / "stop").exists(), "other ranks look, too"
 
 
 @pytest.mark.parametrize(

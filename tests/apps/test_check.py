@@ -12,7 +12,7 @@ from torch import nn
 import mpikfac
 from mpikfac.layers.inner.attention import ProjectionLayer
 from mpikfac_apps.checking import check, comparison
-from mpikfac_apps.options.command_line import read
+from mpikfac_apps.checking.options import CHECK
 from mpikfac_apps.problems import models
 from support.launch import launch
 
@@ -162,7 +162,7 @@ def file(tmp_path):
 
 def wrong(capsys, *arguments):
     """Return whether a check finds an error, and the check's output."""
-    found = check.checked(ALONE, read("mpikfac check", check.CheckOptions, arguments))
+    found = check.checked(ALONE, CHECK.read(arguments))
     return found, capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 import yaml
 
 import mpikfac
-from mpikfac_apps.options import by_epoch
+from mpikfac_apps.options import by_epoch, options
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.documents import SYNONYMS, flattened
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import BASIC, Options
+from mpikfac_apps.options.options import BASIC, PAPERS, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.options.strategy import (
     for_machine,
@@ -24,6 +25,7 @@ from mpikfac_apps.options.strategy import (
     training_ranks,
 )
 from mpikfac_apps.problems import models
+from mpikfac_apps.problems.datasets import DATASETS
 from mpikfac_apps.problems.models import MODELS
 from mpikfac_apps.training.parts.optimizers import make_optimizer
 
@@ -33,9 +35,11 @@ CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml")
 # Command line (batch=12 unless given; text ending in a newline is the content of a YAML file), then
 # the content of the error's line.
 BAD = {
-    "unknown key": ("--bogus=1", "unknown key bogus; known are optimizer, model, batch"),
+    "unknown key": ("--bogus=1", "unknown key bogus; --help_all lists all keys"),
     "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.factor"),
     "misspelt key": ("--kfac.dampng=1", "unknown key kfac.dampng; did you mean kfac.damping?"),
+    "misspelt usual name": ("--lerning_rate=1", "unknown key lerning_rate; did you mean lr?"),
+    "misspelt key of two groups": ("--wrokers=1", "did you mean data.workers or workers?"),
     "abbreviated key": ("--kfac.damp=1", "unknown key kfac.damp; did you mean kfac.damping?"),
     "no option": ("train", "'train' belongs to no option; write --key value"),
     "no value": ("--epochs", "epochs is given without a value; it must be a whole number >= 1"),
@@ -160,6 +164,7 @@ BAD = {
         "data.classes=5 needs data.name=synthetic, not curves",
     ),
     "a usual name": ("--batch_size=1", "unknown key batch_size; did you mean batch?"),
+    "a name of timm": ("--pretrained", "unknown key pretrained; did you mean weights?"),
     "a usual name in a file": ("learning_rate: 1\n", "line 1: unknown key learning_rate; did you"),
     "a name without its group": ("--damping=1", "unknown key damping; did you mean kfac.damping?"),
     "a name spelled alike in its group": (
@@ -459,6 +464,32 @@ def test_a_network_for_larger_images_is_doubted(arguments, words):
     """Oracle: sizes of the networks and of the data sets, by hand."""
     found = doubt(parse(arguments, 1))
     assert words in found and bool(words) == bool(found)
+
+
+def test_names_in_help_are_the_names_of_the_tables():
+    """Oracle: the tables, whose modules import torch."""
+    assert tuple(MODELS) == options.MODELS
+    assert tuple(DATASETS) == options.DATASETS
+    assert tuple(mpikfac.solvers.SOLVERS) == options.SOLVERS
+
+
+def test_help_has_a_heading_for_each_kind_of_choice(capsys):
+    """Oracle: a few options by hand; the choices that only papers need stand apart."""
+    with pytest.raises(SystemExit):
+        parse(["--help_all"], 1)
+    sections, heading = {}, ""
+    for line in capsys.readouterr().out.splitlines():
+        if re.match(r"\S.*:$", line):
+            heading = line
+        if key := re.match(r"  --([\w.]+)", line):
+            sections[key[1]] = heading
+    expected = {"lr": "learning rate", "kfac.damping": "K-FAC: damping", "delay": "refresh"}
+    expected |= {"gradient_wire": "compression", "exchange_every": "exchange:", "data.path": "data"}
+    expected |= dict.fromkeys(("liars", "anchor_pull", "outer_lr", "servers"), PAPERS)
+    assert {key: words in sections[key] for key, words in expected.items()} == dict.fromkeys(
+        expected, True
+    )
+    assert max(Counter(sections.values()).values()) <= 16
 
 
 def test_help_has_two_lengths_and_names_every_option_and_model(capsys):

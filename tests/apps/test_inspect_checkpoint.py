@@ -210,7 +210,7 @@ def test_layers_stand_in_natural_order():
     [
         ("nothing", "nothing holds no complete checkpoint; give the directory of one or of a run"),
         ("config.yaml", "holds no complete checkpoint"),
-        ("first-order --picture s.gif", "s.gif must end in .png or .svg"),
+        ("first-order --picture s.gif", "s.gif must end in .pdf, .png or .svg"),
         ("first-order --picture s.png", "no factors to draw"),
         ("", "path"),
     ],

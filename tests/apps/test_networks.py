@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import mpikfac
 from mpikfac_apps.inspecting import export, weights
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.planning import plan
-from mpikfac_apps.problems import models
+from mpikfac_apps.problems import models, own
 from mpikfac_apps.study.spec import plan_of
 from mpikfac_apps.training import train
 from programs.plain import NETWORKS, plain
@@ -157,6 +158,37 @@ def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch)
         models.network("timm:resnet19")
     with pytest.raises(ValueError, match="images of 224x224 pixels only, and data.name=synthetic"):
         train.parse([*options, "--model=timm:vit_tiny_patch16_224"], 1)
+    trained = "timm:test_resnet.r160_in1k is no network of timm without weights: r160_in1k names "
+    with pytest.raises(ValueError, match=trained):  # timm would draw weights without a word
+        models.network("timm:test_resnet.r160_in1k")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_weights_that_timm_saves_are_first_weights(tmp_path, suffix):
+    """Oracle: timm's own state_dict; a classifier of 1000 classes is left out, for 10 classes."""
+    if missing := zoo.missing():
+        pytest.skip(f"{' and '.join(missing)} not installed")
+    donor = zoo.timm().create_model("test_resnet", num_classes=1000)
+    nn.init.normal_(donor.bn1.running_mean)
+    file = tmp_path / f"donor{suffix}"
+    export.write(file, donor.state_dict())
+    options = ("--data.name=synthetic", "--data.train_images=32", "--batch=32", "--lr=1e-30")
+    options += ("--optimizer=sgd", "--weight_decay=0", "--max_steps=1", f"--weights={file}")
+    assert train.main([*options, "--model=timm:test_resnet", f"--run_dir={tmp_path}/run"]) == 0
+    said = (tmp_path / "run" / "log.txt").read_text()
+    assert "tensors left at their first values: fc.weight, fc.bias" in said
+    checkpoint = saved(tmp_path / "run")
+    for name, parameter in donor.named_parameters():
+        if not name.startswith("fc."):
+            torch.testing.assert_close(checkpoint[f"model/{name}"], parameter.detach())
+
+
+def test_a_checkpoint_of_timms_training_is_one_line(tmp_path):
+    """Oracle: the form of timm's checkpoints: the state_dict is one of several entries."""
+    file = tmp_path / "last.pth.tar"
+    torch.save({"epoch": 3, "arch": "resnet18", "state_dict": small().state_dict()}, file)
+    with pytest.raises(ValueError, match="must hold a state_dict: tensors by name, and nothing el"):
+        weights.read(file)
 
 
 def test_without_timm_there_is_one_line(monkeypatch):
@@ -172,10 +204,25 @@ def test_a_torchvision_of_another_build_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "timm.py").write_text(f"raise RuntimeError({error!r})")
     monkeypatch.delitem(__import__("sys").modules, "timm", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    told = f"{error}; run pip .* torch, of the same build"
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    told = f"{error}; run pip install timm torchvision==0.28.0 --extra-index-url .*/whl/cu130$"
     with pytest.raises(ValueError, match=told) as refused:
         models.network("timm:resnet18")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "package"),
+    [
+        ("2.9.1+cpu", r"torchvision==0\.24\.1 --extra-index-url \S+/whl/cpu"),
+        ("2.14.1+rocm7.1", r"torchvision==0\.29\.1 --extra-index-url \S+/whl/rocm7\.1"),
+        ("2.9.0", r"torchvision==0\.24\.0, of the build of torch 2\.9\.0"),
+        ("2.10.0a0+b4e4ee81d3.nv25.12", r"torchvision, of the build of torch 2\.10\.0a0\+b4e4\S+"),
+    ],
+)
+def test_a_torchvision_belongs_to_a_torch(version, package):
+    """Oracle: the published pairs 2.9.1 and 0.24.1, 2.14.1 and 0.29.1; others have no number."""
+    assert re.fullmatch(package, own.torchvision_of(version))
 
 
 # -- first weights ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 import mpikfac
 from mpikfac_apps.problems import models
@@ -19,7 +20,7 @@ from mpikfac_apps.study import results, spec, study
 from mpikfac_apps.study.report import page as report
 from mpikfac_apps.study.report import pictures, style
 from mpikfac_apps.study.report.findings import findings
-from mpikfac_apps.study.seeds import mean_of, student
+from mpikfac_apps.study.seeds import doubt, mean_of, student
 from mpikfac_apps.text import ms
 
 STUDY = {
@@ -279,7 +280,8 @@ def test_a_report_can_be_made_at_any_time(asked):
     wanted, place = asked
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     assert "No cell is complete yet." in page
-    assert page.count("No picture: ") == 6
+    missing = page.partition("Pictures that are not on this page")[2].partition("</ul>")[0]
+    assert missing.count("<li>") == 6
     assert page.rstrip().endswith("</html>")
     failed, cut = (
         the(results.read(wanted, place), f"{name} on 1 rank").cell for name in ("sgd", "comm-opt")
@@ -469,7 +471,8 @@ def test_means_over_seeds_have_an_interval_of_95_percent():
     mean = mean_of([1.0, None, 2.0, 3.0])
     assert (mean.mean, mean.count) == (2.0, 3)
     assert mean.half == pytest.approx(4.303 / 3**0.5)
-    assert mean_of([5.0]).half is None and mean_of([None]) is None
+    assert mean_of([5.0]).half is mean_of([5.0, 6.0]).half is None
+    assert mean_of([None]) is None
     draw = random.Random(0).gauss
     inside = 0
     for _ in range(2000):
@@ -494,6 +497,118 @@ def test_seeds_have_a_table_of_means(tmp_path):
     assert "may be as quick" in sentences(wanted, tmp_path)
     found = json.loads((tmp_path / "report.json").read_text())["means"]
     assert found[0]["step_seconds"]["half"] == pytest.approx(half / 1e3, rel=1e-3)
+
+
+def two_seeds(place, steps=(100, 110)):
+    """Return a study of SGD and K-FAC with two seeds, with its runs: ms of a step by seed."""
+    axes = {"strategy": ["sgd", "comm-opt"], "ranks": [2], "seed": [0, 1]}
+    wanted = read(place, matrix=axes)
+    for cell in wanted.cells:
+        run = fill(place, cell, speeds=[120e3 / steps[cell.options.seed]] * 3)
+        metrics = (run / "metrics.jsonl").read_text()
+        (run / "metrics.jsonl").write_text(
+            metrics.replace("0.95}", f"0.9{cell.options.seed + 5}}}")
+        )
+    return wanted
+
+
+def test_two_seeds_have_a_range_and_no_interval(tmp_path):
+    """Oracle: steps of 100 and 110 ms, accuracies of 95 % and 96 %: Student's interval is 32 %."""
+    wanted = two_seeds(tmp_path)
+    page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
+    means = page.partition('id="means"')[2].partition('id="cells"')[0]
+    assert ">100 to 110</td>" in means and ">95.0 % to 96.0 %</td>" in means
+    assert "\N{PLUS-MINUS SIGN}" not in page
+    told = (
+        "2 of 2 variants have fewer than 3 complete seeds, and a range in the place of an interval"
+    )
+    assert told in sentences(wanted, tmp_path)
+    about = json.loads((tmp_path / "report.json").read_text())["means"][0]["step_seconds"]
+    assert (about["low"], about["high"]) == pytest.approx((0.1, 0.11)) and about["half"] is None
+
+
+def test_ranges_of_two_seeds_say_who_may_be_as_quick():
+    """Oracle: 1 to 2 and 2 to 3 meet at 2, and 3 to 4 lies apart; a single run says nothing."""
+    means = {
+        name: mean_of(values) for name, values in (("a", [1, 2]), ("b", [2, 3]), ("c", [3, 4]))
+    }
+    assert doubt("a", means) == " Within the ranges of seeds, b may be as quick as a."
+    assert doubt("a", {"a": mean_of([1]), "b": mean_of([2])}) == ""
+
+
+@pytest.mark.parametrize(("seeds", "bands", "lines"), [(1, 0, 1), (2, 0, 3), (3, 1, 1)])
+def test_a_band_needs_three_seeds(seeds, bands, lines):
+    """Oracle: the parts of the picture; of two runs, a mean and a line for each run."""
+    panel = Figure().subplots()
+    runs = [[0.5 + 0.1 * seed, 0.9 + 0.01 * seed] for seed in range(seeds)]
+    pictures.line_of_seeds(panel, [1.0, 2.0], runs, style.variant_style(0))
+    assert (len(panel.collections), len(panel.lines)) == (bands, lines)
+
+
+def test_pictures_stand_as_files_beside_the_page(asked):
+    """Oracle: the names of the headings; text stays text in SVG, fonts are TrueType in PDF."""
+    wanted, place = asked
+    for cell in wanted.cells:
+        fill(place, cell)
+    page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
+    names = {path.stem for path in (place / "figures").iterdir()}
+    assert names == {"where-a-steps-time-goes", "one-step", "accuracy", "more-ranks"}
+    assert names <= set(re.findall(r'<h2 id="([^"]+)">', page))
+    svg = ElementTree.parse(place / "figures" / "accuracy.svg")
+    texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"comm-opt", "dp-kfac", "seconds of training"} <= set(texts)
+    pdf = (place / "figures" / "accuracy.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf
+    before = [path.read_bytes() for path in sorted((place / "figures").iterdir())]
+    report.write(wanted, place, ["mpikfac", "study"])
+    assert [path.read_bytes() for path in sorted((place / "figures").iterdir())] == before
+
+
+def test_files_of_pictures_that_are_missing_now_are_removed(asked):
+    """Oracle: a study whose cells are no longer complete."""
+    wanted, place = asked
+    for cell in wanted.cells:
+        fill(place, cell)
+    report.write(wanted, place, ["mpikfac", "study"])
+    for cell in wanted.cells:
+        (place / "cells" / cell.directory / "result.json").unlink()
+    report.write(wanted, place, ["mpikfac", "study"])
+    assert list((place / "figures").iterdir()) == []
+
+
+def test_a_study_has_a_table_in_latex(tmp_path):
+    """Oracle: the rows by hand; a name with signs of LaTeX; cells of a study with a single seed."""
+    mine = {"50%_x": {"strategy": "mem-opt"}}
+    one = {"strategies": mine, "matrix": {"strategy": ["50%_x"], "ranks": [2]}}
+    wanted = read(tmp_path, **one)
+    for cell in wanted.cells:
+        fill(tmp_path, cell)
+    report.write(wanted, tmp_path, ["mpikfac", "study"])
+    (row,) = rows_of_latex((tmp_path / "report.tex").read_text())
+    assert row[:4] == [r"50\%\_x", "2", "a", "100"]
+    assert not (tmp_path / "means.csv").exists()
+    wanted = two_seeds(tmp_path)
+    report.write(wanted, tmp_path, ["mpikfac", "study"])
+    rows = rows_of_latex((tmp_path / "report.tex").read_text())
+    assert rows[1] == [
+        *("comm-opt", "2", "b", "2 of 2", "100 to 110", r"95.0 \% to 96.0 \%"),
+        *("20", "2.0", "4.0"),
+    ]
+    with open(tmp_path / "means.csv", newline="") as file:
+        sgd, kfac = csv.DictReader(file)
+    assert (sgd["variant"], kfac["variant"]) == ("sgd", "comm-opt")
+    assert float(kfac["test_accuracy_mean"]) == pytest.approx(0.955)
+    assert (kfac["test_accuracy_half"], kfac["seconds_to_target_count"]) == ("", "2")
+
+
+def rows_of_latex(text):
+    """Return the cells of a table in LaTeX, without the heading, after a check of the frame."""
+    lines = text.splitlines()
+    assert lines[0] == r"% \usepackage{booktabs}"
+    assert lines[1].startswith(r"\begin{tabular}{l") and lines[-1] == r"\end{tabular}"
+    body = text.partition(r"\midrule")[2].partition(r"\bottomrule")[0].strip().splitlines()
+    assert all(line.rstrip().endswith(r"\\") for line in body)
+    return [[cell.strip() for cell in line.rstrip().rstrip("\\").split(" & ")] for line in body]
 
 
 def test_the_table_stands_as_csv_and_json_beside_the_page_and_inside(asked):
@@ -522,7 +637,9 @@ def test_a_page_has_contents_sorting_and_tables_that_scroll(asked):
     fill(place, wanted.cells[0])
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     contents = re.findall(r'<li><a href="#([^"]+)">', page)
-    assert contents == re.findall(r'<h2 id="([^"]+)">', page)
+    headings = re.findall(r'<h2 id="([^"]+)">', page)
+    assert contents == headings
+    assert "how-much-a-bound-shortens-steps" not in headings  # no picture, no heading
     assert 'data-value="0.1"' in page
     wide = page.count('<div class="wide"')
     assert wide == page.count("<table") + len(pictures_of(page))

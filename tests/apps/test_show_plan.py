@@ -9,9 +9,9 @@ import sys
 import pytest
 
 import mpikfac
-from mpikfac_apps.options.command_line import read
 from mpikfac_apps.planning.facts import looked_at, most_loaded
-from mpikfac_apps.planning.plan import PROGRAM, PlanOptions, main, plan_of
+from mpikfac_apps.planning.options import PLAN
+from mpikfac_apps.planning.plan import main, plan_of
 from mpikfac_apps.problems.models import shapes_of
 from support.pace import paced
 
@@ -251,7 +251,7 @@ def test_blocks_norms_and_messages_beside_are_planned(capsys):
 def test_a_machine_makes_the_choices_that_the_options_leave_open():
     """Oracle: `mpikfac.predict.choose`."""
     asked = ["--model", "resnet50", "--ranks", "4", "--strategy", "auto", "--machine", "v100-edr"]
-    plan = plan_of(read(PROGRAM, PlanOptions, asked))
+    plan = plan_of(PLAN.read(asked))
     machine = mpikfac.predict.load_machine("v100-edr")
     job = mpikfac.predict.Job("resnet50", 32)
     forms = mpikfac.solvers.forms("inverse")

@@ -13,6 +13,7 @@ import torch
 import mpikfac
 from mpikfac_apps.planning import simulate
 from mpikfac_apps.planning.facts import near_root
+from mpikfac_apps.planning.options import STRATEGIES
 from mpikfac_apps.problems import models
 from support.pace import paced
 
@@ -26,7 +27,7 @@ def rows_of(text: str) -> dict[str, list[float]]:
     return {line[0]: [*map(float, line[1:])] for line in told}
 
 
-NAMES = set(simulate.STRATEGIES)
+NAMES = set(STRATEGIES)
 
 
 def test_numbers_are_the_librarys(capsys, tmp_path):

@@ -288,6 +288,19 @@ class Shifted(layers.Layer):
         return super().outputs(2 * g)
 
 
+def changed(**changes):
+    """Return a layer of 5 inputs and 3 outputs with a changed shape."""
+    layer = layers.Layer("head", nn.Linear(5, 3))
+    layer.shape = replace(layer.shape, **changes)
+    return layer
+
+
+def convolution(groups):
+    """Return the layer of a convolution from 4 to 8 channels."""
+    model = nn.ModuleDict({"conv": nn.Conv2d(4, 8, 3, groups=groups)})
+    return layers.cover(model)[0][0]
+
+
 @pytest.mark.parametrize("side", ["A", "G"])
 def test_a_diagonal_is_of_the_vectors_of_a_layer_of_ones_own(side):
     """Oracle: the diagonal of the whole factor."""
@@ -296,3 +309,19 @@ def test_a_diagonal_is_of_the_vectors_of_a_layer_of_ones_own(side):
     layer.shape = replace(layer.shape, diagonal=side)
     found = layer.second_moment(side, x, g)
     torch.testing.assert_close(found.flatten(), whole.diagonal())
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (layers.Layer("head", nn.Linear(5, 3)), "Layer('head', Linear, A 6x6, G 3x3)"),
+        (Shifted("own", nn.Linear(5, 3, bias=False)), "Shifted('own', Linear, A 5x5, G 3x3)"),
+        (convolution(groups=2), "ConvLayer('conv', Conv2d, A 2 of 19x19, G 2 of 4x4)"),
+        (changed(largest=3), "Layer('head', Linear, A 2 of 3x3, G 3x3)"),
+        (changed(diagonal="A"), "Layer('head', Linear, A diagonal of 6, G 3x3)"),
+        (changed(sides="A"), "Layer('head', Linear, A 6x6)"),
+    ],
+)
+def test_a_layer_is_shown_on_a_line(layer, told):
+    """Oracle: orders by hand: inputs and the bias, and outputs."""
+    assert repr(layer) == told

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from mpikfac.numerics import moments
+from mpikfac.plan import NORMALIZATIONS
 from support import oracles
 
 
@@ -43,7 +44,7 @@ def test_normalizations(name, a, g):
     assert moments.factor_scales(name, 8, 9) == pytest.approx((a, g))
 
 
-@pytest.mark.parametrize("name", moments.NORMALIZATIONS)
+@pytest.mark.parametrize("name", NORMALIZATIONS)
 @pytest.mark.parametrize(("batch", "shared"), [(8, 1), (8, 9)])
 def test_of_equal_vectors_a_factor_is_the_square_of_its_vector(name, batch, shared):
     """Oracle: the factor, from the sum of outer products."""

@@ -23,6 +23,15 @@ def test_numbers_are_counted_and_told_once_in_a_row(caplog):
     ]
 
 
+def test_counts_are_shown_on_a_line():
+    """Oracle: the lines, written out."""
+    nonfinite = Nonfinite(rank=3)
+    assert repr(nonfinite) == "Nonfinite(rank 3: all numbers were finite)"
+    nonfinite.note("gradient", ["a", "b"], 0, "")
+    nonfinite.note("decomposition", ["a"], 0, "")
+    assert repr(nonfinite) == "Nonfinite(rank 3: gradient 2, decomposition 1)"
+
+
 def test_a_streak_ends_the_run_and_a_pause_begins_a_new_one():
     """Oracle: the tolerated number of times, by kind and name."""
     nonfinite = Nonfinite(rank=0)

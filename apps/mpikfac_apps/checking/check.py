@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from torch import nn
@@ -29,41 +28,15 @@ from mpikfac_apps.checking.comparison import (
     findings_of,
 )
 from mpikfac_apps.checking.model import Subject, named_subject
+from mpikfac_apps.checking.options import CHECK, CheckOptions
 from mpikfac_apps.cli import run_on_ranks
-from mpikfac_apps.options.command_line import read
-from mpikfac_apps.options.fields import bounded, positional, read_by
 from mpikfac_apps.options.strategy import ITEMSIZE
 from mpikfac_apps.place import share_cores
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, orders_of, strategy_of
-from mpikfac_apps.text import counts, mib, number, show, table
+from mpikfac_apps.text import mib, number, show, table
 
 QUANTITIES = ("A", "G", "gradient", *reference.SOLVES)
 WIDTH = 96
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """Check K-FAC on a model: covered layers, numbers against autograd, strategies.
-
-    Args:
-        model: the model: a network by name, such as resnet20; a network of timm, as timm:NAME; or
-            FILE.py:FUNCTION, where the function returns the model.
-        input: the shape of an example, such as 3,32,32. null for the usual images of a network by
-            name; a model of FILE.py needs the shape.
-        tokens: the number of words of a model of words: examples hold whole numbers below `tokens`.
-            null for examples of real numbers.
-        classes: the number of classes, for networks by name and functions that take `classes`.
-        batch: the number of examples on each rank.
-        ranks: the number of ranks to plan for; null for the ranks of the job, or for 4 ranks if the
-            job has a single rank.
-    """
-
-    model: str = positional()
-    input: tuple[int, ...] | None = read_by(counts, None)
-    tokens: int | None = bounded(None, ">= 1")
-    classes: int = bounded(10, ">= 1")
-    batch: int = bounded(4, ">= 1")
-    ranks: int | None = bounded(None, ">= 1")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after one line about a mistake that the user can correct.
     """
-    return run_on_ranks(lambda _: read("mpikfac check", CheckOptions, argv), check)
+    return run_on_ranks(lambda _: CHECK.read(argv), check)
 
 
 def check(comm: mpikfac.comm.Comm, options: CheckOptions) -> int:

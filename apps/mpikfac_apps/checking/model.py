@@ -85,7 +85,7 @@ def subject_of(
     """
     model = model.double()
     two = own.drawn((2, *inputs), tokens, torch.Generator().manual_seed(0))
-    outputs = own.outputs_of(model, two)
+    outputs = tuple(own.outputs_of(model, two).shape[1:])
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no parameter that requires a gradient")
     refused = refusals(model, covers)

@@ -3,6 +3,8 @@
     touch RUN/control/checkpoint    write a checkpoint at the next step and go on
     touch RUN/control/stop          write a checkpoint at the next step and end
 
+`mpikfac launch` writes the file `stop` into a directory of the job, which is there before the run
+directory, and holds the reason. The launchers of MPI forward no signal that all of them agree on.
 Requests reach a single rank; the caller tells all ranks. Collective over: none.
 """
 
@@ -17,11 +19,15 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from mpikfac import files
 from mpikfac_apps.guard.reports import screen
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = b"mpikfac: Ctrl-C: stops after this step, with a checkpoint; again: ends at once\n"
 LOOK_EVERY = 1.0  # seconds between two looks for control files
+FIRST = 120.0  # seconds to the first checkpoint: a run that fails early loses little
+LAUNCHER = "MPIKFAC_LAUNCHER"
+"""The variable with the directory of a job of `mpikfac launch`, on the host of the launcher."""
 RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
 
 
@@ -69,7 +75,8 @@ class Requests:
             files.
         end: unix time when the job is killed. The end is requested early enough for two checkpoints
             as slow as the slowest checkpoint, the longest pause between two polls, and `RESERVE`.
-        every_minutes: minutes between two checkpoints.
+        every_minutes: minutes between two checkpoints; the first is due after 2 minutes, if these
+            are fewer.
     """
 
     def __init__(
@@ -77,8 +84,10 @@ class Requests:
     ) -> None:
         now = time.monotonic()
         self._control = control
+        self._launcher = Path(place) if (place := os.environ.get(LAUNCHER)) else None
         self._end = math.inf if end is None else now + end - time.time()
         self._save_interval = math.inf if every_minutes is None else 60 * every_minutes
+        self._next_save = math.inf if every_minutes is None else min(FIRST, self._save_interval)
         self._stop = self._checkpoint = ""  # source of the request
         self._saved, self._looked, self._polled = now, -math.inf, math.inf
         self._slowest = self._pause = 0.0
@@ -111,7 +120,7 @@ class Requests:
     def saved(self, seconds: float) -> None:
         """Note the seconds of a checkpoint, written or failed; the next interval begins."""
         self._checkpoint = ""
-        self._saved = time.monotonic()
+        self._saved, self._next_save = time.monotonic(), self._save_interval
         self._slowest = max(self._slowest, seconds)
 
     def ignore_signals(self) -> None:
@@ -152,10 +161,18 @@ class Requests:
         left = self._end - now
         if left <= 2 * self._slowest + self._pause + RESERVE:
             self._ask_to_stop(f"end of job in {left:.0f} s")
-        if now - self._saved >= self._save_interval:
-            self._ask_to_save(f"{self._save_interval / 60:g} minutes")
-        if self._control is not None and now - self._looked >= LOOK_EVERY:
+        if now - self._saved >= self._next_save:
+            self._ask_to_save(f"{self._next_save / 60:g} minutes")
+        if now - self._looked >= LOOK_EVERY:
             self._looked = now
+            self._look()
+
+    def _look(self) -> None:
+        """Look for files of the launcher, which each rank sees, and for control files."""
+        if self._launcher is not None:
+            with suppress(OSError):
+                self._ask_to_stop(files.read_text(self._launcher / "stop"))
+        if self._control is not None:
             taken = _take(self._control)
             if "stop" in taken:
                 self._ask_to_stop("control/stop")

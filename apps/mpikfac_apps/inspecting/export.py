@@ -8,12 +8,10 @@ returns the running averages of K-FAC's factors as "<layer>.A" and "<layer>.G".
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,63 +23,9 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.cli import checkpoint_at, complain
 from mpikfac_apps.inspecting import spectra
-from mpikfac_apps.options.command_line import read
-from mpikfac_apps.options.fields import positional, read_by
+from mpikfac_apps.inspecting.options import EXPORT, ExportOptions
 
 MODEL, AVERAGE = "model/", "average/"
-
-
-def weights_file(text: str) -> Path:
-    """Return the new file in `text`, after a check of the file's kind."""
-    path = new_file(text, ".pt", ".safetensors")
-    check_package(path)
-    return path
-
-
-def check_package(path: Path) -> None:
-    """Return if the package that a file needs is installed.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
-    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise ValueError(
-            f"{path} needs the package safetensors, which is not installed; .pt needs nothing"
-        )
-
-
-def factors_file(text: str) -> Path:
-    """Return the new file in `text`."""
-    return new_file(text, ".npz")
-
-
-def new_file(text: str, *kinds: str) -> Path:
-    """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
-    path = Path(text)
-    if path.suffix not in kinds:
-        raise ValueError(f"{path} must end in {' or '.join(kinds)}")
-    if path.exists():
-        raise ValueError(f"{path} exists; give another name or delete it")
-    return path
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """Write weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
-
-    Args:
-        path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
-        weights: a new file for the weights of the model, .pt or .safetensors; null for none.
-        average: a new file for the averaged weights of a run with `average`, .pt or .safetensors;
-            null for none. Running statistics belong to the averages if the run tested the network
-            at the step of the checkpoint, for example at the end of the run.
-        factors: a new file for the factors A and G of every layer, .npz; null for none.
-    """
-
-    path: Path = positional()
-    weights: Path | None = read_by(weights_file, None)
-    average: Path | None = read_by(weights_file, None)
-    factors: Path | None = read_by(factors_file, None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
     Raises:
         ValueError: a wrong option, or no file to write.
     """
-    options = read("mpikfac export", ExportOptions, argv)
+    options = EXPORT.read(argv)
     paths = [file for file in (options.weights, options.average, options.factors) if file]
     if not paths:
         raise ValueError("give --weights FILE, --average FILE, --factors FILE or several of them")

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 from torch import Tensor
 
@@ -19,43 +17,18 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.cli import checkpoint_at, complain
 from mpikfac_apps.inspecting import spectra
+from mpikfac_apps.inspecting.options import INSPECT
 from mpikfac_apps.options import documents
-from mpikfac_apps.options.command_line import read
-from mpikfac_apps.options.fields import positional, read_by
 from mpikfac_apps.text import show, table
 
 ADAPTED = "kfac/damping"  # present value of an adapted damping
 NONE = "eigen", 0.0, False
 
 
-def picture(text: str) -> Path:
-    """Return the path of a picture.
-
-    Raises:
-        ValueError: the file would be no picture.
-    """
-    if Path(text).suffix not in (".png", ".svg"):
-        raise ValueError(f"{text} must end in .png or .svg")
-    return Path(text)
-
-
-@dataclass(frozen=True)
-class InspectOptions:
-    """Check a checkpoint and print the contents, with the spectra of K-FAC's factors. No MPI.
-
-    Args:
-        path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
-        picture: a file to draw the spectra into, .png or .svg; null for none.
-    """
-
-    path: Path = positional()
-    picture: Path | None = read_by(picture, None)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the contents of a checkpoint; return 1 for damage, 2 without a checkpoint."""
     try:
-        options = read("mpikfac inspect", InspectOptions, argv)
+        options = INSPECT.read(argv)
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
         if options.picture and not spectra.layers(checkpoint):
             raise ValueError(f"{checkpoint.path} has no factors to draw; it is not of K-FAC")

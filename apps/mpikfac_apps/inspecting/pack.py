@@ -6,39 +6,19 @@ For example: mpikfac pack DIR images.h5 --size 256
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from mpikfac_apps import cli
 from mpikfac_apps.images import folder, packed
-from mpikfac_apps.inspecting.export import new_file
-from mpikfac_apps.options.command_line import read
+from mpikfac_apps.inspecting.options import PACK, PackOptions, new_file
 from mpikfac_apps.options.conflicts import check_pillow
-from mpikfac_apps.options.fields import bounded, positional
 from mpikfac_apps.text import number
 
 SIZE = 224  # of images that a network gets; a packed file does not depend on the size
 
 
-@dataclass(frozen=True)
-class PackOptions:
-    """Pack a folder of images into a single HDF5 file, which all ranks can read quickly. No MPI.
-
-    Args:
-        path: the folder, with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg).
-        out: the new file, .h5.
-        size: the pixels of the shorter side of larger images, which are encoded anew as JPEG of
-            quality 95. Smaller images decode faster. null keeps the bytes of all images.
-    """
-
-    path: Path = positional()
-    out: Path = positional()
-    size: int | None = bounded(None, ">= 4")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file; return 2 after printing an error."""
-    return cli.run("mpikfac pack", lambda: pack(read("mpikfac pack", PackOptions, argv)))
+    return cli.run("mpikfac pack", lambda: pack(PACK.read(argv)))
 
 
 def pack(options: PackOptions) -> int:

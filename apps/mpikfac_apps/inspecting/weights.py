@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpikfac import files
-from mpikfac_apps.inspecting.export import check_package
+from mpikfac_apps.inspecting.options import check_package
 
 
 def read(path: Path) -> dict[str, Tensor]:

@@ -12,8 +12,9 @@ import sys
 import textwrap
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jsonargparse
 
@@ -25,6 +26,40 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Group = TypeVar("Group", bound="DataclassInstance")
+HELP = ("-h", "--help", "--help_all", "--print_config")
+
+
+@dataclass(frozen=True)
+class CommandLine(Generic[Group]):
+    """The command line of a program: the arguments of `read`."""
+
+    program: str
+    group: type[Group]
+    basic: Collection[str] = ()
+    files: bool = False
+
+    def read(self, argv: Sequence[str] | None) -> Group:
+        """Return the options of a command line; see `read`."""
+        return read(self.program, self.group, argv, basic=self.basic, files=self.files)
+
+    def answer(self, arguments: Sequence[str]) -> None:
+        """Print help if the arguments ask for help; refuse names of options that do not exist.
+
+        A refusal reads no values and no files.
+
+        Raises:
+            ValueError: no option has a name; a single line names the nearest options.
+            SystemExit: code 0, after help.
+        """
+        names = [a.partition("=")[0] for a in takewhile("--".__ne__, arguments)]
+        if not set(HELP).isdisjoint(names):
+            self.read(arguments)
+        options = {leaf.key: leaf for leaf in leaves(self.group)}
+        for name in names:
+            key = name.removeprefix("--").removesuffix("+")  # --key+ adds to a list
+            known = key in options or (self.files and key == "config")
+            if name.startswith("--") and not known:
+                raise ValueError(_unrecognised(name, options))
 
 
 class Help(argparse.HelpFormatter):
@@ -117,11 +152,12 @@ def _parser(
     if hidden:
         text = f"show this help message with {len(hidden)} more options and exit"
         parser.add_argument("--help_all", action="store_true", help=text)
-    for title, members in groupby(leaves(group), key=lambda leaf: leaf.title):
-        section = parser if title == about.rstrip(".") else parser.add_argument_group(title)
-        for leaf in members:
-            name = leaf.key if leaf.positional else f"--{leaf.key}"
-            section.add_argument(name, **_settings(leaf, leaf.key in hidden))
+    sections: dict[str, Any] = {about.rstrip("."): parser}
+    for leaf in leaves(group):
+        if leaf.section not in sections:
+            sections[leaf.section] = parser.add_argument_group(leaf.section)
+        name = leaf.key if leaf.positional else f"--{leaf.key}"
+        sections[leaf.section].add_argument(name, **_settings(leaf, leaf.key in hidden))
     return parser
 
 
@@ -179,10 +215,15 @@ def _explained(text: str, options: Mapping[str, Leaf]) -> str:
         kind = options[bare[1]].allowed if bare[1] in options else "a file of options"
         return f"{bare[1]} is given without a value; it must be {kind}"
     if extra := re.match(r"unrecognized arguments: (\S+)", text):
-        if not extra[1].startswith("--"):
-            return f"{extra[1]!r} belongs to no option; write --key value"
-        key = extra[1].lstrip("-").partition("=")[0]
-        if inside := [option for option in options if option.startswith(f"{key}.")]:
-            return f"{key} is a group of options; give one of them, such as --{inside[0]}"
-        return unknown(key, options)
+        return _unrecognised(extra[1], options)
     return " ".join(text.split())
+
+
+def _unrecognised(argument: str, options: Collection[str]) -> str:
+    """Return the message about an argument that is no option."""
+    if not argument.startswith("--"):
+        return f"{argument!r} belongs to no option; write --key value"
+    key = argument.lstrip("-").partition("=")[0]
+    if inside := [option for option in options if option.startswith(f"{key}.")]:
+        return f"{key} is a group of options; give one of them, such as --{inside[0]}"
+    return unknown(key, options)

@@ -23,6 +23,7 @@ SYNONYMS = {
     **dict.fromkeys(("data_dir", "data_path", "dataset_path"), "data.path"),
     **dict.fromkeys(("output", "out", "output_dir", "log_dir", "save_dir"), "run_dir"),
     **dict.fromkeys(("optim", "opt"), "optimizer"),
+    **dict.fromkeys(("pretrained", "pretrained_path", "initial_checkpoint"), "weights"),
     **dict.fromkeys(("scheduler", "lr_schedule", "lr_scheduler"), "schedule"),
     **dict.fromkeys(("warmup", "warmup_steps"), "warmup_epochs"),
     **dict.fromkeys(("tensorboard", "logger", "report_to", "log_with"), "metrics"),
@@ -30,6 +31,8 @@ SYNONYMS = {
     **dict.fromkeys(("fac_update_freq", "cov_update_freq"), "kfac.factor_every"),
 }
 """Options by names that other programs use."""
+LIKENESS = 0.7  # the least likeness of a misspelt word, as `difflib` measures
+MOST_SHOWN = 30  # keys in a message
 
 
 def check_file(path: str, keys: Collection[str]) -> None:
@@ -98,15 +101,21 @@ def unknown(key: str, keys: Collection[str]) -> str:
     spelled = get_close_matches(plain, inside, n=1, cutoff=0.8) if group else []
     if guesses := meant or spelled or alike or _near(last, keys):
         return f"unknown key {key}; did you mean {' or '.join(guesses)}?"
-    return f"unknown key {key}; known are {', '.join(inside or keys)}"
+    if len(shown := inside or keys) <= MOST_SHOWN:
+        return f"unknown key {key}; known are {', '.join(shown)}"
+    return f"unknown key {key}; --help_all lists all keys"
 
 
 def _near(last: str, keys: Collection[str]) -> list[str]:
-    """Return the keys whose last part is spelled most like `last`."""
-    by_last = defaultdict(list)
+    """Return the keys whose last part, or other name, is spelled most like `last`."""
+    by_word = defaultdict(list)
     for name in keys:
-        by_last[name.rpartition(".")[2]].append(name)
-    return [n for part in get_close_matches(last, by_last, n=1, cutoff=0.8) for n in by_last[part]]
+        by_word[name.rpartition(".")[2]].append(name)
+    for synonym, name in SYNONYMS.items():
+        if name in keys:
+            by_word[synonym].append(name)
+    nearest = get_close_matches(last, by_word, n=1, cutoff=LIKENESS)
+    return [name for word in nearest for name in by_word[word]]
 
 
 def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

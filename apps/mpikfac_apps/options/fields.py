@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import docstring_parser
-import torch
 
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.by_epoch import ByEpoch
 
 if TYPE_CHECKING:
+    import torch
     from _typeshed import DataclassInstance
 
 WORDS = {
@@ -36,10 +36,18 @@ WORDS = {
 }
 LISTS = {int: "a list of whole numbers", str: "a list of names", Path: "a list of paths"}
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-DTYPES = {"bfloat16": torch.bfloat16}
+DTYPES = ("bfloat16",)
 REQUIRED = dataclasses.MISSING
 
 Group = TypeVar("Group", bound="DataclassInstance")
+
+
+class Dtype:
+    """Stand for `torch.dtype` in types of fields: the import of torch takes seconds."""
+
+
+ANNOTATIONS = {"torch": types.SimpleNamespace(dtype=Dtype)}
+"""Names in annotations that are not looked up in the module of a dataclass."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,8 @@ class Leaf:
             option must be given.
         usual: the default in words, if the default is null and stands for another value.
         help: the text about the field in the docstring of the dataclass.
-        title: the first line of the docstring of the dataclass.
+        section: the heading above the option in help; by default the first line of the docstring
+            of the dataclass.
         bounds: such as ("> 0", "<= 1"); null is never out of bounds.
         positional: whether the value is given without the name.
         scheduled: whether the value may be numbers by epoch.
@@ -67,7 +76,7 @@ class Leaf:
     default: Any
     usual: str
     help: str
-    title: str
+    section: str
     bounds: tuple[str, ...]
     positional: bool
     scheduled: bool
@@ -158,16 +167,31 @@ def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str
     return dataclasses.field(default_factory=group, metadata=metadata)
 
 
-def changes(group: type, usual: str, without: Collection[str] = ()) -> Any:
+def changes(
+    group: type, usual: str, sections: Mapping[str, str], without: Collection[str] = ()
+) -> Any:
     """Return a field for a dict with the fields of a dataclass that a user gives.
 
     Args:
         group: the dataclass; the options are the fields, and null leaves a field out of the dict.
         usual: the value of a field that is left out, in words.
+        sections: the heading in help by the name of the field that holds the option's dataclass;
+            "" for the options of the outer dataclass.
         without: fields that are not options.
     """
-    metadata = {"changes": group, "usual": usual, "without": frozenset(without)}
-    return dataclasses.field(default_factory=dict, metadata=metadata)
+    metadata = {"changes": group, "usual": usual, "sections": sections}
+    return dataclasses.field(default_factory=dict, metadata=metadata | {"without": without})
+
+
+def section(heading: str, field: Any) -> Any:
+    """Return a field that begins a section of help, with a heading.
+
+    A field of a plain value heads all plain values behind the field; a field of a dataclass heads
+    the options of the dataclass alone.
+    """
+    metadata = {**field.metadata, "section": heading}
+    field.metadata = types.MappingProxyType(metadata)
+    return field
 
 
 # -- from dataclasses to options, and back ---------------------------------------------------------
@@ -180,10 +204,11 @@ def leaves(group: type) -> tuple[Leaf, ...]:
 
 
 def _leaves(group: type) -> Iterator[Leaf]:
-    hints = typing.get_type_hints(group)
+    hints = typing.get_type_hints(group, localns=ANNOTATIONS)
     about = docstring_parser.parse(group.__doc__ or "")
     texts = (docstring_parser.parse(base.__doc__ or "") for base in reversed(group.__mro__))
     helps = {param.arg_name: param.description or "" for text in texts for param in text.params}
+    heading = (about.short_description or group.__name__).rstrip(".")
     for field in dataclasses.fields(group):
         name, kind, meta = field.name, hints[field.name], field.metadata
         inner = meta.get("changes", kind)
@@ -192,6 +217,7 @@ def _leaves(group: type) -> Iterator[Leaf]:
                 if leaf.path[-1] not in meta.get("without", ()):
                     yield _inside(name, leaf, meta)
             continue
+        heading = meta.get("section", heading)
         default = meta.get("written", field.default)
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
@@ -203,7 +229,7 @@ def _leaves(group: type) -> Iterator[Leaf]:
             default=default,
             usual="",
             help=_help(helps.get(name, ""), meta.get("listed", ())),
-            title=(about.short_description or group.__name__).rstrip("."),
+            section=heading,
             bounds=meta.get("bounds", ()),
             positional=meta.get("positional", False),
             read=meta.get("read"),
@@ -220,11 +246,12 @@ def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
     """Return an option of a dataclass that is the field `name` of another dataclass."""
     key, path = leaf.key, (name, *leaf.path)
     if "changes" in meta:  # choices have no prefixes, as in `Strategy.changed`
-        key, kind = leaf.path[-1], leaf.kind | None
-        null = {"default": None, "usual": meta["usual"]}
-        return dataclasses.replace(leaf, key=key, path=(name, key), kind=kind, **null)
+        *holders, key = leaf.path
+        null = {"default": None, "usual": meta["usual"], "kind": leaf.kind | None}
+        heading = meta["sections"][holders[-1] if holders else ""]
+        return dataclasses.replace(leaf, key=key, path=(name, key), section=heading, **null)
     key = meta["renamed"].get(key, key) if meta.get("inline") else f"{name}.{key}"
-    return dataclasses.replace(leaf, key=key, path=path)
+    return dataclasses.replace(leaf, key=key, path=path, section=meta.get("section", leaf.section))
 
 
 def build(group: type[Group], values: Mapping[str, Any]) -> Group:
@@ -244,7 +271,7 @@ def build(group: type[Group], values: Mapping[str, Any]) -> Group:
 
 
 def _group_of(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
-    hints, values = typing.get_type_hints(group), dict(tree)
+    hints, values = typing.get_type_hints(group, localns=ANNOTATIONS), dict(tree)
     for field in dataclasses.fields(group):
         value = tree.get(field.name)
         if "changes" in field.metadata:
@@ -252,8 +279,8 @@ def _group_of(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group
         elif isinstance(value, Mapping) and dataclasses.is_dataclass(hints[field.name]):
             inner = prefix if field.metadata.get("inline") else f"{prefix}{field.name}."
             values[field.name] = _group_of(hints[field.name], value, inner)
-        elif isinstance(value, str) and torch.dtype in _alternatives(hints[field.name]):
-            values[field.name] = DTYPES[value]
+        elif isinstance(value, str) and Dtype in _alternatives(hints[field.name]):
+            values[field.name] = dtype(value)
     try:
         for name, value in values.items():
             if isinstance(value, ByEpoch):  # a group checks the number of epoch 0
@@ -278,9 +305,16 @@ def _reached(value: Any, path: tuple[str, ...]) -> Any:
 def _text(value: Any) -> Any:
     if isinstance(value, ByEpoch):
         return str(value)
-    if isinstance(value, torch.dtype):
-        return next(name for name, dtype in DTYPES.items() if dtype == value)
+    if type(value).__module__ == "torch":  # a dtype
+        return str(value).removeprefix("torch.")
     return list(value) if isinstance(value, tuple) else value
+
+
+def dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name of `DTYPES`."""
+    import torch
+
+    return typing.cast(torch.dtype, getattr(torch, name))
 
 
 # -- types -----------------------------------------------------------------------------------------
@@ -296,7 +330,7 @@ def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
     for member in _alternatives(hint):
         if member is str and names:
             words += names
-        elif member is torch.dtype:
+        elif member is Dtype:
             words += DTYPES
         elif typing.get_origin(member) is Literal:
             words += typing.get_args(member)

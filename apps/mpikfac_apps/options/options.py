@@ -8,11 +8,25 @@ from typing import Any, Literal
 
 from mpikfac import Damping, Estimator, Length, Strategy
 from mpikfac.settings import FACTOR_EVERY, MOMENTUM, RATE, WEIGHT_DECAY, Schedule
-from mpikfac.solvers import SOLVERS
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
-from mpikfac_apps.options.fields import bounded, changes, choice, inline, listed
-from mpikfac_apps.problems.datasets import DATASETS
-from mpikfac_apps.problems.models import MODELS
+from mpikfac_apps.options.command_line import CommandLine
+from mpikfac_apps.options.fields import bounded, changes, choice, inline, listed, section
+
+# The names of tables whose code needs torch; the tests compare the names with the tables.
+SOLVERS = ("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one")
+"""The names in `mpikfac.solvers.SOLVERS`."""
+DATASETS = (
+    *("digits", "cifar10", "cifar100", "curves", "patches", "synthetic", "folder", "packed"),
+    "text",
+)
+"""The names in `problems.datasets.DATASETS`."""
+MODELS = (
+    *("digits_cnn", "mobilenet_small", "airbench94", "vit_small"),
+    *("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"),
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("autoencoder", "autoencoder_small", "gpt_small", "lstm_small"),
+)
+"""The names in `problems.models.MODELS`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class DataOptions:
             packed file there before the training. null for no copy.
     """
 
-    name: str = listed(DATASETS, "digits")
+    name: str = section("data", listed(DATASETS, "digits"))
     path: str | None = None
     train_images: int | None = bounded(None, ">= 1")
     test_images: int | None = bounded(None, ">= 1")
@@ -71,6 +85,22 @@ class DataOptions:
     workers: int | None = bounded(None, ">= 0", "<= 256")
     broken: int | None = bounded(None, ">= 0")
     cache: str | None = None
+
+
+PAPERS = "to reproduce papers"
+STRATEGY_SECTIONS = {
+    "": "placement: who decomposes, preconditions and updates",
+    "refresh": "refresh: when factors are decomposed",
+    "transport": "messages",
+    "wires": "compression",
+    "exchange": "exchange",
+    "stream": f"exchange, {PAPERS}: spread over steps [Streaming DiLoCo]",
+    "merging": f"exchange, {PAPERS}: copies that stay different [LSGD, Parle]",
+    "outer": f"exchange, {PAPERS}: the common step of copies [DiLoCo]",
+    "robust": f"exchange, {PAPERS}: ranks that may be wrong [Byzantine]",
+    "asynchrony": f"exchange, {PAPERS}: clients and servers [Dean et al. 2012]",
+}
+"""The headings in help of the choices of a strategy."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +125,14 @@ class StrategyOptions:
         change: choices that replace the choices of the named strategy.
     """
 
-    strategy: str = "comm-opt"
+    strategy: str = section("strategy", field(default="comm-opt"))
     fraction: float | None = bounded(None, "> 0", "<= 1")
     machine: str | None = None
     split_layers: list[str] | str = field(default_factory=list)
     ways: int | None = bounded(None, ">= 2")
-    change: Mapping[str, Any] = changes(Strategy, "as in the strategy", without=("parts",))
+    change: Mapping[str, Any] = changes(
+        Strategy, "as in the strategy", STRATEGY_SECTIONS, without=("parts",)
+    )
 
     @property
     def split(self) -> list[str]:
@@ -123,7 +155,7 @@ class CoverageOptions:
         skip: the names of layers that are trained without K-FAC.
     """
 
-    norms: bool = False
+    norms: bool = section("K-FAC: covered layers", field(default=False))
     sharing: Literal["expand", "reduce"] = "expand"
     largest: int | None = bounded(None, ">= 1")
     rank: int | None = bounded(None, ">= 1")
@@ -155,19 +187,24 @@ class KfacOptions:
             forward pass. null: the damping stays.
     """
 
-    factor_every: int | Schedule | None = bounded(None, ">= 1")
+    factor_every: int | Schedule | None = section("K-FAC", bounded(None, ">= 1"))
     basis_every: int | Schedule | None = bounded(None, ">= 1")
     solver: str | None = choice(None, SOLVERS)
     basis_dtype: Literal["bfloat16"] | None = None
     momentum_of: Literal["gradients", "directions"] | None = None
     damping_adapt: int | None = bounded(None, ">= 1")
-    damping: Damping = inline(Damping, value="damping", relative="relative_damping")
-    length: Length = inline(
-        Length,
-        without=("momentum",),  # see momentum_of
-        **{"source": "length", "fisher": "fisher_clip", "kl": "kl_clip", "norm": "norm_clip"},
+    damping: Damping = section(
+        "K-FAC: damping", inline(Damping, value="damping", relative="relative_damping")
     )
-    estimator: Estimator = inline(Estimator)
+    length: Length = section(
+        "K-FAC: length of a step",
+        inline(
+            Length,
+            without=("momentum",),  # see momentum_of
+            **{"source": "length", "fisher": "fisher_clip", "kl": "kl_clip", "norm": "norm_clip"},
+        ),
+    )
+    estimator: Estimator = section("K-FAC: estimate of factors", inline(Estimator))
     coverage: CoverageOptions = inline(CoverageOptions)
 
     @property
@@ -186,7 +223,7 @@ FOR_DIRECTIONS = 0.4  # times the usual rate, as momentum of directions lengthen
 
 @dataclass(frozen=True)
 class Options:
-    """Train a network with K-FAC or a baseline; start the program under mpirun or srun.
+    """Train a network with K-FAC or a baseline; `mpikfac launch`, mpirun or srun start ranks.
 
     Args:
         optimizer: the optimizer. "kfac": SGD with gradients that K-FAC preconditions; the rest are
@@ -258,13 +295,13 @@ class Options:
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
             newest checkpoint in run_dir, or none if none exists; or the directory of a checkpoint
             or of another run, whose newest checkpoint is taken.
-        checkpoint_minutes: the minutes between checkpoints, which are written in the background;
-            null for none. The end of a run always writes a checkpoint.
+        checkpoint_minutes: the minutes between checkpoints, which are written in the background,
+            the first after 2 minutes; null for none. The end of a run always writes a checkpoint.
         checkpoint_every: the number of steps between further checkpoints; null for none.
         max_time: the minutes from the start to the end of the job. The run writes a checkpoint and
             stops in time. SLURM_JOB_END_TIME has the same effect. null for no limit.
         stop_code: the exit code of a run that was stopped before the end by SIGTERM, SIGUSR1,
-            SIGUSR2, RUN_DIR/control/stop or the end of the job.
+            SIGUSR2, Ctrl-C under `mpikfac launch`, RUN_DIR/control/stop or the end of the job.
         hang_after: the longest time of a step, in seconds. A longer step ends the job and leaves
             the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints may take 10
             times as long. null for no limit.
@@ -285,18 +322,18 @@ class Options:
     model: str = listed(MODELS, "digits_cnn")
     data: DataOptions = field(default_factory=DataOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)
-    batch: int | Schedule | None = bounded(None, ">= 1")
+    batch: int | Schedule | None = section("batch", bounded(None, ">= 1"))
     batch_per_rank: int | None = bounded(None, ">= 1")
     parts: int | None = bounded(None, ">= 1")
     accumulate: int = bounded(1, ">= 1")
     autocast: Literal["bfloat16"] | None = None
-    epochs: int = bounded(10, ">= 1")
+    epochs: int = section("length of the run, and tests", bounded(10, ">= 1"))
     eval_every: int = bounded(1, ">= 1")
     eval_steps: int | None = bounded(None, ">= 1")
     keep_best: bool = False
     patience: int | None = bounded(None, ">= 1")
     max_steps: int | None = bounded(None, ">= 1")
-    lr: float | None = bounded(None, "> 0")
+    lr: float | None = section("learning rate, momentum, regularisation", bounded(None, "> 0"))
     scale_lr: Literal["linear", "sqrt", False] = False
     warmup_epochs: float = bounded(0.0, ">= 0")
     schedule: Literal["constant", "step", "linear", "cosine"] = "linear"
@@ -308,10 +345,10 @@ class Options:
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
     average: float = bounded(0.0, ">= 0", "< 1")
     distribution: StrategyOptions = inline(StrategyOptions)
-    weights: str | None = None
+    weights: str | None = section("first weights, seed", field(default=None))
     frozen_epochs: int | None = bounded(None, ">= 1")
     seed: int = bounded(0, ">= 0", "< 4294967296")
-    run_dir: str = "runs/train"
+    run_dir: str = section("run directory, checkpoints, end", field(default="runs/train"))
     resume: str = "never"
     checkpoint_minutes: float | None = bounded(15.0, "> 0")
     checkpoint_every: int | None = bounded(None, ">= 1")
@@ -319,7 +356,7 @@ class Options:
     stop_code: int = bounded(0, ">= 0", "<= 255")
     hang_after: float | None = bounded(600.0, "> 0")
     shrink: bool = False
-    log_every: int = bounded(10, ">= 1")
+    log_every: int = section("log and place", bounded(10, ">= 1"))
     trace_steps: int | None = bounded(None, ">= 1")
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     threads: int | None = bounded(None, ">= 1", "<= 4096")
@@ -381,3 +418,4 @@ BASIC = (
     *("kfac.relative_damping", "kfac.solver", "kfac.length", "kfac.momentum_of"),
 )
 """The options that a newcomer needs: `--help` shows these options."""
+TRAIN = CommandLine("mpikfac train", Options, BASIC, files=True)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.conflicts import (
     check_conflicts,
     check_pairs,
@@ -16,7 +15,7 @@ from mpikfac_apps.options.conflicts import (
 )
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
-from mpikfac_apps.options.options import BASIC, KfacOptions, Options
+from mpikfac_apps.options.options import TRAIN, KfacOptions, Options
 from mpikfac_apps.options.strategy import make_strategy, solver_of, training_ranks
 from mpikfac_apps.problems.models import network
 
@@ -31,7 +30,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
         ValueError: an option is wrong; a single line names key, value and the allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
-    options = read("mpikfac train", Options, argv, basic=BASIC, files=True)
+    options = TRAIN.read(argv)
     training = training_ranks(options, ranks)
     check_conflicts(options, training)
     batch, kfac = global_batch(options, training), of_run(options)

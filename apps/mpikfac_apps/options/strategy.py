@@ -29,7 +29,7 @@ from mpikfac.predict import Job, choose, choose_distribution, load_machine, tune
 from mpikfac.settings import BASIS_EVERY
 from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
-from mpikfac_apps.options.fields import DTYPES, Group
+from mpikfac_apps.options.fields import Group, dtype
 from mpikfac_apps.options.options import KfacOptions, Options, StrategyOptions
 
 Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
@@ -288,7 +288,7 @@ def kfac_settings(
 
 
 def _basis_dtype(options: KfacOptions) -> torch.dtype | None:
-    return None if options.basis_dtype is None else DTYPES[options.basis_dtype]
+    return None if options.basis_dtype is None else dtype(options.basis_dtype)
 
 
 def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:

@@ -11,24 +11,16 @@ import json
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
-from mpikfac_apps.options.command_line import read
-from mpikfac_apps.planning.simulate import (
-    BASIC,
-    BOUNDED,
-    SGD,
-    SimulateOptions,
-    both_shapes,
-    predictions,
-)
+from mpikfac_apps.planning.options import ADVISE, SGD, AdviseOptions
+from mpikfac_apps.planning.simulate import BOUNDED, both_shapes, predictions
 from mpikfac_apps.text import MIB, number, show, table
 
-PROGRAM = "mpikfac advise"
 GROWING = ("forward", "backward", "statistics")  # computing that grows with the batch
 FLOAT32 = 4  # bytes
 WIDTH = 96
@@ -36,14 +28,9 @@ WIDTH = 96
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class AdviseOptions(SimulateOptions):
-    """Advise batch, servers and strategy that hide messages on a machine. No MPI."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the advice; return 0, or 2 after one line about wrong options."""
-    return cli.run(PROGRAM, lambda: advise(read(PROGRAM, AdviseOptions, argv, basic=BASIC)))
+    return cli.run(ADVISE.program, lambda: advise(ADVISE.read(argv)))
 
 
 def advise(options: AdviseOptions) -> int:

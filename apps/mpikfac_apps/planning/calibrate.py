@@ -15,11 +15,9 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,11 +27,9 @@ from torch import Tensor
 import mpikfac
 from mpikfac import files
 from mpikfac_apps.cli import run_on_ranks
-from mpikfac_apps.options.command_line import read
-from mpikfac_apps.options.fields import bounded, read_by, required
 from mpikfac_apps.place import environment, share_cores
+from mpikfac_apps.planning.options import CALIBRATE, CalibrateOptions
 from mpikfac_apps.problems import models, own
-from mpikfac_apps.text import counts
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
@@ -44,41 +40,6 @@ BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
 TURNS, STEPS = 6, 4  # of overlapped and of plain steps: turns, and steps per turn
 STAGE = "calibrate"
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Return names of models from a text such as "resnet20,my_models.py:build".
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    for name in text.split(","):
-        models.network(name)
-    return tuple(text.split(","))
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """Measure the present machine for `mpikfac simulate`; start the program under mpirun or srun.
-
-    Args:
-        out: the file to write, in JSON.
-        model: the models to measure, with commas: resnet20,timm:resnet18,my_models.py:build.
-        input: the shape of an example, such as 3,32,32, in the place of a network's usual shape. A
-            model of your own needs a shape.
-        tokens: the examples of a model of your own hold whole numbers below `tokens`; null for real
-            numbers.
-        batch_per_rank: the numbers of images of a step on each rank, with commas: 8,32,128.
-            Predictions for numbers in between lie on a line.
-        device: the device of each rank; "auto" takes a GPU if a GPU exists.
-    """
-
-    out: Path = required()
-    model: tuple[str, ...] = read_by(names, "resnet20")
-    input: tuple[int, ...] | None = read_by(counts, None)
-    tokens: int | None = bounded(None, ">= 1")
-    batch_per_rank: tuple[int, ...] = read_by(counts, "32")
-    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,7 +59,7 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     Raises:
         ValueError: an option is wrong, or the job has a single rank.
     """
-    options = read("mpikfac calibrate", CalibrateOptions, argv)
+    options = CALIBRATE.read(argv)
     if options.out.is_dir():
         raise ValueError(f"out={options.out} is a directory; give the name of a file")
     if not options.out.parent.is_dir():
@@ -368,7 +329,7 @@ class TimedNetwork:
         self._inputs = own.drawn((batch, *shape), words, seeded)
         if words is None:
             self._inputs = self._inputs.float()
-        classes, *positions = own.outputs_of(self._model, self._inputs)
+        classes, *positions = own.outputs_of(self._model, self._inputs).shape[1:]
         self._labels = torch.randint(classes, (batch, *positions), generator=seeded)
         self._model.to(device)
         self._inputs, self._labels = self._inputs.to(device), self._labels.to(device)

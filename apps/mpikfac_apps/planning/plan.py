@@ -6,14 +6,11 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import mpikfac
 from mpikfac_apps import cli
-from mpikfac_apps.options.command_line import read
-from mpikfac_apps.options.fields import bounded, inline, listed, required
-from mpikfac_apps.options.options import KfacOptions, Options, StrategyOptions
+from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     coverage,
     for_machine,
@@ -21,46 +18,17 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
     solver_of,
 )
-from mpikfac_apps.planning.facts import KINDS_OF_STEP, UNPLANNED, looked_at, most_loaded, orders_of
+from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, most_loaded, orders_of
+from mpikfac_apps.planning.options import PLAN, PlanOptions
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import in_lines, mib, number, show, table
 
 TABLE = 60  # layers; of longer models, a line names several layers
-PROGRAM = "mpikfac plan"
-BASIC = (
-    *("model", "classes", "ranks", "strategy", "workers", "reduction", "update", "delay"),
-    *("overlap", "ranks_per_node", "solver", "skip"),
-)
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """Print the communication plan of a model: who computes and sends what. No MPI.
-
-    Args:
-        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
-            network by name.
-        ranks: the number of ranks that train.
-        classes: the number of classes; null for 1000 with most networks of timm and the networks of
-            ImageNet, for the number of a model of your own, and for 10 with all further networks.
-        batch_per_rank: the number of images of a step on each rank, for the predictions of
-            `machine`.
-        parts: the number of parts of a batch, whose gradients and statistics are added in order;
-            null: MPI adds.
-    """
-
-    model: str = listed(models.MODELS)
-    ranks: int = required(">= 1")
-    classes: int | None = bounded(None, ">= 1")
-    batch_per_rank: int = bounded(32, ">= 1")
-    parts: int | None = bounded(None, ">= 1")
-    distribution: StrategyOptions = inline(StrategyOptions, without=UNPLANNED)
-    kfac: KfacOptions = inline(KfacOptions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; return 0, or 2 after one line about wrong options."""
-    return cli.run(PROGRAM, lambda: print_plan(read(PROGRAM, PlanOptions, argv, basic=BASIC)))
+    return cli.run(PLAN.program, lambda: print_plan(PLAN.read(argv)))
 
 
 def print_plan(options: PlanOptions) -> int:

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import mpikfac
 from mpikfac import files
-from mpikfac.settings import BASIS_EVERY
 from mpikfac_apps import cli
-from mpikfac_apps.options.command_line import read
-from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
-from mpikfac_apps.options.options import KfacOptions, StrategyOptions
+from mpikfac_apps.options.options import KfacOptions
 from mpikfac_apps.options.strategy import (
     Shapes,
     coverage,
@@ -27,86 +23,17 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
     solver_of,
 )
-from mpikfac_apps.planning.facts import UNPLANNED, near_root
+from mpikfac_apps.planning.facts import near_root
+from mpikfac_apps.planning.options import SGD, SIMULATE, SimulateOptions
 from mpikfac_apps.problems import models
-from mpikfac_apps.text import counts, mib, number, show, table
+from mpikfac_apps.text import mib, number, show, table
 
-PROGRAM = "mpikfac simulate"
-STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
-SGD = "sgd:"  # before the name of a strategy for training without K-FAC
-OWN = ("strategy", "solver", "basis_every", "machine")  # K-FAC's options with another meaning here
 BOUNDED = ("delayed", "event-driven")  # predictions are upper bounds
-BASIC = (
-    *("machine", "model", "classes", "ranks", "strategy", "solver", "batch_per_rank", "stragglers"),
-    *("factor_every", "basis_every", "json"),
-)
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Return names of strategies from a text such as "sgd,comm-opt,sgd:local-sgd", or "all".
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    chosen = STRATEGIES if text == "all" else tuple(map(str.strip, text.split(",")))
-    for name in chosen:
-        if name.removeprefix(SGD) not in STRATEGIES:
-            raise ValueError(f"{name!r} is unknown; try all or some of {', '.join(STRATEGIES)}")
-    return chosen
-
-
-def json_file(text: str) -> Path:
-    """Return the path of a file to write; a folder that is missing is told before any work.
-
-    Raises:
-        ValueError: the path is a folder, or in no folder.
-    """
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{path} must be a file in a folder that exists")
-    return path
-
-
-@dataclass(frozen=True)
-class SimulateOptions:
-    """Predict step times of strategies on a machine, for any number of ranks. No MPI.
-
-    Args:
-        machine: the machine: a file of `mpikfac calibrate`, or a published machine.
-        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
-            network by name.
-        ranks: the numbers of ranks to predict for, with commas: 16,64,256.
-        classes: the number of classes; null for 1000 with most networks of timm and the networks of
-            ImageNet, for the number of a model of your own, and for 10 with all further networks.
-        strategy: the names of strategies, with commas: comm-opt,mem-opt. "all": all names that
-            `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd": training
-            without K-FAC under a strategy.
-        solver: the solver of every strategy with factors; a strategy with vectors keeps its own.
-            "own": the solver with which each strategy was published.
-        basis_every: the number of steps from one decomposition of the factors to the next.
-        batch_per_rank: the number of images of a step on each rank.
-        stragglers: the spread of the computing times of ranks, as a standard deviation of the
-            logarithm; 0.05 for 5 %.
-        json: a file to write the predictions to; null for none.
-    """
-
-    machine: str = listed(mpikfac.predict.published_machines())
-    model: str = listed(models.MODELS)
-    ranks: tuple[int, ...] = required(read=counts)
-    classes: int | None = bounded(None, ">= 1")
-    strategy: tuple[str, ...] = read_by(names, "all")
-    solver: str = choice("inverse", (*mpikfac.solvers.SOLVERS, "own"))
-    basis_every: int = bounded(BASIS_EVERY, ">= 1")
-    batch_per_rank: int = bounded(32, ">= 1")
-    stragglers: float = bounded(0.0, ">= 0")
-    json: Path | None = read_by(json_file, None)
-    distribution: StrategyOptions = inline(StrategyOptions, without=(*OWN, *UNPLANNED))
-    kfac: KfacOptions = inline(KfacOptions, without=OWN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table for each number of ranks; return 0, or 2 after one line about wrong options."""
-    return cli.run(PROGRAM, lambda: predict(read(PROGRAM, SimulateOptions, argv, basic=BASIC)))
+    return cli.run(SIMULATE.program, lambda: predict(SIMULATE.read(argv)))
 
 
 def predict(options: SimulateOptions) -> int:

@@ -6,26 +6,19 @@ mpikfac strategies
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
 
 import mpikfac
 from mpikfac_apps import cli
-from mpikfac_apps.options.command_line import read
+from mpikfac_apps.planning.options import LIST
 from mpikfac_apps.text import show
 
-PROGRAM = "mpikfac strategies"
 WIDTH = 96
 RANKS = 8  # enough for every strategy
 
 
-@dataclass(frozen=True)
-class StrategiesOptions:
-    """List the strategies by name: computation, messages, source. No MPI."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print the list; return 0, or 2 after one line about wrong options."""
-    return cli.run(PROGRAM, lambda: print_list(argv))
+    return cli.run(LIST.program, lambda: print_list(argv))
 
 
 def print_list(argv: list[str] | None) -> int:
@@ -34,7 +27,7 @@ def print_list(argv: list[str] | None) -> int:
     Raises:
         ValueError: a wrong option.
     """
-    read(PROGRAM, StrategiesOptions, argv)
+    LIST.read(argv)
     show([introduction(), *map(paragraph, mpikfac.plan.NAMED)])
     return 0
 

@@ -180,23 +180,32 @@ def skeleton(name: str, classes: int | None = None, channels: int | None = None)
         return build(name, classes, channels)
 
 
-def check(name: str, model: nn.Module, images: Tensor, classes: int) -> None:
-    """Return if a network that others wrote takes the images and has an output for each class.
+def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
+    """Check that a network that others wrote takes the images, and has an output for each class.
 
     Args:
         images: a few inputs of the network.
+
+    Returns:
+        A warning if the network ends in a softmax; "" otherwise.
 
     Raises:
         ValueError: the network raises, or has another number of outputs.
     """
     if name in MODELS:
-        return
+        return ""
     outputs = own.outputs_of(model, images)
-    if outputs != (classes,):
+    if outputs.shape[1:] != (classes,):
         raise ValueError(
-            f"model={name} returns {list(outputs)} for an image, and the data has {classes} "
-            f"classes; a function may take the number as `classes`"
+            f"model={name} returns {list(outputs.shape[1:])} for an image, and the data has "
+            f"{classes} classes; a function may take the number as `classes`"
         )
+    if made := own.named_probabilities(outputs):
+        return (
+            f"model={name} returns {made}, and the cross entropy takes a softmax itself; leave out "
+            f"the softmax at the end"
+        )
+    return ""
 
 
 def channels_last(model: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -150,10 +151,16 @@ def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
     Raises:
         ValueError: timm is not installed, or has no network of the name.
     """
-    package = timm()
-    if not package.is_model(name):
+    package, (network, _, trained) = timm(), name.partition(".")
+    if trained or not package.is_model(name):
         close = get_close_matches(name, package.list_models(), n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        if trained and package.is_model(network):
+            hint = (
+                f" without weights: {trained} names trained weights, which are not fetched; save "
+                f"the state_dict of timm.create_model({name!r}, pretrained=True), and give --model "
+                f"timm:{network} --weights FILE"
+            )
         raise ValueError(f"model=timm:{name} is no network of timm{hint}")
     usual = package.models.get_pretrained_cfg(name)
     if usual is None:
@@ -173,8 +180,22 @@ def timm() -> Any:
     except (ImportError, RuntimeError) as error:  # torchvision for CUDA beside a torch for CPUs
         raise ValueError(
             f"model=timm:NAME needs the packages timm and torchvision: {summary(error)}; run pip "
-            f"install --no-deps timm, and install the torchvision of your torch, of the same build"
+            f"install timm {torchvision_of(str(torch.__version__))}"
         ) from error
+
+
+def torchvision_of(version: str) -> str:
+    """Return pip's arguments for the torchvision of a version of torch, of the same build.
+
+    Torch 2.N.M belongs to torchvision 0.(N + 15).M since 2.9. A build such as "cu128" has an index
+    of its own.
+    """
+    public, _, build = version.partition("+")
+    numbers = re.fullmatch(r"2\.(\d+)\.(\d+)", public)
+    package = f"torchvision==0.{int(numbers[1]) + 15}.{numbers[2]}" if numbers else "torchvision"
+    if re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", build):
+        return f"{package} --extra-index-url https://download.pytorch.org/whl/{build}"
+    return f"{package}, of the build of torch {version}"
 
 
 # -- inputs and outputs ----------------------------------------------------------------------------
@@ -187,8 +208,8 @@ def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def outputs_of(model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
-    """Return the shape of the model's output for an example: classes, and positions if any.
+def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the model's outputs `[batch, classes]`, or with positions behind the classes.
 
     Raises:
         ValueError: the model raises, or returns something that cross entropy does not take.
@@ -198,7 +219,16 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
     if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != len(inputs):
         what = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(f"the model returns {what}; cross entropy takes [batch, classes]")
-    return tuple(outputs.shape[1:])
+    return outputs
+
+
+def named_probabilities(outputs: Tensor) -> str:
+    """Return the name of outputs `[batch, classes]` that a softmax made; "" for other outputs."""
+    for name, shares in (("probabilities", outputs), ("log-probabilities", outputs.exp())):
+        sums = shares.float().sum(1)
+        if bool((shares >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.01):
+            return name
+    return ""
 
 
 @contextmanager

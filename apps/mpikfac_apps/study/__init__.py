@@ -1,1 +1,28 @@
 """Studies: many training runs from a single file, results, and a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpikfac_apps.options.command_line import CommandLine
+from mpikfac_apps.options.fields import positional
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Run a study, every combination of some options of the training program, and report on it.
+
+    Args:
+        study: the file of the study, in YAML; docs/extensions/study.md describes the file.
+        run_dir: the directory of all runs and of the report; null for runs/NAME, with the name of
+            the study.
+        report_only: the report is written from the existing files, and nothing runs.
+    """
+
+    study: Path = positional()
+    run_dir: Path | None = None
+    report_only: bool = False
+
+
+STUDY = CommandLine("mpikfac study", StudyOptions)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mpikfac_apps.problems import tasks
 from mpikfac_apps.text import key_of, measured, share
+
+if TYPE_CHECKING:  # `mpikfac compare` needs no torch
+    from mpikfac_apps.problems import tasks
 
 
 @dataclass(frozen=True)

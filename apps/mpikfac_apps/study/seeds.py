@@ -1,35 +1,71 @@
-"""Compute means over seeds, with intervals of confidence."""
+"""Find runs that differ by the seed, and compute means with intervals or, of few runs, ranges."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
+
+from mpikfac import files
+from mpikfac_apps.options.documents import flattened, loaded
+from mpikfac_apps.text import listed
 
 # Student's t for an interval of 95 %, by degrees of freedom from 1.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
+OF_A_RUN = {"seed", "run_dir", "resume"}
+"""Options that differ between the seeds of a variant."""
+LEAST = 3
+"""Seeds of an interval: of two seeds, Student's interval is 13 times as long as the range."""
 
 
 @dataclass(frozen=True)
 class SeedMean:
-    """The mean of several runs, and the interval of 95 % around the mean.
+    """The mean of several runs, the range of the runs, and the interval of 95 % around the mean.
 
     Attributes:
-        half: half the length of the interval; None for a single run.
+        half: half the length of the interval; None for fewer runs than `LEAST`.
         count: the number of runs.
+        low: the least value of a run.
+        high: the largest value of a run.
     """
 
     mean: float
     half: float | None
     count: int
+    low: float
+    high: float
 
-    def overlaps(self, interval: SeedMean) -> bool:
-        """Return whether the intervals share a point; a missing interval overlaps with all."""
-        if self.half is None or interval.half is None:
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the interval, or of the range without an interval."""
+        if self.half is None:
+            return self.low, self.high
+        return self.mean - self.half, self.mean + self.half
+
+    def overlaps(self, mean: SeedMean) -> bool:
+        """Return whether the intervals (or ranges) share a point; a single run overlaps with all.
+
+        A single run says nothing about further runs.
+        """
+        if 1 in (self.count, mean.count):
             return True
-        return abs(self.mean - interval.mean) <= self.half + interval.half
+        return self.ends[0] <= mean.ends[1] and mean.ends[0] <= self.ends[1]
+
+    def text(self, show: Callable[[float], str]) -> str:
+        """Return mean and half of the interval, or the ends of the range, or the only value.
+
+        Args:
+            show: returns a number as text.
+        """
+        if self.half is not None:
+            return f"{show(self.mean)} \N{PLUS-MINUS SIGN} {show(self.half)}"
+        low, high = show(self.low), show(self.high)
+        return low if low == high else f"{low} to {high}"
 
 
 def mean_of(values: Iterable[float | None]) -> SeedMean | None:
@@ -40,10 +76,10 @@ def mean_of(values: Iterable[float | None]) -> SeedMean | None:
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
-    if len(numbers) == 1:
-        return SeedMean(numbers[0], None, 1)
-    half = student(len(numbers) - 1) * stdev(numbers) / math.sqrt(len(numbers))
-    return SeedMean(fmean(numbers), half, len(numbers))
+    count, half = len(numbers), None
+    if count >= LEAST:
+        half = student(count - 1) * stdev(numbers) / math.sqrt(count)
+    return SeedMean(fmean(numbers), half, count, min(numbers), max(numbers))
 
 
 def student(freedom: int) -> float:
@@ -57,3 +93,46 @@ def student(freedom: int) -> float:
     z = NORMAL
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     return z + first / freedom + second / freedom**2
+
+
+def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
+    """Return a sentence about means whose intervals over seeds meet the interval of the best."""
+    least = means[best]
+    if least is None or least.count == 1:
+        return ""
+    near = [name for name, mean in means.items() if name != best and mean and mean.overlaps(least)]
+    if not near:
+        return ""
+    within = "the ranges of seeds" if least.half is None else "intervals of 95 % over seeds"
+    return f" Within {within}, {listed(near)} may be as quick as {best}."
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
+    """Return runs in groups: the runs of a group have equal options but for different seeds.
+
+    A run without options that can be read is a group.
+    """
+    groups: dict[str, list[Path]] = {}
+    seen: Counter[str] = Counter()
+    for run in runs:
+        options, seed = _options(run)
+        seen[options + seed] += 1  # a repeated seed is no further seed
+        groups.setdefault(f"{options}, {seen[options + seed]}", []).append(run)
+    return list(groups.values())
+
+
+def _options(run: Path) -> tuple[str, str]:
+    """Return the options of a run that seeds share, with the number of ranks, and the seed."""
+    try:
+        content = loaded(files.read_text(run / "config.yaml"))
+        about = files.read_json(run / "environment.json")
+    except (OSError, ValueError):
+        return str(run), ""
+    if not files.has_form(content, {"seed": int}) or not files.has_form(about, {"ranks": int}):
+        return str(run), ""
+    options = {key: value for key, value in flattened(content).items() if key not in OF_A_RUN}
+    options["number of ranks"] = about["ranks"]
+    return json.dumps(options, sort_keys=True, default=str), str(content["seed"])

@@ -13,34 +13,15 @@ import functools
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mpikfac import files
 from mpikfac_apps.cli import complain
 from mpikfac_apps.guard.lock import Lock
-from mpikfac_apps.options import command_line
-from mpikfac_apps.options.fields import positional
-from mpikfac_apps.study import jobs
+from mpikfac_apps.study import STUDY, jobs
 from mpikfac_apps.study.progress import StudyProgress
 from mpikfac_apps.study.report import page
 from mpikfac_apps.study.spec import STOPPED, Study, read, slug
-
-
-@dataclass(frozen=True)
-class StudyOptions:
-    """Run a study, every combination of some options of the training program, and report on it.
-
-    Args:
-        study: the file of the study, in YAML; docs/extensions/study.md describes the file.
-        run_dir: the directory of all runs and of the report; null for runs/NAME, with the name of
-            the study.
-        report_only: the report is written from the existing files, and nothing runs.
-    """
-
-    study: Path = positional()
-    run_dir: Path | None = None
-    report_only: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        options = command_line.read("mpikfac study", StudyOptions, arguments)
+        options = STUDY.read(arguments)
         study = read(options.study)
         directory = options.run_dir or Path("runs") / slug(study.name)
         code = 0 if options.report_only else run(study, directory)

@@ -42,6 +42,8 @@ from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.traced_steps import Recording
 from mpikfac_apps.training.votes import StepVotes
 
+GROWTH = 1000.0  # times the first loss: the training diverges
+
 log = logging.getLogger("mpikfac.train")
 
 
@@ -100,6 +102,7 @@ class Run:
         self.meter = Meter(comm, place.device, self.training.alone)
         self.speed = Speed(self.trainer.trace)
         self.best = best.Best(problem.task)
+        self._first_loss = math.nan  # of this rank, since this start
         self.votes = StepVotes(comm, options, guard, self.saver, self.training)
         metrics = self._restore(checkpoint) if checkpoint is not None else (0, "")
         self.record = self._open_record(early_log, place, *metrics)
@@ -187,6 +190,8 @@ class Run:
             if in_parts:
                 self.trainer.collect()
         mean_loss = torch.stack(losses).mean()
+        if math.isnan(self._first_loss):
+            self._first_loss = mean_loss.item()
         self.training.step(images, labels, mean_loss)
         if self.average:
             self.average.add(self.model)
@@ -324,9 +329,15 @@ class Run:
             self.record.row(done, epoch=epoch, seconds=self.speed.seconds, lr=lr, **values)
 
     def _finite(self, loss: float) -> float:
+        steps, lr = self.trainer.steps, self.options.rate
         if not math.isfinite(loss):
-            steps, lr = self.trainer.steps, self.options.rate
             raise mpikfac.UserError(f"the loss is {loss} after step {steps}; try a smaller lr={lr}")
+        if self.record and loss > GROWTH * self._first_loss > 0:
+            log.warning(
+                "the loss is %s after step %d, and was %s at first; try a smaller lr=%s",
+                *(f"{loss:.3g}", steps, f"{self._first_loss:.3g}", lr),
+            )
+            self._first_loss = math.inf  # one warning is enough
         return loss
 
     def _describe(self) -> str:

@@ -26,6 +26,10 @@ from mpikfac.plan.choices.distribution import Distribution as Distribution
 from mpikfac.plan.choices.distribution import Sliced as Sliced
 from mpikfac.plan.choices.distribution import Split as Split
 from mpikfac.plan.choices.distribution import span as span
+from mpikfac.plan.choices.estimates import FISHERS as FISHERS
+from mpikfac.plan.choices.estimates import NORMALIZATIONS as NORMALIZATIONS
+from mpikfac.plan.choices.estimates import Fisher as Fisher
+from mpikfac.plan.choices.estimates import Normalization as Normalization
 from mpikfac.plan.choices.exchange import RULES as RULES
 from mpikfac.plan.choices.exchange import Asynchrony as Asynchrony
 from mpikfac.plan.choices.exchange import Exchange as Exchange

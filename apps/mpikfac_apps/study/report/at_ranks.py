@@ -15,7 +15,6 @@ from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report.style import (
     QUIET,
     WIDTH,
-    inline_svg,
     legend,
     plain_ticks,
     styled,
@@ -27,7 +26,6 @@ from mpikfac_apps.study.scaling import Forecast, Steps
 from mpikfac_apps.study.spec import Study
 from mpikfac_apps.text import ms, number
 
-TITLE = "Time to the target at many ranks"
 NOTHING = (
     "No time to the target is predicted: no optimizer reached the target with all seeds and a "
     "batch that the ranks of predict_ranks can share, or the machine has no times of the network."
@@ -41,13 +39,12 @@ class Section:
 
     Attributes:
         table: texts and values to sort by, in groups of equal numbers of ranks.
-        picture: SVG.
     """
 
     rows: Sequence[Row] = ()
     columns: Sequence[Column] = ()
     table: Sequence[Group] = ()
-    picture: str = ""
+    picture: Figure | None = None
     sentences: Sequence[str] = ()
 
 
@@ -59,12 +56,11 @@ def section(study: Study, cells: Sequence[Measured], target: float | None) -> Se
     if not forecasts:
         return Section(sentences=[NOTHING])
     forecast_rows, steps = rows(forecasts), scaling.steps_to_target(cells, target)
-    figure = draw(steps, forecasts)
     return Section(
         rows=forecast_rows,
         columns=columns(),
         table=by_ranks(forecast_rows, columns()),
-        picture=inline_svg(figure, "at-ranks", TITLE),
+        picture=draw(steps, forecasts),
         sentences=[*sentences(forecasts, study.measure, target), *efficiency(steps)],
     )
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from mpikfac_apps.study.results import Measured, other_estimator
-from mpikfac_apps.study.seeds import SeedMean, mean_of
+from mpikfac_apps.study.seeds import LEAST, SeedMean, doubt, mean_of
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
 BUSY = 0.1  # share of the cores that foreign work may use without a warning
@@ -99,8 +99,11 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
     once = sum(count == 1 for count in seeds.values())
     if once == len(seeds):
         yield "Each cell was run once: differences within the ranges of the table are noise."
-    elif once:
-        yield f"{once} of {len(seeds)} variants have a single complete seed, and no interval."
+    elif few := sum(count < LEAST for count in seeds.values()):
+        yield (
+            f"{few} of {len(seeds)} variants have fewer than {LEAST} complete seeds, and a range "
+            "in the place of an interval of 95 %."
+        )
 
 
 # -- what the numbers say ------------------------------------------------------------------------
@@ -119,19 +122,8 @@ def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[
     yield (
         f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the quickest K-FAC step "
         f"({ms(middle[quick])} ms{ratio}) and {slow} the slowest ({ms(middle[slow])} ms)."
-        f"{_doubt(quick, {name: mean_of(steps) for name, steps in paces.items()})}"
+        f"{doubt(quick, {name: mean_of(steps) for name, steps in paces.items()})}"
     )
-
-
-def _doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
-    """Return a sentence about means whose intervals over seeds meet the interval of the best."""
-    least = means[best]
-    if least is None or least.half is None:
-        return ""
-    near = [name for name, mean in means.items() if name != best and mean and mean.overlaps(least)]
-    if not near:
-        return ""
-    return f" Within intervals of 95 % over seeds, {listed(near)} may be as quick as {best}."
 
 
 def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
@@ -187,7 +179,7 @@ def _first(
     baselines = [name for name in order if name in sgd]
     if baselines and baselines[0] != order[0]:
         text += f"; of SGD, {baselines[0]} {after(baselines[0])}"
-    return f"{text}.{_doubt(order[0], means)}"
+    return f"{text}.{doubt(order[0], means)}"
 
 
 def _place(cell: Measured) -> str:

@@ -1,4 +1,4 @@
-"""Write the report of a study: a page with all pictures, without need of a server, and tables."""
+"""Write the report of a study: a page with all pictures, and tables and pictures as files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from matplotlib.figure import Figure
@@ -22,19 +22,40 @@ from mpikfac_apps.study import results
 from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report import at_ranks, pictures, table
 from mpikfac_apps.study.report.findings import distinct, findings
-from mpikfac_apps.study.report.style import inline_svg
+from mpikfac_apps.study.report.style import figure_file, inline_svg
 from mpikfac_apps.study.report.timelines import timeline
 from mpikfac_apps.study.results import Measured
 from mpikfac_apps.study.spec import Study, basis_every
+from mpikfac_apps.text import as_csv
 
-Picture = tuple[str, Figure | None, str, str]
-"""Title, picture, caption, and the reason why the picture is missing."""
+KINDS = ("svg", "pdf")
+"""Kinds of files of each picture."""
+
+
+class Picture(NamedTuple):
+    """A picture of the report.
+
+    Attributes:
+        figure: the picture; None if the cells have no data for the picture.
+        missing: the reason for a missing picture.
+    """
+
+    title: str
+    figure: Figure | None
+    caption: str
+    missing: str
+
+    @property
+    def name(self) -> str:
+        """The name of the picture's heading and files."""
+        return self.title.split(",")[0].lower().replace(" ", "-").replace("'", "")
 
 
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
-    """Write report.html, report.csv and report.json; return the path of the page.
+    """Write the page, the tables and the pictures of a study's directory; return the page's path.
 
-    The files tell of the cells in a study's directory.
+    report.html; report.csv, report.json, report.tex and, with several seeds, means.csv; and
+    figures/NAME.svg and figures/NAME.pdf.
     """
     cells = results.read(study, directory)
     predictions = predicted(study.machine, cells) if study.machine else {}
@@ -48,15 +69,21 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         **{"command": shlex.join(command), f"target_{measure.key}": target},
     }
     parts = {"cells": rows, "means": means, "at_ranks": many.rows}
-    tables = {"csv": table.as_csv(rows), "json": table.as_json(about, parts)}
     columns, averaged = (f(measure, target) for f in (table.columns, table.columns_of_means))
+    latex = table.as_latex(means, averaged) if means else table.as_latex(rows, columns)
+    tables = {"report.csv": as_csv(rows), "report.tex": latex}
+    tables["report.json"] = table.as_json(about, parts)
+    if means:
+        tables["means.csv"] = as_csv(table.parts_of_means(means))
+    complete = [cell for cell in cells if cell.complete]
+    drawn = list(_pictures(complete, measure, target, predictions))
     page = _template().render(
         study=study,
         about=about,
-        tables={kind: base64.b64encode(text.encode()).decode() for kind, text in tables.items()},
+        tables={name: base64.b64encode(text.encode()).decode() for name, text in tables.items()},
         facts=list(_facts(cells)),
         findings=[*findings(cells, target, letters), *many.sentences],
-        complete=sum(cell.complete for cell in cells),
+        complete=len(complete),
         cells=len(cells),
         target=f"a test {measure.name} of {measure.text(target)}",
         columns=columns,
@@ -67,12 +94,28 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed" and c.result],
         unfinished=[cell.cell.label for cell in cells if cell.pending],
         variants=_variants(cells, letters),
-        pictures=list(_pictures([c for c in cells if c.complete], measure, target, predictions)),
+        pictures=[picture for picture in drawn if picture.figure],
+        missing=[picture for picture in drawn if not picture.figure],
+        svg=inline_svg,
         shared=_shared(cells),
     )
-    for kind, text in {**tables, "html": page}.items():
-        files.write_text(directory / f"report.{kind}", text)
+    for name, text in {**tables, "report.html": page}.items():
+        files.write_text(directory / name, text)
+    figures = {"at-ranks": many.picture, **{picture.name: picture.figure for picture in drawn}}
+    _write(figures, directory / "figures")
     return directory / "report.html"
+
+
+def _write(figures: Mapping[str, Figure | None], directory: Path) -> None:
+    """Write the files of all pictures, and remove the files of pictures that are missing now."""
+    directory.mkdir(exist_ok=True)
+    for name, figure in figures.items():
+        for kind in KINDS:
+            path = directory / f"{name}.{kind}"
+            if figure is None:
+                path.unlink(missing_ok=True)
+            else:
+                files.write_bytes(path, figure_file(figure, kind))
 
 
 def _template() -> jinja2.Template:
@@ -173,22 +216,17 @@ def _pictures(
     measure: Measure,
     target: float | None,
     predictions: Mapping[str, float],
-) -> Iterator[dict[str, str]]:
-    """Return name, title, caption and SVG of each picture, or the reason for a missing picture."""
-    for title, picture, caption, missing in (
-        *_of_steps(cells),
-        *_of_learning(cells, measure, target),
-        *_of_pace(cells, predictions),
-    ):
-        name = title.split(",")[0].lower().replace(" ", "-").replace("'", "")
-        svg = inline_svg(picture, name, title) if picture else ""
-        yield {"name": name, "title": title, "caption": caption, "missing": missing, "svg": svg}
+) -> Iterator[Picture]:
+    """Return all pictures of complete cells, also missing pictures."""
+    yield from _of_steps(cells)
+    yield from _of_learning(cells, measure, target)
+    yield from _of_pace(cells, predictions)
 
 
 def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
     traced = "no cell holds means of stages over whole intervals (stages.json, trace_steps)"
     return (
-        (
+        Picture(
             "Where a step's time goes",
             pictures.breakdown(cells),
             "Means over ranks and over traced steps. The traced steps are whole intervals between "
@@ -197,7 +235,7 @@ def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
             "waiting.",
             traced,
         ),
-        (
+        Picture(
             "One step, rank by rank",
             timeline(cells),
             "Left: a step that only uses curvature or takes statistics. Right: a step that "
@@ -212,16 +250,17 @@ def _of_learning(
     cells: Sequence[Measured], measure: Measure, target: float | None
 ) -> tuple[Picture, ...]:
     return (
-        (
+        Picture(
             f"{measure.name.capitalize()}, and the price in seconds and bytes",
             pictures.curves(cells, target),
             f"Test {measure.name} after each epoch. Seconds count training steps only. Bytes are "
             "the bytes that a rank sends if collectives are rings. The dotted line is the target "
-            "of the table. A line is the mean over seeds, a band the interval of 95 %. Curves with "
-            "the same letter are equal by epochs, and differ by seconds and bytes only.",
+            "of the table. A line is the mean over seeds. From three seeds on, a band is the "
+            "interval of 95 %; of two seeds, thin lines are the runs. Curves with the same letter "
+            "are equal by epochs, and differ by seconds and bytes only.",
             "no cell has completed an epoch",
         ),
-        (
+        Picture(
             "How much a bound shortens steps",
             pictures.bounds(cells),
             "The factor of the bound on the length of a step, by epochs. While kl_clip shortens "
@@ -236,14 +275,14 @@ def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tup
     same = "strong scaling: all numbers of ranks share a batch of the same size"
     kind = same if len(batch) == 1 else "the batch grows with the number of ranks"
     return (
-        (
+        Picture(
             "More ranks",
             pictures.scaling(cells),
             f"Images per second of all ranks together ({kind}), and images per second of a rank as "
             "a share of the same figure on the fewest ranks.",
             "no variant was measured on two numbers of ranks",
         ),
-        (
+        Picture(
             "Measured against predicted",
             pictures.predicted(cells, predictions),
             "Milliseconds of a step. The number at a point is the number of ranks. On the line, "

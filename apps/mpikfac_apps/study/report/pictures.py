@@ -6,7 +6,6 @@ function returns None if no cell is left.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -27,7 +26,7 @@ from mpikfac_apps.study.report.style import (
     variant_style,
 )
 from mpikfac_apps.study.results import Measured
-from mpikfac_apps.study.seeds import mean_of
+from mpikfac_apps.study.seeds import LEAST, mean_of
 from mpikfac_apps.text import MIB, number
 
 
@@ -66,10 +65,7 @@ def _bars(panel: Axes, cells: Sequence[Measured], variants: Sequence[str]) -> No
 
 
 def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None:
-    """Draw values of tests by epochs, seconds and bytes sent: a row for each number of ranks.
-
-    A line is the mean over seeds, and the band around the line the interval of 95 %.
-    """
+    """Draw values of tests by epochs, seconds and bytes sent: a row for each number of ranks."""
     cells = [cell for cell in all_cells if cell.curve.steps]
     if not cells:
         return None
@@ -122,18 +118,33 @@ def _three_curves(row: Sequence[Axes], seeds: Sequence[Measured], style: Mapping
     """Draw the runs of a variant with all seeds, up to the last epoch that all runs have."""
     runs, wire = [cell.curve for cell in seeds], seeds[0].wire
     ends = min(len(run.steps) for run in runs)
-    scale = runs[0].measure.scale
-    means = [mean_of(scale * run.values[epoch] for run in runs) for epoch in range(ends)]
-    values = [mean.mean if mean else math.nan for mean in means]
-    halves = [mean.half or 0.0 if mean else 0.0 for mean in means]
+    values = [[run.measure.scale * value for value in run.values[:ends]] for run in runs]
     seconds = [fmean(run.seconds[epoch] for run in runs) for epoch in range(ends)]
     sent = [step * wire / MIB for step in runs[0].steps[:ends]] if wire else []
     for panel, along in zip(row, (runs[0].epochs[:ends], seconds, sent)):
         if along:
-            panel.plot(along, values, markersize=4, **style)
-            if any(halves):
-                low, high = zip(*((p - h, p + h) for p, h in zip(values, halves)))
-                panel.fill_between(along, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            line_of_seeds(panel, along, values, style)
+
+
+def line_of_seeds(
+    panel: Axes, along: Sequence[float], runs: Sequence[Sequence[float]], style: Mapping[str, Any]
+) -> None:
+    """Draw the mean over runs; of two runs also thin lines, of three and more a band.
+
+    The band is the interval of 95 %.
+
+    Args:
+        along: places on the x-axis, the same for all runs.
+        runs: the values of each run.
+    """
+    means = [mean for values in zip(*runs) if (mean := mean_of(values))]
+    panel.plot(along, [mean.mean for mean in means], markersize=4, **style)
+    if len(runs) >= LEAST:
+        low, high = zip(*(mean.ends for mean in means))
+        panel.fill_between(along, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    elif len(runs) > 1:
+        for values in runs:
+            panel.plot(along, values, color=style["color"], linewidth=0.5, alpha=0.6)
 
 
 def scaling(all_cells: Sequence[Measured]) -> Figure | None:

@@ -1,4 +1,4 @@
-"""Choose colours, markers, lines and ticks of pictures, and turn figures into SVG inside a page.
+"""Choose colours, markers, lines and ticks of pictures, and turn figures into files and pages.
 
 A picture takes the page's colours of text, grid and paper, so a picture fits a light and a dark
 page. Text stays text: a reader can search, select and enlarge the words.
@@ -55,6 +55,7 @@ STYLE: dict[RcKeyType, Any] = {
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
     **{"figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False},
     **{"svg.fonttype": "none", "svg.hashsalt": "mpikfac"},
+    **{"pdf.fonttype": 42},  # TrueType: publishers refuse matplotlib's usual fonts
     **{"text.parse_math": False},  # a name may hold dollar signs
 }
 
@@ -94,6 +95,19 @@ def legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], columns: int
     # matplotlib hides names that begin with a line below.
     names = [f"\N{WORD JOINER}{name}" if name.startswith("_") else name for name in styles]
     figure.legend(keys, names, loc="outside lower center", ncols=columns, handlelength=3.5)
+
+
+def figure_file(figure: Figure, kind: str) -> bytes:
+    """Return a figure as a file of its own, on white paper; equal figures have equal files.
+
+    Args:
+        kind: "pdf", "png" or "svg".
+    """
+    dates: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    image = io.BytesIO()
+    with styled():
+        figure.savefig(image, format=kind, dpi=120, facecolor="white", metadata=dates.get(kind))
+    return image.getvalue()
 
 
 def inline_svg(figure: Figure, name: str, title: str) -> str:

@@ -1,22 +1,20 @@
-"""Lay out the numbers of a study's cells as tables: for the page, as CSV and as JSON.
+"""Lay out the numbers of a study's cells as tables: for the page, as CSV, JSON and LaTeX.
 
 Rows hold plain values in seconds, bytes and shares. A `Column` makes the text for the page.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report.findings import baseline
 from mpikfac_apps.study.results import WAITING, Measured
 from mpikfac_apps.study.seeds import SeedMean, mean_of
-from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
+from mpikfac_apps.text import NONE, brief_mib, latex, ms, number, percent
 
 Row = dict[str, Any]
 Group = tuple[str, list[list[tuple[str, float | str]]]]
@@ -161,9 +159,8 @@ def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
         mean: SeedMean | None = row[key]
         if mean is None:
             return NONE
-        around = NONE if mean.half is None else show(mean.half)
         missing = f" ({mean.count} of {row['complete']})" if mean.count < row["complete"] else ""
-        return f"{show(mean.mean)} \N{PLUS-MINUS SIGN} {around}{missing}"
+        return f"{mean.text(show)}{missing}"
 
     return Column(title, text, key)
 
@@ -196,13 +193,26 @@ def by_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Group]:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """Return rows as text with commas, and names of the values in the first line."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+def parts_of_means(rows: Sequence[Row]) -> list[Row]:
+    """Return rows of means with plain values, such as "step_seconds_mean"."""
+    averaged = {key for row in rows for key in row if isinstance(row[key], SeedMean)}
+    parts = [field.name for field in fields(SeedMean)]
+    plain = []
+    for row in rows:
+        values: Row = {}
+        for key, value in row.items():
+            named = {f"{key}_{part}": getattr(value, part, None) for part in parts}
+            values |= named if key in averaged else {key: value}
+        plain.append(values)
+    return plain
+
+
+def as_latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """Return the texts of all rows in LaTeX, with the number of ranks behind the name."""
+    name, *further = columns
+    shown = [name, Column("ranks", lambda row: str(row["ranks"])), *further]
+    lines = [[column.show(row) for column in shown] for row in rows]
+    return latex([[column.title for column in shown], *lines])
 
 
 def as_json(about: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> str:

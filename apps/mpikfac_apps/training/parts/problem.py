@@ -135,13 +135,15 @@ class Problem:
             return model(inputs).float(), self.task.targets(inputs, labels)
 
     def check(self, model: nn.Module) -> None:
-        """Check that a network takes the images, and has an output for each class.
+        """Check that a network takes the images, and has an output for each class; warn of softmax.
 
         Raises:
             ValueError: see `models.check`.
         """
         first = self.normalise(self.batches.first(2))
-        models.check(self.options.model, model, first, self.classes)
+        doubts = models.check(self.options.model, model, first, self.classes)
+        if self.comm.rank == 0 and doubts:
+            log.warning("%s", doubts)
 
     def averaged_model(self, average: Average) -> nn.Module:
         """Return the model of averaged weights, with statistics of a sample of the images."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -20,35 +18,12 @@ from torch import nn
 import mpikfac
 from mpikfac_apps.cli import checkpoint_at, run_on_ranks
 from mpikfac_apps.inspecting import export, weights
-from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.conflicts import check_data
-from mpikfac_apps.options.fields import positional
-from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.options import TRAIN, Options
 from mpikfac_apps.place import share_cores
 from mpikfac_apps.training.parts.optimizers import AVERAGED, Average
 from mpikfac_apps.training.parts.problem import Problem, first_model, words_of
-
-PROGRAM = "mpikfac evaluate"
-
-
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """Test the network of a checkpoint on the test images of its run, on one or more ranks.
-
-    Args:
-        path: the directory of a run, or of a checkpoint inside the directory of a run; of a run,
-            the newest checkpoint is taken.
-        weights: a file of weights to test in the place of the checkpoint's weights, such as
-            RUN_DIR/best.pt; null for the checkpoint's weights, or the averages of a run with
-            `average`.
-        data_path: the directory of the data set; null for the directory of the run.
-        device: the device of each rank; "auto" takes a GPU if a GPU exists.
-    """
-
-    path: Path = positional()
-    weights: Path | None = None
-    data_path: str | None = None
-    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+from mpikfac_apps.training.testing.options import EVALUATE, EvaluateOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
-    return run_on_ranks(lambda _: read(PROGRAM, EvaluateOptions, argv), evaluate)
+    return run_on_ranks(lambda _: EVALUATE.read(argv), evaluate)
 
 
 def evaluate(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions) -> int:
@@ -117,7 +92,7 @@ def options_of(checkpoint: Path, data_path: str | None, ranks: int) -> Options:
         ValueError: the checkpoint is in no directory of a run.
     """
     config = checkpoint.resolve().parent.parent / "config.yaml"
-    options = read("mpikfac train", Options, [f"--config={config}"], files=True)
+    options = TRAIN.read([f"--config={config}"])
     data = dataclasses.replace(options.data, cache=None)  # a test reads each image once
     if data_path is not None:
         data = dataclasses.replace(data, path=data_path)

@@ -1,0 +1,37 @@
+"""The options of the check of a model; help needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpikfac_apps.options.command_line import CommandLine
+from mpikfac_apps.options.fields import bounded, positional, read_by
+from mpikfac_apps.text import counts
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Check K-FAC on a model: covered layers, numbers against autograd, strategies.
+
+    Args:
+        model: the model: a network by name, such as resnet20; a network of timm, as timm:NAME; or
+            FILE.py:FUNCTION, where the function returns the model.
+        input: the shape of an example, such as 3,32,32. null for the usual images of a network by
+            name; a model of FILE.py needs the shape.
+        tokens: the number of words of a model of words: examples hold whole numbers below `tokens`.
+            null for examples of real numbers.
+        classes: the number of classes, for networks by name and functions that take `classes`.
+        batch: the number of examples on each rank.
+        ranks: the number of ranks to plan for; null for the ranks of the job, or for 4 ranks if the
+            job has a single rank.
+    """
+
+    model: str = positional()
+    input: tuple[int, ...] | None = read_by(counts, None)
+    tokens: int | None = bounded(None, ">= 1")
+    classes: int = bounded(10, ">= 1")
+    batch: int = bounded(4, ">= 1")
+    ranks: int | None = bounded(None, ">= 1")
+
+
+CHECK = CommandLine("mpikfac check", CheckOptions)

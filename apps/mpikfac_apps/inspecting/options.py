@@ -1,0 +1,96 @@
+"""The options of the programs for checkpoints and folders of images; help needs no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpikfac_apps.cli import path_of, picture
+from mpikfac_apps.options.command_line import CommandLine
+from mpikfac_apps.options.fields import bounded, positional, read_by
+
+
+def weights_file(text: str) -> Path:
+    """Return the new file in `text`, after a check of the file's kind."""
+    path = new_file(text, ".pt", ".safetensors")
+    check_package(path)
+    return path
+
+
+def check_package(path: Path) -> None:
+    """Return if the package that a file needs is installed.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise ValueError(
+            f"{path} needs the package safetensors, which is not installed; .pt needs nothing"
+        )
+
+
+def factors_file(text: str) -> Path:
+    """Return the new file in `text`."""
+    return new_file(text, ".npz")
+
+
+def new_file(text: str, *kinds: str) -> Path:
+    """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
+    path = path_of(text, *kinds)
+    if path.exists():
+        raise ValueError(f"{path} exists; give another name or delete it")
+    return path
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Check a checkpoint and print the contents, with the spectra of K-FAC's factors. No MPI.
+
+    Args:
+        path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
+        picture: a file to draw the spectra into, .pdf, .png or .svg; null for none.
+    """
+
+    path: Path = positional()
+    picture: Path | None = read_by(picture, None)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
+
+    Args:
+        path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
+        weights: a new file for the weights of the model, .pt or .safetensors; null for none.
+        average: a new file for the averaged weights of a run with `average`, .pt or .safetensors;
+            null for none. Running statistics belong to the averages if the run tested the network
+            at the step of the checkpoint, for example at the end of the run.
+        factors: a new file for the factors A and G of every layer, .npz; null for none.
+    """
+
+    path: Path = positional()
+    weights: Path | None = read_by(weights_file, None)
+    average: Path | None = read_by(weights_file, None)
+    factors: Path | None = read_by(factors_file, None)
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """Pack a folder of images into a single HDF5 file, which all ranks can read quickly. No MPI.
+
+    Args:
+        path: the folder, with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg).
+        out: the new file, .h5.
+        size: the pixels of the shorter side of larger images, which are encoded anew as JPEG of
+            quality 95. Smaller images decode faster. null keeps the bytes of all images.
+    """
+
+    path: Path = positional()
+    out: Path = positional()
+    size: int | None = bounded(None, ">= 4")
+
+
+INSPECT = CommandLine("mpikfac inspect", InspectOptions)
+EXPORT = CommandLine("mpikfac export", ExportOptions)
+PACK = CommandLine("mpikfac pack", PackOptions)

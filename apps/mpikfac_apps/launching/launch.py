@@ -1,0 +1,122 @@
+"""Start a program on several ranks of this machine: `mpikfac launch`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from mpikfac_apps import cli
+from mpikfac_apps.launching import mpi
+from mpikfac_apps.launching.job import MpiJob, Order
+from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES, answer
+
+MEMORY = Path("/dev/shm")
+USAGE = """usage: mpikfac launch -n N PROGRAM [ARGUMENT ...]
+
+Start a program on N ranks of this machine, under the MPI that mpi4py loads.
+
+  mpikfac launch -n 4 train --data.name digits
+  mpikfac launch -n 4 my_script.py --lr 0.01
+
+PROGRAM is train, evaluate, check or calibrate of mpikfac, or a file of Python.
+
+Ctrl-C or SIGTERM asks the training to stop after a step, with a checkpoint; the same command with
+--resume auto goes on. A script of yours gets SIGTERM on every rank, which ends a script without a
+handler of its own. The next Ctrl-C ends all ranks at once. The exit code is the program's code.
+
+MPIRUN names the launcher of another MPI, and MPIRUN_FLAGS replaces the launcher's options.
+In a job of Slurm or PBS, the message of `mpikfac launch` says what to write instead."""
+
+
+class RankProgram(NamedTuple):
+    """A program to start on ranks: their number, the program's name, and its arguments."""
+
+    ranks: int
+    name: str
+    arguments: list[str]
+
+    @property
+    def command(self) -> list[str]:
+        """The command of a rank; with -m mpi4py, a rank that raises ends all ranks."""
+        package = ["-m", "mpikfac_apps"] if self.name in PROGRAMS else []
+        return [sys.executable, "-m", "mpi4py", *package, self.name, *self.arguments]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start a program on several ranks, and wait for the end; return the program's exit code.
+
+    Code 2 without a start, after one line about the mistake, or as the answer of the program to
+    unknown options.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    return cli.run("mpikfac launch", lambda: launch(read(argv)))
+
+
+def read(argv: Sequence[str]) -> RankProgram:
+    """Return the program that a command line names.
+
+    Raises:
+        ValueError: the number of ranks or the program is missing or wrong.
+    """
+    if argv[0] != "-n" or len(argv) < 3:
+        raise ValueError(f"write -n N PROGRAM, such as -n 4 train, not {shlex.join(argv)}")
+    _, count, name, *arguments = argv
+    if not count.isdecimal() or int(count) < 1:
+        raise ValueError(f"-n {count} must be a whole number >= 1, the number of ranks")
+    if name not in PROGRAMS and not Path(name).is_file():
+        nearest = get_close_matches(name, [n for n, p in PROGRAMS.items() if p.ranks], n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ValueError(f"{name} is no file and no program of mpikfac{hint}")
+    if name in PROGRAMS and not PROGRAMS[name].ranks:
+        raise ValueError(f"{name} needs no ranks; start mpikfac {name}")
+    return RankProgram(int(count), name, arguments)
+
+
+def launch(program: RankProgram) -> int:
+    """Run a program under MPI; return the exit code.
+
+    Raises:
+        ValueError: this is no place to start ranks from, or no MPI can start them.
+        OSError: the launcher of MPI cannot be executed.
+    """
+    if program.name in PROGRAMS:
+        code = answer(program.name, program.arguments)
+        if code is not None:
+            return code
+    environ = dict(os.environ)
+    check_place(program, environ)
+    chosen = mpi.loaded_mpi(environ)
+    command = mpi.command(chosen, program.ranks, program.command, environ)
+    parent = MEMORY if os.access(MEMORY, os.W_OK) else None
+    directory = Path(tempfile.mkdtemp(prefix=f"mpikfac-{os.getpid()}.", dir=parent))
+    try:
+        variables = mpi.variables(chosen, program.ranks, directory, environ)
+        saves = program.name == "train"
+        return MpiJob(Order(command, program.command, variables, directory, saves)).wait()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
+    """Refuse a start inside of a job of a scheduler, or of MPI.
+
+    Raises:
+        ValueError: a single line says what to write instead.
+    """
+    ranks, words = program.ranks, shlex.join(["python", *program.command[1:]])
+    if "SLURM_JOB_ID" in environ:
+        plugin = mpi.PLUGINS[mpi.loaded_mpi(environ).maker]
+        raise ValueError(f"in a job of Slurm, write: srun --mpi={plugin} -n {ranks} {words}")
+    if "PBS_JOBID" in environ:
+        raise ValueError(f"in a job of PBS, write: mpirun -n {ranks} {words}")
+    if started := [name for name in RANK_VARIABLES if name in environ]:
+        raise ValueError(f"{started[0]} is set: a rank starts no ranks; leave out mpirun or srun")

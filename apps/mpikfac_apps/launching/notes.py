@@ -1,0 +1,123 @@
+"""Pass the output of a job on, without the notes of MPI about the end of a job.
+
+A program says itself what went wrong; the notes repeat it in fourteen lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+
+DASHES, SIGNS = b"-" * 74, b"=" * 83  # above and below a note of Open MPI and of MPICH
+END = rb"(?<=[^\n])\n"  # of a line; MPICH begins a note with an empty line
+LATE = 0.3  # seconds that a rule or a part of a line waits: MPI writes a whole note at once
+ENDS = (
+    b"exited with non-zero status",
+    b"a non-zero exit code",
+    b"MPI_ABORT was invoked",
+    b"has exited due to process rank",
+    b"exited on signal",
+    b"BAD TERMINATION",
+)
+"""Words in notes that MPI puts between rules."""
+LINES = re.compile(
+    rb"application called MPI_Abort\(|YOUR APPLICATION TERMINATED WITH THE EXIT|"
+    rb"This typically refers to a problem with your app|Please see the FAQ page for debugging|"
+    rb"\[mpiexec@\S+\] (Sending Ctrl-C|Press Ctrl-C)"
+)
+"""Notes without rules."""
+KILLED = re.compile(
+    rb"process rank (?P<rank>\d+) .*?on node (?P<node>\S+) exited on signal (?P<signal>\d+)|"
+    rb"(\(signal|KILLED BY SIGNAL:) (?P<number>\d+)"
+)
+
+
+class Output:
+    """A stream of a job, as the launcher of MPI writes the stream.
+
+    Args:
+        target: the descriptor that the stream goes to.
+
+    Attributes:
+        spoken: whether a line of mpikfac has passed.
+        killed: the match of `KILLED` in a note, if a signal has ended a rank.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.spoken = False
+        self.killed: re.Match[bytes] | None = None
+        self._target = target
+        self._note: list[bytes] = []  # the lines of a note without a lower rule yet
+        self._line = b""  # the unwritten part of the present line
+        self._begun = False  # a part of the present line is written
+        self._dropped = False  # a note, and nothing has passed since
+        self._waits = 0.0  # monotonic time since which a note or a part of a line waits
+
+    def feed(self, content: bytes) -> None:
+        """Take what the launcher has written, and pass whole lines on that begin no note."""
+        if not (self._note or self._line):
+            self._waits = time.monotonic()
+        *lines, self._line = re.split(END, self._line + content)
+        for line in lines:
+            self._take(line)
+
+    def release(self, at_end: bool = False) -> None:
+        """Pass on what has waited too long, or everything at the end of the stream."""
+        if at_end or time.monotonic() - self._waits > LATE:
+            self._pass(b"".join(self._note) + self._line)
+            self._note, self._line = [], b""
+
+    def _take(self, line: bytes) -> None:
+        """Pass a line on, with empty lines above, or add the line to a note."""
+        text = line.strip(b"\0\r\n")  # Open MPI ends some notes with a NUL byte
+        if LINES.search(text):
+            self.killed = KILLED.search(text) or self.killed
+            self._pass(line.removesuffix(line.lstrip(b"\n")))
+        elif self._note and text == rule_of(self._note[0]):
+            self._end_note(line)
+        elif self._note or rule_of(line):
+            self._note.append(line + b"\n")
+        else:
+            self._pass(line + b"\n")
+
+    def _end_note(self, rule: bytes) -> None:
+        """Drop a note at its lower rule; the lower rule of other text may begin a note."""
+        text = b" ".join(b"".join(self._note).split())
+        if any(words in text for words in ENDS):
+            self.killed = KILLED.search(text) or self.killed
+            self._pass(self._above())
+            self._note, self._dropped = [], True
+        else:
+            self._pass(b"".join(self._note))
+            self._note = [rule + b"\n"]
+
+    def _above(self) -> bytes:
+        """Return what stands before the upper rule of a note: a rank's unfinished line, if any."""
+        rule = rule_of(self._note[0])
+        above = self._note[0].strip(b"\0").rstrip(b"\r\n").removesuffix(rule)
+        if rule == SIGNS:
+            above = above.lstrip(b"\n")  # MPICH's own
+        unfinished = above.strip(b"\n") if above else self._begun
+        return above + b"\n" if unfinished else above
+
+    def _pass(self, content: bytes) -> None:
+        """Write lines, or a part of a line."""
+        if self._dropped:
+            content = content.lstrip(b"\0")
+        if not content:
+            return
+        self._dropped = False
+        self.spoken |= not self._begun and content.lstrip(b"\n").startswith(b"mpikfac")
+        self._begun = not content.endswith(b"\n")
+        with suppress(OSError):  # nobody reads any more
+            while content:
+                content = content[os.write(self._target, content) :]
+
+
+def rule_of(line: bytes) -> bytes:
+    """Return the rule at the end of a line; b"" if there is none, or a longer one."""
+    text = line.strip(b"\0\r\n")
+    rule = next((rule for rule in (DASHES, SIGNS) if text.endswith(rule)), b"")
+    return b"" if text.removesuffix(rule).endswith(rule[:1] or b" ") else rule

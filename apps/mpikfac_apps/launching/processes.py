@@ -1,0 +1,48 @@
+"""Find the processes of a job on this machine by a variable in their environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+def processes_with(variable: str) -> Iterator[int]:
+    """Yield the processes of this user that began with a variable, written as NAME=VALUE."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and variable.encode() in _words(name, "environ"):
+            yield int(name)
+
+
+def ranks_of(variable: str, command: Sequence[str]) -> list[int]:
+    """Return the processes of a job that run the command of a rank, without forks of a rank."""
+    words = [word.encode() for word in command]
+    same = [p for p in processes_with(variable) if _words(str(p), "cmdline")[: len(words)] == words]
+    return [process for process in same if parent_of(process) not in same]
+
+
+def parent_of(process: int) -> int:
+    """Return the parent of a process; 0 if the process has ended."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return int(status.rpartition(")")[2].split()[1])
+
+
+def send(number: signal.Signals, targets: Sequence[int]) -> None:
+    """Send a signal to processes, as far as these still exist."""
+    for process in targets:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _words(process: str, file: str) -> list[bytes]:
+    """Return the words of a file of a process; none for a process of another user."""
+    try:
+        content = Path(f"/proc/{process}/{file}").read_bytes()
+    except OSError:
+        return []
+    return content.rstrip(b"\0").split(b"\0")

@@ -1,0 +1,125 @@
+"""The programs of the command `mpikfac` by name, and what they answer before they start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from mpikfac import files
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID")
+"""Variables of which a rank of an MPI job has at least one."""
+
+
+class Program(NamedTuple):
+    """A program of the command `mpikfac`.
+
+    Attributes:
+        module: the module with `main`.
+        command_line: the place of the `CommandLine`, as MODULE:NAME; the module needs no torch.
+        purpose: what the program does.
+        ranks: whether the program starts under MPI, on any number of ranks.
+    """
+
+    module: str
+    command_line: str
+    purpose: str
+    ranks: bool = False
+
+
+PROGRAMS = {
+    "train": Program("training.train", "options.options:TRAIN", "train a network", ranks=True),
+    "evaluate": Program(
+        "training.testing.evaluate",
+        "training.testing.options:EVALUATE",
+        "test the network of a run's checkpoint",
+        ranks=True,
+    ),
+    "strategies": Program(
+        "planning.strategies",
+        "planning.options:LIST",
+        "list the ways to distribute K-FAC by name",
+    ),
+    "plan": Program(
+        "planning.plan",
+        "planning.options:PLAN",
+        "print who computes and sends what, without MPI",
+    ),
+    "check": Program(
+        "checking.check",
+        "checking.options:CHECK",
+        "check K-FAC on a model: covered layers, right numbers",
+        ranks=True,
+    ),
+    "calibrate": Program(
+        "planning.calibrate",
+        "planning.options:CALIBRATE",
+        "measure a machine, on 2 ranks or more",
+        ranks=True,
+    ),
+    "simulate": Program(
+        "planning.simulate",
+        "planning.options:SIMULATE",
+        "predict step times on a machine, without MPI",
+    ),
+    "advise": Program(
+        "planning.advise",
+        "planning.options:ADVISE",
+        "choose batch, servers and strategy that hide messages",
+    ),
+    "compare": Program(
+        "study.compare",
+        "study.compare:COMPARE",
+        "compare several runs: a table and curves",
+    ),
+    "study": Program(
+        "study.study",
+        "study:STUDY",
+        "run a matrix of options and write a report in HTML",
+    ),
+    "inspect": Program(
+        "inspecting.inspect",
+        "inspecting.options:INSPECT",
+        "show the contents and the spectra of a checkpoint",
+    ),
+    "pack": Program(
+        "inspecting.pack",
+        "inspecting.options:PACK",
+        "pack a folder of images into a single file",
+    ),
+    "export": Program(
+        "inspecting.export",
+        "inspecting.options:EXPORT",
+        "write weights and factors of a checkpoint as plain files",
+    ),
+}
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Run a program; return the exit code.
+
+    Help and unknown options are answered first, before the imports of torch and MPI take seconds.
+    A rank of an MPI job leaves the answer to the program, in which a single rank answers.
+    """
+    if not any(variable in os.environ for variable in RANK_VARIABLES):
+        code = answer(name, arguments)
+        if code is not None:
+            return code
+    return int(import_module(f"mpikfac_apps.{PROGRAMS[name].module}").main(arguments))
+
+
+def answer(name: str, arguments: Sequence[str]) -> int | None:
+    """Print a program's help, or refuse unknown options; None if the program has to start."""
+    module, _, line = PROGRAMS[name].command_line.partition(":")
+    try:
+        getattr(import_module(f"mpikfac_apps.{module}"), line).answer(arguments)
+    except ValueError as error:
+        who = "mpikfac: options" if PROGRAMS[name].ranks else f"mpikfac {name}"
+        print(files.printable(f"{who}: {error}"), file=sys.stderr)
+        return 2
+    except SystemExit as leave:
+        return int(leave.code or 0)
+    return None

@@ -1,0 +1,173 @@
+"""The options of the programs that plan and measure; help needs no torch.
+
+A module of a program imports torch, so the options stand apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import mpikfac
+from mpikfac.settings import BASIS_EVERY
+from mpikfac_apps.options.command_line import CommandLine
+from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
+from mpikfac_apps.options.options import MODELS, SOLVERS, KfacOptions, StrategyOptions
+from mpikfac_apps.planning.facts import UNPLANNED
+from mpikfac_apps.text import counts
+
+STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
+SGD = "sgd:"  # before the name of a strategy for training without K-FAC
+OWN = ("strategy", "solver", "basis_every", "machine")  # K-FAC's options with another meaning here
+PLAN_BASIC = (
+    *("model", "classes", "ranks", "strategy", "workers", "reduction", "update", "delay"),
+    *("overlap", "ranks_per_node", "solver", "skip"),
+)
+SIMULATE_BASIC = (
+    *("machine", "model", "classes", "ranks", "strategy", "solver", "batch_per_rank", "stragglers"),
+    *("factor_every", "basis_every", "json"),
+)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Print the communication plan of a model: who computes and sends what. No MPI.
+
+    Args:
+        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
+            network by name.
+        ranks: the number of ranks that train.
+        classes: the number of classes; null for 1000 with most networks of timm and the networks of
+            ImageNet, for the number of a model of your own, and for 10 with all further networks.
+        batch_per_rank: the number of images of a step on each rank, for the predictions of
+            `machine`.
+        parts: the number of parts of a batch, whose gradients and statistics are added in order;
+            null: MPI adds.
+    """
+
+    model: str = listed(MODELS)
+    ranks: int = required(">= 1")
+    classes: int | None = bounded(None, ">= 1")
+    batch_per_rank: int = bounded(32, ">= 1")
+    parts: int | None = bounded(None, ">= 1")
+    distribution: StrategyOptions = inline(StrategyOptions, without=UNPLANNED)
+    kfac: KfacOptions = inline(KfacOptions)
+
+
+def strategy_names(text: str) -> tuple[str, ...]:
+    """Return names of strategies from a text such as "sgd,comm-opt,sgd:local-sgd", or "all".
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    chosen = STRATEGIES if text == "all" else tuple(map(str.strip, text.split(",")))
+    for name in chosen:
+        if name.removeprefix(SGD) not in STRATEGIES:
+            raise ValueError(f"{name!r} is unknown; try all or some of {', '.join(STRATEGIES)}")
+    return chosen
+
+
+def json_file(text: str) -> Path:
+    """Return the path of a file to write; a folder that is missing is told before any work.
+
+    Raises:
+        ValueError: the path is a folder, or in no folder.
+    """
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{path} must be a file in a folder that exists")
+    return path
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Predict step times of strategies on a machine, for any number of ranks. No MPI.
+
+    Args:
+        machine: the machine: a file of `mpikfac calibrate`, or a published machine.
+        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
+            network by name.
+        ranks: the numbers of ranks to predict for, with commas: 16,64,256.
+        classes: the number of classes; null for 1000 with most networks of timm and the networks of
+            ImageNet, for the number of a model of your own, and for 10 with all further networks.
+        strategy: the names of strategies, with commas: comm-opt,mem-opt. "all": all names that
+            `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd": training
+            without K-FAC under a strategy.
+        solver: the solver of every strategy with factors; a strategy with vectors keeps its own.
+            "own": the solver with which each strategy was published.
+        basis_every: the number of steps from one decomposition of the factors to the next.
+        batch_per_rank: the number of images of a step on each rank.
+        stragglers: the spread of the computing times of ranks, as a standard deviation of the
+            logarithm; 0.05 for 5 %.
+        json: a file to write the predictions to; null for none.
+    """
+
+    machine: str = listed(mpikfac.predict.published_machines())
+    model: str = listed(MODELS)
+    ranks: tuple[int, ...] = required(read=counts)
+    classes: int | None = bounded(None, ">= 1")
+    strategy: tuple[str, ...] = read_by(strategy_names, "all")
+    solver: str = choice("inverse", (*SOLVERS, "own"))
+    basis_every: int = bounded(BASIS_EVERY, ">= 1")
+    batch_per_rank: int = bounded(32, ">= 1")
+    stragglers: float = bounded(0.0, ">= 0")
+    json: Path | None = read_by(json_file, None)
+    distribution: StrategyOptions = inline(StrategyOptions, without=(*OWN, *UNPLANNED))
+    kfac: KfacOptions = inline(KfacOptions, without=OWN)
+
+
+@dataclass(frozen=True)
+class AdviseOptions(SimulateOptions):
+    """Advise batch, servers and strategy that hide messages on a machine. No MPI."""
+
+
+@dataclass(frozen=True)
+class StrategiesOptions:
+    """List the strategies by name: computation, messages, source. No MPI."""
+
+
+def model_names(text: str) -> tuple[str, ...]:
+    """Return names of models from a text such as "resnet20,my_models.py:build".
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    names = tuple(text.split(","))
+    if not set(names) <= set(MODELS):
+        from mpikfac_apps.problems import models
+
+        for name in names:
+            models.network(name)
+    return names
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """Measure the present machine for `mpikfac simulate`; start the program under mpirun or srun.
+
+    Args:
+        out: the file to write, in JSON.
+        model: the models to measure, with commas: resnet20,timm:resnet18,my_models.py:build.
+        input: the shape of an example, such as 3,32,32, in the place of a network's usual shape. A
+            model of your own needs a shape.
+        tokens: the examples of a model of your own hold whole numbers below `tokens`; null for real
+            numbers.
+        batch_per_rank: the numbers of images of a step on each rank, with commas: 8,32,128.
+            Predictions for numbers in between lie on a line.
+        device: the device of each rank; "auto" takes a GPU if a GPU exists.
+    """
+
+    out: Path = required()
+    model: tuple[str, ...] = read_by(model_names, "resnet20")
+    input: tuple[int, ...] | None = read_by(counts, None)
+    tokens: int | None = bounded(None, ">= 1")
+    batch_per_rank: tuple[int, ...] = read_by(counts, "32")
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+
+
+PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC)
+SIMULATE = CommandLine("mpikfac simulate", SimulateOptions, SIMULATE_BASIC)
+ADVISE = CommandLine("mpikfac advise", AdviseOptions, SIMULATE_BASIC)
+LIST = CommandLine("mpikfac strategies", StrategiesOptions)
+CALIBRATE = CommandLine("mpikfac calibrate", CalibrateOptions)

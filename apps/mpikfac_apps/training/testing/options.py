@@ -1,0 +1,33 @@
+"""The options of the test of a run's network; help needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mpikfac_apps.options.command_line import CommandLine
+from mpikfac_apps.options.fields import positional
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Test the network of a checkpoint on the test images of its run, on one or more ranks.
+
+    Args:
+        path: the directory of a run, or of a checkpoint inside the directory of a run; of a run,
+            the newest checkpoint is taken.
+        weights: a file of weights to test in the place of the checkpoint's weights, such as
+            RUN_DIR/best.pt; null for the checkpoint's weights, or the averages of a run with
+            `average`.
+        data_path: the directory of the data set; null for the directory of the run.
+        device: the device of each rank; "auto" takes a GPU if a GPU exists.
+    """
+
+    path: Path = positional()
+    weights: Path | None = None
+    data_path: str | None = None
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+
+
+EVALUATE = CommandLine("mpikfac evaluate", EvaluateOptions)

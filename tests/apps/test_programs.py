@@ -1,0 +1,82 @@
+"""What the command answers before a program starts: help, unknown programs and options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from mpikfac_apps import __main__ as program
+from mpikfac_apps.launching.programs import PROGRAMS, answer
+
+ANSWERS = """
+import sys
+HEAVY = ("torch", "mpi4py", "h5py")
+for name in HEAVY:
+    sys.modules[name] = None  # an import fails
+from mpikfac_apps.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help_all", 0), ("--bogus_option=1", 2)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_and_unknown_options_need_neither_torch_nor_mpi(name, argument, code):
+    """Oracle: a process in which the import of torch, mpi4py or h5py fails."""
+    command = [sys.executable, "-c", ANSWERS, name, argument]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    if code:
+        (line,) = ended.stderr.splitlines()
+        assert "unknown key bogus_option" in line and not ended.stdout
+    else:
+        assert ended.stdout.startswith(f"usage: mpikfac {name}")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_table_of_programs_names_what_exists(name):
+    """Oracle: the modules, and the name of the program in its command line."""
+    entry = PROGRAMS[name]
+    assert callable(import_module(f"mpikfac_apps.{entry.module}").main)
+    module, _, line = entry.command_line.partition(":")
+    assert getattr(import_module(f"mpikfac_apps.{module}"), line).program == f"mpikfac {name}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--lerning_rate", "1"], "mpikfac: options: unknown key lerning_rate; did you"),
+        (["train", "--kfac", "1"], "kfac is a group of options; give one of them, such as --kfac."),
+        (["plan", "--modle=x"], "mpikfac plan: unknown key modle; did you mean model?"),
+        (["trian"], "mpikfac: unknown program 'trian'; one of train"),
+        (["x"], "mpikfac: unknown program 'x'; one of launch, train, evaluate,"),
+    ],
+)
+def test_a_misspelt_word_is_one_line(capsys, arguments, words):
+    """Oracle: the nearest names, by hand."""
+    assert program.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and len(line) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("train", ["--config", "x.yaml", "--decay_epochs+=3", "--lr", "-1"]),
+        ("train", ["--lr=1", "--", "--bogus"]),
+        ("compare", ["a+", "b"]),
+        ("evaluate", ["runs/a"]),
+    ],
+)
+def test_known_options_are_left_to_the_program(name, arguments):
+    """Oracle: names of options by hand; values and files are not read."""
+    assert answer(name, arguments) is None
+
+
+def test_a_rank_leaves_the_answer_to_the_program(monkeypatch):
+    """Oracle: a call of the program; in an MPI job, a single rank prints help."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr("mpikfac_apps.planning.strategies.main", lambda arguments: 7)
+    assert program.main(["strategies", "--help"]) == 7
