@@ -19,11 +19,11 @@ CALLS = {"error", "print", "warning"}  # of a parser, to stderr, of a log
 VERBS = (
     "add|allow|begin|call|clip|close|convert|copy|delete|detach|end|fix|freeze|give|install|leave|"
     "load|make|measure|name|put|raise|remove|repair|run|see|split|start|store|take|train|try|"
-    "unpack|unset|use"
+    "unpack|unset|use|write"
 )
 BEFORE = "with curvature ranks, |and |or |of a single output, "
 NEED = re.compile(
-    r"^give |\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are|go on with)\b"
+    r"^(give|write) |\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are|go on with)\b"
     rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
 )
 """Words of a message that says what is needed or what to do."""

@@ -13,7 +13,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PLACES = [ROOT, *(ROOT / place for place in ("mpikfac", "apps", "apps/mpikfac_apps"))]
 ARCHITECTURE = ROOT / "docs" / "ideas" / "architecture.md"
 NO_NAMES = {"git", "py", "pyi"}  # mpikfac.py would be a file
-CODE = "mpikfac", "apps", "jobs", "tests", "benchmarks", ".github"
+CODE = "mpikfac", "apps", "jobs", "tests", "benchmarks", "packaging", ".github"
+OUTSIDE = [ROOT / "packaging/README.md", ROOT / "tests/golden/README.md"]
 ENDINGS = (".py", ".sh", ".sbatch", ".pbs", ".lsf", ".yaml", ".yml", ".cfg", ".toml", ".def", "")
 
 
@@ -87,3 +88,10 @@ def test_pages_that_the_code_names_exist():
     }
     assert len(named) > 10
     assert {page for page in named if not (ROOT / page).exists()} == set()
+
+
+@pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: page.parent.name)
+def test_links_of_pages_outside_the_site_lead_to_files(page):
+    """Oracle: the files. The site's program checks all other links."""
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
