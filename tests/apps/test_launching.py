@@ -43,9 +43,9 @@ def outside_of_jobs(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("train", "write -n N PROGRAM, such as -n 4 train, not train"),
-        ("-n 4", "write -n N PROGRAM, such as -n 4 train, not -n 4"),
-        ("-np 4 train", "write -n N PROGRAM"),
+        ("train", "give -n N PROGRAM, such as -n 4 train, not train"),
+        ("-n 4", "give -n N PROGRAM, such as -n 4 train, not -n 4"),
+        ("-np 4 train", "give -n N PROGRAM"),
         ("-n 0 train", "-n 0 must be a whole number >= 1, the number of ranks"),
         ("-n four train", "-n four must be a whole number >= 1"),
         ("-n 2 trian", "trian is no file and no program of mpikfac; did you mean train?"),
@@ -71,8 +71,14 @@ def test_a_program_refuses_its_options_before_ranks_start(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "words"),
     [
-        ("SLURM_JOB_ID", "in a job of Slurm, write: srun --mpi=pmi2 -n 3 python -m mpi4py -m"),
-        ("PBS_JOBID", "in a job of PBS, write: mpirun -n 3 python -m mpi4py -m mpikfac_apps train"),
+        (
+            "SLURM_JOB_ID",
+            "Slurm starts a job's ranks; use srun --mpi=pmi2 -n 3 python -m mpi4py -m",
+        ),
+        (
+            "PBS_JOBID",
+            "PBS knows a job's hosts; use mpirun -n 3 python -m mpi4py -m mpikfac_apps",
+        ),
         ("PMIX_RANK", "PMIX_RANK is set: a rank starts no ranks; leave out mpirun or srun"),
     ],
 )
