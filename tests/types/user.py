@@ -31,6 +31,7 @@ mpikfac.KFAC(
     coverage=Coverage(skip=["0"]),
 )
 mpikfac.KFAC(model, optimizer, comm, length=None)
+whole: torch.optim.Optimizer = mpikfac.KFACOptimizer(model, strategy="mem-opt", damping=0.03)
 like_torch: torch.optim.Optimizer = mpikfac.Optimizer(kfac, max_norm=1.0)
 like_torch.step()
 torch.optim.lr_scheduler.StepLR(like_torch, 3)
