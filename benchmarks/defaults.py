@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
     parser.add_argument("--optimizers", nargs="+", default=["kfac", *RATES])
-    parser.add_argument("--settings", nargs="+", help='of K-FAC, such as "lr=0.005 kfac.trust=4"')
+    parser.add_argument("--settings", nargs="+", help='such as "lr=0.005 kfac.trust=4"')
     parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
     options = parser.parse_args()
     if options.known:
@@ -96,7 +96,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """Yield the runs that are asked for."""
     for seed, optimizer in itertools.product(options.seeds, options.optimizers):
         rates = [f"lr={rate}" for rate in RATES.get(optimizer, ())]
-        settings = rates or options.settings or [BY_DEFAULT]
+        settings = options.settings or rates or [BY_DEFAULT]
         for setting, network in itertools.product(settings, options.networks):
             yield network, optimizer, setting, seed
 

@@ -27,6 +27,10 @@ CIFAR10 = {
     "schedule": "linear",
     "weight_decay": "0.0005",
 }
+BEFORE = {  # settings of K-FAC in the kept results; today's defaults are others
+    **{"kfac.momentum_of": "directions", "kfac.relative_damping": "0.1", "kfac.trust": "1e9"},
+    **{"kfac.factor_every": "1", "kfac.basis_every": "10"},
+}
 
 
 def launch(
@@ -39,11 +43,13 @@ def launch(
 ) -> Path:
     """Train, and return the metrics file of the run, under `options.out`; print the result.
 
-    The momentum of K-FAC is of directions unless `settings` say otherwise, as in most kept results.
+    Unless `settings` say otherwise, K-FAC has the settings of the kept results, `BEFORE`.
     A run that was stopped goes on from its last checkpoint.
     """
     directory = options.out / name
-    usual = {"data.path": str(options.data), "kfac.momentum_of": "directions"}
+    usual = {**BEFORE, "data.path": str(options.data)}
+    if "kfac.damping" in settings:
+        del usual["kfac.relative_damping"]
     settings = {**usual, **settings, "optimizer": optimizer}
     settings |= {"seed": str(seed), "run_dir": str(directory), "resume": "auto"}
     launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -42,9 +43,9 @@ def outside_of_jobs(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("train", "write -n N PROGRAM, such as -n 4 train, not train"),
-        ("-n 4", "write -n N PROGRAM, such as -n 4 train, not -n 4"),
-        ("-np 4 train", "write -n N PROGRAM"),
+        ("train", "give -n N PROGRAM, such as -n 4 train, not train"),
+        ("-n 4", "give -n N PROGRAM, such as -n 4 train, not -n 4"),
+        ("-np 4 train", "give -n N PROGRAM"),
         ("-n 0 train", "-n 0 must be a whole number >= 1, the number of ranks"),
         ("-n four train", "-n four must be a whole number >= 1"),
         ("-n 2 trian", "trian is no file and no program of mpikfac; did you mean train?"),
@@ -70,8 +71,14 @@ def test_a_program_refuses_its_options_before_ranks_start(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "words"),
     [
-        ("SLURM_JOB_ID", "in a job of Slurm, write: srun --mpi=pmi2 -n 3 python -m mpi4py -m"),
-        ("PBS_JOBID", "in a job of PBS, write: mpirun -n 3 python -m mpi4py -m mpikfac_apps train"),
+        (
+            "SLURM_JOB_ID",
+            "Slurm starts a job's ranks; use srun --mpi=pmi2 -n 3 python -m mpi4py -m",
+        ),
+        (
+            "PBS_JOBID",
+            "PBS knows a job's hosts; use mpirun -n 3 python -m mpi4py -m mpikfac_apps",
+        ),
         ("PMIX_RANK", "PMIX_RANK is set: a rank starts no ranks; leave out mpirun or srun"),
     ],
 )
@@ -398,12 +405,24 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path):
     directory.rmdir()
 
 
+def has_ranks_to_come(process: int) -> bool:
+    """Return whether `mpikfac launch` has started the launcher of MPI."""
+    with suppress(psutil.NoSuchProcess):
+        return any(LAUNCHER in p.environ() for p in psutil.Process(process).children())
+    return False
+
+
 def check_stopped(ranks: int, number: signal.Signals, seconds: float, run: Path) -> None:
-    """Check that a training that is asked to stop after some seconds leaves its checkpoint.
+    """Check that a training leaves a checkpoint that is asked to stop after some seconds.
 
     Oracle: the chosen code, and the checkpoint of the step in the log; no process is left.
+
+    Args:
+        seconds: from the start of the launcher of MPI.
     """
     job = started(ranks, "train", *TRAINING, f"--stop_code={STOPPED}", f"--run_dir={run}")
+    while job.poll() is None and not has_ranks_to_come(job.pid):
+        time.sleep(0.01)
     time.sleep(seconds)
     job.send_signal(number)
     code, output, errors = ended(job, run)
@@ -428,8 +447,8 @@ def test_ctrl_c_under_the_launcher_leaves_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_request_at_any_moment_leaves_a_checkpoint(tmp_path, ranks, name, moment):
-    """Oracle: see `check_stopped`; moments begin before the ranks exist."""
-    seconds = random.Random(f"{ranks} {name} {moment}").uniform(1.0, 12.0)
+    """Oracle: see `check_stopped`; the first moments are those of the start of the ranks."""
+    seconds = random.Random(f"{ranks} {name} {moment}").uniform(0, 12.0)
     check_stopped(ranks, getattr(signal, name), paced(seconds), tmp_path / "run")
 
 

@@ -68,7 +68,7 @@ def read(argv: Sequence[str]) -> RankProgram:
         ValueError: the number of ranks or the program is missing or wrong.
     """
     if argv[0] != "-n" or len(argv) < 3:
-        raise ValueError(f"write -n N PROGRAM, such as -n 4 train, not {shlex.join(argv)}")
+        raise ValueError(f"give -n N PROGRAM, such as -n 4 train, not {shlex.join(argv)}")
     _, count, name, *arguments = argv
     if not count.isdecimal() or int(count) < 1:
         raise ValueError(f"-n {count} must be a whole number >= 1, the number of ranks")
@@ -115,8 +115,8 @@ def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
     ranks, words = program.ranks, shlex.join(["python", *program.command[1:]])
     if "SLURM_JOB_ID" in environ:
         plugin = mpi.PLUGINS[mpi.loaded_mpi(environ).maker]
-        raise ValueError(f"in a job of Slurm, write: srun --mpi={plugin} -n {ranks} {words}")
+        raise ValueError(f"Slurm starts a job's ranks; use srun --mpi={plugin} -n {ranks} {words}")
     if "PBS_JOBID" in environ:
-        raise ValueError(f"in a job of PBS, write: mpirun -n {ranks} {words}")
+        raise ValueError(f"PBS knows a job's hosts; use mpirun -n {ranks} {words}")
     if started := [name for name in RANK_VARIABLES if name in environ]:
         raise ValueError(f"{started[0]} is set: a rank starts no ranks; leave out mpirun or srun")

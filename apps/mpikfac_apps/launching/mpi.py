@@ -61,7 +61,7 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
     asked = environ.get("MPIRUN")
     starter = shutil.which(asked) if asked else None
     if asked and starter is None:
-        raise ValueError(f"MPIRUN={asked} is no program")
+        raise ValueError(f"MPIRUN={asked} is no program; give the path of mpirun, or unset MPIRUN")
     looked = subprocess.run(
         [sys.executable, "-c", LOOK],
         env={**environ, **library_path(starter, environ)},
@@ -78,8 +78,8 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
     starter = starter or starter_of(maker, Path(library), environ.get("PATH"))
     if starter is None:
         raise ValueError(
-            f"{version.split(',')[0].strip()} has no launcher beside {library} or on PATH; "
-            f"MPIRUN=FILE names the launcher"
+            f"{version.split(',')[0].strip()} has no launcher beside {library} or on PATH; name "
+            f"the launcher by MPIRUN=FILE"
         )
     return Mpi(maker, Path(library), starter)
 
