@@ -23,7 +23,8 @@ VERBS = (
 )
 BEFORE = "with curvature ranks, |and |or |of a single output, "
 NEED = re.compile(
-    r"^(give|write) |\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are|go on with)\b"
+    r"^(give|write) "
+    r"|\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are|go on with)\b"
     rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
 )
 """Words of a message that says what is needed or what to do."""
