@@ -48,7 +48,7 @@ def outside_of_jobs(monkeypatch):
         ("-np 4 train", "give -n N PROGRAM"),
         ("-n 0 train", "-n 0 must be a whole number >= 1, the number of ranks"),
         ("-n four train", "-n four must be a whole number >= 1"),
-        ("-n 2 trian", "trian is no file and no program of mpikfac; did you mean train?"),
+        ("-n 2 trane", "trane is no file and no program of mpikfac; did you mean train?"),
         ("-n 2 no_file.py", "no_file.py is no file and no program of mpikfac"),
         ("-n 2 compare runs/a", "compare needs no ranks; start mpikfac compare"),
     ],

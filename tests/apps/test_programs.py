@@ -49,8 +49,8 @@ def test_the_table_of_programs_names_what_exists(name):
     [
         (["train", "--lerning_rate", "1"], "mpikfac: options: unknown key lerning_rate; did you"),
         (["train", "--kfac", "1"], "kfac is a group of options; give one of them, such as --kfac."),
-        (["plan", "--modle=x"], "mpikfac plan: unknown key modle; did you mean model?"),
-        (["trian"], "mpikfac: unknown program 'trian'; one of train"),
+        (["plan", "--modl=x"], "mpikfac plan: unknown key modl; did you mean model?"),
+        (["trane"], "mpikfac: unknown program 'trane'; one of train"),
         (["x"], "mpikfac: unknown program 'x'; one of launch, train, evaluate,"),
     ],
 )
