@@ -96,7 +96,10 @@ def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
 
 
 def test_cells_of_old_studies_keep_their_directories(tmp_path):
-    """Oracle: stored names, of SGD from before batch had a usual value."""
+    """Oracle: stored names, of SGD from before batch had a usual value.
+
+    Names of K-FAC are new where the usual intervals are.
+    """
     base = tmp_path / "base.yaml"
     base.write_text(
         "{model: digits_cnn, batch: 256, lr: 0.05, kfac: {damping: 0.03, basis_every: 10}}"
@@ -105,7 +108,7 @@ def test_cells_of_old_studies_keep_their_directories(tmp_path):
     axes = {"strategy": ["sgd", "kfac-opt"], "ranks": [1, 2]}
     file = written(tmp_path, base=str(base), options={"epochs": 8}, strategies=sgd, matrix=axes)
     assert [cell.directory for cell in spec.read(file).cells] == [
-        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-8efc0462", "kfac-opt-2-c9f0225e")
+        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-efbb9169", "kfac-opt-2-cf3d31c5")
     ]
 
 
