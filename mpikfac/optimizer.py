@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -198,6 +200,12 @@ class KFACOptimizer(Optimizer):
                 f"parameters to train may follow as params"
             )
         check_kind("length", settings.get("length"), Length)
+        names = inspect.signature(KFAC).parameters
+        for name in settings.keys() - names.keys():
+            near = get_close_matches(name, names, n=1) or names
+            raise TypeError(
+                f"KFACOptimizer has no argument {name!r}; did you mean {' or '.join(near)}?"
+            )
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
         length = settings.pop("length", None) or Length()

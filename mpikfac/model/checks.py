@@ -201,7 +201,7 @@ def check_habits(optimizer: Optimizer, length: Length) -> Iterator[str]:
     if length.by_adam and rates and max(rates) > LARGEST_RATE:
         yield (
             f"lr={max(rates):g} is a rate of SGD; with Length({length.source!r}) usual rates are "
-            f"0.0025 to 0.015, as lengths are those of Adam's steps"
+            f"0.005 to 0.01, as lengths are those of Adam's steps"
         )
     if any("betas" in group for group in optimizer.param_groups):
         yield (

@@ -142,7 +142,8 @@ def test_a_state_resumes_with_a_scheduler():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"strategy": "mem_opt"}, "strategy='mem_opt' must be one of 'kfac-opt', 'kfac-lw'"),
+        ({"strategy": "mem_opt"}, "strategy='mem_opt' is unknown; did you mean 'mem-opt'"),
+        ({"strategy": "none"}, "strategy='none' must be one of 'kfac-opt', 'kfac-lw'"),
         ({"strategy": 4}, "strategy=4 must be a Strategy, the name of one, or None"),
         ({"comm": "comm-opt"}, "comm='comm-opt' must be a communicator of mpi4py, a Team, or None"),
         ({"lr": -1.0}, "lr=-1.0 must be a finite number of at least 0"),
@@ -154,6 +155,12 @@ def test_a_state_resumes_with_a_scheduler():
 def test_wrong_arguments_are_refused_in_one_line(arguments, text):
     with pytest.raises(ValueError, match=text):
         KFACOptimizer(network(), **arguments)
+
+
+def test_a_misspelt_argument_is_named():
+    """Oracle: the line."""
+    with pytest.raises(TypeError, match="KFACOptimizer has no argument 'dampng'; did you mean da"):
+        KFACOptimizer(network(), dampng=0.1)
 
 
 def test_parameters_are_no_model():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from mpikfac.plan.choices.checks import one_of
@@ -334,6 +335,8 @@ def strategy_of(strategy: Strategy | str | None, ranks: int) -> tuple[Strategy, 
         ValueError: no strategy has the name, or the object is no strategy.
     """
     if isinstance(strategy, str):
+        if strategy not in NAMED and (near := get_close_matches(strategy, NAMED, n=1)):
+            raise ValueError(f"strategy={strategy!r} is unknown; did you mean {near[0]!r}?")
         return named(strategy, ranks)
     strategy = Strategy.comm_opt(ranks) if strategy is None else strategy
     if not isinstance(strategy, Strategy):
