@@ -2,7 +2,9 @@
 
 from mpikfac.plan import names as names
 from mpikfac.plan import stages as stages
+from mpikfac.plan.choices import BASIS_EVERY as BASIS_EVERY
 from mpikfac.plan.choices import CHANNELS as CHANNELS
+from mpikfac.plan.choices import FACTOR_EVERY as FACTOR_EVERY
 from mpikfac.plan.choices import FISHERS as FISHERS
 from mpikfac.plan.choices import NAMED as NAMED
 from mpikfac.plan.choices import NORMALIZATIONS as NORMALIZATIONS

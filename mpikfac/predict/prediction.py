@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpikfac.settings import BASIS_EVERY, FACTOR_EVERY
+from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
 
 
 @dataclass(frozen=True)

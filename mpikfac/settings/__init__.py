@@ -13,8 +13,6 @@ from mpikfac.settings.schedule import Schedule as Schedule
 from mpikfac.settings.schedule import in_force as in_force
 from mpikfac.settings.settings import Numbers as Numbers
 from mpikfac.settings.settings import Settings as Settings
-from mpikfac.settings.usual import BASIS_EVERY as BASIS_EVERY
-from mpikfac.settings.usual import FACTOR_EVERY as FACTOR_EVERY
 from mpikfac.settings.usual import MOMENTUM as MOMENTUM
 from mpikfac.settings.usual import RATE as RATE
 from mpikfac.settings.usual import WEIGHT_DECAY as WEIGHT_DECAY

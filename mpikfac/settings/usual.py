@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
 from mpikfac.settings.schedule import Schedule, growing
 
 RATE = 0.0075
@@ -14,7 +15,6 @@ MOMENTUM = 0.9
 WEIGHT_DECAY = 0.0005
 SHARE = 10.0  # of the mean eigenvalue: the relative damping
 TRUST = 8.0
-FACTOR_EVERY, BASIS_EVERY = 10, 50
 
 
 class Intervals(NamedTuple):

@@ -144,7 +144,7 @@ OPENING = {
     *("torch.load", "torch.save", "logging.FileHandler", "yaml.load", "mmap.mmap"),
 }
 METHODS = {"read_text", "read_bytes", "write_text", "write_bytes", "savefig", "tofile", "touch"}
-# Files of /proc, of the package and in memory; directories; links; /dev/null.
+# Files of /proc and /sys, of the package and in memory; directories; links; /dev/null.
 ALLOWED = {
     *(
         "durable.py: os.open",
@@ -152,6 +152,9 @@ ALLOWED = {
         "metrics_file.py: open",
         "lock.py: read_text",
         "jobs.py: read_text",
+        "mpi.py: read_text",
+        "processes.py: read_text",
+        "processes.py: read_bytes",
     ),
     *("checks.py: read_bytes", "page.py: read_text", "machine.py: read_text"),
     *("cli.py: os.open", "cli.py: os.fdopen", "watchdog.py: os.open", "reports.py: os.open"),

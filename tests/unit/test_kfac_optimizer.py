@@ -12,7 +12,8 @@ from torch import nn
 
 import mpikfac
 from mpikfac import KFAC, DataParallel, KFACOptimizer, Length, schedule
-from mpikfac.settings import BASIS_EVERY, FACTOR_EVERY, MOMENTUM, RATE, WEIGHT_DECAY
+from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
+from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY
 
 
 def network() -> nn.Module:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpikfac import Damping, Estimator, Length, Strategy
-from mpikfac.settings import FACTOR_EVERY, MOMENTUM, RATE, WEIGHT_DECAY, Schedule
+from mpikfac.plan import FACTOR_EVERY
+from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Schedule
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, changes, choice, inline, listed, section

@@ -24,9 +24,8 @@ from mpikfac import (
     usual_rule,
 )
 from mpikfac.layers import Kinds
-from mpikfac.plan import CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
+from mpikfac.plan import BASIS_EVERY, CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
 from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
-from mpikfac.settings import BASIS_EVERY
 from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
 from mpikfac_apps.options.fields import Group, dtype

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import mpikfac
-from mpikfac.settings import BASIS_EVERY
+from mpikfac.plan import BASIS_EVERY
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
 from mpikfac_apps.options.options import MODELS, SOLVERS, KfacOptions, StrategyOptions

@@ -18,7 +18,7 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
-from mpikfac.settings import BASIS_EVERY
+from mpikfac.plan import BASIS_EVERY
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.conflicts import pixels
 from mpikfac_apps.options.documents import flattened, loaded, unknown

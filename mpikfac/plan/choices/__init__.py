@@ -26,6 +26,8 @@ from mpikfac.plan.choices.distribution import Distribution as Distribution
 from mpikfac.plan.choices.distribution import Sliced as Sliced
 from mpikfac.plan.choices.distribution import Split as Split
 from mpikfac.plan.choices.distribution import span as span
+from mpikfac.plan.choices.estimates import BASIS_EVERY as BASIS_EVERY
+from mpikfac.plan.choices.estimates import FACTOR_EVERY as FACTOR_EVERY
 from mpikfac.plan.choices.estimates import FISHERS as FISHERS
 from mpikfac.plan.choices.estimates import NORMALIZATIONS as NORMALIZATIONS
 from mpikfac.plan.choices.estimates import Fisher as Fisher

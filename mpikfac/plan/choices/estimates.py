@@ -1,4 +1,4 @@
-"""Name the choices of an estimate of the curvature, without the code behind the names."""
+"""The choices of an estimate of the curvature that plans and predictions know, without torch."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ Fisher = Literal["empirical", "sampled", "exact", "forward-only"]
 FISHERS: tuple[Fisher, ...] = ("empirical", "sampled", "exact", "forward-only")
 Normalization = Literal["expand", "sc20", "kfac-pytorch"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("expand", "sc20", "kfac-pytorch")
+FACTOR_EVERY, BASIS_EVERY = 10, 50
+"""The usual steps between updates of factors, and between decompositions."""
