@@ -428,7 +428,9 @@ def check_stopped(ranks: int, number: signal.Signals, seconds: float, run: Path)
     code, output, errors = ended(job, run)
     assert code == STOPPED, output + errors
     name = "Ctrl-C" if number == signal.SIGINT else number.name
-    step = int(re.search(rf"stopped after (\d+) steps \({name}\)", output)[1])
+    stopped = re.search(rf"stopped after ([\d,]+) steps? \({name}\)", output)
+    assert stopped, output
+    step = int(stopped[1].replace(",", ""))
     checkpoint = mpikfac.find_checkpoint(mpikfac.world(), run / "checkpoints")
     assert checkpoint is not None and checkpoint.step == step
     assert errors.startswith(f"mpikfac launch: {name}: stops after a step, with a checkpoint; the")
