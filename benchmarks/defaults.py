@@ -82,7 +82,7 @@ def main() -> int:
     if options.known:
         report(known())
         return 0
-    shutil.rmtree(options.out, ignore_errors=True)
+    shutil.rmtree(options.out / "claims", ignore_errors=True)  # of an earlier sitting
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=work, args=(options,)) for _ in range(options.workers)]
     for worker in workers:

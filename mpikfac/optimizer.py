@@ -200,18 +200,29 @@ class KFACOptimizer(Optimizer):
                 f"parameters to train may follow as params"
             )
         check_kind("length", settings.get("length"), Length)
-        names = inspect.signature(KFAC).parameters
-        for name in settings.keys() - names.keys():
-            near = get_close_matches(name, names, n=1) or names
-            raise TypeError(
-                f"KFACOptimizer has no argument {name!r}; did you mean {' or '.join(near)}?"
-            )
+        _check_names(settings)
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
         length = settings.pop("length", None) or Length()
         length = replace(length, momentum=descent.momentum if momentum else 0.0)
         super().__init__(
             KFAC(model, descent, comm, strategy, length=length, **settings), max_norm=max_norm
+        )
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """Return if `KFAC` takes the settings of a `KFACOptimizer`.
+
+    Raises:
+        TypeError: a name is unknown.
+    """
+    further = inspect.signature(KFAC).parameters.values()
+    taken = [argument.name for argument in further if argument.kind is argument.KEYWORD_ONLY]
+    own = [name for name in inspect.signature(KFACOptimizer).parameters if name != "settings"]
+    for name in settings.keys() - set(taken):
+        near = get_close_matches(name, [*own, *taken], n=1) or [*own, *taken]
+        raise TypeError(
+            f"KFACOptimizer has no argument {name!r}; did you mean {' or '.join(near)}?"
         )
 
 

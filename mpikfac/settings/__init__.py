@@ -9,6 +9,7 @@ from mpikfac.settings.estimator import Turn as Turn
 from mpikfac.settings.estimator import usual_distance as usual_distance
 from mpikfac.settings.length import Length as Length
 from mpikfac.settings.length import Source as Source
+from mpikfac.settings.schedule import SETTLED as SETTLED
 from mpikfac.settings.schedule import Schedule as Schedule
 from mpikfac.settings.schedule import in_force as in_force
 from mpikfac.settings.settings import Numbers as Numbers

@@ -40,8 +40,8 @@ class Length:
         norm: the bound on the norm of the direction; None for no bound.
         momentum: Nesterov's momentum of the gradients, before gradients are preconditioned, in the
             place of the optimizer's momentum, which has to be 0; a number, a schedule, or 0 for
-            none. Lengths of layers'
-            directions do not depend on the momentum. Needs a source of "orthogonal" or "adam".
+            none. Lengths of layers' directions do not depend on the momentum. Needs a source of
+            "orthogonal" or "adam".
         trust: the largest length of a layer's direction, in units of the norm of the layer's
             weights, for the lengths of "orthogonal" and "adam": a step then changes weights by at
             most the share `lr * trust`, as in [LARS; LAMB]. `math.inf` for no limit. Weights that

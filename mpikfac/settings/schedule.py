@@ -107,6 +107,10 @@ def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> 
     return value
 
 
+SETTLED = 160
+"""The step from which a `growing` interval is whole."""
+
+
 def growing(interval: int, multiple: int = 1) -> Schedule:
     """Return a tenth of an interval until step 20, which doubles until the interval at step 160.
 
@@ -115,7 +119,7 @@ def growing(interval: int, multiple: int = 1) -> Schedule:
     Args:
         multiple: the number that divides all intervals.
     """
-    tenths = ((20, 1), (40, 2), (80, 4), (160, 8), (math.inf, 10))
+    tenths = ((20, 1), (40, 2), (80, 4), (SETTLED, 8), (math.inf, 10))
 
     def value(step: int) -> float:
         share = next(tenth for end, tenth in tenths if step < end)

@@ -24,8 +24,9 @@ from mpikfac import (
     usual_rule,
 )
 from mpikfac.layers import Kinds
-from mpikfac.plan import BASIS_EVERY, CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
+from mpikfac.plan import CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
 from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
+from mpikfac.settings import SETTLED, usual_intervals
 from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
 from mpikfac_apps.options.fields import Group, dtype
@@ -47,8 +48,8 @@ def solver_of(settings: Mapping[str, Any]) -> str:
 
 def lasting_basis_every(settings: Mapping[str, Any], strategy: Strategy) -> int:
     """Return the steps between refreshes at the start; of the usual numbers, the last."""
-    turns = strategy.refresh.stagger
-    interval: int = at_start(settings.get("basis_every", turns * -(-BASIS_EVERY // turns)))
+    usual = usual_intervals(strategy.refresh.stagger).basis_every(SETTLED)
+    interval: int = at_start(settings.get("basis_every", usual))
     return interval
 
 
