@@ -49,6 +49,7 @@ from mpikfac.model import (
     model_state,
     needed_state,
     taking_up,
+    unstored_settings,
 )
 from mpikfac.numerics import Scaler, without_autocast
 from mpikfac.plan import Plan, Split, Strategy, check_size, strategy_of
@@ -133,6 +134,13 @@ class Trainer:
         self.built = self._build(self._draw())
         self._begin(0)
         take_model(model, self)
+        unstored = ", ".join(unstored_settings(optimizer))
+        if unstored and team.trains.rank == 0:
+            log.warning(
+                "the optimizer's groups hold %s: ranks do not compare them and states do not hold "
+                "them; give numbers, or tuples of numbers",
+                unstored,
+            )
 
     # -- a step ----------------------------------------------------------------------------------
 

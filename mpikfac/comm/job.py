@@ -14,18 +14,11 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
-from mpikfac.comm.mpi import MISSING, MPI
+from mpikfac.comm.mpi import LAUNCHERS, MPI, missing
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 
-Comm: TypeAlias = MPI.Intracomm
+Comm: TypeAlias = "MPI.Intracomm"
 """A communicator of ranks that work together, such as the communicator of a run."""
-
-LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "PMI_RANK"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("SLURM_NTASKS", "SLURM_PROCID"),
-)
 
 
 class Maker(NamedTuple):
@@ -51,14 +44,15 @@ log = logging.getLogger("mpikfac")
 
 
 def world() -> MPI.Intracomm:
-    """Return the communicator of all ranks, after checking that the ranks form one job.
+    """Start MPI, and return the communicator of all ranks, if the ranks form one job.
 
     Without an MPI library, a process works alone, after a warning.
 
     Collective over: none.
 
     Raises:
-        SystemExit: code 2 if a launcher started N jobs of size 1; the first job prints why.
+        SystemExit: code 2 if a launcher started N jobs of size 1, or in a worker process, such as a
+            loader's; a line says why.
     """
     comm = MPI.COMM_WORLD
     for size_name, rank_name in LAUNCHERS:
@@ -67,19 +61,19 @@ def world() -> MPI.Intracomm:
             if claimed > 1:
                 _refuse_singletons(size_name, claimed, int(os.environ.get(rank_name, "0")))
             break
-    if MISSING:
+    if missing():
         _tell_alone()
     return comm
 
 
 @cache
 def _tell_alone() -> None:
-    log.warning("%s: this process works alone; for several ranks, %s", MISSING, REMEDY)
+    log.warning("%s: this process works alone; for several ranks, %s", missing(), REMEDY)
 
 
 def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
-    if rank == 0 and MISSING:
-        text = f"{name}={claimed}, but several ranks need MPI ({MISSING}): {REMEDY}"
+    if rank == 0 and missing():
+        text = f"{name}={claimed}, but several ranks need MPI ({missing()}): {REMEDY}"
         print(f"mpikfac: {text}", file=sys.stderr, flush=True)
     elif rank == 0:
         print(

@@ -1,4 +1,7 @@
-"""Load MPI; where no MPI library is found, provide the calls of a process that works alone."""
+"""Start MPI when a program first asks for MPI, by `world()`, and not at an import.
+
+Where no MPI library is found, the calls are those of a process that works alone.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,19 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from multiprocessing import parent_process
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-MISSING = ""
-"""Why no MPI library was loaded; "" with MPI."""
+from mpikfac.errors import USAGE_ERROR
+
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+)
+"""The variables in which launchers give the number of ranks, and the rank."""
 
 
 class _Done:
@@ -86,13 +97,57 @@ def _alone() -> Any:
     )
 
 
+class _OnDemand:
+    """The names of `mpi4py.MPI`: the first use of a name imports the module, which starts MPI.
+
+    Attributes:
+        missing: why no MPI library was loaded; "" with MPI.
+    """
+
+    def __init__(self) -> None:
+        self.missing = ""
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse_in_worker()
+        missing = ""
+        try:
+            from mpi4py import MPI as library
+        except (ImportError, RuntimeError) as error:
+            missing, library = str(error).partition("\n")[0], _alone()
+        vars(self).update(vars(library), missing=missing)
+        return getattr(library, name)
+
+
+def _refuse_in_worker() -> None:
+    """Return if the process may start MPI: a rank's workers would join the job a second time.
+
+    The server of `forkserver`, which is no worker yet, runs the main program under another name.
+
+    Raises:
+        SystemExit: code 2, after a line on stderr.
+    """
+    launched = any(size in os.environ for size, _ in LAUNCHERS)
+    main = getattr(sys.modules.get("__mp_main__"), "__name__", "")
+    worker = parent_process() is not None or main == "__mp_main__"
+    if launched and worker and "mpi4py.MPI" not in sys.modules:
+        print(
+            "mpikfac: a worker process must not start MPI, which its rank has started: call "
+            "world() under if __name__ == '__main__', or in a function that no worker calls",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(USAGE_ERROR)
+
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 else:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        MISSING = str(error).partition("\n")[0]
-        MPI = _alone()
+    MPI = _OnDemand()
 
-__all__ = ["MISSING", "MPI"]
+
+def missing() -> str:
+    """Return why no MPI library was loaded; "" with MPI."""
+    return str(getattr(MPI, "missing", ""))
+
+
+__all__ = ["LAUNCHERS", "MPI", "missing"]

@@ -225,6 +225,7 @@ class Gradients:
         Raises:
             ValueError: the ranks have no example, or sums are sent before the weight is known.
         """
+        examples = int(examples)
         total = sum(self._counted_examples(examples))
         if not total:
             raise ValueError(f"examples={examples} on all ranks; a step needs an example")

@@ -25,7 +25,7 @@ class Everyone:
         Collective over: world with update="owner", else none.
         """
         arena, slots = self.gradients.arena, self.gradients.slots
-        scale = (max_norm / (self._square().sqrt() + 1e-6)).clamp(max=1.0)
+        scale = (float(max_norm) / (self._square().sqrt() + 1e-6)).clamp(max=1.0)
         self.gradients.shortened = scale.clamp(min=torch.finfo(scale.dtype).tiny)
         for slot in slots:
             if slot.block.parameters:

@@ -79,11 +79,9 @@ class Codistillation:
         trace: Trace | None = None,
     ) -> None:
         comm = Team(comm).trains
-        check_count("burn_in", burn_in, 0)
-        check_count("groups", groups, 1)
+        burn_in, groups = check_count("burn_in", burn_in, 0), check_count("groups", groups, 1)
         check_divides("groups", groups, comm.size)
-        check_count("every", every, 1)
-        check_size("weight", weight)
+        every, weight = check_count("every", every, 1), check_size("weight", weight)
         self.model, self.burn_in, self.every, self.weight = model, burn_in, every, weight
         self.steps, self.trace = 0, trace or Trace()
         self._shapes = shapes_of(model)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpikfac.plan import check_size
 from mpikfac.settings import in_force
 
 LARGEST = 1e6  # of a rate or a decay; more is a mistake
@@ -35,7 +36,8 @@ class Descent(Optimizer):
     ) -> None:
         numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         for name, value in numbers.items():
-            in_force(name, value, 0, below=1.0 if name == "momentum" else LARGEST)
+            below = 1.0 if name == "momentum" else LARGEST
+            numbers[name] = in_force(name, check_size(name, value), 0, below)
         super().__init__(params, numbers)
 
     def momentum(self, step: int) -> float:

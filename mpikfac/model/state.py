@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, handed_over
+from mpikfac.plan import plain
 from mpikfac.plan.names import OF_GROUPS, OF_MODEL, OF_OPTIMIZER_STATE, OPTIMIZER_NAME, STEPS
 
 Stepped = Mapping[str, nn.Parameter]
 MOST_STEPS = 2**53
 """A larger number of steps is a mistake: float64 counts no further."""
 MOMENTUM = "momentum_buffer"
+OF_PARAMETERS = ("params", "param_names")
+"""Keys of a parameter group that are no settings."""
 AS_PARAMETER = (MOMENTUM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """State of torch's optimizers with a parameter's shape."""
 
@@ -41,7 +45,8 @@ def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
 
     SOAP has such lists; an empty list in a list stands for no matrix, as does an empty tensor.
     """
-    pieces = {key: value for key, value in state.items() if value is not None}
+    present = {key: value for key, value in state.items() if value is not None}
+    pieces = {k: v if torch.is_tensor(v) else plain(v) for k, v in present.items()}
     for key in [key for key, value in pieces.items() if isinstance(value, list)]:
         for index, piece in enumerate(pieces.pop(key)):
             pieces[f"{key}.{index}"] = torch.empty(0) if isinstance(piece, list) else piece
@@ -132,7 +137,7 @@ def fitting(
     for name, expected in like.items():
         if name not in state:
             raise ValueError(f"item {name!r} must be {_form(expected)}; it is missing")
-        items[name] = state[name]
+        items[name] = state[name] if torch.is_tensor(expected) else plain(state[name])
         if _alias(items[name], expected):
             items[name] = items[name].clone()
         if _form(items[name], rounded) != _form(expected, rounded):
@@ -251,16 +256,27 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
     """Yield index and key ("0/lr") and value of every number in the parameter groups.
 
-    The key of a number in a tuple has the place in the tuple ("0/betas.1").
+    The key of a number in a tuple or list has the place there ("0/betas.1").
     """
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            places = enumerate(value) if isinstance(value, tuple) else ()
+            several = isinstance(value, (tuple, list)) and key not in OF_PARAMETERS
+            places = enumerate(value) if several else ()
             numbers = {f"{key}.{place}": entry for place, entry in places} or {key: value}
             for name, entry in numbers.items():
-                number = entry.item() if torch.is_tensor(entry) and not entry.dim() else entry
+                number = plain(entry)
                 if isinstance(number, (int, float)):
                     yield f"{index}/{name}", number
+
+
+def unstored_settings(optimizer: Optimizer) -> Iterator[str]:
+    """Yield index, key and kind of the values in parameter groups that no state holds."""
+    stored = {name.partition(".")[0] for name, _ in group_settings(optimizer)}
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            chosen = key in OF_PARAMETERS or isinstance(value, (str, NoneType))
+            if not chosen and f"{index}/{key}" not in stored:
+                yield f"{index}/{key} ({type(value).__name__})"
 
 
 def set_group_setting(optimizer: Optimizer, name: str, number: int | float) -> None:
@@ -277,4 +293,4 @@ def set_group_setting(optimizer: Optimizer, name: str, number: int | float) -> N
         return
     values = list(group[key])
     values[int(place)] = value
-    group[key] = tuple(values)
+    group[key] = type(group[key])(values)

@@ -34,10 +34,13 @@ from mpikfac.plan.choices import check as check
 from mpikfac.plan.choices import check_count as check_count
 from mpikfac.plan.choices import check_divides as check_divides
 from mpikfac.plan.choices import check_fraction as check_fraction
+from mpikfac.plan.choices import check_positive as check_positive
 from mpikfac.plan.choices import check_size as check_size
 from mpikfac.plan.choices import divisors as divisors
+from mpikfac.plan.choices import make_plain as make_plain
 from mpikfac.plan.choices import named as named
 from mpikfac.plan.choices import one_of as one_of
+from mpikfac.plan.choices import plain as plain
 from mpikfac.plan.choices import shown as shown
 from mpikfac.plan.choices import span as span
 from mpikfac.plan.choices import strategy_of as strategy_of

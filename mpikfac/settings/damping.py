@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mpikfac.plan import check_count, check_positive, make_plain
 from mpikfac.settings.schedule import Schedule, in_force
 from mpikfac.settings.usual import SHARE
 
@@ -37,8 +38,10 @@ class LevenbergMarquardt:
     most: float = 100.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every={self.every!r} must be a whole number of at least 1")
+        make_plain(self)
+        check_count("every", self.every, 1)
+        for name in ("decay", "least", "damping", "most"):
+            check_positive(name, getattr(self, name))
         if not 0 < self.decay < 1:
             raise ValueError(f"decay={self.decay!r} must be above 0 and below 1")
         if not 0 < self.least <= self.damping <= self.most < math.inf:
@@ -86,6 +89,7 @@ class Damping:
     relative: float | Schedule | LevenbergMarquardt | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if self.value is not None and self.relative is not None:
             raise ValueError(
                 f"damping={self.value!r} and relative_damping={self.relative!r} exclude each "

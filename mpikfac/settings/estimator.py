@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from mpikfac.plan import FISHERS, NORMALIZATIONS, Fisher, Normalization, check_count, one_of
+from mpikfac.plan import (
+    FISHERS,
+    NORMALIZATIONS,
+    Fisher,
+    Normalization,
+    check_count,
+    make_plain,
+    one_of,
+)
 from mpikfac.settings.schedule import Schedule, in_force
 
 if TYPE_CHECKING:  # programs print help from this file, and the import of torch takes seconds
@@ -96,6 +104,7 @@ class Estimator:
     loss_positions: int = 1
 
     def __post_init__(self) -> None:
+        make_plain(self)
         in_force("decay", self.decay, 0, below=1)
         one_of("start", self.start, ("first", "identity"))
         one_of("normalization", self.normalization, NORMALIZATIONS)

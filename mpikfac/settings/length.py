@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mpikfac.plan import check_fraction, one_of
+from mpikfac.plan import check_fraction, check_positive, make_plain, one_of
 from mpikfac.settings.schedule import Schedule, in_force
 from mpikfac.settings.usual import TRUST
 
@@ -60,6 +60,7 @@ class Length:
     trust: float = TRUST
 
     def __post_init__(self) -> None:
+        make_plain(self)
         bounds = {name: bound for name, bound in self.bounds.items() if bound is not None}
         for name, bound in bounds.items():
             in_force(name, bound, 0)
@@ -74,8 +75,7 @@ class Length:
                 f"length='quadratic' needs no bound, and {self.bound}={bounds[self.bound]!r} is one"
             )
         self._check_momentum()
-        if not self.trust > 0:
-            raise ValueError(f"trust={self.trust!r} must be a positive number, or math.inf")
+        check_positive("trust", self.trust)
 
     def _check_momentum(self) -> None:
         if callable(self.momentum):

@@ -11,19 +11,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 
+from mpikfac.plan import check_count, check_size, plain
+
 Schedule = Callable[[int], float]
-
-
-def _number(name: str, value: float) -> float:
-    if type(value) is bool or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
-    return value
-
-
-def _length(steps: int) -> int:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r} must be a whole number of at least 1")
-    return steps
 
 
 def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
@@ -33,8 +23,8 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
         ValueError: the number is negative, infinite or no number; the text calls the number `name`.
     """
     if callable(value):
-        return _number(f"schedule {name} at step {step}", value(step))
-    return _number(name, value)
+        return check_size(f"schedule {name} at step {step}", value(step))
+    return check_size(name, value)
 
 
 def every(interval: float | Schedule, step: int, name: str = "interval") -> bool:
@@ -54,15 +44,14 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
 
 def constant(value: float) -> Schedule:
     """Return the schedule with `value` at every step."""
-    _number("value", value)
-    return lambda _: value
+    number = check_size("value", value)
+    return lambda _: number
 
 
 def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
     """Return the schedule of `value`, times `factor` for every step in `at` that is reached."""
-    _number("value", value)
-    _number("factor", factor)
-    milestones = list(at)
+    value, factor = check_size("value", value), check_size("factor", factor)
+    milestones = [plain(step) for step in at]
     if any(not isinstance(step, int) or step < 0 for step in milestones):
         raise ValueError(f"at={milestones} must hold whole numbers of at least 0")
     if any(later <= earlier for earlier, later in itertools.pairwise(milestones)):
@@ -72,17 +61,15 @@ def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
 
 def linear(start: float, stop: float, steps: int) -> Schedule:
     """Return the straight line from `start` at step 0 to `stop` at step `steps` and later."""
-    _number("start", start)
-    _number("stop", stop)
-    _length(steps)
+    start, stop = check_size("start", start), check_size("stop", stop)
+    steps = check_count("steps", steps, 1)
     return lambda step: start + (stop - start) * step / steps if step < steps else stop
 
 
 def cosine(start: float, stop: float, steps: int) -> Schedule:
     """Return half a cosine from `start` at step 0 to `stop` at step `steps` and later."""
-    _number("start", start)
-    _number("stop", stop)
-    _length(steps)
+    start, stop = check_size("start", start), check_size("stop", stop)
+    steps = check_count("steps", steps, 1)
 
     def value(step: int) -> float:
         if step >= steps:
@@ -95,9 +82,9 @@ def cosine(start: float, stop: float, steps: int) -> Schedule:
 def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> Schedule:
     """Return `schedule` times a factor from `from_factor` at step 0 to 1 at step `steps`."""
     if not callable(schedule):
-        _number("schedule", schedule)
-    _length(steps)
-    if _number("from_factor", from_factor) > 1:
+        schedule = check_size("schedule", schedule)
+    steps, from_factor = check_count("steps", steps, 1), check_size("from_factor", from_factor)
+    if from_factor > 1:
         raise ValueError(f"from_factor={from_factor!r} must be at most 1")
 
     def value(step: int) -> float:

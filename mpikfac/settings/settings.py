@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mpikfac.plan import make_plain, plain
 from mpikfac.settings.damping import Damping
 from mpikfac.settings.length import Length
 from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
@@ -54,6 +55,7 @@ class Settings:
     length: Length
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name in ("factor_every", "basis_every"):
             self.due(name, 0)
 
@@ -105,7 +107,7 @@ class Settings:
     def described(self) -> dict[str, object]:
         """Return the settings by name, for ranks to compare; schedules by their value at step 0."""
         numbers = self._numbers().items()
-        values = {n: ("scheduled", v(0)) if callable(v) else v for n, v in numbers}
+        values = {n: ("scheduled", plain(v(0))) if callable(v) else v for n, v in numbers}
         return values | {
             "relative": self.damping.is_relative,
             "adapted": self.damping.adapted,

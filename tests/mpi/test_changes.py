@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -260,7 +261,7 @@ def test_a_new_layer_is_trained_from_the_next_step_on(comm):
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
 @pytest.mark.parametrize("make", [DataParallel, kfac_with({}), kfac_with(STRATEGIES["owners"])])
-@pytest.mark.parametrize("difference", ["lr", "frozen", "damping", "factor_every"])
+@pytest.mark.parametrize("difference", ["lr", "kind", "frozen", "damping", "factor_every"])
 def test_ranks_that_drift_apart_stop_together(comm, make, difference):
     """Oracle: the same text on all ranks, at the step of the difference."""
     of_kfac = difference in ("damping", "factor_every")
@@ -274,6 +275,8 @@ def test_ranks_that_drift_apart_stop_together(comm, make, difference):
         schedule = lambda step: values[last and step >= begins]  # noqa: E731
         trainer = mpikfac.KFAC(model, optimizer, comm, **{difference: schedule})
     for step in range(2):
+        if difference == "kind":  # a scheduler of numpy
+            optimizer.param_groups[0]["lr"] = np.float32(0.1 + 0.1 * step * last)
         if step == 1 and last and difference == "lr":
             optimizer.param_groups[0]["lr"] = 0.05
         if step == 1 and last and difference == "frozen":

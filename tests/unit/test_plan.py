@@ -361,7 +361,7 @@ def mib(elements):
             "reduction='all' must be one of 'everyone', 'owners', 'none'",
         ),
         (lambda: Strategy(update="all"), "update='all' must be one of 'everyone', 'owner'"),
-        (lambda: changed(top_share=0), "top_share=0 must be above 0 and at most 1"),
+        (lambda: changed(top_share=0), "top_share=0 must be a number above 0"),
         (
             lambda: changed(factor_wire="top-k"),
             "factor_wire='top-k' must be one of None, 'bfloat",

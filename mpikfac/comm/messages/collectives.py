@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
         sums += terms
 
 
-BFLOAT16_SUM = MPI.Op.Create(_add_bfloat16, commute=True)
+@cache
+def _bfloat16_sum() -> MPI.Op:
+    return MPI.Op.Create(_add_bfloat16, commute=True)
 
 
 def op_of(message: Message) -> MPI.Op:
     """Return the operation that adds; MPI knows no bfloat16 and takes the bits for integers."""
-    return BFLOAT16_SUM if message.codec else MPI.SUM
+    return _bfloat16_sum() if message.codec else MPI.SUM
 
 
 def _allreduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
@@ -154,9 +157,9 @@ class Patient:
         self._comm = comm
         self.rank, self.size = comm.rank, comm.size
 
-    def Allreduce(self, sent: Any, received: Any, op: MPI.Op = MPI.SUM) -> None:
-        """Add up on all members."""
-        _sleep_until(self._comm.Iallreduce(sent, received, op))
+    def Allreduce(self, sent: Any, received: Any, op: MPI.Op | None = None) -> None:
+        """Add up on all members, or combine by `op`."""
+        _sleep_until(self._comm.Iallreduce(sent, received, op or MPI.SUM))
 
     def Reduce(self, sent: Any, received: Any, op: MPI.Op, root: int) -> None:
         """Add up on member `root`."""

@@ -8,9 +8,12 @@ from mpikfac.plan.choices.catalogue import strategy_of as strategy_of
 from mpikfac.plan.choices.checks import check_count as check_count
 from mpikfac.plan.choices.checks import check_divides as check_divides
 from mpikfac.plan.choices.checks import check_fraction as check_fraction
+from mpikfac.plan.choices.checks import check_positive as check_positive
 from mpikfac.plan.choices.checks import check_size as check_size
 from mpikfac.plan.choices.checks import divisors as divisors
+from mpikfac.plan.choices.checks import make_plain as make_plain
 from mpikfac.plan.choices.checks import one_of as one_of
+from mpikfac.plan.choices.checks import plain as plain
 from mpikfac.plan.choices.combinations import STRATEGY as STRATEGY
 from mpikfac.plan.choices.combinations import AtLeast as AtLeast
 from mpikfac.plan.choices.combinations import Choices as Choices

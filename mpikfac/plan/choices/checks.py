@@ -4,7 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """Return a number of any library as Python's int or float, and all else as it is.
+
+    An array or a tensor of a single element holds a number.
+    """
+    if math.prod(getattr(value, "shape", (0,))) == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def make_plain(choices: object) -> None:
+    """Make the numbers in the fields of choices Python's own; plans print and compare them."""
+    for name, value in vars(choices).items():
+        alike = tuple(map(plain, value)) if type(value) is tuple else plain(value)
+        object.__setattr__(choices, name, alike)
 
 
 def divisors(number: int) -> list[int]:
@@ -35,14 +55,26 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
 
 
-def check_count(name: str, value: object, least: int) -> None:
-    """Return if `value` is a whole number of at least `least`.
+def check_count(name: str, value: Any, least: int) -> int:
+    """Return `value`, a whole number of at least `least`.
 
     Raises:
         ValueError: the value is not; the text calls the value `name`.
     """
-    if type(value) is not int or value < least:
+    count = plain(value)
+    if type(count) is not int or count < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    return count
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Return if `value` is a number above 0; infinity is a number.
+
+    Raises:
+        ValueError: the value is not; the text calls the value `name`.
+    """
+    if type(value) not in (int, float) or not value > 0:
+        raise ValueError(f"{name}={value!r} must be a number above 0")
 
 
 def check_share(name: str, value: Any) -> None:
@@ -65,11 +97,13 @@ def check_fraction(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be a number from 0 to below 1")
 
 
-def check_size(name: str, value: Any) -> None:
-    """Return if `value` is a finite number of at least 0.
+def check_size(name: str, value: Any) -> float:
+    """Return `value`, a finite number of at least 0.
 
     Raises:
         ValueError: the value is not; the text calls the value `name`.
     """
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
+    size = plain(value)
+    if type(size) not in (int, float) or not 0 <= size < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
+    return size

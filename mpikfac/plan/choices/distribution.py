@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mpikfac.plan.choices.checks import check_count, divisors, one_of
+from mpikfac.plan.choices.checks import check_count, divisors, make_plain, one_of
 from mpikfac.plan.choices.combinations import Combination, OneOf
 from mpikfac.plan.layout import Layout, Shape, lay_out
 
@@ -34,6 +34,7 @@ class Distribution:
     strided: bool = False
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_count("ways", self.ways, 1)
         for name, axis in self.layers.items():
             one_of(f"layer {name!r}: channels", axis, CHANNELS)

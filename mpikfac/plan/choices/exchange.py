@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mpikfac.plan.choices.checks import check_count, check_fraction, check_share, check_size, one_of
+from mpikfac.plan.choices.checks import (
+    check_count,
+    check_fraction,
+    check_positive,
+    check_share,
+    check_size,
+    make_plain,
+    one_of,
+)
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,8 @@ class Outer:
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.outer_lr > 0:
-            raise ValueError(f"outer_lr={self.outer_lr!r} must be above 0")
+        make_plain(self)
+        check_positive("outer_lr", self.outer_lr)
         check_fraction("outer_momentum", self.outer_momentum)
 
 
@@ -59,6 +67,7 @@ class MergeRule:
     average_decay: float = 0.75
 
     def __post_init__(self) -> None:
+        make_plain(self)
         one_of("merge", self.merge, ("mean", "leader", "elastic"))
         for name in ("anchor_pull", "mean_pull", "pull_growth"):
             check_size(name, getattr(self, name))
@@ -83,6 +92,7 @@ class Stream:
     local_share: float | None = 0.0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_count("fragments", self.fragments, 1)
         check_count("lateness", self.lateness, 0)
         if self.local_share is not None:
@@ -129,14 +139,15 @@ class Robust:
     safe_noise: float = 0.0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         one_of("combine", self.combine, RULES)
         one_of("combine_factors", self.combine_factors, ("mean", "near"))
         check_count("liars", self.liars, 0)
-        if not self.clip_radius > 0:
-            raise ValueError(f"clip_radius={self.clip_radius!r} must be above 0")
+        check_positive("clip_radius", self.clip_radius)
         check_count("short_window", self.short_window, 1)
         check_count("long_window", self.long_window, self.short_window)
-        if not self.safe_factor >= 1:
+        check_positive("safe_factor", self.safe_factor)
+        if self.safe_factor < 1:
             raise ValueError(f"safe_factor={self.safe_factor!r} must be at least 1")
         check_size("safe_noise", self.safe_noise)
 
@@ -185,6 +196,7 @@ class Asynchrony:
     client_ranks: int = 1
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_count("servers", self.servers, 1)
         check_count("push_every", self.push_every, 1)
         check_count("warm_updates", self.warm_updates, 0)
@@ -225,6 +237,7 @@ class Exchange:
     asynchrony: Asynchrony = field(default_factory=Asynchrony)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         one_of("exchanged", self.exchanged, ("gradients", "weights", "updates"))
         check_count("exchange_every", self.exchange_every, 1)
         check_count("exchange_from", self.exchange_from, 0)

@@ -15,8 +15,10 @@ from mpikfac.plan.choices.checks import (
     check_count,
     check_divides,
     check_fraction,
+    check_positive,
     check_size,
     divisors,
+    make_plain,
     one_of,
 )
 from mpikfac.plan.choices.combinations import STRATEGY, check
@@ -56,10 +58,12 @@ class Wires:
     power_rank: int = 2
 
     def __post_init__(self) -> None:
+        make_plain(self)
         one_of("factor_wire", self.factor_wire, (None, "bfloat16", "int8"))
         one_of("basis_wire", self.basis_wire, (None, "bfloat16", "int8"))
         one_of("gradient_wire", self.gradient_wire, (None, *GRADIENT_WIRES))
-        if not 0 < self.top_share <= 1:
+        check_positive("top_share", self.top_share)
+        if self.top_share > 1:
             raise ValueError(f"top_share={self.top_share} must be above 0 and at most 1")
         check_fraction("top_momentum", self.top_momentum)
         check_count("power_rank", self.power_rank, 1)
@@ -101,6 +105,7 @@ class Transport:
     wires: Wires = field(default_factory=Wires)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         one_of("reduce_at", self.reduce_at, ("factors", "bases"))
         one_of("packing", self.packing, ("triangle", "square"))
         one_of("overlap", self.overlap, (True, False))
@@ -139,6 +144,7 @@ class Refresh:
     curvature_ranks: int = 0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_count("delay", self.delay, 0)
         check_count("stagger", self.stagger, 1)
         check_size("tolerance", self.tolerance)
@@ -184,6 +190,7 @@ class Strategy:
     exchange: Exchange = field(default_factory=Exchange)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_count("workers", self.workers, 1)
         one_of("reduction", self.reduction, ("everyone", "owners", "none"))
         one_of("update", self.update, ("everyone", "owner"))
