@@ -10,6 +10,7 @@ imports neither torch nor MPI, and leaves after the rank.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import signal
@@ -20,6 +21,7 @@ from contextlib import suppress
 NUMBERS = NOW, STOPPED, DEADLINE = range(3)
 """Counted seconds, seconds that do not count, and the count at which the rank has to report."""
 STACKS = signal.SIGSTKFLT  # asks the rank for its stacks, without the GIL; Linux sends it never
+SET_DEATH_SIGNAL = 1  # of prctl
 TICK = 0.1  # seconds between two looks
 LONGEST = 1.0  # seconds of a look; the rest of a longer look is time in which nothing ran
 # Seconds after the deadline.
@@ -29,6 +31,7 @@ LAST = 3.0  # by now a rank has left, or never will
 
 def main() -> None:
     """Count until the rank has left."""
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)  # a stopped process ends, too
     rank, memory = map(int, sys.argv[1:])
     numbers = shared(memory)
     before, asked = time.monotonic(), False
