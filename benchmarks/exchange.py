@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import mpikfac
+from mpikfac_apps.guard.ranks import watched
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
@@ -154,7 +155,8 @@ def trained(comm: Any, given: tuple[str, ...], target: float, run_dir: Path) -> 
     if comm.rank == 0:
         shutil.rmtree(run_dir, ignore_errors=True)
     asked = parse([*given, f"--run_dir={run_dir}"], comm.size)
-    train.train(comm, asked)
+    with watched(comm) as watchdog:
+        train.train(comm, asked, watchdog)
     run = Watched.last
     sent = comm.allreduce(sum(run.trainer.trace.sent.values())) / comm.size
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

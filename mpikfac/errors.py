@@ -84,8 +84,15 @@ def ending(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None
 
 def _all_arrived(comm: _Ranks) -> bool:
     """Return whether all ranks arrive within `PATIENCE` seconds."""
-    deadline = time.monotonic() + PATIENCE
     barrier = comm.Ibarrier()
-    while not (done := barrier.Test()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(done)
+    return any(barrier.Test() for _ in looks(PATIENCE))
+
+
+def looks(seconds: float, interval: float = 0.01) -> Iterator[None]:
+    """Yield at intervals, until this process has run for `seconds`.
+
+    The intervals are counted: a clock would go on while the job is stopped.
+    """
+    for _ in range(round(seconds / interval)):
+        yield
+        time.sleep(interval)

@@ -25,27 +25,6 @@ def run(program: str, work: Callable[[], int]) -> int:
         return 2
 
 
-def run_on_ranks(
-    parse: Callable[[int], Options], work: Callable[[mpikfac.comm.Comm, Options], int]
-) -> int:
-    """Return the exit code of a program's work on all ranks; 0 after a call for help.
-
-    Collective over: world.
-
-    Args:
-        parse: makes the options on rank 0, from the number of ranks.
-
-    Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
-    """
-    mend_streams()
-    comm = mpikfac.world()
-    with mpikfac.ending(comm):
-        options = read_options(comm, lambda: parse(comm.size))
-        code = 0 if options is None else work(comm, options)
-    return mpikfac.comm.leaving(code)
-
-
 def mend_streams() -> None:
     """Open closed streams on the null device, and print what a stream cannot encode as codes.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import reprlib
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,7 +23,7 @@ from mpikfac.checkpoint.manifest import Checkpoint, make_manifest, read_checkpoi
 from mpikfac.checkpoint.restarts import TRIES, starts_from
 from mpikfac.checkpoint.shard import Value, checksum, describe, write_shard
 from mpikfac.comm import Comm, agree, together
-from mpikfac.errors import UserError
+from mpikfac.errors import UserError, looks
 
 PATIENCE = 5.0  # seconds until all ranks must see the files that rank 0 sees
 
@@ -375,14 +374,13 @@ def _wait_for_files(comm: Comm, checkpoints: Sequence[Path]) -> None:
             seen = _files(checkpoints)
     seen = comm.bcast(seen)
     with together(comm, "looking for checkpoints"):
-        deadline = time.monotonic() + PATIENCE
-        while missing := dict(seen.items() - _files(checkpoints).items()):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"rank {comm.rank} does not see {next(iter(missing))} as rank 0 does: ranks "
-                    f"see different directories; use one on a file system that all ranks share"
-                )
-            time.sleep(0.1)
+        for _ in looks(PATIENCE, 0.1):
+            if not (missing := dict(seen.items() - _files(checkpoints).items())):
+                return
+        raise UserError(
+            f"rank {comm.rank} does not see {next(iter(missing))} as rank 0 does: ranks "
+            f"see different directories; use one on a file system that all ranks share"
+        )
 
 
 def _files(directories: Sequence[Path]) -> dict[str, int]:

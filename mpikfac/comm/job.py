@@ -7,7 +7,6 @@ import ctypes
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple, TypeAlias, cast
@@ -15,7 +14,7 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 
 from mpikfac.comm.mpi import LAUNCHERS, MPI, missing
-from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
+from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError, looks
 
 Comm: TypeAlias = "MPI.Intracomm"
 """A communicator of ranks that work together, such as the communicator of a run."""
@@ -190,12 +189,12 @@ def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
         return tells_of_loss(error)
     # If a rank dies in a collective, Open MPI may return without an error. The received values
     # are then undefined, and Open MPI reports the death later.
-    deadline = time.monotonic() + PATIENCE
-    while not (lost := comm.Is_revoked() or comm.Get_failed().size > 0):
-        if isinstance(error, UserError) or time.monotonic() > deadline:
+    for _ in looks(PATIENCE):
+        if comm.Is_revoked() or comm.Get_failed().size > 0:
+            return True
+        if isinstance(error, UserError):
             break
-        time.sleep(0.01)
-    return lost
+    return False
 
 
 def tells_of_loss(error: BaseException) -> bool:

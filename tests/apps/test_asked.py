@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from mpikfac_apps import guard
 from mpikfac_apps.guard.requests import LAUNCHER, RESERVE, SIGNALS, Requests, end_of_job
 
 
@@ -17,8 +18,9 @@ def make():
     """Return a function that makes requests; restore the handlers after the test."""
     made = []
 
-    def make(control=None, *, end=None, every_minutes=None):
-        made.append(Requests(control, end=end, every_minutes=every_minutes))
+    def make(control=None, *, end=None, every_minutes=None, clock=None):
+        clock = clock or guard.requests.time.monotonic
+        made.append(Requests(control, end=end, every_minutes=every_minutes, clock=clock))
         return made[-1]
 
     yield make
@@ -44,6 +46,16 @@ def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("mpikfac_apps.guard.requests.time", clock)
     return clock
+
+
+def test_a_stop_of_the_process_is_no_pause_between_two_steps(make, clock):
+    """Oracle: unix time goes on for two minutes, and the clock of the process does not."""
+    requests = make(end=clock.now + 200, clock=lambda: 0.0)
+    assert not requests.stop
+    clock.now += 120
+    assert not requests.stop
+    clock.now += 20
+    assert requests.reason == "" and requests.stop and requests.reason == "end of job in 60 s"
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mpikfac_apps.guard.processes import processes_with
 from mpikfac_apps.study import jobs, progress, spec, study
 from support.pace import paced
 
@@ -298,6 +299,58 @@ def test_a_running_cell_is_watched(tmp_path, monkeypatch):
     calls = []
     assert jobs.run(cell, tmp_path / "place", "mpirun", lambda: calls.append(1)).code == 3
     assert len(calls) >= 3
+
+
+# A launcher that leaves a rank behind, as after SIGKILL: the rank never ends.
+LEAVES = "#!/bin/sh\nsleep 600 > /dev/null 2>&1 &\necho $! > {pid}\n"
+
+
+@pytest.mark.parametrize("killed", ["the launcher", "the study"])
+def test_what_a_killed_job_has_left_is_ended_before_the_next(tmp_path, monkeypatch, killed):
+    """Oracle: the process of the rank that never ends; the study itself, and its next start."""
+    file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
+    (cell,), pid = spec.read(file).cells, tmp_path / "pid"
+    place = tmp_path / "place"
+    if killed == "the launcher":
+        launcher(tmp_path, monkeypatch, LEAVES.format(pid=pid) + "kill -9 $$\n")
+        ended = jobs.run(cell, place / "cells" / cell.directory, "mpirun")
+        assert ended.why == "code -9: ended by signal 9 (Killed), perhaps for want of memory"
+    else:
+        launcher(tmp_path, monkeypatch, LEAVES.format(pid=pid) + "wait\n")
+        words = [sys.executable, "-m", "mpikfac_apps", "study", str(file), f"--run_dir={place}"]
+        with subprocess.Popen(words) as job:
+            while not pid.exists() or not pid.read_text():
+                assert job.poll() is None
+                time.sleep(0.05)
+            job.kill()
+        assert Path("/proc", pid.read_text().strip()).exists()
+        launcher(tmp_path, monkeypatch, "#!/bin/sh\nexit 3\n")
+        assert jobs.run(cell, place / "cells" / cell.directory, "mpirun").code == 3
+    assert list(processes_with(f"{jobs.CELLS}={place / 'cells'}")) == []
+
+
+RULE = 74 * "-"
+NOTE = f"{RULE}\nprterun noticed that process rank 1 exited on signal 9.\n{RULE}\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "why"),
+    [
+        (f"epoch 1: loss 2\n{NOTE}", 137, "ended by signal 9 (Killed), perhaps for want of memory"),
+        (f"epoch 1: loss 2\n{NOTE}", 139, "ended by signal 11 (Segmentation fault)"),
+        (f"ImportError: no module\n{NOTE}", 1, "ImportError: no module"),
+        (f"mpikfac: no progress for 9 s\n{NOTE}", 137, "no progress for 9 s"),
+        (NOTE, 1, "exit code 1, without a word"),
+        ("", 134, "ended by signal 6 (Aborted)"),
+    ],
+)
+def test_the_reason_of_a_failure_is_no_note_of_a_launcher(tmp_path, monkeypatch, output, code, why):
+    """Oracle: by hand, as Open MPI 5 writes its notes."""
+    (tmp_path / "output").write_text(output)
+    launcher(tmp_path, monkeypatch, f"#!/bin/sh\ncat {tmp_path}/output\nexit {code}\n")
+    (cell,) = spec.read(written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})).cells
+    told = jobs.run(cell, tmp_path / "cells" / "a", "mpirun").why
+    assert told.removeprefix(f"code {code}: ") == why
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,13 +398,47 @@ def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monk
     refused(tmp_path, capfd, message, "--resume=auto")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
-    """Oracle: a rate of 1e30: from the second step on no loss is finite; step 3 is tested first."""
-    chosen = ("--optimizer=sgd", "--lr=1e30")
-    with pytest.raises(SystemExit) as leave:
-        train.main(arguments(tmp_path, *chosen))
-    assert leave.value.code == 2
-    assert "mpikfac: the loss is nan after step 3; try a smaller lr" in capfd.readouterr().err
+class Faulty(nn.Module):
+    """A network whose outputs are NaN in some passes of the training, counted from 0."""
+
+    def __init__(self, faulty):
+        super().__init__()
+        self.network, self.faulty, self.passes = models.digits_cnn(10, 1), faulty, -1
+
+    def forward(self, x):
+        self.passes += self.training
+        outputs = self.network(x)
+        return outputs * math.nan if self.training and self.passes in self.faulty else outputs
+
+
+INTERVALS = ("--log_every=1", "--log_every=2", "--log_every=7", "--eval_steps=1")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
+def test_a_loss_that_is_not_finite_ends_the_run_after_steps_in_a_row(
+    tmp_path, capfd, caplog, monkeypatch, optimizer
+):
+    """Oracle: two and four steps in a row; the same end with every interval of log and tests."""
+    monkeypatch.setattr(logging.getLogger("mpikfac"), "propagate", True)
+    for faulty, interval in itertools.product([(3, 4), (3, 4, 5, 6)], INTERVALS):
+        network = models.NetworkEntry(lambda classes, channels, faulty=faulty: Faulty(faulty))
+        monkeypatch.setitem(models.MODELS, "digits_cnn", network)
+        chosen = (f"--optimizer={optimizer}", interval)
+        run, code = tmp_path / f"{interval}-{len(faulty)}", 0
+        try:
+            code = train.main(arguments(run, *chosen))
+        except SystemExit as leave:
+            code = leave.code
+        assert code == (0 if len(faulty) == 2 else 2)
+        told = capfd.readouterr().err
+        ended = re.search(r"step 6: the \w+ of .* was not finite 4 times in a row", told)
+        assert bool(ended) == (code == 2)
+        losses = [
+            record.message for record in caplog.records if "the loss is nan" in record.message
+        ]
+        assert losses == ["rank 0, step 3: the loss is nan; " + losses[0].partition("; ")[2]]
+        caplog.clear()
+        assert "NaN" not in (run / "metrics.jsonl").read_text()
 
 
 def test_a_run_whose_last_step_is_not_finite_is_not_complete(tmp_path, capfd):

@@ -128,39 +128,17 @@ def test_what_may_last_longer_is_not_ended(tmp_path):
 
 
 @pytest.mark.gate
-def test_a_run_goes_on_if_no_thread_can_start_now(tmp_path):
-    """Oracle: a timer that is refused twice, and then ends the hang."""
-    body = """
-    import faulthandler
-    timer, asked = faulthandler.dump_traceback_later, []
-    def refusing(*given, **named):
-        asked.append(1)
-        if len(asked) <= 2:
-            raise RuntimeError("unable to start watchdog thread")
-        timer(*given, **named)
-    faulthandler.dump_traceback_later = refusing
-    watchdog = watched(0.5)
-    for step in range(2):
-        watchdog.enter("step", step)
-    assert len(asked) == 3
-    time.sleep(60)
-    """
-    ran = alone(tmp_path / "hang", body)
-    assert ran.returncode != 0 and "decompose" in ran.stderr
-
-
-@pytest.mark.gate
 def test_no_limit_is_no_limit(tmp_path):
-    """Oracle: the number of threads, of Python and of C."""
+    """Oracle: twenty times the limit that the watchdog had before."""
     body = """
-    before = len(os.listdir("/proc/self/task"))
-    watchdog = watched(None)
+    watchdog = watched(0.01)
+    watchdog.follow(None)
     watchdog.enter("step", 0)
-    assert len(os.listdir("/proc/self/task")) == before
+    time.sleep(2 * PACE)
     watchdog.close()
     """
     ran = alone(tmp_path / "hang", body)
-    assert ran.returncode == 0, ran.stderr
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.gate

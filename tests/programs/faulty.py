@@ -63,6 +63,7 @@ KINDS: dict[str, Callable[[Any], object]] = {
     "crash": lambda _: ctypes.string_at(0),
     "leave": lambda _: os._exit(0),
     "sleep": lambda _: time.sleep(600),
+    "linger": lambda _: time.sleep(1),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "hold the GIL": lambda _: re.match("(a+)+b", "a" * 99),
     "miscount": lambda world: world.Allreduce(np.zeros(7), np.zeros(7)),

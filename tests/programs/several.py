@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import mpikfac
+from mpikfac_apps.guard.ranks import watched
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import airbench, models
 from mpikfac_apps.training import train
@@ -26,7 +27,8 @@ def main() -> None:
     for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
         team = comm.Split(comm.rank < ranks, comm.rank)
         if comm.rank < ranks:
-            train.train(team, parse(options, team.size))
+            with watched(team) as watchdog:
+                train.train(team, parse(options, team.size), watchdog)
         done = comm.Ibarrier()
         while not done.Test():  # a Barrier would take cores from the ranks that train
             time.sleep(0.01)

@@ -157,8 +157,14 @@ ALLOWED = {
         "processes.py: read_bytes",
     ),
     *("checks.py: read_bytes", "page.py: read_text", "machine.py: read_text"),
-    *("cli.py: os.open", "cli.py: os.fdopen", "watchdog.py: os.open", "reports.py: os.open"),
-    *("text.py: os.open", "cache.py: os.open", "datasets.py: np.load", "worker.py: mmap.mmap"),
+    *("cli.py: os.open", "cli.py: os.fdopen", "reports.py: os.open", "counter.py: open"),
+    *(
+        "text.py: os.open",
+        "cache.py: os.open",
+        "datasets.py: np.load",
+        "worker.py: mmap.mmap",
+        "counter.py: mmap.mmap",
+    ),
     *("export.py: torch.save", "export.py: np.savez", "weights.py: torch.load"),
     *("compare.py: savefig", "spectra.py: savefig", "style.py: savefig"),
 }

@@ -29,7 +29,7 @@ from mpikfac_apps.checking.comparison import (
 )
 from mpikfac_apps.checking.model import Subject, named_subject
 from mpikfac_apps.checking.options import CHECK, CheckOptions
-from mpikfac_apps.cli import run_on_ranks
+from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.options.strategy import ITEMSIZE
 from mpikfac_apps.place import share_cores
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, orders_of, strategy_of
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after one line about a mistake that the user can correct.
     """
-    return run_on_ranks(lambda _: CHECK.read(argv), check)
+    return run_on_ranks(lambda _: CHECK.read(argv), lambda comm, options, _: check(comm, options))
 
 
 def check(comm: mpikfac.comm.Comm, options: CheckOptions) -> int:

@@ -22,9 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import mpikfac
-from mpikfac_apps.cli import run_on_ranks
 from mpikfac_apps.detection import networks, precision
 from mpikfac_apps.detection.shapes import CLASSES, Example, Shapes, mixed
+from mpikfac_apps.guard.ranks import run_on_ranks
+from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice
 from mpikfac_apps.place import share_cores
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_on_ranks(lambda _: read(PROGRAM, DetectionOptions, argv), train)
 
 
-def train(comm: mpikfac.comm.Comm, options: DetectionOptions) -> int:
+def train(comm: mpikfac.comm.Comm, options: DetectionOptions, watchdog: Watchdog) -> int:
     """Train a network with random weights; return 0.
 
     Collective over: comm.
@@ -148,7 +149,7 @@ def train(comm: mpikfac.comm.Comm, options: DetectionOptions) -> int:
         device = mpikfac.device(comm, options.device)
         torch.manual_seed(options.seed)
         model = networks.build(options.model, len(CLASSES), options.size).to(device)
-    run(comm, options, trainer_of(comm, model, options), device)
+    run(comm, options, trainer_of(comm, model, options), device, watchdog)
     return 0
 
 
@@ -190,7 +191,11 @@ def trainer_of(comm: mpikfac.comm.Comm, model: nn.Module, options: DetectionOpti
 
 
 def run(
-    comm: mpikfac.comm.Comm, options: DetectionOptions, trainer: Trainer, device: torch.device
+    comm: mpikfac.comm.Comm,
+    options: DetectionOptions,
+    trainer: Trainer,
+    device: torch.device,
+    watchdog: Watchdog,
 ) -> None:
     """Train and test epoch after epoch, from the newest checkpoint on.
 
@@ -214,12 +219,14 @@ def run(
         torch.manual_seed(mixed(options.seed, epoch, comm.rank))
         sampler.set_epoch(epoch)
         begun = time.perf_counter()
-        losses = trained(comm, options, trainer, loader, device)
+        losses = trained(comm, options, trainer, loader, device, watchdog)
         seconds = time.perf_counter() - begun
+        watchdog.enter("evaluation", trainer.steps)
         results = tested(comm, trainer.model, test_pictures, device)
         if comm.rank == 0:
             print(line(epoch, losses, results, seconds), flush=True)
         if options.checkpoints is not None:
+            watchdog.enter("checkpoint", trainer.steps)
             state = {**trainer.state_dict(), OPTIONS: identity(options)}
             mpikfac.save_checkpoint(comm, options.checkpoints, state, trainer.steps)
 
@@ -230,6 +237,7 @@ def trained(
     trainer: Trainer,
     loader: DataLoader[Example],
     device: torch.device,
+    watchdog: Watchdog,
 ) -> list[float]:
     """Train for an epoch; return the means of the losses named in `MEASURES`.
 
@@ -237,6 +245,7 @@ def trained(
     """
     totals = torch.zeros(len(MEASURES), dtype=torch.float64, device=device)
     for batch in loader:
+        watchdog.enter("step", trainer.steps)
         for group in trainer.optimizer.param_groups:
             group["lr"] = options.rate(trainer.steps)
         trainer.optimizer.zero_grad()

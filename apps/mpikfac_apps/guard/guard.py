@@ -23,13 +23,14 @@ class Guard:
     """The lock, the requests and the watchdog of a run.
 
     Attributes:
-        requests: requests to this rank, from signals, control files and the clock.
+        requests: requests to this rank, from signals, control files and the time of day.
+        clock: seconds in which this rank runs; stopped time does not count.
     """
 
     requests: Requests
 
-    def __init__(self, comm: mpikfac.comm.Comm, options: Options) -> None:
-        """Open the run directory.
+    def __init__(self, comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> None:
+        """Open the run directory; from now on the watchdog reports to the directory.
 
         Collective over: comm.
 
@@ -38,6 +39,8 @@ class Guard:
         """
         self.phase = "start-up", 0
         self.stage: Callable[[], str] = lambda: ""  # replaced by the trainer's stage
+        self.clock = watchdog.clock
+        self._watchdog, self._limit = watchdog, options.hang_after
         self._directory = Path(options.run_dir)
         self._lock: Lock | None = None
         leads = comm.rank == 0
@@ -47,10 +50,10 @@ class Guard:
                 self._take_directory(options.resume)
             minutes = options.checkpoint_minutes if leads else None
             control = self._directory / "control" if leads else None
-            self.requests = Requests(control, end=end, every_minutes=minutes)
+            self.requests = Requests(control, end=end, every_minutes=minutes, clock=self.clock)
         with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
             files = reports.Reports(self._directory / "hang", comm.rank, comm.size)
-        self._watchdog = Watchdog(files, options.hang_after, lambda: self.stage())
+        watchdog.follow(self._limit, lambda: self.stage(), files)
 
     def _take_directory(self, resume: str) -> None:
         if self._directory.exists() and not self._directory.is_dir():
@@ -94,7 +97,8 @@ class Guard:
 
     def close(self) -> None:
         """Release the directory, and remove empty folders and an empty run directory."""
-        self._watchdog.close()
+        self._watchdog.follow(self._limit)
+        self._watchdog.enter("end", self.phase[1])
         self.requests.close()
         if self._lock:
             self._lock.release()

@@ -4,7 +4,7 @@
     RUN/hang/summary.txt    the printed line about all ranks
 
 No rank waits for a second rank in this module. The file system may be full, or may not answer. A
-rank that cannot write its file prints its own place and stacks to stderr.
+rank that cannot write its file, or has no directory yet, prints its own place and stacks to stderr.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Reports:
     """The files of a job's reports, seen from a rank.
 
     Args:
-        directory: folder of the reports, the same on all ranks.
+        directory: folder of the reports, the same on all ranks; None for reports to stderr alone.
 
     Attributes:
         file: descriptor of this rank's file; a C thread may write to the descriptor.
@@ -61,41 +61,43 @@ class Reports:
         OSError: this rank's file cannot be made.
     """
 
-    def __init__(self, directory: Path, rank: int, ranks: int) -> None:
-        self._directory, self._rank, self._ranks = directory, rank, ranks
-        self._screen = screen()
-        directory.mkdir(parents=True, exist_ok=True)
-        self._opened = files.writing(self._path(rank))
-        self.file = self._opened.fileno()
+    def __init__(self, directory: Path | None, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._screen = self.file = screen()
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._opened = files.writing(directory / name_of(rank))
+            self.file = self._opened.fileno()
+        self._directory = directory
         self._memory = os.memfd_create("stacks")  # later no descriptor may be left
 
     def close(self) -> None:
         """Remove this rank's file unless the file has content."""
+        os.close(self._memory)
+        if self._directory is None:
+            return
         empty = not os.fstat(self.file).st_size
         self._opened.close()
-        os.close(self._memory)
         with suppress(OSError):  # for example, a file system that has become read-only
             if empty:
-                self._path(self._rank).unlink(missing_ok=True)
+                (self._directory / name_of(self._rank)).unlink(missing_ok=True)
             self._directory.rmdir()  # the last rank succeeds
 
     def report(self, place: RankReport, seconds: float) -> None:
         """Report this rank's place after `seconds` without progress, and print a line."""
         began, stacks = time.monotonic(), self._stacks()
         about = place | {"host": platform.node(), "pid": os.getpid()}
-        failure = self._write(json.dumps(about).encode() + b"\n" + stacks)
-        if failure:
-            where = f"rank {self._rank} on {platform.node()} {_doing(place)}"
-            file = self._path(self._rank)
-            self._print(
-                f"no progress for {seconds:g} s: {where}; stacks below, as {file} cannot be "
-                f"written: {failure}\n",
-                stacks,
-            )
+        here = f"no progress for {seconds:g} s: rank {self._rank} on {platform.node()}"
+        here = f"{here} {_doing(place)}; stacks below"
+        if self._directory is None:
+            self._print(f"{here}\n", stacks)
+        elif failure := self._write(json.dumps(about).encode() + b"\n" + stacks):
+            file = self._directory / name_of(self._rank)
+            self._print(f"{here}, as {file} cannot be written: {failure}\n", stacks)
         else:
             turn = OTHERS if self._rank else SUMMARY
             time.sleep(max(0.0, began + turn - time.monotonic()))
-            self._summarise(seconds)
+            self._summarise(self._directory, seconds)
 
     def _write(self, report: bytes) -> str:
         """Write this rank's file, and return the reason of a failure, or ""."""
@@ -121,14 +123,14 @@ class Reports:
         os.lseek(self._memory, 0, os.SEEK_SET)
         return os.read(self._memory, 2**20)
 
-    def _summarise(self, seconds: float) -> None:
+    def _summarise(self, directory: Path, seconds: float) -> None:
         """Print the places of all ranks, unless a second rank was first."""
         try:
-            file = files.writing(self._directory / "summary.txt", "new")
+            file = files.writing(directory / "summary.txt", "new")
         except OSError:
             return
-        places = summary([self._read(rank) for rank in range(self._ranks)])
-        message = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}"
+        places = summary([_read(directory / name_of(rank)) for rank in range(self._ranks)])
+        message = f"no progress for {seconds:g} s: {places}; stacks in {directory}"
         line = f"{files.printable(message)}\n"
         self._print(line)
         with suppress(OSError):
@@ -138,17 +140,20 @@ class Reports:
         with suppress(OSError):  # sys.stderr may be locked for ever
             os.write(self._screen, f"mpikfac: {line}".encode() + stacks)
 
-    def _read(self, rank: int) -> RankReport | None:
-        """Return a rank's report; None if the rank could not write."""
-        try:
-            with files.reading(self._path(rank)) as file:
-                report: RankReport = files.json_of(file.readline(files.SMALL))
-        except (OSError, ValueError):
-            return None
-        return report if files.has_form(report, FORM) else None
 
-    def _path(self, rank: int) -> Path:
-        return self._directory / f"rank-{rank}.txt"
+def _read(path: Path) -> RankReport | None:
+    """Return a rank's report; None if the rank could not write."""
+    try:
+        with files.reading(path) as file:
+            report: RankReport = files.json_of(file.readline(files.SMALL))
+    except (OSError, ValueError):
+        return None
+    return report if files.has_form(report, FORM) else None
+
+
+def name_of(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank}.txt"
 
 
 def screen() -> int:

@@ -14,7 +14,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -77,19 +77,24 @@ class Requests:
             as slow as the slowest checkpoint, the longest pause between two polls, and `RESERVE`.
         every_minutes: minutes between two checkpoints; the first is due after 2 minutes, if these
             are fewer.
+        clock: seconds for all intervals; the end of the job alone is a time of day.
     """
 
     def __init__(
-        self, control: Path | None, *, end: float | None, every_minutes: float | None
+        self,
+        control: Path | None,
+        *,
+        end: float | None,
+        every_minutes: float | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        now = time.monotonic()
-        self._control = control
+        self._control, self._clock = control, clock
         self._launcher = Path(place) if (place := os.environ.get(LAUNCHER)) else None
-        self._end = math.inf if end is None else now + end - time.time()
+        self._end = math.inf if end is None else end
         self._save_interval = math.inf if every_minutes is None else 60 * every_minutes
         self._next_save = math.inf if every_minutes is None else min(FIRST, self._save_interval)
         self._stop = self._checkpoint = ""  # source of the request
-        self._saved, self._looked, self._polled = now, -math.inf, math.inf
+        self._saved, self._looked, self._polled = clock(), -math.inf, math.inf
         self._slowest = self._pause = 0.0
         if control is not None:
             control.mkdir(parents=True, exist_ok=True)
@@ -120,7 +125,7 @@ class Requests:
     def saved(self, seconds: float) -> None:
         """Note the seconds of a checkpoint, written or failed; the next interval begins."""
         self._checkpoint = ""
-        self._saved, self._next_save = time.monotonic(), self._save_interval
+        self._saved, self._next_save = self._clock(), self._save_interval
         self._slowest = max(self._slowest, seconds)
 
     def ignore_signals(self) -> None:
@@ -155,10 +160,10 @@ class Requests:
         self._checkpoint = self._checkpoint or who
 
     def _poll(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._pause = max(self._pause, now - self._polled)
         self._polled = now
-        left = self._end - now
+        left = self._end - time.time()
         if left <= 2 * self._slowest + self._pause + RESERVE:
             self._ask_to_stop(f"end of job in {left:.0f} s")
         if now - self._saved >= self._next_save:

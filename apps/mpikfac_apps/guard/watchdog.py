@@ -1,57 +1,85 @@
-"""End a job that makes no progress, and write every rank's stacks to files.
+"""End a job that makes no progress, and write every rank's stacks.
 
-At the limit, a Python thread of each rank reports the rank's place (`reports.py`). If the GIL is
-held, a rank's Python cannot run. A C thread (of faulthandler) then writes the stacks and exits,
-because the C thread needs no GIL. After the first exit, the launcher ends all remaining ranks,
-stopped ranks too (`launcher.py`). No rank waits for a second rank in this module.
+At the limit, a Python thread of each rank reports the rank's place (`reports.py`), and the rank
+exits. If the GIL is held, a rank's Python cannot run. The process that counts the time
+(`counter.py`) then asks the rank for its stacks by a signal, which needs no GIL, and kills the rank
+at last. After the first exit, the launcher ends all remaining ranks, stopped ranks too
+(`launcher.py`). No rank waits for a second rank in this module.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from mpikfac.trace import COMMUNICATION
+from mpikfac_apps.guard.clock import Clock
+from mpikfac_apps.guard.counter import STACKS
 from mpikfac_apps.guard.launcher import end_launcher
 from mpikfac_apps.guard.reports import RankReport, Reports, screen
 
+LIMIT = 600.0  # seconds of a step, until the options are known
 LONGER = 10  # times the limit of a step: for the first step, and for phases without steps
 TICK = 0.1  # seconds between two looks at the clock
-# Seconds after the limit, when the reports are complete.
-UNABLE = 1.7, 2.0  # in between, ranks with a blocked Python write stacks and exit
-LEAVE = 2.3  # all ranks exit
-LAUNCHER = 20.0  # the launcher is asked to leave, if it still waits for a host
+LEAVE = 2.3  # seconds after the limit, when the reports are complete and all ranks exit
+LAUNCHER = 20.0  # seconds after the limit: the launcher may still wait for a host
+TOLD = 1.0  # seconds of a stop that the log tells of
+
+log = logging.getLogger("mpikfac.train")
 
 
 class Watchdog:
     """End a job that makes no progress, and write all stacks; a crash writes the rank's stacks too.
 
+    The watch begins at once, with the phase "start-up".
+
     Args:
-        reports: the files of the job's reports.
+        reports: take the places and stacks.
         limit: seconds that a step may take; None for no limit.
         stage: returns the name of the running stage.
+
+    Attributes:
+        clock: the clock of all limits; time in which the rank was stopped does not count.
     """
 
-    def __init__(self, reports: Reports, limit: float | None, stage: Callable[[], str]) -> None:
-        self._reports, self._limit, self._stage = reports, limit, stage
+    def __init__(
+        self, reports: Reports, limit: float | None = LIMIT, stage: Callable[[], str] = lambda: ""
+    ) -> None:
+        self.clock = Clock()
+        self._first = self._reports = reports
+        self._limit, self._stage = limit, stage
         self._stepped = self._ending = False
         self._where, self._deadline = ("start-up", 0, math.inf), math.inf
         self._lock = threading.Lock()  # progress comes either in time or too late
-        self._last = 0.0  # time at which the C thread acts
         self._closed = threading.Event()
         self._write_step, self._write_deadline = 0, math.inf
         self._unfinished: Callable[[], bool] = lambda: False
-        # File descriptors, because a C thread writes to them.
-        self._nowhere = os.open(os.devnull, os.O_WRONLY)
-        faulthandler.enable(reports.file)
+        self.follow(limit, stage)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def follow(
+        self,
+        limit: float | None,
+        stage: Callable[[], str] = lambda: "",
+        reports: Reports | None = None,
+    ) -> None:
+        """Begin a start-up with another limit; without reports, those of the constructor."""
+        with self._lock:
+            former, self._reports = self._reports, reports or self._first
+            self._limit, self._stage, self._stepped = limit, stage, False
+            self._deadline = self._write_deadline = math.inf
+            self._set_deadline()
+            faulthandler.enable(self._reports.file)
+            faulthandler.register(STACKS, self._reports.file)
+            if former not in (self._first, self._reports):
+                former.close()
         self.enter("start-up", 0)
-        if limit is not None:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, phase: str, step: int) -> None:
         """Begin a phase of a step on all ranks: "step", or a longer phase."""
@@ -62,17 +90,8 @@ class Watchdog:
             self._stepped = self._stepped or phase == "step"
             seconds = self._limit if short else LONGER * self._limit
             self._where = phase, step, seconds
-            now = time.monotonic()
-            self._deadline = now + seconds
-            # Setting the timer takes 40 us, and more on a busy core: too long for each of many
-            # short steps.
-            if not UNABLE[0] <= self._last - self._deadline <= UNABLE[1]:
-                last = self._deadline + UNABLE[1]
-                with suppress(RuntimeError):  # no thread can start now; the next phase tries again
-                    faulthandler.dump_traceback_later(
-                        last - now, exit=True, file=self._reports.file
-                    )
-                    self._last = last
+            self._deadline = self.clock() + seconds
+            self._set_deadline()
 
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
         """Begin to write a checkpoint beside the steps, on all ranks.
@@ -85,32 +104,51 @@ class Watchdog:
         with self._lock:
             if self._limit is not None:
                 self._write_step, self._unfinished = step, unfinished
-                self._write_deadline = time.monotonic() + LONGER * self._limit
+                self._write_deadline = self.clock() + LONGER * self._limit
+                self._set_deadline()
 
     def end_write(self) -> None:
         """End the write on all ranks."""
         with self._lock:
             self._write_deadline = math.inf
+            self._set_deadline()
 
     def close(self) -> None:
-        """End the watch, and remove this rank's file unless the file has content."""
+        """End the watch; reports are closed, too."""
         self._closed.set()
-        faulthandler.cancel_dump_traceback_later()
+        self._thread.join()
+        self.clock.close()
+        faulthandler.unregister(STACKS)
         faulthandler.enable(screen())  # from now on a crash prints its stack to stderr
-        self._reports.close()
-        os.close(self._nowhere)
+        for reports in {self._first, self._reports}:
+            reports.close()
+
+    def _set_deadline(self) -> None:
+        if not self._ending:
+            self.clock.alarm(min(self._deadline, self._write_deadline))
 
     def _watch(self) -> None:
+        told, counts = 0.0, True
         while not self._closed.wait(TICK):
+            if self.clock.stopped - told > TOLD:
+                log.info("stopped for %.0f s, which do not count", self.clock.stopped - told)
+                told = self.clock.stopped
+            if counts and not self.clock.runs:
+                counts = False
+                log.warning("the process of the watchdog has ended: start the run again")
             with self._lock:
-                self._ending = time.monotonic() >= min(self._deadline, self._write_deadline)
-                if self._ending:  # exit even if this thread gets stuck
-                    with suppress(RuntimeError):
-                        faulthandler.dump_traceback_later(LEAVE, exit=True, file=self._nowhere)
+                self._ending = self.clock() >= min(self._deadline, self._write_deadline)
             if self._ending:
-                end_launcher(LAUNCHER)
-                self._reports.report(*self._late())
-                return
+                self._end()
+
+    def _end(self) -> None:
+        """Report this rank's place, and leave."""
+        began = time.monotonic()
+        self.clock.alarm(self.clock() + LEAVE)  # this thread may get stuck, too
+        end_launcher(LAUNCHER)
+        self._reports.report(*self._late())
+        time.sleep(max(0.0, began + LEAVE - time.monotonic()))
+        os._exit(1)
 
     def _late(self) -> tuple[RankReport, float]:
         """Return this rank's place, and the limit that is over.
@@ -121,7 +159,7 @@ class Watchdog:
         phase, step, seconds = self._where
         stage = self._stage()
         waits = stage in COMMUNICATION
-        if self._write_deadline < self._deadline:
+        if self._write_deadline <= self._deadline:
             assert self._limit is not None
             seconds = LONGER * self._limit
             if self._unfinished():

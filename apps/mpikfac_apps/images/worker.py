@@ -6,6 +6,7 @@ if the rank was killed. The rank alone obeys signals.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import signal
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 
 from mpikfac_apps.images.listing import ImagePlace
 
+SET_DEATH_SIGNAL = 1  # of prctl
 DecodeJob = tuple[int, ImagePlace, tuple[int, ...] | None]
 """The position of an image in a batch, the image, and the numbers of a random crop."""
 Work = tuple[int, int, Sequence[DecodeJob]]
@@ -31,6 +33,8 @@ def main() -> None:
     """Decode until the rank closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    # Closing the connection would not end a process that is stopped.
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     connection, memory, *shape = map(int, sys.argv[1:])
     slots = slots_of(memory, shape)
     lists: SimpleQueue[Work | None] = SimpleQueue()

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import FrameType
 
 from mpikfac import files
+from mpikfac_apps.guard.processes import processes_with, ranks_of, send
 from mpikfac_apps.guard.requests import LAUNCHER, SIGNALS
 from mpikfac_apps.launching.notes import Output
-from mpikfac_apps.launching.processes import processes_with, ranks_of, send
 
 LOOK_EVERY = 0.1  # seconds
 GRACE = 3.0  # seconds for the launcher of MPI to end its ranks

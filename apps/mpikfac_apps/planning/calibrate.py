@@ -26,7 +26,8 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.cli import run_on_ranks
+from mpikfac_apps.guard.ranks import run_on_ranks
+from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.place import environment, share_cores
 from mpikfac_apps.planning.options import CALIBRATE, CalibrateOptions
 from mpikfac_apps.problems import models, own
@@ -71,7 +72,7 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     return options
 
 
-def calibrate(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> int:
+def calibrate(comm: mpikfac.comm.Comm, options: CalibrateOptions, watchdog: Watchdog) -> int:
     """Measure, and write the file; return 0.
 
     Collective over: comm.
@@ -79,7 +80,7 @@ def calibrate(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> int:
     Raises:
         UserError: the file cannot be written.
     """
-    machine = measured(comm, options)
+    machine = measured(comm, options, watchdog)
     with mpikfac.comm.together(comm, f"out={options.out}"):
         if comm.rank == 0:
             files.write_text(options.out, machine.to_json(), named=True)
@@ -87,8 +88,10 @@ def calibrate(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> int:
     return 0
 
 
-def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.predict.Machine:
-    """Return the machine, as measured on the ranks of `comm`.
+def measured(
+    comm: mpikfac.comm.Comm, options: CalibrateOptions, watchdog: Watchdog
+) -> mpikfac.predict.Machine:
+    """Return the machine, as measured on the ranks of `comm`, in five phases.
 
     Collective over: comm.
     """
@@ -100,14 +103,19 @@ def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.pred
             for name in options.model
             for batch in options.batch_per_rank
         ]
+    watchdog.enter("steps", 1)
     visit(comm, networks)
+    watchdog.enter("messages", 1)
     samples = [
         sample for kind in groups(comm) for sample in message_samples(comm, device, hosts, *kind)
     ]
+    watchdog.enter("steps", 2)
     visit(comm, networks)
+    watchdog.enter("decompositions", 1)
     orders = sorted({order for network in networks for order in network.orders})
     inverse = ladder(comm, device, orders, lambda a: mpikfac.solvers.damped_inverse(a, 0.03))
     eigen = ladder(comm, device, orders, mpikfac.solvers.eigenbasis)
+    watchdog.enter("steps", 3)
     visit(comm, networks)
     levels = [
         mpikfac.predict.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes == 1

@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mpikfac import files
+from mpikfac_apps.guard.processes import processes_with, send
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.study import curves
 from mpikfac_apps.study.spec import STOPPED, Cell
 
+TICK = 0.1  # seconds between two looks at processes that have to end
 LOOK = 1.0  # seconds between two looks at a running job
 PATIENCE = 60.0  # seconds that a job may take to end
+CELLS = "MPIKFAC_CELLS"
+"""The variable with the directory of the cells, in the processes of a job."""
+KILLED = 128  # is added to the number of the signal that has ended a rank
+NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)  # of a launcher of MPI
 FORM = {"code": int, "why": str, "seconds": float}  # of a result
 
 
@@ -69,7 +76,7 @@ def run(
 ) -> Result:
     """Run a cell, from the newest checkpoint after an interruption, and note the result.
 
-    `watch` is called every second.
+    `watch` is called every second. Processes of this host that an earlier start has left are ended.
 
     An interruption of the study's process also ends the job; the cell then has no result.
 
@@ -78,8 +85,11 @@ def run(
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "result.json").unlink(missing_ok=True)
-    output, began, busy = directory / "output.txt", time.monotonic(), _others_seconds()
-    code = _job(command(cell, directory, launcher), output, watch)
+    cells, output = directory.resolve().parent, directory / "output.txt"
+    _end_left(cells)
+    began, busy = time.monotonic(), _others_seconds()
+    code = _job(command(cell, directory, launcher), output, watch, {CELLS: str(cells)})
+    _end_left(cells)
     seconds = time.monotonic() - began
     why = _why(output, code) if code else _missing(directory / "run", cell.options)
     ended = Result(code or (1 if why else 0), why, round(seconds, 1))
@@ -128,8 +138,12 @@ def _mpirun() -> tuple[str, list[str]]:
     return launcher, flags.split()
 
 
-def _job(words: list[str], output: Path, watch: Callable[[], None]) -> int:
-    """Return the exit code of a job; an interruption of the study ends the job."""
+def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mapping[str, str]) -> int:
+    """Return the exit code of a job; an interruption of the study ends the job.
+
+    Args:
+        mark: a variable of the processes of the job.
+    """
     defaults = {"OMP_NUM_THREADS": "1"}  # else every rank would start a thread per core
     if os.geteuid() == 0:  # Open MPI asks for two variables
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -139,7 +153,7 @@ def _job(words: list[str], output: Path, watch: Callable[[], None]) -> int:
             with _interruptions_later():
                 job = subprocess.Popen(
                     words,
-                    env=defaults | dict(os.environ),
+                    env={**defaults, **os.environ, **mark},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE if queued else file,
                     stderr=file,
@@ -197,6 +211,20 @@ def _end(job: subprocess.Popen[str]) -> None:
         job.kill()
 
 
+def _end_left(cells: Path) -> None:
+    """End what is left of jobs in `cells`, after the launcher or the study was killed.
+
+    Raises:
+        ValueError: a process does not end.
+    """
+    for _ in range(round(PATIENCE / TICK)):
+        if not (left := list(processes_with(f"{CELLS}={cells}"))):
+            return
+        send(signal.SIGKILL, left)
+        time.sleep(TICK)
+    raise ValueError(f"processes {left} of an earlier job do not end; end them first")
+
+
 def _others_seconds() -> float:
     """Return seconds of work of the machine's cores, without the ended jobs of this process."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
@@ -221,14 +249,19 @@ def _missing(run: Path, options: Options) -> str:
 
 
 def _why(output: Path, code: int) -> str:
-    """Return the program's last message; launchers add lines of their own."""
+    """Return the program's last message, without notes of launchers, or the signal of its end."""
     if code == STOPPED:
         return "it was asked to stop before its end"
     with files.reading(output) as file:
         file.seek(max(0, output.stat().st_size - files.SMALL))
-        text = file.read(files.SMALL).decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines()]
-    messages = [line for line in lines if line.startswith("mpikfac: ")] or list(filter(None, lines))
+        text = file.read(files.SMALL).decode(errors="replace").replace("\0", "")
+    lines = [line.strip() for line in NOTE.sub("", text).splitlines()]
+    messages = [line for line in lines if line.startswith("mpikfac: ")]
+    if not messages and (code < 0 or code > KILLED):
+        number = code - KILLED if code > 0 else -code
+        memory = ", perhaps for want of memory" if number == signal.SIGKILL else ""
+        return f"code {code}: ended by signal {number} ({signal.strsignal(number)}){memory}"
+    messages = messages or list(filter(None, lines))
     if not messages:
         return f"exit code {code}, without a word"
     return messages[-1].removeprefix("mpikfac: ")

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import shlex
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ class Saver:
         self.settle(last and self.step == step)
         if self.step == step:
             return
-        self._began = self._reminded = time.monotonic()
+        self._began = self._reminded = self._guard.clock()
         self._guard.begin_write(step, lambda: not self.written)
         try:
             self._writer.begin(items, step)
@@ -84,7 +83,7 @@ class Saver:
             return
         if path:
             self._guard.end_write()
-            seconds = time.monotonic() - self._began
+            seconds = self._guard.clock() - self._began
             self._guard.requests.saved(seconds)
             log.info("wrote %s in %.1f s", path, seconds)
 
@@ -95,7 +94,7 @@ class Saver:
             written: how many ranks have written their parts.
             late: the sum of `rank + 1` over the remaining ranks.
         """
-        now = time.monotonic()
+        now = self._guard.clock()
         if not self.pending or limit is None or now - self._reminded < limit:
             return
         self._reminded = now
@@ -119,7 +118,7 @@ class Saver:
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
         self.step = -1
         self._guard.end_write()
-        self._guard.requests.saved(time.monotonic() - self._began)
+        self._guard.requests.saved(self._guard.clock() - self._began)
         if last:
             raise error
         log.warning("%s; training goes on, the next one is tried when it is due", error)

@@ -193,6 +193,7 @@ class Run:
         if math.isnan(self._first_loss):
             self._first_loss = mean_loss.item()
         self.training.step(images, labels, mean_loss)
+        self.votes.note(mean_loss)
         if self.average:
             self.average.add(self.model)
         self.training.adapt(mean_loss, lambda: self._loss_after(step, first, parts))
@@ -277,7 +278,8 @@ class Run:
     # -- records ---------------------------------------------------------------------------------
 
     def _report(self) -> None:
-        loss = self._finite(self.meter.recent())
+        loss = self.meter.recent()
+        self._compare_with_first(loss)
         speed, communication = self.speed.rates()
         self.speed.mark()
         numbers = self.training.numbers()
@@ -291,7 +293,8 @@ class Run:
     def _end_epoch(self, epoch: int) -> None:
         measure = self.problem.task.measure
         loss, value = self.meter.everything()
-        numbers = {"train_loss": self._finite(loss), f"train_{key_of(measure)}": value}
+        self._compare_with_first(loss)
+        numbers = {"train_loss": loss, f"train_{key_of(measure)}": value}
         text = f"epoch {epoch}: loss {loss:.4f}, train {measure} {measured(measure, value)},"
         if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
             self._test(text, **numbers)
@@ -306,7 +309,11 @@ class Run:
         if self.average:
             model = problem.averaged_model(self.average)
         results, measure = problem.evaluate(model), problem.task.measure
-        self._finite(results["loss"])
+        if not math.isfinite(results["loss"]):
+            log.warning(
+                "the test loss is %s after step %d; look at the test data, or try a smaller lr=%s",
+                *(results["loss"], self.trainer.steps, self.options.rate),
+            )
         self._row(**numbers, **{f"test_{key_of(name)}": value for name, value in results.items()})
         words = f"test {words_of(results, measure)}"
         log.info(f"{text} {words}, {self.speed.seconds:.1f} s")
@@ -328,17 +335,15 @@ class Run:
             epoch, lr = self.problem.calendar.epochs(done), self.lr(done - 1)
             self.record.row(done, epoch=epoch, seconds=self.speed.seconds, lr=lr, **values)
 
-    def _finite(self, loss: float) -> float:
-        steps, lr = self.trainer.steps, self.options.rate
-        if not math.isfinite(loss):
-            raise mpikfac.UserError(f"the loss is {loss} after step {steps}; try a smaller lr={lr}")
+    def _compare_with_first(self, loss: float) -> None:
+        """Warn once of a loss that has grown. The rules of a run need no interval of the log."""
         if self.record and loss > GROWTH * self._first_loss > 0:
             log.warning(
                 "the loss is %s after step %d, and was %s at first; try a smaller lr=%s",
-                *(f"{loss:.3g}", steps, f"{self._first_loss:.3g}", lr),
+                *(f"{loss:.3g}", self.trainer.steps),
+                *(f"{self._first_loss:.3g}", self.options.rate),
             )
             self._first_loss = math.inf  # one warning is enough
-        return loss
 
     def _describe(self) -> str:
         speed, communication = self.speed.rates()

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import logging.handlers
+import math
 import os
 import sys
 import time
@@ -99,7 +100,11 @@ class Record:
         self._trackers = trackers
 
     def row(self, step: int, **values: float) -> None:
-        """Add a line to metrics.jsonl, rounded to 6 digits; lines wait in memory on a full disk."""
+        """Add a line of the finite numbers to metrics.jsonl, rounded to 6 digits.
+
+        Lines wait in memory on a full disk.
+        """
+        values = {key: value for key, value in values.items() if math.isfinite(value)}
         short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
         self._metrics.add(json.dumps({"step": step, **short}))
         self._trackers.add(step, values)

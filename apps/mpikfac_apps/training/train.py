@@ -18,7 +18,9 @@ import torch
 import mpikfac
 from mpikfac_apps.cli import mend_streams, read_options
 from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.guard.ranks import watched
 from mpikfac_apps.guard.requests import ignore_one_interrupt, ignore_signals
+from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import serving_ranks
@@ -40,13 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     mend_streams()
     comm = mpikfac.world()
-    with mpikfac.ending(comm):
-        options = read_options(comm, lambda: parse(argv, comm.size))
-    if options is None:
-        return 0
-    code = train(comm, options)
-    threading.Thread(target=tell_of_threads, args=(comm.rank,), daemon=True).start()
-    return mpikfac.comm.leaving(code)
+    with watched(comm) as watchdog:
+        with mpikfac.ending(comm):
+            options = read_options(comm, lambda: parse(argv, comm.size))
+        if options is None:
+            return 0
+        code = train(comm, options, watchdog)
+        threading.Thread(target=tell_of_threads, args=(comm.rank,), daemon=True).start()
+        return mpikfac.comm.leaving(code)
 
 
 def tell_of_threads(rank: int) -> None:
@@ -67,7 +70,7 @@ def tell_of_threads(rank: int) -> None:
         )
 
 
-def train(comm: mpikfac.comm.Comm, options: Options) -> int:
+def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
     """Train, or serve the ranks that train; return the exit code.
 
     After a loss of ranks, the ranks that are left start again, if the options allow a new start.
@@ -76,16 +79,18 @@ def train(comm: mpikfac.comm.Comm, options: Options) -> int:
     """
     code = None
     while code is None:
+        watchdog.follow(options.hang_after)
         with mpikfac.ending(comm):
             place = settle(comm, options)
             team = mpikfac.split(comm, serving_ranks(options)[1])
         if team.comm is None:
+            watchdog.follow(None)
             assist(comm, team, options, place.device)
             code = comm.bcast(0)
         elif team.link is None:
-            code, comm, options = run_training(team.comm, team, options, place)
+            code, comm, options = run_training(team.comm, team, options, place, watchdog)
         else:
-            code, *_ = run_training(team.comm, team, options, place)
+            code, *_ = run_training(team.comm, team, options, place, watchdog)
             code = comm.bcast(code)
     return code
 
@@ -127,7 +132,11 @@ def assist(
 
 
 def run_training(
-    comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, options: Options, place: RankPlace
+    comm: mpikfac.comm.Comm,
+    team: mpikfac.comm.Team,
+    options: Options,
+    place: RankPlace,
+    watchdog: Watchdog,
 ) -> tuple[int | None, mpikfac.comm.Comm, Options]:
     """Train once; return None as exit code if ranks were lost.
 
@@ -140,7 +149,7 @@ def run_training(
     Collective over: the team, and all curvature ranks.
     """
     with mpikfac.ending(comm):
-        guard = Guard(comm, options)
+        guard = Guard(comm, options, watchdog)
     with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
         run = Run(comm, team, options, guard, place)
         try:

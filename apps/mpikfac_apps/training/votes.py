@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,8 @@ from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training.checkpoints import Saver
 from mpikfac_apps.training.parts.trainings import Training
+
+log = logging.getLogger("mpikfac.train")
 
 CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 
@@ -37,6 +40,8 @@ class StepVotes:
         self._training, self._trainer = training, training.trainer
         self._due = False  # a checkpoint, by the number of steps
         self._own_troubles = 0  # of this rank, before the step
+        self._losses = torch.zeros(()), torch.zeros(())
+        self._troubled = False  # the step before
         self.troubles = 0
 
     def cast(self) -> None:
@@ -56,6 +61,13 @@ class StepVotes:
         if due or requests.stop or written:
             self._training.call_meeting()
 
+    def note(self, loss: torch.Tensor) -> None:
+        """Keep this rank's loss of a step; the next step's votes tell whether to look at the loss.
+
+        Collective over: none.
+        """
+        self._losses = loss, self._losses[0]
+
     def follow(self, save: Callable[[], None]) -> bool:
         """Fulfil the requests of all ranks; return whether the run has to stop.
 
@@ -71,6 +83,7 @@ class StepVotes:
         if not self._trainer.combined:
             return False
         votes = [round(mean * ranks) for mean in self._trainer.votes.tolist()]
+        self._tell_of_loss(troubled=votes[TROUBLES] > self.troubles)
         self.troubles = votes[TROUBLES]
         if votes[STOP]:
             return True
@@ -85,6 +98,16 @@ class StepVotes:
             if not self._due:
                 save()
         return False
+
+    def _tell_of_loss(self, troubled: bool) -> None:
+        """Warn if the numbers that were not finite began with this rank's loss, a step ago."""
+        if troubled and not self._troubled and not self._losses[1].isfinite():
+            log.warning(
+                "rank %d, step %d: the loss is %s; see the batch of the rank, and the outputs of "
+                "the model",
+                *(self._comm.rank, self._trainer.steps - 2, self._losses[1].item()),
+            )
+        self._troubled = troubled
 
     def troubled(self) -> bool:
         """Return whether a number of the last step was not finite on some rank.

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac_apps.cli import checkpoint_at, run_on_ranks
+from mpikfac_apps.cli import checkpoint_at
+from mpikfac_apps.guard.ranks import run_on_ranks
+from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.inspecting import export, weights
 from mpikfac_apps.options.conflicts import check_data
 from mpikfac_apps.options.options import TRAIN, Options
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_on_ranks(lambda _: EVALUATE.read(argv), evaluate)
 
 
-def evaluate(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions) -> int:
+def evaluate(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions, watchdog: Watchdog) -> int:
     """Print the line with the results on rank 0; return 0.
 
     Collective over: comm.
@@ -45,14 +47,19 @@ def evaluate(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions) -> int:
     share_cores(comm, None)
     with mpikfac.comm.together(comm, "options"):
         device = mpikfac.device(comm, evaluation.device)
-    line = tested(comm, evaluation, device)
+    line = tested(comm, evaluation, device, watchdog)
     if comm.rank == 0:
         print(line, flush=True)
     return 0
 
 
-def tested(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions, device: torch.device) -> str:
-    """Return a line with the results of the test.
+def tested(
+    comm: mpikfac.comm.Comm,
+    evaluation: EvaluateOptions,
+    device: torch.device,
+    watchdog: Watchdog,
+) -> str:
+    """Return a line with the results of the test, which has the limits of the run.
 
     Collective over: comm.
 
@@ -65,6 +72,7 @@ def tested(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions, device: torch.d
             path = checkpoint_at(evaluation.path)
             located = path, options_of(path, evaluation.data_path, comm.size)
     path, options = comm.bcast(located)
+    watchdog.follow(options.hang_after)
     checkpoint = mpikfac.load_checkpoint(comm, path)
     problem = Problem(comm, options, device)
     with mpikfac.comm.together(comm, "building the network"):
@@ -80,6 +88,7 @@ def tested(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions, device: torch.d
                 f"{problem.classes} classes"
             )
         average = average_of(options, model, checkpoint) if file is None else None
+    watchdog.enter("evaluation", checkpoint.step)
     results = problem.evaluate(problem.averaged_model(average) if average else model)
     problem.batches.close()
     return f"{source}: test loss {results['loss']:.4f}, {words_of(results, problem.task.measure)}"

@@ -1,0 +1,60 @@
+"""Tell the seconds in which this process has run: stopped time is no time."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+from mpikfac_apps.guard import counter
+
+
+class Clock:
+    """A clock that stands still while this process, or the whole job, is stopped.
+
+    A process of its own counts (`counter.py`), every 0.1 s. Such a stop is SIGSTOP, Ctrl-Z, Slurm's
+    suspend, `docker pause`, or a debugger.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(self) -> None:
+        memory = os.memfd_create("mpikfac clock", os.MFD_CLOEXEC)
+        os.ftruncate(memory, 8 * len(counter.NUMBERS))
+        self._numbers = counter.shared(memory)
+        self.alarm(math.inf)
+        command = [sys.executable, "-I", "-S", counter.__file__, str(os.getpid()), str(memory)]
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[memory],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the rank
+        )
+        os.close(memory)
+
+    def __call__(self) -> float:
+        """Return the seconds that count, since the start."""
+        return self._numbers[counter.NOW]
+
+    @property
+    def stopped(self) -> float:
+        """The seconds that did not count, since the start."""
+        return self._numbers[counter.STOPPED]
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process still counts."""
+        return self._process.poll() is None
+
+    def alarm(self, time: float) -> None:
+        """Set the time at which this process reports or leaves; 3 s later the process is killed."""
+        self._numbers[counter.DEADLINE] = time
+
+    def close(self) -> None:
+        """Stop the clock."""
+        self._process.kill()
+        self._process.wait()
