@@ -40,7 +40,11 @@ STRATEGIES = {
     "own batch": ("--strategy=mem-opt", "--reduction=none"),
 }
 # A network whose numbers do not depend on the ranks, except for rounding; a placement per ranks.
-MOVED = ("--model=plain", *DELAY)
+# A resumed run keeps the placement before, so a run names all its choices.
+MOVED = (
+    *("--model=plain", *DELAY, "--strategy=comm-opt", "--workers=null", "--reduction=null"),
+    *("--update=null", "--colocate=null"),
+)
 PLACEMENTS = {
     1: (),
     2: OWNERS,
