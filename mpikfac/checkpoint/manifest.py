@@ -190,8 +190,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _check_form(manifest: Mapping[str, Any]) -> None:
     """Raise if the manifest differs in form from `make_manifest`; a right digest is no proof."""
     numbers = [manifest["step"]]
-    if not isinstance(manifest.get("writer", ""), str):
-        raise ValueError(f"has {manifest['writer']!r} where a name belongs; take another checkpoint")
+    if not isinstance(writer := manifest.get("writer", ""), str):
+        raise ValueError(f"has {writer!r} where a name belongs; take another checkpoint")
     if type(manifest["step"]) is int and manifest["step"] > MOST_STEPS:
         raise ValueError(f"has step {manifest['step']}, more than any run takes")
     for file, shard in manifest["shards"].items():

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import mpikfac
-from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import airbench, models
-from mpikfac_apps.training import train
+from mpikfac_apps.training import settings, train
 from plain import NETWORKS
 
 
@@ -26,7 +25,7 @@ def main() -> None:
     for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
         team = comm.Split(comm.rank < ranks, comm.rank)
         if comm.rank < ranks:
-            train.train(team, parse(options, team.size))
+            train.train(team, settings.of_start(options, team.size))
         done = comm.Ibarrier()
         while not done.Test():  # a Barrier would take cores from the ranks that train
             time.sleep(0.01)

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -68,7 +68,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     before = of_checkpoint(path) if path else None
     if before is None:
         return parse(argv, ranks)
-    kept = _kept(before.given, named)
+    kept = kept_of(before.given, ["batch"] if named.batch_per_rank else [])  # see `follow`
     try:
         options = parse(argv, ranks, kept)
         _check_code(flat(options), flat(named))
@@ -87,11 +87,10 @@ def _checkpoint(options: Options) -> Path | None:
     return checkpoint_at(Path(options.resume))
 
 
-def _kept(given: Mapping[str, Any], named: Options) -> dict[str, Any]:
-    """Return the options that a start keeps."""
-    left = {*OF_A_START, *(["batch"] if named.batch_per_rank else [])}  # see `follow`
-    keys = {leaf.key for leaf in leaves(Options)} - left
-    return {key: value for key, value in given.items() if key in keys}
+def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str, Any]:
+    """Return the options of a run that a start keeps, without the options of `left`."""
+    keys = {leaf.key for leaf in leaves(Options)} - {*OF_A_START, *left}
+    return {key: value for key, value in options.items() if key in keys}
 
 
 def _pinned(
@@ -112,14 +111,21 @@ def _pinned(
 
 def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
     """Refuse to execute a file that the checkpoint names, and the command line does not."""
+    for key, value, file in code_of(options):
+        if named[key] != value:
+            raise ValueError(
+                f"{key}={in_yaml(value)} would run {file}; if you trust the file, give "
+                f"--{key}={in_yaml(value)}"
+            )
+
+
+def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield key and value of the options that name a file to execute, and the file."""
     for key in OF_CODE:
         value = options[key]
-        files_of = [v for v in (value if isinstance(value, list) else [value]) if is_own(v)]
-        if files_of and named[key] != value:
-            raise ValueError(
-                f"{key}={in_yaml(value)} would run {files_of[0].rpartition(':')[0]}; if you trust "
-                f"the file, give --{key}={in_yaml(value)}"
-            )
+        for name in value if isinstance(value, list) else [value]:
+            if is_own(name):
+                yield key, value, name.rpartition(":")[0]
 
 
 def of_checkpoint(path: Path) -> RunSettings | None:
