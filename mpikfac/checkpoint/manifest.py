@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Checkpoint(Mapping[str, Value]):
 
     Attributes:
         step: how many steps the run had taken.
+        writer: the version that wrote the checkpoint, such as "mpikfac 0.1.0"; "" if not known.
         digest: BLAKE3 of the manifest, and so of the checkpoint's whole content.
         shards: `size` in bytes and `digest` of every file.
 
@@ -82,6 +84,7 @@ class Checkpoint(Mapping[str, Value]):
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self.path = path
         self.step: int = manifest["step"]
+        self.writer: str = manifest.get("writer", "")
         self.digest: str = manifest["digest"]
         self.shards: Mapping[str, dict[str, Any]] = manifest["shards"]
         self._items = manifest["items"]
@@ -145,6 +148,7 @@ def make_manifest(
     manifest = {
         "format": FORMAT,
         "version": VERSION,
+        "writer": f"mpikfac {metadata.version('mpikfac')}",
         "step": step,
         "shards": {file: shard for file, shard in zip(names, shards, strict=True) if shard},
         "items": {
@@ -186,6 +190,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _check_form(manifest: Mapping[str, Any]) -> None:
     """Raise if the manifest differs in form from `make_manifest`; a right digest is no proof."""
     numbers = [manifest["step"]]
+    if not isinstance(writer := manifest.get("writer", ""), str):
+        raise ValueError(f"has {writer!r} where a name belongs; take another checkpoint")
     if type(manifest["step"]) is int and manifest["step"] > MOST_STEPS:
         raise ValueError(f"has step {manifest['step']}, more than any run takes")
     for file, shard in manifest["shards"].items():

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac_apps.inspecting import export
+from mpikfac_apps.inspecting import export, inspect
 from mpikfac_apps.problems import datasets, models, tasks
-from mpikfac_apps.training import train
+from mpikfac_apps.training import settings, train
 from mpikfac_apps.training.batches import Normalise
 from mpikfac_apps.training.parts.problem import Problem
 from mpikfac_apps.training.testing import evaluate
@@ -83,12 +83,58 @@ def test_images_of_more_classes_than_the_network_has_are_refused(tmp_path, monke
     given = f"--data.name=folder --data.path={three} --data.size=8 --data.workers=0 --batch=12"
     own = f"--model={tmp_path}/fixed.py:build --optimizer=sgd --epochs=1 --run_dir={tmp_path}/run"
     assert train.main([*given.split(), *own.split(), "--threads=1"]) == 0
-    asked = [f"{tmp_path}/run", "--device=cpu"]
+    asked = [f"{tmp_path}/run", "--device=cpu", "--trust"]
     assert evaluate.main(asked) == 0
     with pytest.raises(SystemExit) as left:
         evaluate.main([*asked, f"--data_path={four}"])
     assert left.value.code == 2
     assert "returns [3] for an image, and the data has 4 classes" in capsys.readouterr().err
+
+
+OF_STRANGERS = """
+from pathlib import Path
+
+Path(__file__).with_suffix(".ran").touch()
+"""
+NETWORK = """
+
+def build():
+    from torch import nn
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+"""
+IMAGES = """
+
+def build():
+    from mpikfac_apps.problems import datasets
+    return datasets.load("digits")
+"""
+
+
+@pytest.mark.parametrize(("key", "body"), [("model", NETWORK), ("data.name", IMAGES)])
+@pytest.mark.parametrize("source", ["checkpoint", "config.yaml"])
+def test_a_file_that_a_run_directory_names_is_not_executed(
+    tmp_path, monkeypatch, capfd, key, body, source
+):
+    """Oracle: the file leaves a trace: with --trust alone, and as the training leaves one."""
+    monkeypatch.setattr("mpi4py.MPI.Finalize", lambda: None)
+    file, trace = tmp_path / f"{key[:4]}{source[:4]}.py", tmp_path / f"{key[:4]}{source[:4]}.ran"
+    file.write_text(OF_STRANGERS + body)
+    run = tmp_path / "run"
+    given = ["--batch=120", f"--run_dir={run}", "--max_steps=1", f"--{key}={file}:build"]
+    assert train.main([*given, "--optimizer=sgd", "--threads=1"]) == 0
+    if source == "config.yaml":  # as earlier versions wrote checkpoints
+        monkeypatch.setattr(settings, "saved_run", lambda checkpoint: {})
+    trace.unlink()
+    file.touch()  # a changed file is executed anew
+    with pytest.raises(SystemExit) as left:
+        evaluate.main([str(run), "--device=cpu"])
+    assert left.value.code == 2 and not trace.exists()
+    assert f"{key}={file}:build would run {file}; if you trust the file, give --trust" in (
+        capfd.readouterr().err
+    )
+    for program in (inspect, export):
+        assert program.main([str(run)]) in (0, 2) and not trace.exists()
+    assert evaluate.main([str(run), "--device=cpu", "--trust"]) == 0 and trace.exists()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from mpikfac_apps.inspecting import pack
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.options import DataOptions
 from mpikfac_apps.problems import datasets
-from mpikfac_apps.training import checkpoints
+from mpikfac_apps.training import settings
 from mpikfac_apps.training.batches import FileBatches, Normalise
 from support import pictures
 from support.pace import paced
@@ -492,8 +492,8 @@ def test_a_restart_needs_the_same_images(images, tmp_path):
     """Oracle: the same folder at another path, and with a further image."""
     moved = pictures.noise(tmp_path)
     before, now = (stream(path).digest for path in (images, moved))
-    checkpoints.check_images(before, now)
-    checkpoints.check_images(None, now)
+    settings.check_images(before, now)
+    settings.check_images(None, now)
     (moved / "train/ant/00.jpg").rename(moved / "train/ant/new.jpg")
     with pytest.raises(ValueError, match="the checkpoint is of other training images"):
-        checkpoints.check_images(before, stream(moved).digest)
+        settings.check_images(before, stream(moved).digest)

@@ -9,7 +9,7 @@ from torch import nn
 import mpikfac
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import models
-from mpikfac_apps.training import checkpoints
+from mpikfac_apps.training import settings
 from mpikfac_apps.training.parts.optimizers import Frozen
 
 STEPS = 9  # 3 steps are an epoch
@@ -86,8 +86,8 @@ def test_ranks_and_restarts_change_no_bit(job, name, kind):
 def test_a_restart_keeps_the_number_of_epochs(job):
     """Oracle: the line."""
     path = job / "sgd whole" / "checkpoints" / f"step-{STEPS:09d}"
-    saved = checkpoints.saved_run(mpikfac.checkpoint.read_checkpoint(path))
+    saved = settings.saved_run(mpikfac.checkpoint.read_checkpoint(path))
     options = parse([*QUICK, "--optimizer=sgd"], 1)
-    assert checkpoints.follow(options, saved, 1) == options
+    assert settings.follow(options, saved, 1) == options
     with pytest.raises(ValueError, match=r"saved with frozen_epochs=1; this run has 2; give --fr"):
-        checkpoints.follow(parse([*QUICK, "--frozen_epochs=2"], 1), saved, 1)
+        settings.follow(parse([*QUICK, "--frozen_epochs=2"], 1), saved, 1)

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import mpikfac
 from mpikfac_apps.guard.ranks import watched
-from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import airbench, models
-from mpikfac_apps.training import train
+from mpikfac_apps.training import settings, train
 from plain import NETWORKS
 
 
@@ -28,7 +27,7 @@ def main() -> None:
         team = comm.Split(comm.rank < ranks, comm.rank)
         if comm.rank < ranks:
             with watched(team) as watchdog:
-                train.train(team, parse(options, team.size), watchdog)
+                train.train(team, settings.of_start(options, team.size), watchdog)
         done = comm.Ibarrier()
         while not done.Test():  # a Barrier would take cores from the ranks that train
             time.sleep(0.01)

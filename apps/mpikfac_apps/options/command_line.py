@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import jsonargparse
 
 from mpikfac_apps.options import by_epoch
-from mpikfac_apps.options.documents import check_file, unknown
+from mpikfac_apps.options.documents import check_file, nested, unknown
 from mpikfac_apps.options.fields import REQUIRED, Leaf, build, leaves
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class CommandLine(Generic[Group]):
     basic: Collection[str] = ()
     files: bool = False
 
-    def read(self, argv: Sequence[str] | None) -> Group:
+    def read(self, argv: Sequence[str] | None, kept: Mapping[str, Any] | None = None) -> Group:
         """Return the options of a command line; see `read`."""
-        return read(self.program, self.group, argv, basic=self.basic, files=self.files)
+        return read(self.program, self.group, argv, basic=self.basic, files=self.files, kept=kept)
 
     def answer(self, arguments: Sequence[str]) -> None:
         """Print help if the arguments ask for help; refuse names of options that do not exist.
@@ -51,7 +51,7 @@ class CommandLine(Generic[Group]):
             ValueError: no option has a name; a single line names the nearest options.
             SystemExit: code 0, after help.
         """
-        names = [a.partition("=")[0] for a in takewhile("--".__ne__, arguments)]
+        names = _names(arguments)
         if not set(HELP).isdisjoint(names):
             self.read(arguments)
         options = {leaf.key: leaf for leaf in leaves(self.group)}
@@ -76,10 +76,12 @@ def read(
     *,
     basic: Collection[str] = (),
     files: bool = False,
+    kept: Mapping[str, Any] | None = None,
 ) -> Group:
     """Return the options of a command line as the dataclass `group`.
 
-    Values come from the defaults, then from files, then from the rest of the command line.
+    Values come from the defaults, then from `kept`, then from files, then from the rest of the
+    command line.
 
     Args:
         program: the name of the program, such as "mpikfac plan".
@@ -87,6 +89,7 @@ def read(
         basic: the options that --help shows; --help_all shows all options. Without basic options,
             --help shows all options.
         files: whether --config FILE names YAML files of options.
+        kept: options by key, as in a YAML file; needs `files`.
 
     Raises:
         ValueError: an option is wrong; a single line names key, value and the allowed values.
@@ -102,10 +105,18 @@ def read(
     try:
         for path in _config_files(arguments) if files else ():
             check_file(path, options)
+        if kept:  # a value that the arguments replace may be wrong
+            left = {key: v for key, v in kept.items() if f"--{key}" not in _names(arguments)}
+            arguments = [f"--config={json.dumps(nested(left))}", *arguments]
         values = vars(parser.parse_args(arguments).as_flat())
     except argparse.ArgumentError as error:
         raise ValueError(_explained(str(error), options)) from error
     return build(group, {key: _value(option, values[key]) for key, option in options.items()})
+
+
+def _names(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without values."""
+    return [argument.partition("=")[0] for argument in takewhile("--".__ne__, arguments)]
 
 
 def _value(option: Leaf, raw: Any) -> Any:

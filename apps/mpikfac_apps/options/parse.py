@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpikfac_apps.options.conflicts import (
@@ -20,21 +20,24 @@ from mpikfac_apps.options.strategy import make_strategy, solver_of, training_ran
 from mpikfac_apps.problems.models import network
 
 
-def parse(argv: Sequence[str] | None, ranks: int) -> Options:
+def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None = None) -> Options:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
-    `batch`, `lr` and `kfac.loss_positions` are filled in. Values come from the defaults, then
-    `--config FILE`, then the rest of the command line.
+    `batch` and `kfac.loss_positions` are filled in. Values come from the defaults, then from
+    `kept`, then from `--config FILE`, then from the rest of the command line.
+
+    Args:
+        kept: options by key, as in a YAML file.
 
     Raises:
         ValueError: an option is wrong; a single line names key, value and the allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
-    options = TRAIN.read(argv)
+    options = TRAIN.read(argv, kept)
     training = training_ranks(options, ranks)
     check_conflicts(options, training)
     batch, kfac = global_batch(options, training), of_run(options)
-    options = dataclasses.replace(options, batch=batch, lr=options.rate, kfac=kfac)
+    options = dataclasses.replace(options, batch=batch, kfac=kfac)
     check_parts(options, training)
     check_pairs(options, training)
     return options
@@ -59,7 +62,7 @@ def resolved(options: Options, ranks: int) -> dict[str, Any]:
     Args:
         ranks: the ranks that train.
     """
-    values = flat(options) | {"batch_per_rank": None}
+    values = flat(options) | {"batch_per_rank": None, "lr": options.rate}
     if options.optimizer == "kfac":
         values["kfac.momentum_of"] = options.momentum_of
     if options.distribution.strategy != "auto":

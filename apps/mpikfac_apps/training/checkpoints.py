@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import math
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import mpikfac
 from mpikfac import files
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
-from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import run_directory
 
@@ -170,74 +163,6 @@ def root(options: Options) -> Path:
     return Path(options.run_dir) / "checkpoints"
 
 
-def identity(options: Options) -> dict[str, Any]:
-    """Return the options that define the meaning of step number and weights, fixed for restarts."""
-    chosen = dataclasses.asdict(options.data)
-    for free in ("path", "test_images", "workers", "broken", "cache"):  # may differ after a restart
-        del chosen[free]
-    return {
-        "model": options.model,
-        **{f"data.{key}": value for key, value in chosen.items()},
-        "batch": in_words(options.batches),
-        "parts": options.parts,
-        "frozen_epochs": options.frozen_epochs,
-        "seed": options.seed,
-    }
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The first start of a run.
-
-    Attributes:
-        ranks: the number of ranks; a restart on other ranks keeps batch and rate.
-        images: the checksum of the training images, if the checkpoint holds a checksum.
-    """
-
-    ranks: int
-    images: int | None = None
-
-
-def origin_of(
-    comm: mpikfac.comm.Comm, options: Options, checkpoint: mpikfac.checkpoint.Checkpoint | None
-) -> tuple[Origin, Options]:
-    """Return the first start of a run, and the options with the values that a restart must keep.
-
-    Collective over: comm.
-
-    Args:
-        checkpoint: the checkpoint to resume from; None if the run starts now.
-
-    Raises:
-        UserError: the checkpoint is damaged, or its run had other options; see `follow`.
-    """
-    if checkpoint is None:
-        return Origin(comm.size), options
-    doing = f"reading checkpoint {checkpoint.path}"
-    with mpikfac.comm.together(comm, doing, untrusted=True):
-        saved = saved_run(checkpoint)
-        options = follow(options, saved, comm.size)
-        origin = Origin(saved["ranks"], saved.get("images"))
-        if (threads := torch.get_num_threads()) != saved["threads"]:
-            log.info("begun with threads=%d, now %d: bits may differ", saved["threads"], threads)
-    return origin, options
-
-
-def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
-    """Return what the checkpoint says about its run.
-
-    Raises:
-        ValueError: the item has another form.
-    """
-    saved = files.json_of(str(checkpoint["run/data"]))
-    if not files.has_form(saved, {"ranks": int, "threads": int, "batch": (int, str)}):
-        raise ValueError("item 'run/data' has another form")
-    ranks, batch = saved["ranks"], saved["batch"]
-    if ranks < 1 or (isinstance(batch, int) and ranks > batch):
-        raise ValueError(f"item 'run/data' has {ranks} ranks for batch={batch}")
-    return saved
-
-
 def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]:
     """Return seconds of training, bytes of metrics.jsonl, and the lines of metrics that waited.
 
@@ -287,57 +212,3 @@ def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
                 f"it has momentum={items[name]} of directions, and none of gradients; go on with "
                 f"kfac.momentum_of=directions"
             )
-
-
-def check_images(before: int | None, now: int) -> None:
-    """Refuse other training images than the images of the saved run.
-
-    Args:
-        before: the checksum that the checkpoint holds; None for any images.
-
-    Raises:
-        ValueError: the checksums differ.
-    """
-    if before is not None and before != now:
-        raise ValueError(
-            f"the checkpoint is of other training images (checksum {before}, now {now}); "
-            "give the same images, or begin a new run"
-        )
-
-
-def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
-    """Return the options with the batch of the saved run.
-
-    Raises:
-        ValueError: the options differ, or the batch does not suit the number of ranks.
-    """
-    requested_batch = options.batches
-    if options.batch_per_rank and isinstance(saved["batch"], int):
-        options = dataclasses.replace(options, batch=saved["batch"])
-    for key, value in identity(options).items():
-        if (before := saved.get(key)) != value:
-            raise ValueError(
-                f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
-                f"give --{key}={in_yaml(before)}"
-            )
-    batch, began_on = options.batches, saved["ranks"]
-    common = math.gcd(*numbers_of(batch))
-    if common % ranks and not options.shrink:
-        raise ValueError(
-            f"it was saved with batch={batch}, no multiple of {ranks} ranks; "
-            f"start one of {mpikfac.plan.divisors(common)} ranks"
-        )
-    if requested_batch != batch or (options.scale_lr and began_on != ranks):
-        scaled = f", lr scaled for {began_on}" if options.scale_lr else ""
-        log.info("begun with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
-    return options
-
-
-def in_words(batch: int | ByEpoch) -> int | str:
-    """Return a batch as a checkpoint holds the batch: a number, or the text of numbers by epoch."""
-    return str(batch) if isinstance(batch, ByEpoch) else batch
-
-
-def in_yaml(value: object) -> str:
-    """Return a value as written on the command line."""
-    return shlex.quote(value) if isinstance(value, str) else json.dumps(value)

@@ -27,7 +27,7 @@ from mpikfac_apps.problems import airbench
 from mpikfac_apps.text import key_of, measured
 from mpikfac_apps.tracking.start import Start
 from mpikfac_apps.tracking.tracker import Trackers
-from mpikfac_apps.training import batches, checkpoints, run_directory
+from mpikfac_apps.training import batches, checkpoints, run_directory, settings
 from mpikfac_apps.training.augmentation.mixes import Mixes
 from mpikfac_apps.training.metrics import Meter, Speed
 from mpikfac_apps.training.parts import trainers
@@ -75,7 +75,7 @@ class Run:
         self.comm, self.team, self.guard = comm, team, guard
         early_log = run_directory.start_log() if comm.rank == 0 else None
         checkpoint = checkpoints.open_checkpoint(comm, options)
-        self.origin, options = checkpoints.origin_of(comm, options, checkpoint)
+        self.origin, options = settings.origin_of(comm, options, checkpoint)
         self.options = options = dataclasses.replace(options, batch_per_rank=None)
         self.problem = problem = Problem(comm, options, place.device, self.origin.images)
         with mpikfac.comm.together(comm, "options"):
@@ -383,7 +383,7 @@ class Run:
             return {}
         lost = run_directory.state_of_a_lost_rank
         metrics = self.record.state() if self.record else lost(self.options.run_dir)
-        about = checkpoints.identity(self.options)
+        about = settings.about_run(self.options, self.comm.size)
         about |= {"ranks": self.origin.ranks, "threads": torch.get_num_threads()}
         about["images"] = self.problem.batches.digest
         return {

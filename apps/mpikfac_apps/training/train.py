@@ -22,9 +22,9 @@ from mpikfac_apps.guard.ranks import watched
 from mpikfac_apps.guard.requests import ignore_one_interrupt, ignore_signals
 from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import serving_ranks
 from mpikfac_apps.place import RankPlace, share_cores
+from mpikfac_apps.training import settings
 from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     comm = mpikfac.world()
     with watched(comm) as watchdog:
         with mpikfac.ending(comm):
-            options = read_options(comm, lambda: parse(argv, comm.size))
+            options = read_options(comm, lambda: settings.of_start(argv, comm.size))
         if options is None:
             return 0
         code = train(comm, options, watchdog)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from mpikfac.model import fitting, laid_out
 from mpikfac_apps.inspecting.weights import last_module
 from mpikfac_apps.options.options import Options
-
-log = logging.getLogger("mpikfac.train")
 
 AVERAGED = "run/averaged"  # item of a checkpoint: steps in the average
 
@@ -107,12 +104,8 @@ def decays_and_momenta(optimizer: torch.optim.Optimizer) -> list[dict[str, float
 
 def follow_options(optimizer: torch.optim.Optimizer, numbers: Sequence[dict[str, float]]) -> None:
     """Give parameter groups the numbers that options ask for, after the load of a checkpoint."""
-    changes = set()
     for group, group_numbers in zip(optimizer.param_groups, numbers):
-        changes |= {(n, group[n], value) for n, value in group_numbers.items() if group[n] != value}
         group.update(group_numbers)
-    for name, before, after in sorted(changes):
-        log.info("from here on %s=%g; the checkpoint has %g", name, after, before)
 
 
 class Frozen:

@@ -18,7 +18,7 @@ from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import measured, percent
-from mpikfac_apps.training import batches, checkpoints
+from mpikfac_apps.training import batches, settings
 from mpikfac_apps.training.metrics import Meter
 from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
@@ -103,7 +103,7 @@ class Problem:
         self.channels, self.classes = data.channels, data.classes
         with mpikfac.comm.together(comm, "reading data"):
             self.batches = batches.make_batches(data, options, device, comm.rank, comm.size)
-            checkpoints.check_images(images_before, self.batches.digest)
+            settings.check_images(images_before, self.batches.digest)
         mpikfac.comm.agree(comm, {"training images": self.batches.digest})
         if data.about:
             log.info("%s", data.about)

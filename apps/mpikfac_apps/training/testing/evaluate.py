@@ -21,8 +21,10 @@ from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.inspecting import export, weights
 from mpikfac_apps.options.conflicts import check_data
+from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import TRAIN, Options
 from mpikfac_apps.place import share_cores
+from mpikfac_apps.training import settings
 from mpikfac_apps.training.parts.optimizers import AVERAGED, Average
 from mpikfac_apps.training.parts.problem import Problem, first_model, words_of
 from mpikfac_apps.training.testing.options import EVALUATE, EvaluateOptions
@@ -70,7 +72,7 @@ def tested(
     with mpikfac.comm.together(comm, f"evaluate {evaluation.path}"):
         if comm.rank == 0:
             path = checkpoint_at(evaluation.path)
-            located = path, options_of(path, evaluation.data_path, comm.size)
+            located = path, options_of(path, evaluation, comm.size)
     path, options = comm.bcast(located)
     watchdog.follow(options.hang_after)
     checkpoint = mpikfac.load_checkpoint(comm, path)
@@ -94,17 +96,24 @@ def tested(
     return f"{source}: test loss {results['loss']:.4f}, {words_of(results, problem.task.measure)}"
 
 
-def options_of(checkpoint: Path, data_path: str | None, ranks: int) -> Options:
+def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Options:
     """Return the options of the run of a checkpoint, with a batch for the number of ranks.
 
     Raises:
-        ValueError: the checkpoint is in no directory of a run.
+        ValueError: the checkpoint has no settings, or the run needs a file to be executed.
     """
-    config = checkpoint.resolve().parent.parent / "config.yaml"
-    options = TRAIN.read([f"--config={config}"])
+    before = settings.of_checkpoint(checkpoint)
+    if before is None:
+        raise ValueError(
+            f"{checkpoint} has no settings; give a checkpoint in the directory of its run"
+        )
+    options = TRAIN.read([], settings.kept_of(before.resolved, ["metrics"]))
+    for key, value, file in settings.code_of(flat(options)):
+        if not evaluation.trust:
+            raise ValueError(f"{key}={value} would run {file}; if you trust the file, give --trust")
     data = dataclasses.replace(options.data, cache=None)  # a test reads each image once
-    if data_path is not None:
-        data = dataclasses.replace(data, path=data_path)
+    if evaluation.data_path is not None:
+        data = dataclasses.replace(data, path=evaluation.data_path)
         check_data(data)
     batch = max(ranks, options.step_batch // ranks * ranks)
     return dataclasses.replace(options, batch=batch, data=data)

@@ -20,12 +20,14 @@ class EvaluateOptions:
         weights: a file of weights to test in the place of the checkpoint's weights, such as
             RUN_DIR/best.pt; null for the checkpoint's weights, or the averages of a run with
             `average`.
+        trust: the files FILE.py of the run's `model` and `data.name` may be executed.
         data_path: the directory of the data set; null for the directory of the run.
         device: the device of each rank; "auto" takes a GPU if a GPU exists.
     """
 
     path: Path = positional()
     weights: Path | None = None
+    trust: bool = False
     data_path: str | None = None
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
 

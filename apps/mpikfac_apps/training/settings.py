@@ -1,0 +1,332 @@
+"""Keep the settings of a run over its starts: a checkpoint holds the options of its run.
+
+A resumed run takes the options of the checkpoint, except for options that the command line or a
+file of the command line names. All other differences between two starts are named, or refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mpikfac
+from mpikfac import files
+from mpikfac_apps.cli import checkpoint_at
+from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
+from mpikfac_apps.options.documents import flattened, loaded
+from mpikfac_apps.options.fields import flat, leaves
+from mpikfac_apps.options.options import TRAIN, Options
+from mpikfac_apps.options.parse import parse, resolved
+from mpikfac_apps.problems.own import is_own
+from mpikfac_apps.training.checkpoints import root
+
+OF_A_START = (
+    *("run_dir", "resume", "max_steps", "max_time", "shrink", "trace_steps", "device", "threads"),
+)
+"""Options of a single start: a later start does not keep the values."""
+OF_CODE = ("model", "data.name", "metrics")
+"""Options whose values may name a file to execute."""
+
+log = logging.getLogger("mpikfac.train")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The options of a run by key, as in a YAML file.
+
+    Attributes:
+        given: as given; null for choices that options leave open.
+        resolved: with all choices; see `parse.resolved`.
+    """
+
+    given: Mapping[str, Any]
+    resolved: Mapping[str, Any]
+
+
+def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
+    """Return the checked options of a start; a resumed run keeps what the command line leaves out.
+
+    A choice that was left open stays as the checkpoint's version chose, unless the choice follows
+    from an option that changes.
+
+    Raises:
+        ValueError: an option is wrong; a single line names key, value and the allowed values.
+        SystemExit: code 0, after --help, --help_all or --print_config.
+    """
+    named = TRAIN.read(argv)
+    path = _checkpoint(named)
+    before = of_checkpoint(path) if path else None
+    if before is None:
+        return parse(argv, ranks)
+    kept = kept_of(before.given, ["batch"] if named.batch_per_rank else [])  # see `follow`
+    try:
+        options = parse(argv, ranks, kept)
+        _check_code(flat(options), flat(named))
+        pinned = _pinned(before, kept, options, ranks)
+        return parse(argv, ranks, kept | pinned) if pinned else options
+    except ValueError as error:
+        raise ValueError(f"{error}; give other options than those of {path}") from error
+
+
+def _checkpoint(options: Options) -> Path | None:
+    """Return the newest checkpoint to resume from; the training checks all bytes later."""
+    if options.resume == "never":
+        return None
+    if options.resume == "auto":
+        return mpikfac.checkpoint.latest_checkpoint(root(options))
+    return checkpoint_at(Path(options.resume))
+
+
+def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str, Any]:
+    """Return the options of a run that a start keeps, without the options of `left`."""
+    keys = {leaf.key for leaf in leaves(Options)} - {*OF_A_START, *left}
+    return {key: value for key, value in options.items() if key in keys}
+
+
+def _pinned(
+    before: RunSettings, kept: Mapping[str, Any], options: Options, ranks: int
+) -> dict[str, Any]:
+    """Return open choices of the checkpoint that this version would make otherwise."""
+    try:
+        usual = flattened(resolved(parse([], ranks, kept), ranks))
+    except ValueError:  # this start mends what the ranks or the version refuse
+        return {}
+    now, given = flattened(resolved(options, ranks)), flat(options)
+    return {
+        key: value
+        for key, value in before.resolved.items()
+        if key in kept and given[key] == kept[key] and now[key] == usual[key] != value
+    }
+
+
+def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    """Refuse to execute a file that the checkpoint names, and the command line does not."""
+    for key, value, file in code_of(options):
+        if named[key] != value:
+            raise ValueError(
+                f"{key}={in_yaml(value)} would run {file}; if you trust the file, give "
+                f"--{key}={in_yaml(value)}"
+            )
+
+
+def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield key and value of the options that name a file to execute, and the file."""
+    for key in OF_CODE:
+        value = options[key]
+        for name in value if isinstance(value, list) else [value]:
+            if is_own(name):
+                yield key, value, name.rpartition(":")[0]
+
+
+def of_checkpoint(path: Path) -> RunSettings | None:
+    """Return the settings of a checkpoint's run, or of config.yaml beside older checkpoints.
+
+    Returns:
+        None if the checkpoint cannot be read, and no config.yaml is there.
+    """
+    try:
+        saved = saved_run(mpikfac.checkpoint.read_checkpoint(path))
+    except (mpikfac.UserError, ValueError):  # the training names the damage, or goes back a step
+        saved = {}
+    return _settings(saved, path)
+
+
+def _settings(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
+    if "settings" in saved:
+        of_run = _renamed(saved["settings"])
+        return RunSettings(of_run | _renamed(saved["open"]), of_run)
+    folder = path.resolve().parent
+    try:
+        document = loaded(files.read_text(folder.parent / "config.yaml"))
+    except (OSError, ValueError):
+        return None
+    if folder.name != "checkpoints" or not isinstance(document, dict):
+        return None
+    of_run = _renamed(flattened(document))
+    return RunSettings(of_run, of_run)
+
+
+def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of an earlier version: an option of another group keeps its last word."""
+    keys = [leaf.key for leaf in leaves(Options)]
+    words = [key.rpartition(".")[2] for key in keys]
+    now = {word: key for word, key in zip(words, keys) if words.count(word) == 1}
+    return {
+        key if key in keys else now.get(key.rpartition(".")[2], key): value
+        for key, value in options.items()
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the options that differ between two starts, as "lr 0.1 -> 0.05, ..."."""
+    keys = [key for key in {**now, **before} if key not in OF_A_START]
+    pairs = [
+        (key, *(in_yaml(part[key]) if key in part else "no option" for part in (before, now)))
+        for key in keys
+        if key not in before or key not in now or before[key] != now[key]
+    ]
+    return ", ".join(f"{key} {old} -> {new}" for key, old, new in pairs)
+
+
+# -- what a checkpoint says of its run -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first start of a run.
+
+    Attributes:
+        ranks: the number of ranks; a restart on other ranks keeps batch and rate.
+        images: the checksum of the training images, if the checkpoint holds a checksum.
+    """
+
+    ranks: int
+    images: int | None = None
+
+
+def about_run(options: Options, ranks: int) -> dict[str, Any]:
+    """Return what a checkpoint says of the options of its run.
+
+    Args:
+        ranks: the ranks that train.
+    """
+    choices, given = flattened(resolved(options, ranks)), flat(options)
+    of_run = {key: value for key, value in choices.items() if key not in OF_A_START}
+    left_open = {key: None for key, value in of_run.items() if given[key] != value}
+    return identity(options) | {"settings": of_run, "open": left_open}
+
+
+def origin_of(
+    comm: mpikfac.comm.Comm, options: Options, checkpoint: mpikfac.checkpoint.Checkpoint | None
+) -> tuple[Origin, Options]:
+    """Return the first start of a run, and the options with the values that a restart must keep.
+
+    The log names all options that change.
+
+    Collective over: comm.
+
+    Args:
+        checkpoint: the checkpoint to resume from; None if the run starts now.
+
+    Raises:
+        UserError: the checkpoint is damaged, or its run had other options; see `follow`.
+    """
+    if checkpoint is None:
+        return Origin(comm.size), options
+    doing = f"reading checkpoint {checkpoint.path}"
+    with mpikfac.comm.together(comm, doing, untrusted=True):
+        saved = saved_run(checkpoint)
+        options = follow(options, saved, comm.size)
+        origin = Origin(saved["ranks"], saved.get("images"))
+        if (threads := torch.get_num_threads()) != saved["threads"]:
+            log.info("begun with threads=%d, now %d: bits may differ", saved["threads"], threads)
+        _tell(checkpoint, _settings(saved, checkpoint.path), resolved(options, comm.size))
+    return origin, options
+
+
+def _tell(
+    checkpoint: mpikfac.checkpoint.Checkpoint, before: RunSettings | None, now: Mapping[str, Any]
+) -> None:
+    """Log what differs from the checkpoint: the version, and options."""
+    if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
+        log.info("the checkpoint is of %s; this is %s", checkpoint.writer, version)
+    if before is None:
+        log.warning("the checkpoint has no settings: options that are not given have usual values")
+    elif words := changes(before.resolved, flattened(now)):
+        log.info("step %d: changed since the checkpoint: %s", checkpoint.step, words)
+
+
+def identity(options: Options) -> dict[str, Any]:
+    """Return the options that define the meaning of step number and weights, fixed for restarts."""
+    chosen = dataclasses.asdict(options.data)
+    for free in ("path", "test_images", "workers", "broken", "cache"):  # may differ after a restart
+        del chosen[free]
+    return {
+        "model": options.model,
+        **{f"data.{key}": value for key, value in chosen.items()},
+        "batch": in_words(options.batches),
+        "parts": options.parts,
+        "frozen_epochs": options.frozen_epochs,
+        "seed": options.seed,
+    }
+
+
+def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
+    """Return what the checkpoint says about its run.
+
+    Raises:
+        ValueError: the item has another form.
+    """
+    saved = files.json_of(str(checkpoint["run/data"]))
+    if not files.has_form(saved, {"ranks": int, "threads": int, "batch": (int, str)}):
+        raise ValueError("item 'run/data' has another form")
+    if "settings" in saved and not files.has_form(saved, {"settings": dict, "open": dict}):
+        raise ValueError("item 'run/data' has settings of another form")
+    ranks, batch = saved["ranks"], saved["batch"]
+    if ranks < 1 or (isinstance(batch, int) and ranks > batch):
+        raise ValueError(f"item 'run/data' has {ranks} ranks for batch={batch}")
+    return saved
+
+
+def check_images(before: int | None, now: int) -> None:
+    """Refuse other training images than the images of the saved run.
+
+    Args:
+        before: the checksum that the checkpoint holds; None for any images.
+
+    Raises:
+        ValueError: the checksums differ.
+    """
+    if before is not None and before != now:
+        raise ValueError(
+            f"the checkpoint is of other training images (checksum {before}, now {now}); "
+            "give the same images, or begin a new run"
+        )
+
+
+def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
+    """Return the options with the batch of the saved run.
+
+    Raises:
+        ValueError: the options differ, or the batch does not suit the number of ranks.
+    """
+    requested_batch = options.batches
+    if options.batch_per_rank and isinstance(saved["batch"], int):
+        options = dataclasses.replace(options, batch=saved["batch"])
+    for key, value in identity(options).items():
+        if (before := saved.get(key)) != value:
+            raise ValueError(
+                f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
+                f"give --{key}={in_yaml(before)}"
+            )
+    batch, began_on = options.batches, saved["ranks"]
+    common = math.gcd(*numbers_of(batch))
+    if common % ranks and not options.shrink:
+        raise ValueError(
+            f"it was saved with batch={batch}, no multiple of {ranks} ranks; "
+            f"start one of {mpikfac.plan.divisors(common)} ranks"
+        )
+    if requested_batch != batch or (options.scale_lr and began_on != ranks):
+        scaled = f", lr scaled for {began_on}" if options.scale_lr else ""
+        log.info("begun with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
+    return options
+
+
+def in_words(batch: int | ByEpoch) -> int | str:
+    """Return a batch as a checkpoint holds the batch: a number, or the text of numbers by epoch."""
+    return str(batch) if isinstance(batch, ByEpoch) else batch
+
+
+def in_yaml(value: object) -> str:
+    """Return a value as written on the command line."""
+    return shlex.quote(value) if isinstance(value, str) else json.dumps(value)
