@@ -85,6 +85,14 @@ def writing(
     return io.FileIO(descriptor, "ab" if begin == "end" else "wb")
 
 
+def names(path: str | Path, file: io.IOBase) -> bool:
+    """Return whether the path leads to the open file; False if the file was renamed or removed."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
 def read_bytes(path: str | Path, limit: int = SMALL, links: bool = False) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 

@@ -96,6 +96,27 @@ def with_other_metrics(disk: Path) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def with_cut_metrics(disk: Path) -> Iterator[None]:
+    """Copy the file and cut off all lines, as log rotation may do."""
+    shutil.copy(disk / "run" / "metrics.jsonl", disk / "cut")
+    os.truncate(disk / "run" / "metrics.jsonl", 0)
+    yield
+
+
+@contextmanager
+def with_half_a_line(disk: Path) -> Iterator[None]:
+    with open(disk / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step')
+    yield
+
+
+@contextmanager
+def with_renamed_log(disk: Path) -> Iterator[None]:
+    (disk / "run" / "log.txt").rename(disk / "run" / "log.txt.1")
+    yield
+
+
 FAULTS = (full, read_only, out_of_descriptors, without_metrics, with_other_metrics)
 
 
@@ -119,6 +140,51 @@ def test_a_run_outlives_storage_that_fails_for_a_while(disk, undisturbed, monkey
     log = (disk / "run" / "log.txt").read_text()
     warned = "training goes on" if fault in FAULTS[:3] else "metrics.jsonl was removed or replaced"
     assert warned in log
+
+
+def disturbed_run(run: Path, monkeypatch: pytest.MonkeyPatch, fault, *options: str) -> int:
+    """Return the exit code of a run with a fault from the fourth step on."""
+    step = Run.step
+
+    def disturbed(trained: Run, number: int, *batch: object) -> None:
+        if number == 3:
+            fault(run.parent).__enter__()
+        step(trained, number, *batch)
+
+    monkeypatch.setattr(Run, "step", disturbed)
+    return train.main([*OPTIONS, f"--run_dir={run}", *options])
+
+
+def test_lines_that_somebody_cuts_off_are_told(tmp_path, undisturbed, monkeypatch):
+    """Oracle: the copy and the file together are the undisturbed run; a warning has the bytes."""
+    run = tmp_path / "run"
+    assert disturbed_run(run, monkeypatch, with_cut_metrics) == 0
+    lost = (tmp_path / "cut").stat().st_size
+    told = f"metrics.jsonl has 0 of the {lost} bytes that were counted: lines are lost"
+    assert (run / "log.txt").read_text().count(told) == 1
+    steps = [row["step"] for row in rows(run)]
+    assert steps and steps == [row["step"] for row in undisturbed][-len(steps) :]
+    shutil.move(tmp_path / "cut", tmp_path / "metrics.jsonl")
+    assert rows(tmp_path) + rows(run) == undisturbed
+
+
+def test_a_line_begins_at_the_begin_of_a_line(tmp_path, undisturbed, monkeypatch):
+    """Oracle: the undisturbed run, without the line of somebody else."""
+    run = tmp_path / "run"
+    assert disturbed_run(run, monkeypatch, with_half_a_line) == 0
+    text = (run / "metrics.jsonl").read_text()
+    assert text.count('{"step\n') == 1
+    (run / "metrics.jsonl").write_text(text.replace('{"step\n', ""))
+    assert rows(run) == undisturbed
+
+
+def test_a_renamed_log_goes_on_under_its_name(tmp_path, monkeypatch):
+    """Oracle: the first lines in the renamed file, and the last lines in the new file."""
+    run = tmp_path / "run"
+    assert disturbed_run(run, monkeypatch, with_renamed_log) == 0
+    former, log = (run / "log.txt.1").read_text(), (run / "log.txt").read_text()
+    assert "steps 0 to 9" in former and "complete" not in former
+    assert "complete after 9 steps" in log and "steps 0 to 9" not in log
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{}\n{"step": 1}\n{"st'])
@@ -171,6 +237,6 @@ def test_lost_lines_of_metrics_are_told(tmp_path, undisturbed):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     assert train.main([*OPTIONS, f"--run_dir={run}"]) == 0
-    assert "bytes that the checkpoint counted: lines are lost" in (run / "log.txt").read_text()
+    assert "bytes that were counted: lines are lost" in (run / "log.txt").read_text()
     kept = [row["step"] for row in rows(run)]
     assert kept == [row["step"] for row in undisturbed[:2] + undisturbed[len(lines) :]]
