@@ -142,12 +142,15 @@ def test_a_run_outlives_storage_that_fails_for_a_while(disk, undisturbed, monkey
     assert warned in log
 
 
-def disturbed_run(run: Path, monkeypatch: pytest.MonkeyPatch, fault, *options: str) -> int:
-    """Return the exit code of a run with a fault from the fourth step on."""
+def disturbed_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, fault, *options: str, at: int = 3
+) -> int:
+    """Return the exit code of a run with a fault before a step."""
     step = Run.step
 
     def disturbed(trained: Run, number: int, *batch: object) -> None:
-        if number == 3:
+        if number == at:
+            trained.saver.settle()
             fault(run.parent).__enter__()
         step(trained, number, *batch)
 
@@ -176,6 +179,45 @@ def test_a_line_begins_at_the_begin_of_a_line(tmp_path, undisturbed, monkeypatch
     assert text.count('{"step\n') == 1
     (run / "metrics.jsonl").write_text(text.replace('{"step\n', ""))
     assert rows(run) == undisturbed
+
+
+GONE: dict[str, Callable[[Path], object]] = {
+    "moved": lambda run: run.rename(run.with_name("elsewhere")),
+    "deleted": shutil.rmtree,
+    "replaced": lambda run: shutil.copytree(run.rename(run.with_name("elsewhere")), run / "other"),
+}
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_run_whose_directory_is_gone_makes_nothing_anew(
+    tmp_path, undisturbed, monkeypatch, capfd, how
+):
+    """Oracle: one line with the cause; the undisturbed run, from the directory's new place."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    gone = contextmanager(lambda place: iter([GONE[how](place / "run")]))
+    with pytest.raises(SystemExit) as leave:
+        disturbed_run(run, monkeypatch, gone)
+    assert leave.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"run_dir={run} is gone: moved, deleted, or without its lock" in line
+    assert [path.name for path in run.glob("*")] == ["other"] * (how == "replaced")
+    assert run.exists() == (how == "replaced")
+    if how != "deleted":
+        monkeypatch.undo()
+        (elsewhere / "lock").unlink()  # it names this process, which lives
+        assert train.main([*OPTIONS, f"--run_dir={elsewhere}"]) == 0
+        assert rows(elsewhere) == undisturbed
+
+
+@pytest.mark.parametrize("at", [3, 7])
+@pytest.mark.parametrize("what", ["checkpoints", "checkpoints/step-*"])
+def test_removed_checkpoints_are_told_and_made_anew(tmp_path, monkeypatch, what, at):
+    """Oracle: a warning, and the last step's checkpoint, also if it was written before."""
+    run = tmp_path / "run"
+    emptied = contextmanager(lambda _: iter([[shutil.rmtree(path) for path in run.glob(what)]]))
+    assert disturbed_run(run, monkeypatch, emptied, "--checkpoint_every=3", at=at) == 0
+    assert "was emptied or removed while the run writes" in (run / "log.txt").read_text()
+    assert mpikfac.find_checkpoint(mpikfac.world(), run / "checkpoints").step == STEPS
 
 
 def test_a_renamed_log_goes_on_under_its_name(tmp_path, monkeypatch):

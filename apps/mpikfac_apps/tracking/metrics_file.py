@@ -29,8 +29,9 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, kept_bytes: int = 0, waiting: str = "") -> None:
-        self._path, self._bytes, self._waiting = path, kept_bytes, b""
+        self._bytes, self._waiting = kept_bytes, b""
         self._file = files.writing(path, "end")
+        self._path = files.anchored(path)
         if self._end() > kept_bytes:
             self._file.truncate(kept_bytes)
         self._mend(kept_bytes)

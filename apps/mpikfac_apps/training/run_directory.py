@@ -61,21 +61,21 @@ class LogFile(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path = path
-        self._file = self._opened()
+        self._file = self._opened(path)
+        self._path = files.anchored(path)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         line = f"{self.format(record)}\n".encode(errors="backslashreplace")
         with suppress(OSError):  # for example on a full disk, or as the folder has moved
             if not files.names(self._path, self._file):
-                self._file = self._opened()
+                self._file = self._opened(self._path)
         with suppress(OSError):  # the line stays in the buffer, and is tried again
             self._file.write(line)
             self._file.flush()
 
-    def _opened(self) -> io.BufferedWriter:
-        return io.BufferedWriter(files.writing(self._path, "end"))
+    def _opened(self, path: Path) -> io.BufferedWriter:
+        return io.BufferedWriter(files.writing(path, "end"))
 
 
 def start_log() -> logging.handlers.MemoryHandler:
