@@ -85,6 +85,23 @@ def writing(
     return io.FileIO(descriptor, "ab" if begin == "end" else "wb")
 
 
+def anchored(path: Path) -> Path:
+    """Return a path to the same name in the same folder, also once the folder has moved.
+
+    The folder stays open until the process ends.
+    """
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    return Path(f"/proc/self/fd/{folder}", path.name)
+
+
+def names(path: str | Path, file: io.IOBase) -> bool:
+    """Return whether the path leads to the open file; False if the file was renamed or removed."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
 def read_bytes(path: str | Path, limit: int = SMALL, links: bool = False) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 

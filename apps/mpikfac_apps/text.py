@@ -14,18 +14,20 @@ from tabulate import tabulate
 from mpikfac import files
 
 MIB = 2**20
+MOST = 2**20
+"""The largest number of ranks, of images or of pixels in a row that a program is asked about."""
 NONE = "\N{EN DASH}"
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return positive whole numbers from a text such as "16,64".
+    """Return whole numbers of 1 to `MOST` from a text such as "16,64".
 
     Raises:
         ValueError: the text holds something else.
     """
     for part in text.split(","):
-        if not part.isdecimal() or int(part) < 1:
-            raise ValueError(f"{part or 'nothing'} must be a whole number, at least 1")
+        if not part.isdecimal() or not 1 <= int(part) <= MOST:
+            raise ValueError(f"{part or 'nothing'} must be a whole number, 1 to {MOST:,}")
     return tuple(map(int, text.split(",")))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.checkpoint import durable
-from mpikfac.checkpoint.manifest import Checkpoint, make_manifest, read_checkpoint
+from mpikfac.checkpoint.manifest import Checkpoint, make_manifest, read_checkpoint, tell_of_renamed
 from mpikfac.checkpoint.restarts import TRIES, starts_from
 from mpikfac.checkpoint.shard import Value, checksum, describe, write_shard
 from mpikfac.comm import Comm, agree, together
@@ -172,7 +172,7 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
     Everything named `step-<step>` counts as a checkpoint. A damaged checkpoint, also without
     manifest, is skipped with a warning. So is a checkpoint from which 2 starts in a
     row committed no newer checkpoint. If all undamaged checkpoints have been tried in vain, the
-    newest undamaged checkpoint is taken again.
+    newest undamaged checkpoint is taken again. A later checkpoint of another name is told.
 
     Args:
         skip: names of directories to leave out.
@@ -204,6 +204,8 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
         tried.append(checkpoint)
     if tried:
         return _chosen(comm, tried[0], skipped)
+    if comm.rank == 0:
+        tell_of_renamed(Path(root), -1)
     if skipped:
         raise UserError(f"no checkpoint in {root} can be read: {'; '.join(skipped)}")
     return None
@@ -404,4 +406,5 @@ def _chosen(comm: Comm, checkpoint: Checkpoint, skipped: Sequence[str]) -> Check
     if comm.rank == 0:
         for reason in skipped:
             log.warning("%s; going on from %s", reason, checkpoint.path)
+        tell_of_renamed(checkpoint.path.parent, checkpoint.step)
     return checkpoint

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,27 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     """
     for path in reversed(durable.named(Path(root))):
         if (path / durable.MANIFEST).is_file():
+            tell_of_renamed(path.parent, durable.step_of(path) or 0)
             return path
         log.warning("%s is passed over: %s is missing", path, durable.MANIFEST)
+    tell_of_renamed(Path(root), -1)
     return None
+
+
+def tell_of_renamed(root: Path, step: int) -> None:
+    """Warn of checkpoints of steps after `step` whose directories somebody has renamed.
+
+    Collective over: none.
+    """
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if durable.step_of(path) is None and not path.name.startswith("."):
+            with suppress(OSError, UserError):
+                later = read_checkpoint(path).step
+                if later > step:
+                    log.warning(
+                        "%s holds step %d, and is passed over; rename it to step-%09d to take it",
+                        *(path, later, later),
+                    )
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:

@@ -148,7 +148,7 @@ def test_the_training_program_takes_the_advice(given, taken, capsys):
     ("arguments", "told"),
     [
         ("--model resnet50 --ranks 2", "--machine"),
-        ("--model resnet50 --machine v100-edr --ranks 0", "at least 1"),
+        ("--model resnet50 --machine v100-edr --ranks 0", "a whole number, 1 to 1,048,576"),
         ("--model resnet50 --machine v100-edr --ranks 2 --batch_per_rank 0", "batch_per_rank=0"),
         ("--model resnet20 --machine v100-edr --ranks 2", "only of: resnet50"),
         ("--model resnet50 --machine v100-edr --ranks 2 --strategy kfac-lw", "overlap=True needs"),

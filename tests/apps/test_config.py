@@ -75,6 +75,8 @@ BAD = {
         "kfac.factor_every=(1, 0) must be a whole number >= 1",
     ),
     "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be positive"),
+    "more turns than a plan lists": ("--stagger=1001", "stagger=1001 must be at most 1000"),
+    "a timer of ages": ("--hang_after=1e9", "hang_after=1000000000.0 must be a finite number > 0"),
     "negative seed": ("--seed=-1", "seed=-1 must be a whole number >= 0 and < 4294967296"),
     "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
     "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, mob"),
@@ -342,6 +344,24 @@ def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_a
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         parse(arguments, RANKS)
     assert "\n" not in str(caught.value)
+
+
+NUMBERS = [leaf for leaf in leaves(Options) if re.search("number", leaf.allowed)]
+
+
+@pytest.mark.parametrize("digits", [26, 400])
+@pytest.mark.parametrize("leaf", NUMBERS, ids=lambda leaf: leaf.key)
+def test_every_number_has_a_largest_value(leaf, digits, tmp_path):
+    """Oracle: one short line with the key, on the command line and in a file, for every option."""
+    text = f"[{'1' * digits}]" if leaf.is_list else "1" * digits
+    with pytest.raises(ValueError, match="must") as given:
+        parse([f"--{leaf.key}={text}"], 1)
+    (tmp_path / "run.yaml").write_text(f"{leaf.key}: {text}\n")
+    with pytest.raises(ValueError, match="must lie within|is no value of type int") as read:
+        parse([f"--config={tmp_path / 'run.yaml'}"], 1)
+    for line in map(str, (given.value, read.value)):
+        assert "\n" not in line and len(line) < 300
+    assert leaf.key in str(given.value) or digits > 300
 
 
 @pytest.mark.parametrize(

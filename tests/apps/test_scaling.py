@@ -196,7 +196,10 @@ def test_without_a_measured_batch_the_page_says_so(tmp_path):
     ("change", "words"),
     [
         ({"predict_ranks": 4}, "predict_ranks=4 must be a list"),
-        ({"predict_ranks": [0]}, "predict_ranks: 0 must be a whole number, at least 1"),
+        ({"predict_ranks": [0]}, "predict_ranks: 0 must be a whole number, 1 to 1,048,576"),
+        ({"predict_ranks": [10**9]}, "predict_ranks: 1000000000 must be a whole number, 1 to"),
+        ({"predict_ranks": [10**20]}, "100000000000000000000 must lie within ±4,611,"),
+        ({"matrix": {"strategy": ["sgd"], "ranks": [10**9]}}, "ranks: 1000000000 must be a whole"),
         ({"predict_ranks": [4, 4]}, "predict_ranks=[4, 4] must not name a value twice"),
         ({"machine": None}, "predict_ranks needs machine: a file of mpikfac calibrate, or a"),
         ({"matrix": []}, "matrix=[] must hold lines of the form `key: value`"),

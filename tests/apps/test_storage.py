@@ -96,6 +96,27 @@ def with_other_metrics(disk: Path) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def with_cut_metrics(disk: Path) -> Iterator[None]:
+    """Copy the file and cut off all lines, as log rotation may do."""
+    shutil.copy(disk / "run" / "metrics.jsonl", disk / "cut")
+    os.truncate(disk / "run" / "metrics.jsonl", 0)
+    yield
+
+
+@contextmanager
+def with_half_a_line(disk: Path) -> Iterator[None]:
+    with open(disk / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step')
+    yield
+
+
+@contextmanager
+def with_renamed_log(disk: Path) -> Iterator[None]:
+    (disk / "run" / "log.txt").rename(disk / "run" / "log.txt.1")
+    yield
+
+
 FAULTS = (full, read_only, out_of_descriptors, without_metrics, with_other_metrics)
 
 
@@ -119,6 +140,93 @@ def test_a_run_outlives_storage_that_fails_for_a_while(disk, undisturbed, monkey
     log = (disk / "run" / "log.txt").read_text()
     warned = "training goes on" if fault in FAULTS[:3] else "metrics.jsonl was removed or replaced"
     assert warned in log
+
+
+def disturbed_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, fault, *options: str, at: int = 3
+) -> int:
+    """Return the exit code of a run with a fault before a step."""
+    step = Run.step
+
+    def disturbed(trained: Run, number: int, *batch: object) -> None:
+        if number == at:
+            trained.saver.settle()
+            fault(run.parent).__enter__()
+        step(trained, number, *batch)
+
+    monkeypatch.setattr(Run, "step", disturbed)
+    return train.main([*OPTIONS, f"--run_dir={run}", *options])
+
+
+def test_lines_that_somebody_cuts_off_are_told(tmp_path, undisturbed, monkeypatch):
+    """Oracle: the copy and the file together are the undisturbed run; a warning has the bytes."""
+    run = tmp_path / "run"
+    assert disturbed_run(run, monkeypatch, with_cut_metrics) == 0
+    lost = (tmp_path / "cut").stat().st_size
+    told = f"metrics.jsonl has 0 of the {lost} bytes that were counted: lines are lost"
+    assert (run / "log.txt").read_text().count(told) == 1
+    steps = [row["step"] for row in rows(run)]
+    assert steps and steps == [row["step"] for row in undisturbed][-len(steps) :]
+    shutil.move(tmp_path / "cut", tmp_path / "metrics.jsonl")
+    assert rows(tmp_path) + rows(run) == undisturbed
+
+
+def test_a_line_begins_at_the_begin_of_a_line(tmp_path, undisturbed, monkeypatch):
+    """Oracle: the undisturbed run, without the line of somebody else."""
+    run = tmp_path / "run"
+    assert disturbed_run(run, monkeypatch, with_half_a_line) == 0
+    text = (run / "metrics.jsonl").read_text()
+    assert text.count('{"step\n') == 1
+    (run / "metrics.jsonl").write_text(text.replace('{"step\n', ""))
+    assert rows(run) == undisturbed
+
+
+GONE: dict[str, Callable[[Path], object]] = {
+    "moved": lambda run: run.rename(run.with_name("elsewhere")),
+    "deleted": shutil.rmtree,
+    "replaced": lambda run: shutil.copytree(run.rename(run.with_name("elsewhere")), run / "other"),
+}
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_run_whose_directory_is_gone_makes_nothing_anew(
+    tmp_path, undisturbed, monkeypatch, capfd, how
+):
+    """Oracle: one line with the cause; the undisturbed run, from the directory's new place."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    gone = contextmanager(lambda place: iter([GONE[how](place / "run")]))
+    with pytest.raises(SystemExit) as leave:
+        disturbed_run(run, monkeypatch, gone)
+    assert leave.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"run_dir={run} is gone: moved, deleted, or without its lock" in line
+    assert [path.name for path in run.glob("*")] == ["other"] * (how == "replaced")
+    assert run.exists() == (how == "replaced")
+    if how != "deleted":
+        monkeypatch.undo()
+        (elsewhere / "lock").unlink()  # it names this process, which lives
+        assert train.main([*OPTIONS, f"--run_dir={elsewhere}"]) == 0
+        assert rows(elsewhere) == undisturbed
+
+
+@pytest.mark.parametrize("at", [3, 7])
+@pytest.mark.parametrize("what", ["checkpoints", "checkpoints/step-*"])
+def test_removed_checkpoints_are_told_and_made_anew(tmp_path, monkeypatch, what, at):
+    """Oracle: a warning, and the last step's checkpoint, also if it was written before."""
+    run = tmp_path / "run"
+    emptied = contextmanager(lambda _: iter([[shutil.rmtree(path) for path in run.glob(what)]]))
+    assert disturbed_run(run, monkeypatch, emptied, "--checkpoint_every=3", at=at) == 0
+    assert "was emptied or removed while the run writes" in (run / "log.txt").read_text()
+    assert mpikfac.find_checkpoint(mpikfac.world(), run / "checkpoints").step == STEPS
+
+
+def test_a_renamed_log_goes_on_under_its_name(tmp_path, monkeypatch):
+    """Oracle: the first lines in the renamed file, and the last lines in the new file."""
+    run = tmp_path / "run"
+    assert disturbed_run(run, monkeypatch, with_renamed_log) == 0
+    former, log = (run / "log.txt.1").read_text(), (run / "log.txt").read_text()
+    assert "steps 0 to 9" in former and "complete" not in former
+    assert "complete after 9 steps" in log and "steps 0 to 9" not in log
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{}\n{"step": 1}\n{"st'])
@@ -171,6 +279,6 @@ def test_lost_lines_of_metrics_are_told(tmp_path, undisturbed):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     assert train.main([*OPTIONS, f"--run_dir={run}"]) == 0
-    assert "bytes that the checkpoint counted: lines are lost" in (run / "log.txt").read_text()
+    assert "bytes that were counted: lines are lost" in (run / "log.txt").read_text()
     kept = [row["step"] for row in rows(run)]
     assert kept == [row["step"] for row in undisturbed[:2] + undisturbed[len(lines) :]]

@@ -17,12 +17,12 @@ from torch import nn
 
 import mpikfac
 from mpikfac.checkpoint import read_checkpoint
-from mpikfac_apps.guard import lock
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
 from mpikfac_apps.training import run_directory, train
+from mpikfac_apps.training.run import Run
 from support.launch import PROGRAMS, TRAIN, launch
 
 ROOT = Path(__file__).parents[2]
@@ -524,16 +524,16 @@ def test_a_terminal_is_looked_for_behind_mpirun(monkeypatch, stderr_of_mpirun, w
 
 def test_a_run_whose_directory_another_has_taken_writes_no_more(tmp_path, capfd, monkeypatch):
     """Oracle: the checkpoints before; a single line, code 2."""
-    monkeypatch.setattr(lock.Lock, "lost", True, raising=False)
-    monkeypatch.setattr(lock.Lock, "__setattr__", keep_lost)
+    step = Run.step
+
+    def taken(run: Run, *batch: object) -> None:
+        named = json.loads((tmp_path / "lock").read_text())
+        (tmp_path / "lock").write_text(json.dumps(named | {"token": "another"}))
+        step(run, *batch)
+
+    monkeypatch.setattr(Run, "step", taken)
     with pytest.raises(SystemExit) as leave:
         train.main(arguments(tmp_path, "--max_steps=2"))
     assert leave.value.code == 2
     assert "was taken over by another run" in capfd.readouterr().err
     assert not (tmp_path / "checkpoints").exists()
-
-
-def keep_lost(self, name, value):
-    """Set an attribute, but not `lost`."""
-    if name != "lost":
-        object.__setattr__(self, name, value)

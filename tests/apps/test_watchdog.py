@@ -173,15 +173,22 @@ FULL = """
 SILENT_DISK = """
     os.fsync = lambda descriptor: time.sleep(60)
 """
+REMOVED = """
+    os.unlink(hang / "rank-0.txt")
+"""
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize(
     ("storage", "why"),
-    [(FULL, "[Errno 28] No space left on device"), (SILENT_DISK, "no answer in 0.6 s")],
+    [
+        (FULL, "[Errno 28] No space left on device"),
+        (SILENT_DISK, "no answer in 0.6 s"),
+        (REMOVED, "[Errno 2] the file was moved or removed"),
+    ],
 )
 def test_a_hang_is_told_even_if_the_disk_is_full_or_hangs(tmp_path, storage, why):
-    """Oracle: the function that hangs; the device that is always full, an endless fsync."""
+    """Oracle: the function that hangs; a device that is full, an endless fsync, no file."""
     body = """
     def hangs():
         time.sleep(60)

@@ -161,6 +161,25 @@ def test_latest_ignores_what_is_not_complete(comm, tmp_path) -> None:
     assert latest_checkpoint(tmp_path) == good
 
 
+RENAMED = ["step-000000048 (copy)", "STEP-000000048", "step-48", "48", "step-000000048.old"]
+
+
+@pytest.mark.parametrize("name", RENAMED)
+@pytest.mark.parametrize("find", [find_checkpoint, lambda _, root: latest_checkpoint(root)])
+def test_a_later_checkpoint_of_another_name_is_told(comm, tmp_path, caplog, find, name) -> None:
+    """Oracle: the older step, and one line with the later step; an earlier copy needs no line."""
+    save_checkpoint(comm, tmp_path, {"a": 1}, 24)
+    shutil.copytree(tmp_path / "step-000000024", tmp_path / "best of 24")
+    save_checkpoint(comm, tmp_path, {"a": 2}, 48).rename(tmp_path / name)
+    find(comm, tmp_path)
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / name} holds step 48, and is passed over; rename it to")
+    shutil.rmtree(tmp_path / "step-000000024")
+    caplog.clear()
+    assert find(comm, tmp_path) is None
+    assert len(caplog.messages) == 2
+
+
 def test_latest_compares_steps_as_numbers(comm, tmp_path) -> None:
     """Oracle: 2,000,000,000 is more than 999,999,999, in any order of the names."""
     save_checkpoint(comm, tmp_path, {"x": 1}, 999_999_999)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, positional, read_by
-from mpikfac_apps.text import counts
+from mpikfac_apps.text import MOST, counts
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CheckOptions:
     tokens: int | None = bounded(None, ">= 1")
     classes: int = bounded(10, ">= 1")
     batch: int = bounded(4, ">= 1")
-    ranks: int | None = bounded(None, ">= 1")
+    ranks: int | None = bounded(None, ">= 1", f"<= {MOST}")
 
 
 CHECK = CommandLine("mpikfac check", CheckOptions)

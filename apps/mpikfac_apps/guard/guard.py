@@ -70,12 +70,15 @@ class Guard:
         """Note the beginning of a phase; the watchdog allows each phase its own time.
 
         Raises:
-            UserError: a second run has taken the directory; writing has to end.
+            UserError: a second run has taken the directory, or the directory is gone; writing has
+                to end.
         """
-        if self._lock and self._lock.lost:
-            raise mpikfac.UserError(f"run_dir={self._directory} was taken over by another run")
         self.phase = phase, step
         self._watchdog.enter(phase, step)
+        if self._lock and phase == "checkpoint":
+            self._lock.look()  # nothing is made anew in the place of a directory that has moved
+        if self._lock and self._lock.lost:
+            raise mpikfac.UserError(f"run_dir={self._directory} {self._lock.lost}")
 
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
         """Note the beginning of a checkpoint that is written while steps go on."""

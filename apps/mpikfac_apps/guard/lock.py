@@ -65,7 +65,8 @@ class Lock:
     """The right of a run to a directory, until `release` or the end of the process.
 
     Attributes:
-        lost: True if the lock was removed or taken by a second run; known within 10 s.
+        lost: why the run has no right any more: a second run took the lock, or the lock is gone;
+            known within 10 s. "" for a run with the right.
 
     Raises:
         ValueError: a second run has the directory; the message names the run and a remedy.
@@ -73,7 +74,7 @@ class Lock:
     """
 
     def __init__(self, directory: Path, environ: Mapping[str, str] = os.environ) -> None:
-        self.lost = False
+        self.lost = ""
         self._path = directory / "lock"
         self._holder = _this_run(environ)
         self._released = threading.Event()
@@ -134,10 +135,20 @@ class Lock:
 
     def _beat(self) -> None:
         while not self.lost and not self._released.wait(TOUCH_EVERY):
-            with suppress(OSError):  # failing storage may work again at the next beat
-                self.lost = not self._is_named_in(self._path)
-                if not self.lost:
-                    os.utime(self._path)
+            self.look()
+
+    def look(self) -> None:
+        """Touch the lock, or note why the lock is lost."""
+        with suppress(OSError):  # failing storage may work again at the next beat
+            if self._is_named_in(self._path):
+                os.utime(self._path)
+            elif os.path.lexists(self._path):
+                self.lost = "was taken over by another run"
+            else:
+                self.lost = (
+                    "is gone: moved, deleted, or without its lock; "
+                    "--resume auto goes on in the directory's new place"
+                )
 
     def _is_named_in(self, path: Path) -> bool:
         try:

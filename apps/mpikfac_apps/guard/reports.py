@@ -108,6 +108,8 @@ class Reports:
                 if os.write(self.file, report) < len(report):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(self.file)  # else the file may be invisible on other hosts
+                if not files.names(self._path(self._rank), self._opened):
+                    raise OSError(errno.ENOENT, "the file was moved or removed")
                 failure[0] = ""
             except OSError as error:
                 failure[0] = str(error)

@@ -47,10 +47,14 @@ class Bounded(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the node's value."""
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
         except (LookupError, TypeError, ValueError):  # `!!int x`, or a number of 5,000 digits
             value, kind = reprlib.repr(node.value), node.tag.removeprefix(TAG)
             self._refuse(f"{value} is no value of type {kind}", node.start_mark)
+        if isinstance(value, int) and abs(value) > files.HUGE:
+            reason = f"{reprlib.repr(value)} must lie within ±{files.HUGE:,}"
+            self._refuse(reason, node.start_mark)
+        return value
 
     def _check(self, values: int, levels: int, mark: yaml.Mark) -> None:
         if values > MOST:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import reprlib
 import sys
 import textwrap
 import typing
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jsonargparse
 
+from mpikfac.files import HUGE
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.documents import check_file, nested, unknown
 from mpikfac_apps.options.fields import REQUIRED, Leaf, build, leaves
@@ -102,6 +104,10 @@ def read(
     brief = basic and not {"-h", "--help"}.isdisjoint(arguments)
     hidden = [key for key in options if brief and key not in basic]
     parser = _parser(program, group, hidden, files)
+    for argument in arguments:
+        if re.search(r"\d{300}", argument):  # more digits than a float and a path's name may have
+            short = reprlib.repr(argument)
+            raise ValueError(f"{short}: a number must lie within ±{HUGE:,}")
     try:
         for path in _config_files(arguments) if files else ():
             check_file(path, options)

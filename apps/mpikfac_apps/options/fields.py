@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import operator
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import docstring_parser
 
+from mpikfac import files
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.by_epoch import ByEpoch
 
@@ -105,7 +107,7 @@ class Leaf:
         return typing.get_origin(self.kind) is Literal
 
     def check(self, value: Any) -> None:
-        """Refuse numbers that are not finite or out of bounds, and null for an option without null.
+        """Refuse numbers that are huge or out of bounds, and null for an option without null.
 
         Raises:
             ValueError: one line with key, value and bounds.
@@ -118,7 +120,10 @@ class Leaf:
             if isinstance(number, int | float):
                 limits = (bound.split() for bound in self.bounds)
                 inside = (COMPARE[sign](number, float(limit)) for sign, limit in limits)
-                if not math.isfinite(number) or not all(inside):
+                if files.HUGE < abs(number) < math.inf:
+                    short = reprlib.repr(number)
+                    raise ValueError(f"{self.key}={short} must lie within ±{files.HUGE:,}")
+                if not abs(number) < math.inf or not all(inside):
                     raise ValueError(f"{self.key}={value} must be {self.allowed}")
 
 

@@ -355,7 +355,7 @@ class Options:
     checkpoint_every: int | None = bounded(None, ">= 1")
     max_time: float | None = bounded(None, "> 0")
     stop_code: int = bounded(0, ">= 0", "<= 255")
-    hang_after: float | None = bounded(600.0, "> 0")
+    hang_after: float | None = bounded(600.0, "> 0", "<= 1e8")
     shrink: bool = False
     log_every: int = section("log and place", bounded(10, ">= 1"))
     trace_steps: int | None = bounded(None, ">= 1")

@@ -15,7 +15,7 @@ from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
 from mpikfac_apps.options.options import MODELS, SOLVERS, KfacOptions, StrategyOptions
 from mpikfac_apps.planning.facts import UNPLANNED
-from mpikfac_apps.text import counts
+from mpikfac_apps.text import MOST, counts
 
 STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
 SGD = "sgd:"  # before the name of a strategy for training without K-FAC
@@ -47,7 +47,7 @@ class PlanOptions:
     """
 
     model: str = listed(MODELS)
-    ranks: int = required(">= 1")
+    ranks: int = required(">= 1", f"<= {MOST}")
     classes: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     parts: int | None = bounded(None, ">= 1")

@@ -36,7 +36,7 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.study.measures import MEASURES, Measure, common
-from mpikfac_apps.text import number
+from mpikfac_apps.text import MOST, number
 
 KEYS = (
     *("name", "base", "options", "matrix", "strategies", "machine", "predict_ranks", "launcher"),
@@ -263,8 +263,8 @@ def _check_list(where: str, values: Any) -> None:
 
 def _check_ranks(where: str, ranks: list[Any]) -> None:
     for count in ranks:
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{where}: {count} must be a whole number, at least 1")
+        if type(count) is not int or not 1 <= count <= MOST:
+            raise ValueError(f"{where}: {count} must be a whole number, 1 to {MOST:,}")
 
 
 def _hint(name: object, names: Mapping[str, Any] | Sequence[str]) -> str:

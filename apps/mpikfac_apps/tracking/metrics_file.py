@@ -1,4 +1,7 @@
-"""Write metrics.jsonl: no line is lost to a full disk, a restart, or the removal of the file."""
+"""Write metrics.jsonl: no line is lost to a full disk, a restart, or the removal of the file.
+
+Lines that somebody else cuts off are lost; the log says so.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,12 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, kept_bytes: int = 0, waiting: str = "") -> None:
-        self._path, self._bytes = path, 0
+        self._bytes, self._waiting = kept_bytes, b""
         self._file = files.writing(path, "end")
-        size = min(kept_bytes, on_disk := self._end())
-        if on_disk < kept_bytes:
-            size = self._content().rfind(b"\n") + 1  # a half line would spoil the next line
-            log.warning(
-                "metrics.jsonl has %d of the %d bytes that the checkpoint counted: lines are lost",
-                *(on_disk, kept_bytes),
-            )
-        self._file.truncate(size)
-        self._waiting = b""
+        self._path = files.anchored(path)
+        if self._end() > kept_bytes:
+            self._file.truncate(kept_bytes)
+        self._mend(kept_bytes)
         self._add(waiting.encode())
 
     def add(self, line: str) -> None:
@@ -67,18 +65,32 @@ class MetricsFile:
         if self._waiting and self._file.write(self._waiting) < len(self._waiting):
             self._file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._bytes += len(self._waiting)
         self._waiting = b""
 
     def _follow(self) -> None:
         """Make the file anew if somebody has removed or replaced the file."""
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno())):
-                return
-        content = b"" if self._path.exists() else self._content()
-        file = files.writing(self._path, "end")
-        self._file.close()
-        self._file, self._waiting = file, content + self._waiting
-        log.warning("metrics.jsonl was removed or replaced while the run writes; made anew")
+        counted = self._bytes
+        if not files.names(self._path, self._file):
+            removed, content = not self._path.exists(), self._content()
+            file = files.writing(self._path, "end")
+            self._file.close()
+            self._file = file
+            if removed:
+                counted, self._waiting = 0, content + self._waiting
+            log.warning("metrics.jsonl was removed or replaced while the run writes; made anew")
+        self._mend(counted)
+
+    def _mend(self, counted: int) -> None:
+        """Tell of lost lines if the file is shorter than counted; begin the next line as a line."""
+        if (on_disk := self._end()) < counted:
+            self._file.truncate(self._content().rfind(b"\n") + 1)
+            log.warning(
+                "metrics.jsonl has %d of the %d bytes that were counted: lines are lost",
+                *(on_disk, counted),
+            )
+        elif on_disk > counted and not self._content().endswith(b"\n"):
+            self._waiting = b"\n" + self._waiting
 
     def _content(self) -> bytes:
         """Return what the file holds, also after its removal: the system keeps an open file."""

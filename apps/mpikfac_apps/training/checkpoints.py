@@ -54,7 +54,8 @@ class Saver:
             UserError: the last checkpoint cannot be written.
         """
         self.settle(last and self.step == step)
-        if self.step == step:
+        bare = self._is_bare()
+        if self.step == step and not bare:
             return
         self._began = self._reminded = self._guard.clock()
         self._guard.begin_write(step, lambda: not self.written)
@@ -107,6 +108,14 @@ class Saver:
     def close(self) -> None:
         """Wait until older checkpoints are deleted; not collective."""
         self._writer.close()
+
+    def _is_bare(self) -> bool:
+        """Return whether checkpoints were made, and none is left; rank 0 tells."""
+        root = self._writer.root
+        bare = self._writer.comm.bcast(self.step >= 0 and not any(root.glob("step-*")))
+        if bare:
+            log.warning("%s was emptied or removed while the run writes; made anew", root)
+        return bool(bare)
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
         self.step = -1

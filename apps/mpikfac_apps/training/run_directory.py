@@ -53,6 +53,32 @@ class Printable(logging.Formatter):
         return files.printable_lines(super().format(record))
 
 
+class LogFile(logging.Handler):
+    """Add log records to a file; make the file anew if somebody has renamed or removed the file.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = self._opened(path)
+        self._path = files.anchored(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        line = f"{self.format(record)}\n".encode(errors="backslashreplace")
+        with suppress(OSError):  # for example on a full disk, or as the folder has moved
+            if not files.names(self._path, self._file):
+                self._file = self._opened(self._path)
+        with suppress(OSError):  # the line stays in the buffer, and is tried again
+            self._file.write(line)
+            self._file.flush()
+
+    def _opened(self, path: Path) -> io.BufferedWriter:
+        return io.BufferedWriter(files.writing(path, "end"))
+
+
 def start_log() -> logging.handlers.MemoryHandler:
     """Send the log to the screen; the returned handler keeps the log for the later file."""
     library = logging.getLogger("mpikfac")
@@ -90,9 +116,7 @@ class Record:
         text = yaml.safe_dump(dict(config), sort_keys=False)
         files.write_text(path / "config.yaml", text)
         files.write_text(path / "environment.json", json.dumps(environment, indent=1) + "\n")
-        logging.raiseExceptions = False  # no traceback per line on a full disk
-        text_file = io.BufferedWriter(files.writing(path / "log.txt", "end"))
-        file = logging.StreamHandler(io.TextIOWrapper(text_file, "utf-8", "backslashreplace"))
+        file = LogFile(path / "log.txt")
         file.setFormatter(Printable("%(asctime)s %(message)s"))
         early_log.setTarget(file)
         early_log.flush()

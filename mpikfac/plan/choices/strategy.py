@@ -28,6 +28,9 @@ Wire = Literal["bfloat16", "int8"]
 GRADIENT_WIRES = ("bfloat16", "int8", "top-k", "power-sgd")
 Value = TypeVar("Value")
 
+MOST_TURNS = 1000
+"""The largest `stagger`: a plan lists the turns."""
+
 
 @dataclass(frozen=True)
 class Wires:
@@ -147,6 +150,8 @@ class Refresh:
         make_plain(self)
         check_count("delay", self.delay, 0)
         check_count("stagger", self.stagger, 1)
+        if self.stagger > MOST_TURNS:
+            raise ValueError(f"stagger={self.stagger} must be at most {MOST_TURNS}")
         check_size("tolerance", self.tolerance)
         check_count("curvature_ranks", self.curvature_ranks, 0)
 
