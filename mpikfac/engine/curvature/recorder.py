@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mpikfac.engine.curvature.factors import Factors
 from mpikfac.engine.part import Part
 from mpikfac.layers import Attached, Hook, Layer
-from mpikfac.numerics import add_triangle, without_autocast
+from mpikfac.numerics import add_triangle, in_backward, makes_gradients, without_autocast
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.plan.names import STATISTICS
 from mpikfac.settings import Estimator, Turn, usual_distance
@@ -180,9 +180,8 @@ class Recorder(Part):
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
         self._uneven: set[str] = set()  # layers that a warning has named
         self._passes = 0
-        self._called = False  # whether the model's own forward has ever begun a pass
-        # Whether a backward pass has begun since the last forward call of a layer.
-        self._backward = False
+        # Whether the next call of a layer begins a pass, as a backward pass has come in between.
+        self._between = True
         self._turn: Turn | None = None
         self._hooks: list[Attached] = [model.register_forward_pre_hook(Hook(self._on_pass))]
         for sums in self._sums():
@@ -310,8 +309,11 @@ class Recorder(Part):
             self._turn = None
 
     def _on_pass(self, *_: object) -> None:
-        self._passes += 1
-        self._called = True
+        if self.recording and not self.paused and torch.is_grad_enabled():
+            self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self._passes, self._between = self._passes + 1, False
 
     def _on_forward(
         self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
@@ -319,9 +321,8 @@ class Recorder(Part):
         trained = any(parameter.requires_grad for parameter in layer.parameters)
         if not (self.recording and module.training and trained) or self.paused:
             return
-        if self._backward and not self._called:  # parts of the model are called, not the model
-            self._passes += 1
-        self._backward = False
+        if self._between and not in_backward():  # parts of the model are called, not the model
+            self._begin_pass()
         call = layer.watch(inputs, named, output)
         if call is not None:
             x, listen = call
@@ -332,6 +333,8 @@ class Recorder(Part):
     def _record(self, sums: LayerSums, inputs: list[Tensor], forward_pass: int, g: Tensor) -> None:
         """Take one call into the sums; `inputs` holds the call's input until then."""
         layer, turn = sums.layer, self._turn or Turn()
+        if not makes_gradients(layer.parameters):  # a gradient of inputs alone
+            return
         if self._turn is None and not self._of_loss:
             inputs.clear()
             return
@@ -341,7 +344,7 @@ class Recorder(Part):
                 f"statistics of its own; add the losses and call backward once"
             )
         x = inputs.pop() if turn.last else inputs[0]
-        self._backward = True
+        self._between = True
         early = self.factors.sender.early
         if not self._recorded and not self._finished and early:
             self.factors.settle()
