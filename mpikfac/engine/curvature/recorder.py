@@ -327,10 +327,12 @@ class Recorder(Part):
         if call is not None:
             x, listen = call
             sums = self._layers[layer.name][layer.group or 0]
-            listen(partial(self._record, sums, [x.detach()], self._passes))
+            listen(partial(self._record, sums, [x.detach()], _version(x), self._passes))
 
     @without_autocast
-    def _record(self, sums: LayerSums, inputs: list[Tensor], forward_pass: int, g: Tensor) -> None:
+    def _record(
+        self, sums: LayerSums, inputs: list[Tensor], version: int, forward_pass: int, g: Tensor
+    ) -> None:
         """Take one call into the sums; `inputs` holds the call's input until then."""
         layer, turn = sums.layer, self._turn or Turn()
         if not makes_gradients(layer.parameters):  # a gradient of inputs alone
@@ -344,6 +346,11 @@ class Recorder(Part):
                 f"statistics of its own; add the losses and call backward once"
             )
         x = inputs.pop() if turn.last else inputs[0]
+        if _version(x) != version and not layer.bias_alone:
+            raise RuntimeError(
+                f"layer {layer.name!r}: the input was changed in place after the call, and before "
+                f"backward; give the layer a clone of its own, or change a clone"
+            )
         self._between = True
         early = self.factors.sender.early
         if not self._recorded and not self._finished and early:
@@ -384,3 +391,8 @@ class Recorder(Part):
                     factor_sum.add(moment, of_squares if side.quadratic else weight)
         for observe in self._observers:
             observe(layer, chosen_x, chosen_g, of_squares)
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return 0 if x.is_inference() else x._version

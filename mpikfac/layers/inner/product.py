@@ -71,6 +71,9 @@ class InnerLayer(Layer):
         number, outputs = min(self._part, len(products) - 1), self.shape.outputs
         start = (self._part - number) * outputs
         x = self.input_of(dict(zip(self.arguments, positional)) | named, products[number])
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):  # autograd keeps a copy: x may change in place
+            x = x.detach().to(torch.get_autocast_dtype(kind))
 
         def listen(hook: Callable[[Tensor], None]) -> None:
             def on_gradient(gradient: Tensor) -> None:
