@@ -34,7 +34,6 @@ from mpikfac.plan.names import BASES, DECOMPOSE, DECOMPOSITIONS, DUE, SCALE_WEIG
 from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings
 from mpikfac.solvers import Solver
 
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
 OF_SOLVER = (SOLVER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS)
 """Kinds of items that only the solver that made them can use."""
 ON_CURVATURE_RANKS = "mpikfac.extensions.curvature_ranks:OnCurvatureRanks"
@@ -118,9 +117,7 @@ class Preconditioner(FirstOrder):
         self.intact = not self.plan.late and self.factors.settled
         due = self.settings.due("factor_every", step)
         self.recorder.recording = due or self.factors.lacking
-        # With whole intervals between factors, all beginnings take turns: no position of a batch
-        # whose examples are frames or windows of few images is left out for ever.
-        self.recorder.begin = step * GOLDEN_RATIO % 1
+        self.recorder.begin = self.settings.begin(step)
 
     def collect(self) -> None:
         """Take the passes since the last call as a part of the rank's share of a batch."""
