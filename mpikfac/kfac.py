@@ -190,14 +190,16 @@ class KFAC(Trainer):
         Collective over: world with `overlap`, as is the backward pass itself; else none.
 
         Args:
-            outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`.
+            outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`; or a row for
+                each term of the loss, `[rows, outputs]`, such as the words that a mask keeps.
             loss: "cross-entropy", "squared-error" or "logistic", as torch averages the loss over
                 batch and rest: `F.cross_entropy`, `F.mse_loss`,
                 `F.binary_cross_entropy_with_logits`.
 
         Raises:
-            ValueError: another loss; outputs with positions and fisher="exact"; outputs without a
-                dimension of outputs, or outputs that are no logits.
+            ValueError: another loss; outputs with positions, or other rows than examples, and
+                fisher="exact"; outputs without a dimension of outputs, or outputs that are no
+                logits.
         """
         recorder = self.preconditioner.recorder
         if self.estimator.of_loss or not recorder.recording:

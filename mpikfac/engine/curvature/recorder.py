@@ -355,6 +355,8 @@ class Recorder(Part):
         early = self.factors.sender.early
         if not self._recorded and not self._finished and early:
             self.factors.settle()
+        if not self._recorded and self.estimator.fisher == "exact" and layer.of_batch:
+            _check_rows(layer, len(x) if x.dim() >= layer.dimensions else 1, turn.rows)
         self._recorded.add(layer.name)
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
@@ -381,7 +383,7 @@ class Recorder(Part):
         weight = len(x) / max(1, len(chosen_x))
         of_squares = turn.weight * weight
         if self._turn is not None:  # a mean over this pass alone, not over all micro-batches
-            of_squares *= len(x) ** 2
+            of_squares *= len(x) * (turn.rows if layer.of_batch else len(x))
         else:
             of_squares *= self.estimator.loss_positions ** (0.5 if sums.vector else 1.0)
         for side in sums.sides:
@@ -391,6 +393,19 @@ class Recorder(Part):
                     factor_sum.add(moment, of_squares if side.quadratic else weight)
         for observe in self._observers:
             observe(layer, chosen_x, chosen_g, of_squares)
+
+
+def _check_rows(layer: Layer, examples: int, rows: int) -> None:
+    """Return if all labels at once are those of `examples`.
+
+    Raises:
+        ValueError: outputs have rows for positions: gradients of positions would mix.
+    """
+    if rows != examples:
+        raise ValueError(
+            f"fisher='exact' needs a row of outputs for each example: record() has {rows} rows, "
+            f"and layer {layer.name!r} saw {examples} examples; use fisher='sampled'"
+        )
 
 
 def _version(x: Tensor) -> int:
