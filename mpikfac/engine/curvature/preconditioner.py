@@ -154,10 +154,15 @@ class Preconditioner(FirstOrder):
             part.merge(numbers.decay, numbers.step)
 
     def _finish_statistics(self) -> None:
-        """Turn the batch's sums into factors, and warn of layers that K-FAC cannot see."""
-        for name in self.recorder.finish():
+        """Turn the batch's sums into factors; warn of layers without sums, or without a gradient."""
+        seen = self.recorder.finish()
+        for name in (name for name in seen if not seen[name]):
             if self.gradients.arena[name].any():
                 self._cautions.unseen(name)
+        layers = (layer for layer in self.gradients.layers if seen.get(layer.name))
+        self._cautions.without_gradient(
+            [layer.name for layer in layers if all(p.grad is None for p in layer.parameters)]
+        )
 
     def _decompose_owned(self, numbers: Numbers) -> None:
         """Start to decompose the rank's factors, all or of a turn of the refresh."""

@@ -205,11 +205,11 @@ class Recorder(Part):
 
     forget = clear
 
-    def finish(self) -> list[str]:
+    def finish(self) -> dict[str, bool]:
         """Turn the sums into the rank's factors, multiplied by the number of examples.
 
         Returns:
-            The names of layers without a call in a training pass.
+            By layer with statistics on the rank, whether a training pass had a call of the layer.
 
         Raises:
             RuntimeError: no layer has statistics.
@@ -220,11 +220,11 @@ class Recorder(Part):
                 f"no covered layer took part in the training passes before this step (train() "
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
             )
-        unseen = [name for name in self._layers if name not in self._recorded | self._finished]
+        seen = {name: name in self._recorded | self._finished for name in self._layers}
         self._finish_layers([name for name in self._layers if name not in self._finished])
         self._finished.clear()
         self._check_counts()
-        return unseen
+        return seen
 
     def _check_counts(self) -> None:
         """Warn once of layers that saw fewer examples than other layers in as many passes."""
