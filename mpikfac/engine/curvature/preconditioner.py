@@ -154,7 +154,7 @@ class Preconditioner(FirstOrder):
             part.merge(numbers.decay, numbers.step)
 
     def _finish_statistics(self) -> None:
-        """Turn the batch's sums into factors; warn of layers without sums, or without a gradient."""
+        """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
         seen = self.recorder.finish()
         for name in (name for name in seen if not seen[name]):
             if self.gradients.arena[name].any():
