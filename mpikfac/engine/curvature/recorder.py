@@ -178,7 +178,7 @@ class Recorder(Part):
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
-        self._uneven: set[str] = set()  # layers that a warning has named
+        self._uneven: set[str] = set()  # layers that a warning was about
         self._passes = 0
         # Whether the next call of a layer begins a pass, as a backward pass has come in between.
         self._between = True
@@ -227,22 +227,16 @@ class Recorder(Part):
         return seen
 
     def _check_counts(self) -> None:
-        """Warn once of layers that saw fewer examples than other layers in as many passes."""
+        """Warn once of layers that saw other numbers of examples than others in as many passes."""
         finished, self._counted = self._counted, {}
-        counted = {n: c for n, c in finished.items() if self._layers[n][0].layer.of_batch}
-        largest: dict[int, int] = {}
-        for counts in counted.values():
-            largest[counts.passes] = max(counts.examples, largest.get(counts.passes, 0))
-        uneven = {n: c for n, c in counted.items() if c.examples < largest[c.passes]}
-        for name in uneven.keys() - self._uneven:
-            counts = uneven[name]
-            log.warning(
-                "layer %r saw %d examples where other layers saw %d: the first dimension of an "
-                "input has to be the batch (batch_first=True), or the layer's curvature is wrong "
-                "and depends on the number of ranks; add %r to skip to train the layer first-order",
-                *(name, counts.examples, largest[counts.passes], name),
-            )
-        self._uneven |= uneven.keys()
+        alike: dict[int, dict[int, list[str]]] = {}  # by passes, by examples
+        for name, counts in finished.items():
+            if self._layers[name][0].layer.of_batch:
+                alike.setdefault(counts.passes, {}).setdefault(counts.examples, []).append(name)
+        for sets in alike.values():
+            if len(sets) > 1 and not self._uneven.issuperset(chain(*sets.values())):
+                self._uneven.update(chain(*sets.values()))
+                _warn_of_counts(sets)
 
     def _finish_layers(self, names: Collection[str]) -> None:
         """Turn the sums of layers into factors; without examples, the sums stay 0."""
@@ -393,6 +387,21 @@ class Recorder(Part):
                     factor_sum.add(moment, of_squares if side.quadratic else weight)
         for observe in self._observers:
             observe(layer, chosen_x, chosen_g, of_squares)
+
+
+def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
+    """Warn of layers that saw different numbers of examples of a batch; `sets` by the number."""
+    seen = [
+        f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
+        for number, names in sorted(sets.items())
+    ]
+    log.warning(
+        "layers saw different numbers of examples of one batch: %s. The first dimension of a "
+        "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
+        "depends on the number of ranks; take batch_first=True, or add such layers to skip (boxes "
+        "and the like to own_examples)",
+        "; ".join(seen),
+    )
 
 
 def _check_rows(layer: Layer, examples: int, rows: int) -> None:
