@@ -237,6 +237,7 @@ class KFAC(Trainer):
                 parameters are trained than before.
         """
         self._check_preconditions()
+        self._warn_of_unfinished()
         method, gradients = self.preconditioner, self.built.gradients
         numbers = method.numbers(self.steps)
         if gradients.look(self._compared(numbers)):

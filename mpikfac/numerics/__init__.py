@@ -34,6 +34,7 @@ from mpikfac.numerics.moments import vector_scales as vector_scales
 from mpikfac.numerics.moments import with_bias as with_bias
 from mpikfac.numerics.moments import with_count as with_count
 from mpikfac.numerics.orthogonal import orthogonalised as orthogonalised
+from mpikfac.numerics.passes import at_end_of_backward as at_end_of_backward
 from mpikfac.numerics.passes import in_backward as in_backward
 from mpikfac.numerics.passes import listen as listen
 from mpikfac.numerics.passes import listen_at as listen_at

@@ -19,6 +19,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward pass that runs now has ended, and was not interrupted."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
     """Return whether the backward pass that runs now makes the gradient of a parameter."""
     return any(map(_makes_gradient, parameters))

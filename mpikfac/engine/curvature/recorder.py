@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from mpikfac.engine.curvature.factors import Factors
 from mpikfac.engine.part import Part
 from mpikfac.layers import Attached, Hook, Layer
-from mpikfac.numerics import add_triangle, in_backward, makes_gradients, without_autocast
+from mpikfac.numerics import (
+    add_triangle,
+    at_end_of_backward,
+    in_backward,
+    makes_gradients,
+    without_autocast,
+)
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.plan.names import STATISTICS
 from mpikfac.settings import Estimator, Turn, usual_distance
@@ -182,6 +188,7 @@ class Recorder(Part):
         self._passes = 0
         # Whether the next call of a layer begins a pass, as a backward pass has come in between.
         self._between = True
+        self._running = self._interrupted = False  # backward passes that count
         self._turn: Turn | None = None
         self._hooks: list[Attached] = [model.register_forward_pre_hook(Hook(self._on_pass))]
         for sums in self._sums():
@@ -201,6 +208,7 @@ class Recorder(Part):
         self._recorded.clear()
         self._finished.clear()
         self._counted.clear()
+        self._running = self._interrupted = False
         self.statistics.flat.zero_()
 
     forget = clear
@@ -220,11 +228,23 @@ class Recorder(Part):
                 f"no covered layer took part in the training passes before this step (train() "
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
             )
+        self._interrupted |= any(s.counts.vectors and not s.complete for s in self._sums())
         seen = {name: name in self._recorded | self._finished for name in self._layers}
         self._finish_layers([name for name in self._layers if name not in self._finished])
         self._finished.clear()
+        self._check_ends()
         self._check_counts()
         return seen
+
+    def _check_ends(self) -> None:
+        """Warn of statistics of a backward pass that did not end."""
+        if self._running or self._interrupted:
+            log.warning(
+                "a backward pass before this step was interrupted, and its layers count in part: "
+                "statistics are wrong; after an interruption, call zero_grad() and discard(), and "
+                "run the batch again"
+            )
+        self._running = self._interrupted = False
 
     def _check_counts(self) -> None:
         """Warn once of layers that saw other numbers of examples than others in as many passes."""
@@ -315,13 +335,19 @@ class Recorder(Part):
         trained = any(parameter.requires_grad for parameter in layer.parameters)
         if not (self.recording and module.training and trained) or self.paused:
             return
-        if self._between and not in_backward():  # parts of the model are called, not the model
-            self._begin_pass()
+        if not in_backward():
+            self._interrupted |= self._running
+            self._running = False
+            if self._between:  # parts of the model are called, not the model
+                self._begin_pass()
         call = layer.watch(inputs, named, output)
         if call is not None:
             x, listen = call
             sums = self._layers[layer.name][layer.group or 0]
             listen(partial(self._record, sums, [x.detach()], _version(x), self._passes))
+
+    def _on_end(self) -> None:
+        self._running = False
 
     @without_autocast
     def _record(
@@ -346,6 +372,9 @@ class Recorder(Part):
                 f"backward; give the layer a clone of its own, or change a clone"
             )
         self._between = True
+        if not self._running:
+            self._running = True
+            at_end_of_backward(self._on_end)
         early = self.factors.sender.early
         if not self._recorded and not self._finished and early:
             self.factors.settle()
