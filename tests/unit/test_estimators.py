@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -263,3 +265,30 @@ def test_all_labels_of_rows_of_words_are_refused():
     with pytest.raises(ValueError, match="has 80 rows, and layer 'head' saw 8 examples; use"):
         kfac.record(out.flatten(0, 1))
     assert not inside.statistics(kfac).flat.any()
+
+
+def trainer_of(**settings):
+    return problem.kfac(
+        model := linear_net(), torch.optim.SGD(model.parameters(), 0.1), None, **settings
+    )
+
+
+OTHER_FACTORS = {
+    "forward-only": {"fisher": "forward-only"},
+    "one side": {"rule": lambda layer: dataclasses.replace(layer, sides="A")},
+    "blocks": {"rule": lambda layer: dataclasses.replace(layer, largest=2)},
+}
+
+
+@pytest.mark.parametrize("saved", OTHER_FACTORS)
+def test_a_state_without_a_layers_factors_is_refused_by_its_reason(comm, saved):
+    """Oracle: the line; a state with more sides than needed is taken."""
+    first, second = trainer_of(**OTHER_FACTORS[saved]), rank_of()
+    for kfac in (first, second):
+        LOSSES["cross-entropy"](kfac.model(inputs())).backward()
+        kfac.step()
+    told = "is missing; its layer was frozen, or had other factors, .* take the fisher and the rule"
+    with pytest.raises(mpikfac.UserError, match=told):
+        second.load_state_dict(first.state_dict())
+    if saved != "blocks":
+        first.load_state_dict(second.state_dict())
