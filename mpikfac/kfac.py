@@ -190,14 +190,16 @@ class KFAC(Trainer):
         Collective over: world with `overlap`, as is the backward pass itself; else none.
 
         Args:
-            outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`.
+            outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`; or a row for
+                each term of the loss, `[rows, outputs]`, such as the words that a mask keeps.
             loss: "cross-entropy", "squared-error" or "logistic", as torch averages the loss over
                 batch and rest: `F.cross_entropy`, `F.mse_loss`,
                 `F.binary_cross_entropy_with_logits`.
 
         Raises:
-            ValueError: another loss; outputs with positions and fisher="exact"; outputs without a
-                dimension of outputs, or outputs that are no logits.
+            ValueError: another loss; outputs with positions, or other rows than examples, and
+                fisher="exact"; outputs without a dimension of outputs, or outputs that are no
+                logits.
         """
         recorder = self.preconditioner.recorder
         if self.estimator.of_loss or not recorder.recording:
@@ -235,6 +237,7 @@ class KFAC(Trainer):
                 parameters are trained than before.
         """
         self._check_preconditions()
+        self._warn_of_unfinished()
         method, gradients = self.preconditioner, self.built.gradients
         numbers = method.numbers(self.steps)
         if gradients.look(self._compared(numbers)):

@@ -131,6 +131,7 @@ class Trainer:
         self.nonfinite = Nonfinite(team.trains.rank)
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
+        self._whole = True  # whether the state was that after `steps` steps when the step began
         self.built = self._build(self._draw())
         self._begin(0)
         take_model(model, self)
@@ -185,6 +186,7 @@ class Trainer:
         _refuse_former(former)
         gradients, method, exchange = self.built.gradients, self.built.method, self.built.exchange
         scaler = self._checked(scaler, max_norm, examples)
+        self._warn_of_unfinished()
         numbers = method.numbers(self.steps)
         method.begin_step()
         exchange.begin_step(self.steps)
@@ -243,6 +245,16 @@ class Trainer:
         """Begin a step: from here on, the state is the state after `step` steps."""
         self.steps = step
         self.built.method.begin(step)
+        self._whole = self.intact
+
+    def _warn_of_unfinished(self) -> None:
+        """Warn of a step that was interrupted, and is taken again."""
+        if self._whole and not self.intact:
+            log.warning(
+                "step %d was begun before and did not end: averages and momenta take its batch "
+                "twice, or two batches; to go back, load a checkpoint",
+                self.steps,
+            )
 
     def _end(self) -> None:
         """End the step, and follow votes if the votes are of all ranks."""
@@ -488,7 +500,8 @@ class Trainer:
 
         All ranks load the state, or no rank does. A first-order run's state is accepted, and a
         state of a different estimator, of all layers or of some: statistics of layers with a
-        different estimator, and all bases, are made at the next step.
+        different estimator, and all bases, are made at the next step. A layer keeps its sides and
+        blocks: a state of fisher="forward-only" has no G for other Fishers.
 
         Collective over: world.
 

@@ -138,3 +138,13 @@ class Cautions:
             "the module itself in train() mode, or add %r to skip",
             *(layer, layer),
         )
+
+    def without_gradient(self, layers: Sequence[str]) -> None:
+        """Warn of layers whose gradients are gone, although a backward pass has made gradients."""
+        if layers:
+            self._once(
+                "without gradient",
+                "layer %r and %d more have statistics of a backward pass, and their gradients are "
+                "gone: K-FAC steps them as with gradient 0; leave gradients in .grad until step()",
+                *(layers[0], len(layers) - 1),
+            )

@@ -7,7 +7,7 @@ column; with groups, a matrix per group, `[groups, outputs, inputs]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from mpikfac.numerics import (
     linear_input_vector,
     linear_output_sum,
     linear_output_vector,
+    listen,
     squares,
     vector_scales,
 )
@@ -134,8 +135,8 @@ class Layer:
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the input and the hook of a module call; None without a backward pass."""
-        # The hook sits on the output tensor, not on the module: an in-place activation behind a
-        # layer breaks module backward hooks, and a pass without a backward records nothing.
+        # The hook sits on the graph, not on the module: an in-place activation behind a layer
+        # breaks module backward hooks, and a pass without a backward records nothing.
         if not output.requires_grad:
             return None
         x = positional[0] if positional else named["input"]
@@ -143,7 +144,7 @@ class Layer:
             x = x.detach().to(output.dtype)
         # A split layer may have other examples and channels than the rank's.
         watch = getattr(self.module.forward, "watch", None)
-        return (x, output.register_hook) if watch is None else watch(x, output)
+        return (x, partial(listen, output)) if watch is None else watch(x, output)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return the vectors `a` `[batch, shared, inputs]`, without the bias's 1."""

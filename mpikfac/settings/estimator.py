@@ -50,9 +50,14 @@ def usual_distance(examples: int, vectors: int, shares: int, order: int) -> int:
 
 @dataclass(frozen=True)
 class Turn:
-    """One of several backward passes through a forward pass, and its weight in the sums."""
+    """One of several backward passes through a forward pass, and its weight in the sums.
+
+    Attributes:
+        rows: the number of rows of the outputs, by which gradients were divided.
+    """
 
     weight: float = 1.0
+    rows: int = 1
     first: bool = True
     last: bool = True
 
@@ -142,4 +147,5 @@ class Estimator:
             gradients = (sampled(precise, loss) for _ in range(self.samples))
             count, weight = self.samples, 1 / self.samples
         for number, gradient in enumerate(gradients):
-            yield Turn(weight, number == 0, number == count - 1), gradient.to(outputs.dtype)
+            turn = Turn(weight, len(outputs), number == 0, number == count - 1)
+            yield turn, gradient.to(outputs.dtype)

@@ -38,6 +38,9 @@ class Numbers:
     basis_every: int = 0
 
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
+
+
 @dataclass(frozen=True)
 class Settings:
     """The numbers of K-FAC, plain or as schedules; `KFAC` says what the numbers mean.
@@ -92,6 +95,15 @@ class Settings:
         if turns == 1:
             return every(getattr(self, name), step, name)
         return step % self._between(name, step, turns) == 0
+
+    def begin(self, step: int) -> float:
+        """Return where the examples of an update of factors begin, from 0 to 1 of their distance.
+
+        Updates in a row begin at all places in turn, evenly, for any interval between updates: no
+        position of a batch whose examples are frames or windows of few images is left out for ever.
+        """
+        interval = self._between("factor_every", step, 1)
+        return (step // interval * GOLDEN_RATIO + interval * 2**0.5) % 1
 
     def _turn(self, step: int, turns: int) -> int:
         """Return the number, from 0 on, of the turn of a refresh that `step` belongs to."""

@@ -94,6 +94,15 @@ class Translates(nn.Module):
 def translates():
     return Translates()
 
+class Encoder(nn.Module):  # an attention with the words first, between layers with the texts first
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).mean(1))
+
 class Elsewhere(nn.Module):  # uses a weight where no layer sees it
     def __init__(self):
         super().__init__()
@@ -239,6 +248,16 @@ def test_a_wrong_layer_is_named(layer, what, file, capsys):
     assert found
     assert {n: v for n, v in verdicts(text).items() if "WRONG" in v} == {"scaled": f"WRONG: {what}"}
     assert text.splitlines()[-1] == "WRONG: scaled"
+
+
+@pytest.mark.parametrize("words", [3, 8])
+def test_layers_whose_first_dimension_is_not_the_batch_are_named(words, file, capsys):
+    """Oracle: the layers of the attention, by hand; with 8 words, a multiple of the batch's 4."""
+    found, text = wrong(capsys, f"{file()}:Encoder", "--input", f"{words},4")
+    assert found
+    named = {name: told for name, told in verdicts(text).items() if told != "ok"}
+    projections = [f"encoder.self_attn.{name}" for name in ("in_proj", "out_proj")]
+    assert named == dict.fromkeys(projections, "WRONG: examples")
 
 
 @pytest.mark.parametrize(

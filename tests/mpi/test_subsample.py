@@ -80,7 +80,7 @@ def test_by_default_all_numbers_of_ranks_take_the_same_examples(comm, strategy):
         torch.testing.assert_close(factor, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("every", [1, 8, 10])
+@pytest.mark.parametrize("every", [1, 8, 10, 34])
 def test_all_positions_of_a_batch_of_windows_take_turns(comm, every):
     """Oracle: the positions, each with an input of its own; the distance is a power of 2."""
     windows, positions = 64, 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -198,3 +200,95 @@ def test_outputs_without_their_dimension_are_refused(comm, loss):
     outputs = model(inputs())[:, 0]
     with pytest.raises(ValueError, match=r"outputs \[batch, outputs, ...\], not \[7\]"):
         kfac.record(outputs, loss)
+
+
+# -- outputs in the forms that losses take ---------------------------------------------------------
+
+
+class Words(torch.nn.Module):
+    """A model of texts: words are mixed, and every word has outputs `[texts, words, outputs]`."""
+
+    def __init__(self, outputs: int, mixes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = torch.nn.Linear(4, 5).double(), torch.nn.Linear(5, outputs).double()
+        self.mixes = mixes
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return self.head(h + h.mean(1, keepdim=True) if self.mixes else h)
+
+
+def factors_at(make, loss="cross-entropy", outputs=3, mixes=True, parts=1, solver="eigen"):
+    """Return the averages after steps whose recorded outputs are `make(outputs)`."""
+    model = Words(outputs, mixes)
+    estimator = mpikfac.Estimator(fisher="sampled", samples=2, subsample=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    comm = mpikfac.world()
+    kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, estimator=estimator, solver=solver)
+    for x in torch.randn(2, 8, 10, 4).double():
+        for part in x.chunk(parts):
+            torch.manual_seed(1)
+            kfac.record(make(model(part)), loss)
+            model(part).square().mean().backward()
+        kfac.precondition()
+    return {**dict(inside.factors(kfac)), **(inside.scales(kfac) if solver == "ekfac" else {})}
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs"), [("cross-entropy", 3), ("squared-error", 1), ("logistic", 1)]
+)
+@pytest.mark.parametrize(("solver", "parts"), [("eigen", 1), ("eigen", 4), ("ekfac", 1)])
+def test_rows_of_words_count_as_positions(loss, outputs, solver, parts):
+    """Oracle: the same outputs as positions; both forms draw the same labels."""
+    found = factors_at(lambda out: out.flatten(0, 1), loss, outputs, True, parts, solver)
+    expected = factors_at(lambda out: out.transpose(1, 2), loss, outputs, True, parts, solver)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-14)
+
+
+def test_words_that_a_mask_leaves_out_do_not_count():
+    """Oracle: the first words as positions, as if the texts had no others."""
+    mask = torch.zeros(8, 10, dtype=torch.bool)
+    mask[:, :4] = True
+    found = factors_at(lambda out: out[mask], mixes=False)
+    expected = factors_at(lambda out: out[:, :4].transpose(1, 2), mixes=False)
+    for name in ("first.G", "head.G"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-14)
+
+
+def test_all_labels_of_rows_of_words_are_refused():
+    """Oracle: the line; nothing has been recorded."""
+    model = Words(3, True)
+    kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), 0.1), None, fisher="exact")
+    out = model(torch.randn(8, 10, 4).double())
+    with pytest.raises(ValueError, match="has 80 rows, and layer 'head' saw 8 examples; use"):
+        kfac.record(out.flatten(0, 1))
+    assert not inside.statistics(kfac).flat.any()
+
+
+def trainer_of(**settings):
+    return problem.kfac(
+        model := linear_net(), torch.optim.SGD(model.parameters(), 0.1), None, **settings
+    )
+
+
+OTHER_FACTORS = {
+    "forward-only": {"fisher": "forward-only"},
+    "one side": {"rule": lambda layer: dataclasses.replace(layer, sides="A")},
+    "blocks": {"rule": lambda layer: dataclasses.replace(layer, largest=2)},
+}
+
+
+@pytest.mark.parametrize("saved", OTHER_FACTORS)
+def test_a_state_without_a_layers_factors_is_refused_by_its_reason(comm, saved):
+    """Oracle: the line; a state with more sides than needed is taken."""
+    first, second = trainer_of(**OTHER_FACTORS[saved]), rank_of()
+    for kfac in (first, second):
+        LOSSES["cross-entropy"](kfac.model(inputs())).backward()
+        kfac.step()
+    told = "is missing; its layer was frozen, or had other factors, .* take the fisher and the rule"
+    with pytest.raises(mpikfac.UserError, match=told):
+        second.load_state_dict(first.state_dict())
+    if saved != "blocks":
+        first.load_state_dict(second.state_dict())

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
+from mpikfac import Damping, Length
+from mpikfac.settings import Settings, usual_intervals
 from mpikfac.settings.schedule import constant, cosine, evaluate, every, linear, step_decay, warmup
 
 
@@ -110,3 +113,20 @@ def test_bad_intervals_are_refused(interval) -> None:
     """Oracle: the message names the remedy."""
     with pytest.raises(ValueError, match="whole number of at least 1"):
         every(interval, 4)
+
+
+INTERVALS = {
+    **{str(every): every for every in (1, 2, 8, 10, 13, 21, 34, 50, 55, 89, 100, 144)},
+    "grows at each update": lambda step: max(1, step // 10),
+    "usual": usual_intervals().factor_every,
+}
+
+
+@pytest.mark.parametrize("every", INTERVALS.values(), ids=INTERVALS)
+def test_examples_of_updates_begin_everywhere_in_turn(every):
+    """Oracle: 30 places leave no gap of 0.2; by the three-gap theorem at most 0.06 is left."""
+    settings = Settings(Damping(), every, 1, 0.9, Length())
+    steps = [step for step in range(200, 6000) if settings.due("factor_every", step)]
+    begins = sorted(map(settings.begin, steps[:30]))
+    gaps = [later - earlier for earlier, later in itertools.pairwise([*begins, begins[0] + 1])]
+    assert max(gaps) < 0.2

@@ -174,9 +174,9 @@ def test_a_row_for_all_examples_is_warned_of_by_name(caplog):
         for _ in range(2):
             F.cross_entropy(model(ids), ids).backward()
             kfac.step()
-        told = [r.getMessage() for r in caplog.records if "other layers saw" in r.getMessage()]
+        told = [r.getMessage() for r in caplog.records if "numbers of examples" in r.getMessage()]
         assert len(told) == (not skip)
-    assert told[0].startswith("layer 'positions' saw 1 examples where other layers saw 8")
+    assert "of one batch: 1 examples by 'positions'; 8 examples by 'words', 'head'. " in told[0]
 
 
 def test_a_batch_of_one_example_is_no_mistake(caplog):
@@ -186,7 +186,7 @@ def test_a_batch_of_one_example_is_no_mistake(caplog):
     ids = torch.randint(7, (1, 5))
     F.cross_entropy(model(ids), ids).backward()
     kfac.step()
-    assert "other layers saw" not in caplog.text
+    assert "numbers of examples" not in caplog.text
 
 
 def test_layers_that_see_other_numbers_of_examples_are_warned_of_once(caplog):
@@ -198,8 +198,9 @@ def test_layers_that_see_other_numbers_of_examples_are_warned_of_once(caplog):
         model(torch.randn(5, 3, 8, dtype=torch.float64)).square().mean().backward()
         kfac.step()
     told = [r.getMessage() for r in caplog.records if "batch_first=True" in r.getMessage()]
-    assert len(told) == len(set(told)) == 2  # both projections
-    assert all("saw 3 examples where other layers saw 5" in text for text in told)
+    assert len(told) == 1
+    attention, linear = "'self_attn.in_proj', 'self_attn.out_proj'", "'linear1', 'linear2'"
+    assert f": 3 examples by {attention}; 5 examples by {linear}. The first" in told[0]
 
 
 class Boxes(nn.Module):
@@ -223,7 +224,8 @@ def test_layers_with_examples_of_their_own_are_not_warned_of(caplog):
         F.cross_entropy(kfac.model(x), y.repeat_interleave(3)).backward()
         kfac.step()
         found.append(averages(kfac))
-        assert caplog.text.count("layer 'backbone' saw 8 examples where other") == (not own)
+        told = "of one batch: 8 examples by 'backbone'; 24 examples by 'head'."
+        assert caplog.text.count(told) == (not own)
     for mine, theirs in zip(*found):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 

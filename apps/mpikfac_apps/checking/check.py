@@ -187,9 +187,9 @@ def judged(finding: Finding) -> str:
     """Return the verdict on a layer."""
     if not finding.vectors:
         return "no vectors"
-    if finding.large:
-        return "too large for the oracle"
-    return f"WRONG: {', '.join(finding.wrong)}" if finding.wrong else "ok"
+    if finding.wrong:
+        return f"WRONG: {', '.join(finding.wrong)}"
+    return "too large for the oracle" if finding.large else "ok"
 
 
 def strategies(ranks: int, errors: Mapping[str, float]) -> list[str]:

@@ -71,6 +71,11 @@ def findings_of(subject: Subject, comm: mpikfac.comm.Comm, examples: int) -> dic
     uses = reference.calls(layers, lambda: loss(model, batch))
     module_of = {layer.name: layer.modules[0] for layer in layers}
     findings = {layer.name: survey(as_modules(layer), uses.get(layer.name, ())) for layer in layers}
+    twice = reference.calls(layers, lambda: loss(model, subject.batch(2 * examples, seed=0)))
+    for layer in (layer for layer in layers if layer.of_batch and layer.name in uses):
+        first, double = (examples_of(each[layer.name]) for each in (uses, twice))
+        if double != 2 * first:
+            findings[layer.name].errors["examples"] = abs(double / (2 * first) - 1)
     compared = {
         name: finding.parts
         for name, finding in findings.items()
@@ -90,6 +95,11 @@ def findings_of(subject: Subject, comm: mpikfac.comm.Comm, examples: int) -> dic
         for name in small:
             findings[name].errors[solver] = solve_error(name, solver, step)
     return findings
+
+
+def examples_of(uses: Sequence[Sequence[reference.Call]]) -> int:
+    """Return the number of examples in the first use of a layer."""
+    return next(len(call.x) for calls in uses for call in calls)
 
 
 def with_all_layers(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:

@@ -91,16 +91,17 @@ class Reports:
         here = f"{here} {_doing(place)}; stacks below"
         if self._directory is None:
             self._print(f"{here}\n", stacks)
-        elif failure := self._write(json.dumps(about).encode() + b"\n" + stacks):
-            file = self._directory / name_of(self._rank)
+            return
+        file = self._directory / name_of(self._rank)
+        if failure := self._write(file, json.dumps(about).encode() + b"\n" + stacks):
             self._print(f"{here}, as {file} cannot be written: {failure}\n", stacks)
         else:
             turn = OTHERS if self._rank else SUMMARY
             time.sleep(max(0.0, began + turn - time.monotonic()))
             self._summarise(self._directory, seconds)
 
-    def _write(self, report: bytes) -> str:
-        """Write this rank's file, and return the reason of a failure, or ""."""
+    def _write(self, path: Path, report: bytes) -> str:
+        """Write this rank's file, of the name `path`; return the reason of a failure, or ""."""
         failure = [f"no answer in {ANSWER:g} s"]
 
         def write() -> None:
@@ -108,7 +109,7 @@ class Reports:
                 if os.write(self.file, report) < len(report):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(self.file)  # else the file may be invisible on other hosts
-                if not files.names(self._path(self._rank), self._opened):
+                if not files.names(path, self._opened):
                     raise OSError(errno.ENOENT, "the file was moved or removed")
                 failure[0] = ""
             except OSError as error:

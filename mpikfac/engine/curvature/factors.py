@@ -314,8 +314,9 @@ class Factors(Part):
             held = [item.name for item in of_factor if item.tensor is not None and item.saved]
             if held and not set(held) & set(names):
                 raise ValueError(
-                    f"item 'kfac/{held[0]}' is missing; if its layer was frozen when the "
-                    f"state was saved, freeze the layer before K-FAC is made"
+                    f"item 'kfac/{held[0]}' is missing; its layer was frozen, or had other "
+                    f"factors, when the state was saved: freeze the layer before K-FAC is made, or "
+                    f"take the fisher and the rule of the state"
                 )
             items += of_factor
         return items

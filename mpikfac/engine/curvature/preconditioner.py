@@ -34,7 +34,6 @@ from mpikfac.plan.names import BASES, DECOMPOSE, DECOMPOSITIONS, DUE, SCALE_WEIG
 from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings
 from mpikfac.solvers import Solver
 
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
 OF_SOLVER = (SOLVER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS)
 """Kinds of items that only the solver that made them can use."""
 ON_CURVATURE_RANKS = "mpikfac.extensions.curvature_ranks:OnCurvatureRanks"
@@ -118,9 +117,7 @@ class Preconditioner(FirstOrder):
         self.intact = not self.plan.late and self.factors.settled
         due = self.settings.due("factor_every", step)
         self.recorder.recording = due or self.factors.lacking
-        # With whole intervals between factors, all beginnings take turns: no position of a batch
-        # whose examples are frames or windows of few images is left out for ever.
-        self.recorder.begin = step * GOLDEN_RATIO % 1
+        self.recorder.begin = self.settings.begin(step)
 
     def collect(self) -> None:
         """Take the passes since the last call as a part of the rank's share of a batch."""
@@ -157,10 +154,15 @@ class Preconditioner(FirstOrder):
             part.merge(numbers.decay, numbers.step)
 
     def _finish_statistics(self) -> None:
-        """Turn the batch's sums into factors, and warn of layers that K-FAC cannot see."""
-        for name in self.recorder.finish():
+        """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
+        seen = self.recorder.finish()
+        for name in (name for name in seen if not seen[name]):
             if self.gradients.arena[name].any():
                 self._cautions.unseen(name)
+        layers = (layer for layer in self.gradients.layers if seen.get(layer.name))
+        self._cautions.without_gradient(
+            [layer.name for layer in layers if all(p.grad is None for p in layer.parameters)]
+        )
 
     def _decompose_owned(self, numbers: Numbers) -> None:
         """Start to decompose the rank's factors, all or of a turn of the refresh."""

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from mpikfac.engine.curvature.factors import Factors
 from mpikfac.engine.part import Part
 from mpikfac.layers import Attached, Hook, Layer
-from mpikfac.numerics import add_triangle, without_autocast
+from mpikfac.numerics import (
+    add_triangle,
+    at_end_of_backward,
+    in_backward,
+    makes_gradients,
+    without_autocast,
+)
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.plan.names import STATISTICS
 from mpikfac.settings import Estimator, Turn, usual_distance
@@ -178,11 +184,11 @@ class Recorder(Part):
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
-        self._uneven: set[str] = set()  # layers that a warning has named
+        self._uneven: set[str] = set()  # layers that a warning was about
         self._passes = 0
-        self._called = False  # whether the model's own forward has ever begun a pass
-        # Whether a backward pass has begun since the last forward call of a layer.
-        self._backward = False
+        # Whether the next call of a layer begins a pass, as a backward pass has come in between.
+        self._between = True
+        self._running = self._interrupted = False  # backward passes that count
         self._turn: Turn | None = None
         self._hooks: list[Attached] = [model.register_forward_pre_hook(Hook(self._on_pass))]
         for sums in self._sums():
@@ -202,15 +208,16 @@ class Recorder(Part):
         self._recorded.clear()
         self._finished.clear()
         self._counted.clear()
+        self._running = self._interrupted = False
         self.statistics.flat.zero_()
 
     forget = clear
 
-    def finish(self) -> list[str]:
+    def finish(self) -> dict[str, bool]:
         """Turn the sums into the rank's factors, multiplied by the number of examples.
 
         Returns:
-            The names of layers without a call in a training pass.
+            By layer with statistics on the rank, whether a training pass had a call of the layer.
 
         Raises:
             RuntimeError: no layer has statistics.
@@ -221,29 +228,35 @@ class Recorder(Part):
                 f"no covered layer took part in the training passes before this step (train() "
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
             )
-        unseen = [name for name in self._layers if name not in self._recorded | self._finished]
+        self._interrupted |= any(s.counts.vectors and not s.complete for s in self._sums())
+        seen = {name: name in self._recorded | self._finished for name in self._layers}
         self._finish_layers([name for name in self._layers if name not in self._finished])
         self._finished.clear()
+        self._check_ends()
         self._check_counts()
-        return unseen
+        return seen
+
+    def _check_ends(self) -> None:
+        """Warn of statistics of a backward pass that did not end."""
+        if self._running or self._interrupted:
+            log.warning(
+                "a backward pass before this step was interrupted, and its layers count in part: "
+                "statistics are wrong; after an interruption, call zero_grad() and discard(), and "
+                "run the batch again"
+            )
+        self._running = self._interrupted = False
 
     def _check_counts(self) -> None:
-        """Warn once of layers that saw fewer examples than other layers in as many passes."""
+        """Warn once of layers that saw other numbers of examples than others in as many passes."""
         finished, self._counted = self._counted, {}
-        counted = {n: c for n, c in finished.items() if self._layers[n][0].layer.of_batch}
-        largest: dict[int, int] = {}
-        for counts in counted.values():
-            largest[counts.passes] = max(counts.examples, largest.get(counts.passes, 0))
-        uneven = {n: c for n, c in counted.items() if c.examples < largest[c.passes]}
-        for name in uneven.keys() - self._uneven:
-            counts = uneven[name]
-            log.warning(
-                "layer %r saw %d examples where other layers saw %d: the first dimension of an "
-                "input has to be the batch (batch_first=True), or the layer's curvature is wrong "
-                "and depends on the number of ranks; add %r to skip to train the layer first-order",
-                *(name, counts.examples, largest[counts.passes], name),
-            )
-        self._uneven |= uneven.keys()
+        alike: dict[int, dict[int, list[str]]] = {}  # by passes, by examples
+        for name, counts in finished.items():
+            if self._layers[name][0].layer.of_batch:
+                alike.setdefault(counts.passes, {}).setdefault(counts.examples, []).append(name)
+        for sets in alike.values():
+            if len(sets) > 1 and not self._uneven.issuperset(chain(*sets.values())):
+                self._uneven.update(chain(*sets.values()))
+                _warn_of_counts(sets)
 
     def _finish_layers(self, names: Collection[str]) -> None:
         """Turn the sums of layers into factors; without examples, the sums stay 0."""
@@ -310,8 +323,11 @@ class Recorder(Part):
             self._turn = None
 
     def _on_pass(self, *_: object) -> None:
-        self._passes += 1
-        self._called = True
+        if self.recording and not self.paused and torch.is_grad_enabled():
+            self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self._passes, self._between = self._passes + 1, False
 
     def _on_forward(
         self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
@@ -319,19 +335,28 @@ class Recorder(Part):
         trained = any(parameter.requires_grad for parameter in layer.parameters)
         if not (self.recording and module.training and trained) or self.paused:
             return
-        if self._backward and not self._called:  # parts of the model are called, not the model
-            self._passes += 1
-        self._backward = False
+        if not in_backward():
+            self._interrupted |= self._running
+            self._running = False
+            if self._between:  # parts of the model are called, not the model
+                self._begin_pass()
         call = layer.watch(inputs, named, output)
         if call is not None:
             x, listen = call
             sums = self._layers[layer.name][layer.group or 0]
-            listen(partial(self._record, sums, [x.detach()], self._passes))
+            listen(partial(self._record, sums, [x.detach()], _version(x), self._passes))
+
+    def _on_end(self) -> None:
+        self._running = False
 
     @without_autocast
-    def _record(self, sums: LayerSums, inputs: list[Tensor], forward_pass: int, g: Tensor) -> None:
+    def _record(
+        self, sums: LayerSums, inputs: list[Tensor], version: int, forward_pass: int, g: Tensor
+    ) -> None:
         """Take one call into the sums; `inputs` holds the call's input until then."""
         layer, turn = sums.layer, self._turn or Turn()
+        if not makes_gradients(layer.parameters):  # a gradient of inputs alone
+            return
         if self._turn is None and not self._of_loss:
             inputs.clear()
             return
@@ -341,10 +366,20 @@ class Recorder(Part):
                 f"statistics of its own; add the losses and call backward once"
             )
         x = inputs.pop() if turn.last else inputs[0]
-        self._backward = True
+        if _version(x) != version and not layer.bias_alone:
+            raise RuntimeError(
+                f"layer {layer.name!r}: the input was changed in place after the call, and before "
+                f"backward; give the layer a clone of its own, or change a clone"
+            )
+        self._between = True
+        if not self._running:
+            self._running = True
+            at_end_of_backward(self._on_end)
         early = self.factors.sender.early
         if not self._recorded and not self._finished and early:
             self.factors.settle()
+        if not self._recorded and self.estimator.fisher == "exact" and layer.of_batch:
+            _check_rows(layer, len(x) if x.dim() >= layer.dimensions else 1, turn.rows)
         self._recorded.add(layer.name)
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
@@ -371,7 +406,7 @@ class Recorder(Part):
         weight = len(x) / max(1, len(chosen_x))
         of_squares = turn.weight * weight
         if self._turn is not None:  # a mean over this pass alone, not over all micro-batches
-            of_squares *= len(x) ** 2
+            of_squares *= len(x) * (turn.rows if layer.of_batch else len(x))
         else:
             of_squares *= self.estimator.loss_positions ** (0.5 if sums.vector else 1.0)
         for side in sums.sides:
@@ -381,3 +416,36 @@ class Recorder(Part):
                     factor_sum.add(moment, of_squares if side.quadratic else weight)
         for observe in self._observers:
             observe(layer, chosen_x, chosen_g, of_squares)
+
+
+def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
+    """Warn of layers that saw different numbers of examples of a batch; `sets` by the number."""
+    seen = [
+        f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
+        for number, names in sorted(sets.items())
+    ]
+    log.warning(
+        "layers saw different numbers of examples of one batch: %s. The first dimension of a "
+        "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
+        "depends on the number of ranks; take batch_first=True, or add such layers to skip (boxes "
+        "and the like to own_examples)",
+        "; ".join(seen),
+    )
+
+
+def _check_rows(layer: Layer, examples: int, rows: int) -> None:
+    """Return if all labels at once are those of `examples`.
+
+    Raises:
+        ValueError: outputs have rows for positions: gradients of positions would mix.
+    """
+    if rows != examples:
+        raise ValueError(
+            f"fisher='exact' needs a row of outputs for each example: record() has {rows} rows, "
+            f"and layer {layer.name!r} saw {examples} examples; use fisher='sampled'"
+        )
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return 0 if x.is_inference() else x._version

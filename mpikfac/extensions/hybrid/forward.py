@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mpikfac.comm import Group
 from mpikfac.extensions.hybrid.transfers import gather, sum_parts, turn
+from mpikfac.numerics import listen
 from mpikfac.plan import CHANNELS, Distribution, Place, Split, names, span
 
 Hook = Callable[[Tensor], None]
@@ -64,10 +65,10 @@ class SplitForward:
         Collective over: group, now and in the backward pass, if the layer takes or gives slices.
         """
 
-        def listen(hook: Hook) -> object:
-            return output.register_hook(lambda g: hook(self._of_examples(g, self.place.gives)))
+        def on_gradient(hook: Hook) -> None:
+            listen(output, lambda g: hook(self._of_examples(g, self.place.gives)))
 
-        return self._of_examples(x.detach(), self.place.takes), listen
+        return self._of_examples(x.detach(), self.place.takes), on_gradient
 
     @property
     def channels(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpikfac.layers.layer import Attached, Call, Layer
+from mpikfac.numerics import listen_at
 
 Node = Any  # of autograd's graph
 TRANSPOSED = "TBackward0"
@@ -70,13 +71,16 @@ class InnerLayer(Layer):
         number, outputs = min(self._part, len(products) - 1), self.shape.outputs
         start = (self._part - number) * outputs
         x = self.input_of(dict(zip(self.arguments, positional)) | named, products[number])
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):  # autograd keeps a copy: x may change in place
+            x = x.detach().to(torch.get_autocast_dtype(kind))
 
         def listen(hook: Callable[[Tensor], None]) -> None:
-            def on_gradient(gradients: Sequence[Tensor]) -> None:
-                rows = gradients[0][..., start : start + outputs]
+            def on_gradient(gradient: Tensor) -> None:
+                rows = gradient[..., start : start + outputs]
                 hook(of_examples(rows, len(x)))
 
-            products[number].register_prehook(on_gradient)
+            listen_at(products[number], on_gradient)
 
         return x, listen
 

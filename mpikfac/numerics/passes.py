@@ -1,0 +1,59 @@
+"""Ask autograd about the backward pass that runs now, and listen to its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+# Views of a product with the same elements in the same order: an operation in place on a view
+# takes the view's own node out of the graph.
+RESHAPED = ("ViewBackward0", "SqueezeBackward1")
+
+
+def in_backward() -> bool:
+    """Return whether the thread is inside a backward pass, as where a checkpoint computes again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward pass that runs now has ended, and was not interrupted."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def makes_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Return whether the backward pass that runs now makes the gradient of a parameter."""
+    return any(map(_makes_gradient, parameters))
+
+
+def _makes_gradient(parameter: Tensor) -> bool:
+    if not parameter.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # `torch.autograd.grad` asks for this parameter
+        return True
+
+
+def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` with the gradient of `output` that makes the gradient of a layer's weight.
+
+    The program's own hooks on `output` come before.
+    """
+    node, number, shape = output.grad_fn, output.output_nr, output.shape
+    while node is not None and node.name() in RESHAPED:
+        node, number = node.next_functions[0]
+    listen_at(node, lambda gradient: hook(gradient.reshape(shape)), number)
+
+
+def listen_at(node: Any, hook: Callable[[Tensor], None], number: int = 0) -> None:
+    """Call `hook` with the gradient of a node's output, if the backward pass has a gradient."""
+
+    def on_gradients(gradients: Sequence[Tensor | None]) -> None:
+        if (gradient := gradients[number]) is not None:
+            hook(gradient)
+
+    node.register_prehook(on_gradients)
