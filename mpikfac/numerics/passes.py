@@ -1,4 +1,4 @@
-"""Ask autograd about the backward pass that runs now, and listen to its gradients."""
+"""Ask autograd about the backward pass that runs now, and listen to passes."""
 
 from __future__ import annotations
 

@@ -116,8 +116,11 @@ class Preconditioner(FirstOrder):
         """Begin a step: from here on, the state is the state after `step` steps."""
         self.intact = not self.plan.late and self.factors.settled
         due = self.settings.due("factor_every", step)
-        self.recorder.recording = due or self.factors.lacking
         self.recorder.begin = self.settings.begin(step)
+        if due or self.factors.lacking:
+            self.recorder.attach()
+        else:
+            self.recorder.detach()
 
     def collect(self) -> None:
         """Take the passes since the last call as a part of the rank's share of a batch."""

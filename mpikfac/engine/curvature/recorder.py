@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpikfac.engine.curvature.eager import run_eagerly
 from mpikfac.engine.curvature.factors import Factors
 from mpikfac.engine.part import Part
 from mpikfac.layers import Attached, Hook, Layer
@@ -158,7 +159,6 @@ class Recorder(Part):
     layer.
 
     Attributes:
-        recording: whether passes count; changes take effect at the next forward pass.
         begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
         paused: whether forward passes are not the batch's.
     """
@@ -171,13 +171,14 @@ class Recorder(Part):
         estimator: Estimator,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Add hooks to the model, and to the layers with statistics on the rank.
+        """Bind the layers with statistics on the rank to their sums.
 
         Args:
             observers: are called with every call that counts.
         """
         super().__init__(factors.site)
-        self.recording, self.begin, self.paused = False, 0.0, False
+        self.begin, self.paused = 0.0, False
+        self._model = model
         self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
         self.statistics, self._observers = factors.statistics, observers
         self._layers, self._pooled = _bound_layers(layers, factors, estimator), self.plan.pooled
@@ -190,16 +191,29 @@ class Recorder(Part):
         self._between = True
         self._running = self._interrupted = False  # backward passes that count
         self._turn: Turn | None = None
-        self._hooks: list[Attached] = [model.register_forward_pre_hook(Hook(self._on_pass))]
+        self._hooks: list[Attached] = []
+
+    @property
+    def recording(self) -> bool:
+        """Whether passes count."""
+        return bool(self._hooks)
+
+    def attach(self) -> None:
+        """Add hooks to the model and its layers: from here on, passes count."""
+        if self._hooks:
+            return
+        run_eagerly(self, True)
+        self._hooks.append(self._model.register_forward_pre_hook(Hook(self._on_pass)))
         for sums in self._sums():
             hook = Hook(self._on_forward, sums.layer)
             for module in sums.layer.modules:
                 self._hooks += sums.layer.attach(module, hook)
 
     def detach(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        """Remove the hooks: the model is as without K-FAC."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        run_eagerly(self, False)
 
     def clear(self) -> None:
         """Forget the passes since the last `finish`."""
@@ -323,7 +337,7 @@ class Recorder(Part):
             self._turn = None
 
     def _on_pass(self, *_: object) -> None:
-        if self.recording and not self.paused and torch.is_grad_enabled():
+        if not self.paused and torch.is_grad_enabled():
             self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -333,7 +347,7 @@ class Recorder(Part):
         self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
     ) -> None:
         trained = any(parameter.requires_grad for parameter in layer.parameters)
-        if not (self.recording and module.training and trained) or self.paused:
+        if not (module.training and trained) or self.paused:
             return
         if not in_backward():
             self._interrupted |= self._running

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mpikfac.layers.layer import Attached, Call, Layer
+from mpikfac.layers.layer import Call, Layer
 from mpikfac.numerics import listen_at
 
 Node = Any  # of autograd's graph
@@ -52,10 +52,6 @@ class InnerLayer(Layer):
         super().__init__(name, module, tensors)
         self.source, self._watched, self._part = source, watched, part
 
-    def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
-        """Call `hook` after each forward call; `torch.compile` leaves the module out."""
-        return [Uncompiled(module), *super().attach(module, hook)]
-
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the inputs of the product and a hook on the gradient, example by example."""
         result = output[0] if isinstance(output, tuple) else output
@@ -87,22 +83,6 @@ class InnerLayer(Layer):
     def input_of(self, arguments: Mapping[str, Any], product: Node) -> Tensor:
         """Return the input of the product, `[batch, inputs]` or `[batch, shared, inputs]`."""
         raise NotImplementedError
-
-
-class Uncompiled:
-    """Keep `torch.compile` away from a module: a compiled graph hides the products inside.
-
-    Copies of the module are compiled again.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._own = module, torch.compiler.disable(module._call_impl)
-        module._compiled_call_impl = self._own
-
-    def remove(self) -> None:
-        """Let the module be compiled again, unless another trainer keeps the module out."""
-        if self._module._compiled_call_impl is self._own:
-            self._module._compiled_call_impl = None
 
 
 def of_examples(rows: Tensor, batch: int) -> Tensor:
