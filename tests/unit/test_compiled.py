@@ -21,6 +21,7 @@ LABELS = torch.arange(8) % 10
 
 @pytest.fixture(autouse=True)
 def _no_graphs():
+    gc.collect()  # trainers of other tests end
     torch.compiler.reset()
     counters.clear()
     yield

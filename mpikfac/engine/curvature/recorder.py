@@ -211,9 +211,10 @@ class Recorder(Part):
 
     def detach(self) -> None:
         """Remove the hooks: the model is as without K-FAC."""
+        if self._hooks:
+            run_eagerly(self, False)
         while self._hooks:
             self._hooks.pop().remove()
-        run_eagerly(self, False)
 
     def clear(self) -> None:
         """Forget the passes since the last `finish`."""
