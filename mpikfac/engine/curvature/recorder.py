@@ -363,7 +363,9 @@ class Recorder(Part):
         if not inputs:
             raise RuntimeError(
                 f"layer {layer.name!r}: a second backward pass through one forward pass has no "
-                f"statistics of its own; add the losses and call backward once"
+                f"statistics of its own; add the losses and call backward once, give the outputs "
+                f"of all heads to one record(), and put passes for derivatives of gradients, "
+                f"forward and backward, in paused()"
             )
         x = inputs.pop() if turn.last else inputs[0]
         if _version(x) != version and not layer.bias_alone:
