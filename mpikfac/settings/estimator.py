@@ -75,8 +75,8 @@ class Estimator:
         subsample: the distance of the examples in a batch from which factors are estimated: 4 for
             every fourth example, from a first example that changes from step to step. None: a
             distance for each layer that leaves at least 32 examples of all ranks together, and 3
-            vectors for each row of the layer's largest factor; 1 for vectors, diagonals, and the
-            solver "ekfac".
+            vectors for each row of the layer's largest factor, if ranks have equal shards; 1 for
+            vectors, diagonals, and the solver "ekfac".
         statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
             None for no rounding.
         factor_dtype: the dtype in which running averages of factors are kept; None for the dtype of
