@@ -64,6 +64,7 @@ class Layer:
         quadratic: the sides whose sums are of squares of gradients; other sums are of inputs alone.
         rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
         of_batch: whether inputs begin with the batch; else with examples of the layer's own.
+        of_part: whether these examples are a part of the batch, over which the loss is a mean.
         group: the only group that the layer's statistics are of; None for all groups.
     """
 
@@ -72,6 +73,7 @@ class Layer:
     quadratic = "G"
     rounded_to: torch.dtype | None = None
     of_batch = True
+    of_part = False
     group: int | None = None
 
     def __init__(

@@ -46,10 +46,12 @@ class Turn:
 
     Attributes:
         rows: the number of rows of the outputs, by which gradients were divided.
+        terms: the number of terms in the mean loss: rows times positions.
     """
 
     weight: float = 1.0
     rows: int = 1
+    terms: int = 1
     first: bool = True
     last: bool = True
 
@@ -150,6 +152,7 @@ class Estimator:
         else:
             count, weight = self.samples, 1 / self.samples
             passes = ([sampled(*head) for head in heads] for _ in range(count))
+        rows, terms = len(outputs[0]), outputs[0].numel() // max(1, outputs[0].shape[1])
         for number, gradients in enumerate(passes):
-            turn = Turn(weight, len(outputs[0]), number == 0, number == count - 1)
+            turn = Turn(weight, rows, terms, number == 0, number == count - 1)
             yield turn, [g.to(each.dtype) for g, each in zip(gradients, outputs)]
