@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -176,7 +176,9 @@ class KFAC(Trainer):
         return self.preconditioner.directions.scale
 
     @without_autocast
-    def record(self, outputs: Tensor, loss: Loss = "cross-entropy") -> None:
+    def record(
+        self, outputs: Tensor | Sequence[Tensor], loss: Loss | Sequence[Loss] = "cross-entropy"
+    ) -> None:
         """Take a batch's statistics at labels of the model, if `fisher` asks for such labels.
 
             outputs = model(images)
@@ -191,26 +193,30 @@ class KFAC(Trainer):
 
         Args:
             outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`; or a row for
-                each term of the loss, `[rows, outputs]`, such as the words that a mask keeps.
+                each term of the loss, `[rows, outputs]`, such as the words that a mask keeps. Of
+                several heads, a list of outputs: the loss is the sum of the heads' losses.
             loss: "cross-entropy", "squared-error" or "logistic", as torch averages the loss over
                 batch and rest: `F.cross_entropy`, `F.mse_loss`,
-                `F.binary_cross_entropy_with_logits`.
+                `F.binary_cross_entropy_with_logits`. Of several heads, also a list.
 
         Raises:
-            ValueError: another loss; outputs with positions, or other rows than examples, and
-                fisher="exact"; outputs without a dimension of outputs, or outputs that are no
-                logits.
+            ValueError: another loss; heads with different numbers of rows; outputs with positions,
+                or other rows than examples, and fisher="exact"; outputs without a dimension of
+                outputs, or outputs that are no logits.
         """
+        heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        losses = [loss] * len(heads) if isinstance(loss, str) else list(loss)
+        for each in losses:
+            one_of("loss", each, LOSSES)
         recorder = self.preconditioner.recorder
         if self.estimator.of_loss or not recorder.recording:
-            one_of("loss", loss, LOSSES)
             return
-        check_outputs(outputs, loss)
+        check_outputs(heads, losses)
         parameters = [p for layer in self.layers for p in layer.parameters if p.requires_grad]
-        for turn, gradient in self.estimator.turns(outputs, loss):
+        for turn, gradients in self.estimator.turns(heads, losses):
             with recorder.standing_for(turn):
                 torch.autograd.grad(
-                    outputs, parameters, gradient, retain_graph=True, allow_unused=True
+                    heads, parameters, gradients, retain_graph=True, allow_unused=True
                 )
 
     @without_autocast

@@ -133,9 +133,10 @@ class Cautions:
         """Warn of a layer with a gradient and without a call that K-FAC saw."""
         self._once(
             f"unseen {layer}",
-            "layer %r has a gradient, and K-FAC saw no call of the module in train() mode: "
-            "without statistics, K-FAC does not change the direction of its gradient; call "
-            "the module itself in train() mode, or add %r to skip",
+            "layer %r has a gradient, and K-FAC saw no call of the module in train() mode whose "
+            "outputs count: without statistics, K-FAC does not change the direction of its "
+            "gradient; call the module itself in train() mode, give all heads to record() where "
+            "fisher needs record(), or add %r to skip",
             *(layer, layer),
         )
 

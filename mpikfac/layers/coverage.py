@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from mpikfac.layers.votes import Votes
 from mpikfac.plan import LayerShape, Shape, usual_rule
 
 Rule = Callable[[LayerShape], LayerShape]
+NAMES = ("skip", "own_examples", "part_of_batch")
+"""The choices that are names of modules."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,23 @@ class Coverage:
         own_examples: names of modules, with all modules inside, whose inputs do not begin with the
             batch but with examples of the modules' own, in any number, such as the boxes of images.
             The own examples count as examples of the layers, and K-FAC does not warn of the number.
+            The loss is a mean over the own examples.
+        part_of_batch: names of modules, with all modules inside, whose calls see a part of the
+            batch, such as experts, early exits or masked words. The loss is a mean over the whole
+            batch, whose number of examples is that of the other layers.
 
     Raises:
-        ValueError: `skip` or `own_examples` is a text and no sequence of names.
+        ValueError: one of the sequences of names is a text.
     """
 
     skip: Sequence[str] = ()
     covers: Kinds = field(default_factory=lambda: KINDS)
     rule: Rule = usual_rule
     own_examples: Sequence[str] = ()
+    part_of_batch: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for choice in ("skip", "own_examples"):
+        for choice in NAMES:
             names = getattr(self, choice)
             if isinstance(names, str):
                 raise ValueError(f"{choice}={names!r} must be a sequence of names; try [{names!r}]")
@@ -68,12 +75,12 @@ def cover(
 
     Raises:
         Refused: modules cannot be covered exactly; the error names all refused modules.
-        ValueError: no module has a name in `skip` or `own_examples`.
+        ValueError: no module has a name in `skip`, `own_examples` or `part_of_batch`.
     """
     coverage = coverage or Coverage()
-    skip, covers, own_examples = tuple(coverage.skip), coverage.covers, tuple(coverage.own_examples)
-    check_names(model, "skip", skip)
-    check_names(model, "own_examples", own_examples)
+    skip, covers = coverage.skip, coverage.covers
+    for choice in NAMES:
+        check_names(model, choice, getattr(coverage, choice))
     layers: list[Layer] = []
     refused: list[tuple[str, str]] = []
     covering: dict[int, Layer] = {}  # by parameter
@@ -92,8 +99,13 @@ def cover(
             continue
         for layer in covered if isinstance(covered, list) else [covered]:
             layer.rounded_to = statistics_dtype
-            layer.of_batch = not within(name, own_examples)
+            layer.of_part = within(name, coverage.part_of_batch)
+            layer.of_batch = not (layer.of_part or within(name, coverage.own_examples))
             layer.shape = _ruled(coverage.rule, layer.shape)
+            if (
+                layer.of_part
+            ):  # squares of gradients of examples would need the whole batch's number
+                layer.shape = replace(layer.shape, rescaled=False)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
     if refusals := [*by_reason(refused), *not_alike(model, layers)]:

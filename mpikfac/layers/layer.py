@@ -64,6 +64,7 @@ class Layer:
         quadratic: the sides whose sums are of squares of gradients; other sums are of inputs alone.
         rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
         of_batch: whether inputs begin with the batch; else with examples of the layer's own.
+        of_part: whether these examples are a part of the batch, over which the loss is a mean.
         group: the only group that the layer's statistics are of; None for all groups.
     """
 
@@ -72,6 +73,7 @@ class Layer:
     quadratic = "G"
     rounded_to: torch.dtype | None = None
     of_batch = True
+    of_part = False
     group: int | None = None
 
     def __init__(
@@ -140,11 +142,27 @@ class Layer:
         if not output.requires_grad:
             return None
         x = positional[0] if positional else named["input"]
+        if x.layout != torch.strided or x.is_nested:
+            x = self._dense(x)
         if x.is_floating_point():  # under autocast autograd keeps a copy: x may change in place
             x = x.detach().to(output.dtype)
         # A split layer may have other examples and channels than the rank's.
         watch = getattr(self.module.forward, "watch", None)
         return (x, partial(listen, output)) if watch is None else watch(x, output)
+
+    def _dense(self, x: Tensor) -> Tensor:
+        """Return a sparse input as a dense tensor.
+
+        Raises:
+            TypeError: the input is nested, or in the layout of oneDNN.
+        """
+        if x.is_nested or x.is_mkldnn:
+            kind = "a nested tensor" if x.is_nested else "in the layout of oneDNN"
+            raise TypeError(
+                f"layer {self.name!r}: the input is {kind}, which is not covered; give a dense or "
+                f"sparse tensor, or add {self.name!r} to skip to train the layer first-order"
+            )
+        return x.detach().to_dense()
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return the vectors `a` `[batch, shared, inputs]`, without the bias's 1."""

@@ -12,7 +12,7 @@ result of `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -103,7 +103,24 @@ ROOTS: Mapping[Loss, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check_outputs(outputs: Tensor, loss: Loss) -> None:
+def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
+    """Return if `heads` `[batch, outputs, ...]` may be the outputs of the losses of a batch.
+
+    Raises:
+        ValueError: heads and losses are not equally many; heads have different numbers of rows, or
+            one of them cannot have its loss.
+    """
+    rows = [len(outputs) if outputs.dim() else 0 for outputs in heads]
+    if len(losses) != len(heads) or len(set(rows)) != 1:
+        raise ValueError(
+            f"record() needs a loss for each head, and as many rows in all heads; it has "
+            f"{len(losses)} losses, and heads with {rows} rows"
+        )
+    for outputs, loss in zip(heads, losses):
+        _check_head(outputs, loss)
+
+
+def _check_head(outputs: Tensor, loss: Loss) -> None:
     """Return if `outputs` `[batch, outputs, ...]` may be the outputs of a loss.
 
     Raises:

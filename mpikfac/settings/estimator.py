@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -54,10 +54,12 @@ class Turn:
 
     Attributes:
         rows: the number of rows of the outputs, by which gradients were divided.
+        terms: the number of terms in the mean loss: rows times positions.
     """
 
     weight: float = 1.0
     rows: int = 1
+    terms: int = 1
     first: bool = True
     last: bool = True
 
@@ -83,8 +85,8 @@ class Estimator:
         subsample: the distance of the examples in a batch from which factors are estimated: 4 for
             every fourth example, from a first example that changes from step to step. None: a
             distance for each layer that leaves at least 32 examples of all ranks together, and 3
-            vectors for each row of the layer's largest factor; 1 for vectors, diagonals, and the
-            solver "ekfac".
+            vectors for each row of the layer's largest factor, if ranks have equal shards; 1 for
+            vectors, diagonals, and the solver "ekfac".
         statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
             None for no rounding.
         factor_dtype: the dtype in which running averages of factors are kept; None for the dtype of
@@ -129,23 +131,37 @@ class Estimator:
         """Whether the backward passes of the loss count, or the passes of `turns` alone."""
         return self.fisher in ("empirical", "forward-only")
 
-    def turns(self, outputs: Tensor, loss: Loss) -> Iterator[tuple[Turn, Tensor]]:
+    def turns(
+        self, outputs: Sequence[Tensor], losses: Sequence[Loss]
+    ) -> Iterator[tuple[Turn, list[Tensor]]]:
         """Yield backward passes in the place of the pass of the loss, with gradients of outputs.
+
+        Args:
+            outputs: of each head; the loss is the sum of the heads' losses.
+            losses: of each head.
 
         Raises:
             ValueError: an unknown loss, or outputs with positions and all labels.
         """
         import torch
 
-        from mpikfac.numerics import LOSSES, exact, sampled
+        from mpikfac.numerics import exact, sampled
 
-        one_of("loss", loss, LOSSES)
-        precise = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        if self.fisher == "exact":
-            gradients, count, weight = exact(precise, loss), outputs.shape[1], 1.0
+        heads = [
+            (each.to(torch.promote_types(each.dtype, torch.float32)), loss)
+            for each, loss in zip(outputs, losses, strict=True)
+        ]
+        if self.fisher == "exact":  # head by head: labels of heads are independent
+            count, weight = sum(each.shape[1] for each in outputs), 1.0
+            passes = (
+                [root if other is head else torch.zeros_like(other) for other, _ in heads]
+                for head, loss in heads
+                for root in exact(head, loss)
+            )
         else:
-            gradients = (sampled(precise, loss) for _ in range(self.samples))
             count, weight = self.samples, 1 / self.samples
-        for number, gradient in enumerate(gradients):
-            turn = Turn(weight, len(outputs), number == 0, number == count - 1)
-            yield turn, gradient.to(outputs.dtype)
+            passes = ([sampled(*head) for head in heads] for _ in range(count))
+        rows, terms = len(outputs[0]), outputs[0].numel() // max(1, outputs[0].shape[1])
+        for number, gradients in enumerate(passes):
+            turn = Turn(weight, rows, terms, number == 0, number == count - 1)
+            yield turn, [g.to(each.dtype) for g, each in zip(gradients, outputs)]

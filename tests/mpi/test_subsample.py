@@ -36,6 +36,16 @@ def test_the_distance_is_a_power_of_2_that_leaves_enough(examples, positions, or
         assert usual_distance(share, share * positions, shares, order) == distance
 
 
+def test_uneven_shards_give_other_numbers_of_examples():
+    """Oracle: the figures of the page, by hand: 13 of 200 and 2 of each 2, and 52 of 206."""
+
+    def taken(examples, shares):
+        return -(-examples // usual_distance(examples, examples, shares, 1))
+
+    assert [taken(share, 4) for share in (200, 2, 2, 2)] == [13, 2, 2, 2]
+    assert taken(206, 1) == 52
+
+
 def whole_batch():
     """Return the images and labels of all ranks together."""
     found = [problem.batch(step) for step in range(IMAGES // problem.EXAMPLES)]

@@ -283,7 +283,7 @@ OTHER_FACTORS = {
 @pytest.mark.parametrize("saved", OTHER_FACTORS)
 def test_a_state_without_a_layers_factors_is_refused_by_its_reason(comm, saved):
     """Oracle: the line; a state with more sides than needed is taken."""
-    first, second = trainer_of(**OTHER_FACTORS[saved]), rank_of()
+    first, second = trainer_of(**OTHER_FACTORS[saved]), trainer_of()
     for kfac in (first, second):
         LOSSES["cross-entropy"](kfac.model(inputs())).backward()
         kfac.step()
@@ -292,3 +292,70 @@ def test_a_state_without_a_layers_factors_is_refused_by_its_reason(comm, saved):
         second.load_state_dict(first.state_dict())
     if saved != "blocks":
         first.load_state_dict(second.state_dict())
+
+
+# -- several heads ---------------------------------------------------------------------------------
+
+
+class ActorCritic(nn.Module):
+    """A trunk, a head of classes and a head of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(4, 5)
+        self.actor, self.critic = nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        return self.actor(h), self.critic(h)
+
+
+TWO = ["cross-entropy", "squared-error"]
+
+
+def of_heads(chosen, taken, samples=1, rows=7):
+    """Return the factors of a step at the labels of the taken heads."""
+    model = ActorCritic().double()
+    settings = {"fisher": chosen, "samples": samples}
+    kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), 0.1), None, **settings)
+    actor, critic = model(inputs())
+    torch.manual_seed(3)
+    kfac.record([[actor, critic][head] for head in taken], [TWO[head] for head in taken])
+    (actor.square().mean() + critic.square().mean()).backward()
+    kfac.precondition()
+    return {name: triangles.unfold_triangle(t) for name, t in inside.factors(kfac).items()}
+
+
+def test_heads_that_are_recorded_together_add_up():
+    """Oracle: G of each head alone; the trunk's G is the sum."""
+    both, *alone = (of_heads("exact", taken) for taken in ((0, 1), (0,), (1,)))
+    torch.testing.assert_close(both["trunk.G"], alone[0]["trunk.G"] + alone[1]["trunk.G"])
+    for head, name in enumerate(("actor", "critic")):
+        for side in "AG":
+            torch.testing.assert_close(both[f"{name}.{side}"], alone[head][f"{name}.{side}"])
+
+
+def test_drawn_labels_of_heads_are_independent():
+    """Oracle: all labels at once; the mean of 4,000 draws, whose cross terms vanish."""
+    exact, drawn = of_heads("exact", (0, 1)), of_heads("sampled", (0, 1), samples=4000)
+    for name in exact:
+        torch.testing.assert_close(drawn[name], exact[name], rtol=0.15, atol=0.02)
+
+
+def test_a_second_record_and_uneven_heads_are_refused_with_the_remedy():
+    """Oracle: the lines."""
+    kfac = problem.kfac(
+        model := ActorCritic().double(),
+        torch.optim.SGD(model.parameters(), 0.1),
+        None,
+        fisher="sampled",
+    )
+    actor, critic = model(inputs())
+    with pytest.raises(ValueError, match=r"has 1 losses, and heads with \[7, 7\] rows"):
+        kfac.record([actor, critic], ["cross-entropy"])
+    with pytest.raises(ValueError, match=r"has 2 losses, and heads with \[7, 6\] rows"):
+        kfac.record([actor, critic[1:]], TWO)
+    kfac.record(actor)
+    with pytest.raises(RuntimeError, match="give the outputs of all heads to one record"):
+        kfac.record(critic, "squared-error")

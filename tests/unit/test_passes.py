@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -422,3 +423,67 @@ def test_an_input_that_changes_before_backward_is_refused_by_name(trained):
         return
     with pytest.raises(RuntimeError, match="layer '0': the input was changed in place after the"):
         loss.backward()
+
+
+# -- layouts of inputs -----------------------------------------------------------------------------
+
+SPARSE = {
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.parametrize("solver", ["inverse", "rank-one", "ekfac"])
+def test_sparse_inputs_count_as_dense_inputs(layout, solver):
+    """Oracle: the same inputs, dense."""
+    x, y = batch()
+    found = []
+    for inputs in (SPARSE[layout](x.where(x > 0, 0)), x.where(x > 0, 0)):
+        kfac = trainer(network(), solver=solver)
+        for _ in range(2):
+            F.cross_entropy(kfac.model(inputs), y).backward()
+            kfac.precondition()
+            kfac.optimizer.zero_grad()
+        found.append(kfac)
+    assert_alike(*found)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda x: torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged), "a nested"),
+        (lambda x: torch.nested.nested_tensor([x[:3], x[3:]]), "a nested tensor"),
+        (lambda x: x.to_mkldnn(), "in the layout of oneDNN"),
+    ],
+)
+def test_other_layouts_are_refused_by_name(make, told):
+    """Oracle: the line; a skipped layer takes every layout."""
+    for skip in ((), ("0",)):
+        model = network().float()
+        kfac = trainer(model, coverage=mpikfac.Coverage(skip))
+        x = make(batch()[0].float())
+        if skip:
+            model[0](x)
+            continue
+        with pytest.raises(TypeError, match=f"layer '0': the input is {told}.*add '0' to skip"):
+            kfac.model(x)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_indices_of_32_bits_count_as_those_of_64(sharing):
+    """Oracle: the same indices in 64 bits."""
+    coverage = mpikfac.Coverage(rule=lambda layer: dataclasses.replace(layer, sharing=sharing))
+    found = []
+    for dtype in (torch.int32, torch.int64):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 3)).double()
+        kfac = trainer(model, coverage=coverage)
+        x, y = batch()
+        F.cross_entropy(model(x.abs().clamp(max=4).to(dtype)), y).backward()
+        kfac.precondition()
+        found.append(kfac)
+    assert_alike(*found)

@@ -111,6 +111,11 @@ class LayerSums:
     counts: ExampleCounts = field(default_factory=ExampleCounts)
     complete: bool = False
 
+    @property
+    def power(self) -> int:
+        """The power of gradients in the sums of gradients."""
+        return 1 if self.vector else 2
+
 
 def bound(
     layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: int | None
@@ -245,11 +250,22 @@ class Recorder(Part):
             )
         self._interrupted |= any(s.counts.vectors and not s.complete for s in self._sums())
         seen = {name: name in self._recorded | self._finished for name in self._layers}
-        self._finish_layers([name for name in self._layers if name not in self._finished])
+        left = [name for name in self._layers if name not in self._finished]
+        self._finish_layers([name for name in left if not self._of_part(name)])
+        self._finish_layers([name for name in left if self._of_part(name)])
         self._finished.clear()
         self._check_ends()
         self._check_counts()
         return seen
+
+    def _of_part(self, name: str) -> bool:
+        return self._layers[name][0].layer.of_part
+
+    def _examples(self) -> int:
+        """Return the number of examples that layers of the whole batch have seen."""
+        counted = self._counted.items()
+        whole = [c.examples for name, c in counted if self._layers[name][0].layer.of_batch]
+        return max(whole or [c.examples for _, c in counted])
 
     def _check_ends(self) -> None:
         """Warn of statistics of a backward pass that did not end."""
@@ -300,6 +316,8 @@ class Recorder(Part):
                 scale = scales[side.side] * batch
                 if side.quadratic and not self._of_loss:
                     scale /= batch**2  # sums are of gradients of examples' own losses
+                elif side.quadratic and sums.layer.of_part:  # the loss is a mean over the batch
+                    scale *= (self._examples() / batch) ** sums.power
                 for factor_sum in side.sums:
                     yield factor_sum, scale, float(batch)
 
@@ -378,7 +396,9 @@ class Recorder(Part):
         if not inputs:
             raise RuntimeError(
                 f"layer {layer.name!r}: a second backward pass through one forward pass has no "
-                f"statistics of its own; add the losses and call backward once"
+                f"statistics of its own; add the losses and call backward once, give the outputs "
+                f"of all heads to one record(), and put passes for derivatives of gradients, "
+                f"forward and backward, in paused()"
             )
         x = inputs.pop() if turn.last else inputs[0]
         if _version(x) != version and not layer.bias_alone:
@@ -402,7 +422,8 @@ class Recorder(Part):
             if len(x):  # an empty batch counts 0 examples
                 self._add(sums, x, g, forward_pass)
             sums.complete = turn.last
-            if early and all(part.complete for part in self._layers[layer.name]):
+            complete = all(part.complete for part in self._layers[layer.name])
+            if early and complete and not layer.of_part:
                 self._finish_layers([layer.name])
                 self.factors.ready(layer.name)
 
@@ -420,10 +441,12 @@ class Recorder(Part):
         chosen_x, chosen_g = layer.prepared(x, g)[chosen], g[chosen]
         weight = len(x) / max(1, len(chosen_x))
         of_squares = turn.weight * weight
+        rows = turn.rows if layer.of_batch else len(x)
         if self._turn is not None:  # a mean over this pass alone, not over all micro-batches
-            of_squares *= len(x) * (turn.rows if layer.of_batch else len(x))
+            of_squares *= turn.rows * turn.terms if layer.of_part else len(x) * rows
         else:
-            of_squares *= self.estimator.loss_positions ** (0.5 if sums.vector else 1.0)
+            power = sums.power if layer.of_part else sums.power / 2
+            of_squares *= self.estimator.loss_positions**power
         for side in sums.sides:
             if side.quadratic or turn.first:
                 moment = side.moment(side.side, chosen_x, chosen_g)
@@ -443,7 +466,7 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
         "layers saw different numbers of examples of one batch: %s. The first dimension of a "
         "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
         "depends on the number of ranks; take batch_first=True, or add such layers to skip (boxes "
-        "and the like to own_examples)",
+        "and the like to own_examples, experts and the like to part_of_batch)",
         "; ".join(seen),
     )
 

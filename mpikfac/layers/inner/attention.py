@@ -59,7 +59,7 @@ class ProjectionsLayer(Layer):
         source, watched = SOURCES[group], self._watched[group]
         member = ProjectionLayer(self.name, self.module, self._tensors, source, *watched)
         member.group, member.modules = group, self.modules
-        member.of_batch = self.of_batch
+        member.of_batch, member.of_part = self.of_batch, self.of_part
         member.shape = replace(self.shape, groups=1)
         return member
 

@@ -23,7 +23,8 @@ class Named:
             bytes of all factors as squares, triangles and vectors, 4N of all gradients, 4R of the
             matrices in their place.
         same: whether the estimator is the same: the numbers of a single process with the joined
-            batch, with the same `delay`, `stagger` and `tolerance`.
+            batch, with the same `delay`, `stagger` and `tolerance`, for equal shards or all
+            examples (`subsample=1`).
         choices: choices of a `Strategy`; "all" workers are all ranks.
         settings: settings of `KFAC` beside the strategy.
     """
