@@ -38,6 +38,7 @@ from mpikfac.model import (
     check_loaded_momentum,
     check_momentum,
     check_optimizer,
+    check_owned,
     check_synchronous,
     common_type,
     describe,
@@ -375,6 +376,7 @@ class Trainer:
         split = _split_of(self.model, [*layers, *uncovered], ranks)
         plan = method.plan(layers, uncovered, strategy, ranks, dtype.itemsize, split)
         method.check(layers, self.optimizer, self._team, plan)
+        check_owned(self.optimizer, [*layers, *uncovered], plan.strategy)
         check_momentum(self.optimizer, strategy, method.momentum)
         return Drawn(layers, uncovered, plan, dtype, device)
 
