@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpikfac.model.checks import check_foreign as check_foreign
 from mpikfac.model.checks import check_habits as check_habits
 from mpikfac.model.checks import check_kind as check_kind
 from mpikfac.model.checks import check_loaded_momentum as check_loaded_momentum

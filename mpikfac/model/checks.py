@@ -106,8 +106,17 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
-    of_model = {id(p) for p in model.parameters()}
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    check_foreign(stepped, model)
+
+
+def check_foreign(stepped: Iterable[Tensor], model: nn.Module) -> None:
+    """Return if the parameters are the model's.
+
+    Raises:
+        ValueError: an optimizer would step other parameters, too.
+    """
+    of_model = {id(p) for p in model.parameters()}
     if foreign := [tuple(p.shape) for p in stepped if id(p) not in of_model]:
         raise ValueError(
             f"the optimizer has {len(foreign)} trained parameters that the model lacks (the first "
