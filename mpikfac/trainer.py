@@ -35,9 +35,11 @@ from mpikfac.layers import Layer, Other, Votes, take_model
 from mpikfac.model import (
     Descent,
     StepGuard,
+    check_foreign,
     check_loaded_momentum,
     check_momentum,
     check_optimizer,
+    check_owned,
     check_synchronous,
     common_type,
     describe,
@@ -45,6 +47,7 @@ from mpikfac.model import (
     group_settings,
     hand_over_state,
     load_model_state,
+    members,
     missing_state,
     model_state,
     needed_state,
@@ -179,7 +182,8 @@ class Trainer:
                 `update="owner"` and a rank that has nothing to step; `examples` with `overlap` or
                 `parts`; a gradient that was changed after `overlap` had sent the gradient; a
                 converted or moved model; a negative `max_norm`; `Length("quadratic")` without
-                `length.batch(inputs, loss)`; a second momentum, also from a scheduler.
+                `length.batch(inputs, loss)`; a second momentum, also from a scheduler; a gradient
+                of a parameter that the optimizer has and the model lacks.
             UserError: ranks disagree on the model, learning rates or settings; or a change of the
                 trained parameters cannot be taken up.
         """
@@ -221,6 +225,8 @@ class Trainer:
             check_size("max_norm", max_norm)
         if examples is not None:
             check_weighable(examples, self._strategy)
+        if unknown := self.built.gradients.unknown(members(self.optimizer)):
+            check_foreign(unknown, self.model)
         check_momentum(self.optimizer, self._strategy, self._method.momentum)
         self.built.grid.check_open()
         if scaler is not None:
@@ -387,6 +393,7 @@ class Trainer:
         split = _split_of(self.model, [*layers, *uncovered], ranks)
         plan = method.plan(layers, uncovered, strategy, ranks, dtype.itemsize, split)
         method.check(layers, self.optimizer, self._team, plan)
+        check_owned(self.optimizer, [*layers, *uncovered], plan.strategy)
         check_momentum(self.optimizer, strategy, method.momentum)
         return Drawn(layers, uncovered, plan, dtype, device)
 

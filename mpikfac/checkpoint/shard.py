@@ -74,7 +74,8 @@ def checksum(value: Value) -> int:
     if not isinstance(value, Tensor):
         return zlib.crc32(_content(value))
     patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = value.detach().view(patterns[value.element_size()]).cpu().numpy()
+    # By DLPack: `numpy()` would freeze the size of the program's tensor for good.
+    bits = np.from_dlpack(value.detach().view(patterns[value.element_size()]).cpu())
     return int(np.add.reduce(bits, axis=None, dtype=max(bits.dtype, np.dtype(np.int32))))
 
 
@@ -271,7 +272,7 @@ def _form(value: Value) -> tuple[np.dtype[Any], tuple[int, ...]]:
 def _content(value: Value) -> memoryview:
     """Return the value's bytes, without a copy if the value is contiguous in host memory."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return np.from_dlpack(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).data
     dtype, _ = _form(value)
     plain = value.encode() if isinstance(value, str) else value
     return np.array([plain], dtype).view(np.uint8).data

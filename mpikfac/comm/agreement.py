@@ -121,7 +121,7 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
 
 
 def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
-    content = host.view(-1).view(torch.uint8).numpy()
+    content = host.view(-1).view(torch.uint8)  # no array: arrays freeze the size of a tensor
     for piece in pieces(content, 0, len(content), MAX_COUNT):
         comm.Bcast(piece, root=root)
 

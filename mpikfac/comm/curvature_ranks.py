@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
 from mpikfac.comm.job import Comm, world
@@ -118,7 +119,7 @@ def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], 
 
     `flat` must not change until the function returns. Collective over: none.
     """
-    parts = pieces(flat.numpy(), 0, len(flat), MAX_COUNT)
+    parts = pieces(np.from_dlpack(flat), 0, len(flat), MAX_COUNT)
     requests = [comm.Isend(part, dest=to, tag=tag) for part in parts]
     return lambda: MPI.Request.Waitall(requests)
 

@@ -200,6 +200,10 @@ class Gradients:
         self.votes.mark(values, changed)
         return changed
 
+    def unknown(self, stepped: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters with gradients that no block has."""
+        return [p for p in stepped if p.grad is not None and p not in self._trained]
+
     def read(self) -> None:
         """Copy the model's gradients into the arena.
 

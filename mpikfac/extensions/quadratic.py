@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from mpikfac.comm import summed
 from mpikfac.engine import Gradients, Own, PlannedDirection
 from mpikfac.errors import UserError
-from mpikfac.model import MOMENTUM, check_plain
+from mpikfac.model import MOMENTUM, check_plain, members
 from mpikfac.plan.names import QUADRATIC_MODEL
 from mpikfac.settings import Length
 
@@ -86,7 +86,7 @@ class Quadratic(Own):
         assert self._batch is not None, "a step has begun"
         site, shortened = self.gradients.site, self.gradients.shortened
         expected = self.gradients.arena.flat.new_zeros(1)
-        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        stepped = members(self.optimizer)
         parameters = {name: p for name, p in self.model.named_parameters() if p in stepped}
         with site.trace.stage(QUADRATIC_MODEL):
             if not (directions := self._spanning(parameters)):

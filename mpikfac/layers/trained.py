@@ -62,6 +62,9 @@ class Trained:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._kinds = {(p.dtype, p.device) for p in self._parameters.values()}
 
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._parameters
+
     def changed(self) -> bool:
         """Return whether other parameters of the model require a gradient now.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from mpikfac.model.checks import check_foreign as check_foreign
 from mpikfac.model.checks import check_habits as check_habits
 from mpikfac.model.checks import check_kind as check_kind
 from mpikfac.model.checks import check_loaded_momentum as check_loaded_momentum
 from mpikfac.model.checks import check_momentum as check_momentum
 from mpikfac.model.checks import check_optimizer as check_optimizer
+from mpikfac.model.checks import check_owned as check_owned
 from mpikfac.model.checks import check_plain as check_plain
 from mpikfac.model.checks import check_synchronous as check_synchronous
 from mpikfac.model.checks import common_type as common_type
 from mpikfac.model.checks import describe as describe
 from mpikfac.model.checks import groups_of as groups_of
+from mpikfac.model.checks import members as members
 from mpikfac.model.checks import report_uncovered as report_uncovered
 from mpikfac.model.checks import taking_up as taking_up
 from mpikfac.model.descent import Descent as Descent

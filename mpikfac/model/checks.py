@@ -75,6 +75,26 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     }
 
 
+def members(optimizer: Optimizer) -> set[Tensor]:
+    """Return the parameters in the groups of an optimizer."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strategy) -> None:
+    """Return if the optimizer has all that owners step.
+
+    Raises:
+        ValueError: with `update="owner"`, a trained parameter is not in the optimizer.
+    """
+    if strategy.update == "owner":
+        for block in blocks:
+            if not members(optimizer).issuperset(block.parameters):
+                raise ValueError(
+                    f"update='owner' needs {block.name!r} in the optimizer: for another optimizer, "
+                    f"only the owner would have its gradient; freeze it, or take update='everyone'"
+                )
+
+
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Return if averaged gradients of the model are enough for a step of the optimizer.
 
@@ -86,8 +106,17 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
-    of_model = {id(p) for p in model.parameters()}
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    check_foreign(stepped, model)
+
+
+def check_foreign(stepped: Iterable[Tensor], model: nn.Module) -> None:
+    """Return if the parameters are the model's.
+
+    Raises:
+        ValueError: an optimizer would step other parameters, too.
+    """
+    of_model = {id(p) for p in model.parameters()}
     if foreign := [tuple(p.shape) for p in stepped if id(p) not in of_model]:
         raise ValueError(
             f"the optimizer has {len(foreign)} trained parameters that the model lacks (the first "
@@ -269,15 +298,19 @@ def report_uncovered(
         log.warning(
             "K-FAC covers %d of %d weights; the rest is trained first-order", covered, total
         )
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [block.name for block in parameters if id(block.tensor) in stepped]
+    stepped = members(optimizer)
+    names = [block.name for block in parameters if block.tensor in stepped]
     words = in_words(model, names) or "none"
     log.info("trained first-order, as no layer covers them: %s", words)
     for offer in offers:
         log.warning("%s", offer)
-    forgotten = ", ".join(block.name for block in parameters if id(block.tensor) not in stepped)
-    if forgotten:
-        log.warning("not trained, as the optimizer does not have them: %s", forgotten)
+    left = ", ".join(block.name for block in parameters if block.tensor not in stepped)
+    if left:
+        log.warning(
+            "the optimizer does not have %s: no step changes them, and their gradients become the "
+            "means over ranks, for another optimizer",
+            left,
+        )
 
 
 def _digest(content: object) -> str:

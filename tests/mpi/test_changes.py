@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -290,6 +291,39 @@ def test_ranks_that_drift_apart_stop_together(comm, make, difference):
         with pytest.raises(UserError, match="ranks disagree on") as caught:
             trainer.step()
     assert len(set(comm.allgather(str(caught.value)))) == 1
+
+
+class Resizing(nn.Module):
+    """A layer with a buffer that grows in each pass, as observers of a quantisation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.resize_(len(self.seen) + 1).fill_(1.0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("strategy", ["everyone", "owner steps", "first-order"])
+def test_tensors_of_the_model_may_change_their_size(comm, strategy, tmp_path):
+    """Oracle: torch, which resizes tensors without a trainer, on one rank and on several."""
+    torch.manual_seed(comm.rank)
+    make = kfac_with(STRATEGIES[strategy]) if strategy in STRATEGIES else DataParallel
+    model, root = Resizing(), Path(comm.bcast(str(tmp_path)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = make(model, optimizer, comm)
+    for step in range(3):
+        x, y = batch(step, comm)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        trainer.step()
+        mpikfac.save_checkpoint(comm, root, trainer.state_dict(), step)
+        trainer.load_state_dict(trainer.state_dict())
+    assert model.seen.shape == (5,)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data.resize_(2, *tensor.shape)
 
 
 def clip_in_place(model: nn.Module) -> None:

@@ -264,6 +264,35 @@ def test_wrong_objects_are_refused_in_one_line(make):
         trained.optimizer = sgd
 
 
+@pytest.mark.parametrize("way", ["added", "thawed"])
+@pytest.mark.parametrize("kind", [KFAC, DataParallel])
+def test_the_optimizer_steps_the_model_alone_also_later(kind, way):
+    """Oracle: the line, before the step; every rank would step the parameter alone."""
+    model, outside = network(), nn.Parameter(torch.zeros(3).double(), way == "added")
+    parameters = [*model.parameters(), *([outside] if way == "thawed" else [])]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    trainer = kind(model, optimizer, COMM)
+    learn(trainer)
+    if way == "added":
+        optimizer.add_param_group({"params": [outside]})
+    outside.requires_grad_(True).grad = torch.ones_like(outside)
+    with pytest.raises(ValueError, match=r"1 trained parameters that the model lacks .*\(3,\)"):
+        trainer.step()
+    assert trainer.steps == 1
+
+
+def test_an_optimizer_may_still_have_a_layer_that_was_replaced():
+    """Oracle: the steps; nobody trains the older layer."""
+    model = network()
+    trainer = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), COMM)
+    learn(trainer)
+    model[2] = nn.Linear(6, 3).double()
+    trainer.optimizer.add_param_group({"params": [*model[2].parameters()]})
+    for _ in range(2):
+        learn(trainer)
+    assert trainer.steps == 3
+
+
 def test_true_is_no_damping():
     model = network()
     with pytest.raises(ValueError, match="damping=True must be a finite number"):

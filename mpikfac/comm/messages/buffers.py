@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,8 +96,8 @@ class Buffers:
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
         """Yield buffers for MPI to read in place of `sent`, and to fill in place of `received`."""
-        if sent.is_cpu:
-            yield sent.numpy(), received.numpy()
+        if sent.is_cpu:  # `numpy()` would freeze the size of a program's tensor for good
+            yield np.from_dlpack(sent), received.numpy()
             return
         if self._direct:
             synchronize(sent)

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from mpikfac.engine.gradients import Gradients, Slot
 from mpikfac.engine.part import Item
-from mpikfac.numerics import AdamSteps, Arena, nesterov, orthogonalised
+from mpikfac.model import members
+from mpikfac.numerics import AdamSteps, Arena, copy_all, nesterov, orthogonalised
 from mpikfac.plan import count_of, lay_out
 from mpikfac.plan.names import GRAFT, MOMENTUM
 from mpikfac.settings import Length
@@ -195,12 +196,15 @@ class OfAdam(OfGradients):
         return torch.cat([squares, squares.new_zeros(1)])[self._of_layer].sum(1).sqrt()
 
     def _step_uncovered(self, smoothed: Mapping[str, Tensor]) -> None:
-        """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate."""
-        names = [slot.block.name for slot in self.uncovered]
-        if names:
-            scaled = [smoothed[name] for name in names] if smoothed else None
-            steps = self._of_uncovered.take(self.gradients.broken, scaled)
-            torch._foreach_copy_([self.gradients.arena[name] for name in names], steps)
+        """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate.
+
+        Parameters of another optimizer keep their gradients.
+        """
+        scaled = [smoothed[slot.block.name] for slot in self.uncovered] if smoothed else None
+        steps = self._of_uncovered.take(self.gradients.broken, scaled)
+        own = members(self.optimizer)
+        pairs = zip(self.uncovered, steps)
+        copy_all((s.parts[0], step) for s, step in pairs if s.block.parameters[0] in own)
 
     def items(self) -> Iterator[Item]:
         """Return the averages of squared gradients, and the momenta."""
