@@ -134,7 +134,7 @@ class Lock:
 
     def _beat(self) -> None:
         while not self.lost and not self._released.wait(TOUCH_EVERY):
-            with suppress(OSError):  # failing storage may work again at the next beat
+            with suppress(Exception):  # storage or memory may be there again at the next beat
                 self.lost = not self._is_named_in(self._path)
                 if not self.lost:
                     os.utime(self._path)
