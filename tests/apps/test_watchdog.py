@@ -152,6 +152,27 @@ def test_a_crash_leaves_its_stack(tmp_path):
 
 
 @pytest.mark.gate
+@pytest.mark.parametrize("who", ["rank", "counter", "rank and counter"])
+def test_a_stop_is_no_time(tmp_path, who):
+    """Oracle: a stop of four times the limit, alone as by a user, together as by a scheduler."""
+    body = f"""
+    import psutil, subprocess
+    watchdog = watched(1.5 * PACE)
+    rank, counter = os.getpid(), psutil.Process().children()[0].pid
+    who = " ".join(map(str, [{who.replace(" and ", ", ")}]))
+    for step in range(3):
+        watchdog.enter("step", step)
+        time.sleep(0.1 * PACE)
+    subprocess.run(["sh", "-c", f"kill -STOP {{who}}; sleep {{6 * PACE}}; kill -CONT {{who}}"])
+    watchdog.enter("step", 3)
+    time.sleep(0.3 * PACE)
+    watchdog.close()
+    """
+    ran = alone(tmp_path / "hang", body)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.gate
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_process_that_counts_ends_with_a_killed_rank(tmp_path, stopped):
     """Oracle: the process table."""
