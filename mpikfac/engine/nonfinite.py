@@ -65,8 +65,7 @@ class Nonfinite:
             if times > TOLERATED:
                 raise UserError(
                     f"rank {self.rank}, step {step}: the {kind} of {name!r} was not finite "
-                    f"{times} times in a row; look at the batches and the loss of the ranks, or "
-                    f"try a smaller learning rate or a larger damping"
+                    f"{times} times in a row; see the losses, or try a smaller rate or more damping"
                 )
         if begun := [name for name in names if name not in before]:
             further = f" and {len(begun) - 1} more" if len(begun) > 1 else ""

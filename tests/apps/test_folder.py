@@ -425,6 +425,7 @@ def test_processes_know_no_mpi_and_end_with_a_killed_rank(images):
             worker.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         assert len(found) == 2 and all(worker.is_running() for worker in found)
+        found[0].suspend()
         rank.kill()
         gone, alive = psutil.wait_procs(found, timeout=paced(30))
         assert len(gone) == 2 and not alive

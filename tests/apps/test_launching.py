@@ -283,6 +283,27 @@ def test_what_is_no_note_passes_soon(monkeypatch):
     os.close(put)
 
 
+@pytest.mark.parametrize(
+    ("process", "content", "stays"),
+    [("dead", "", False), ("dead", "stop", True), ("living", "", True), ("other", "", True)],
+)
+def test_empty_directories_of_killed_launchers_are_removed(tmp_path, process, content, stays):
+    """Oracle: a process that has ended, this process, and a name of another program."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = {
+        "dead": f"mpikfac-{dead.pid}.a",
+        "living": f"mpikfac-{os.getpid()}.a",
+        "other": "x-1.a",
+    }
+    place = tmp_path / names[process]
+    place.mkdir()
+    if content:
+        (place / content).touch()
+    launch.remove_left(tmp_path)
+    assert place.exists() == stays
+
+
 # -- jobs ------------------------------------------------------------------------------------------
 
 

@@ -212,6 +212,25 @@ def test_the_lock_is_touched_while_it_is_held(take, tmp_path, monkeypatch):
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("error", [OSError, MemoryError, RuntimeError("can't start new thread")])
+def test_a_failure_of_a_touch_is_made_good_by_the_next(take, tmp_path, monkeypatch, error):
+    """Oracle: the lock's date, put back by hand after the third failure."""
+    failures, read = iter([error] * 3), lock._read
+
+    def failing(path):
+        if failure := next(failures, None):
+            raise failure
+        os.utime(path, (0, 0))
+        monkeypatch.setattr(lock, "_read", read)
+        return read(path)
+
+    monkeypatch.setattr(lock, "TOUCH_EVERY", 0.01)
+    take(tmp_path)
+    monkeypatch.setattr(lock, "_read", failing)
+    while lock._read is failing or (tmp_path / "lock").stat().st_mtime == 0:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("how", ["taken", "removed", "damaged"])
 def test_a_lost_lock_is_noticed_and_left_alone(take, tmp_path, monkeypatch, how):
     """Oracle: the second run's lock, unchanged by the release."""

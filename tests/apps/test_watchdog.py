@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -148,6 +149,61 @@ def test_a_crash_leaves_its_stack(tmp_path):
     assert ran.returncode < 0
     report = (tmp_path / "rank-0.txt").read_text()
     assert "Segmentation fault" in report and "in string_at" in report
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("who", ["rank", "counter", "rank and counter"])
+def test_a_stop_is_no_time(tmp_path, who):
+    """Oracle: a stop of four times the limit, alone as by a user, together as by a scheduler."""
+    body = f"""
+    import psutil, subprocess
+    watchdog = watched(1.5 * PACE)
+    rank, counter = os.getpid(), psutil.Process().children()[0].pid
+    who = " ".join(map(str, [{who.replace(" and ", ", ")}]))
+    for step in range(3):
+        watchdog.enter("step", step)
+        time.sleep(0.1 * PACE)
+    subprocess.run(["sh", "-c", f"kill -STOP {{who}}; sleep {{6 * PACE}}; kill -CONT {{who}}"])
+    watchdog.enter("step", 3)
+    time.sleep(0.3 * PACE)
+    watchdog.close()
+    """
+    ran = alone(tmp_path / "hang", body)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_process_that_counts_ends_with_a_killed_rank(tmp_path, stopped):
+    """Oracle: the process table."""
+    body = "watchdog = watched(9)\nprint('ready', flush=True)\ntime.sleep(60)"
+    command = [sys.executable, "-c", ALONE + body, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout.readline() == "ready\n"
+        (counter,) = psutil.Process(rank.pid).children()
+        time.sleep(paced(0.5))
+        if stopped:
+            counter.suspend()
+        rank.kill()
+        assert not psutil.wait_procs([counter], timeout=paced(30))[1]
+
+
+@pytest.mark.gate
+def test_a_run_goes_on_with_a_line_if_nothing_counts(tmp_path):
+    """Oracle: the killed process, and a program that outlives its limit."""
+    body = """
+    import psutil
+    watchdog = watched(0.05)
+    watchdog.enter("step", 0)
+    psutil.Process().children()[0].kill()
+    time.sleep(PACE)
+    watchdog.close()
+    """
+    ran = alone(tmp_path / "hang", body)
+    assert ran.returncode == 0
+    assert (
+        ran.stderr == "the watchdog counts no more, so a hang has no limit; start the run again\n"
+    )
 
 
 @pytest.mark.gate

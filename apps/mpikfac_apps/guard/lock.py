@@ -139,7 +139,7 @@ class Lock:
 
     def look(self) -> None:
         """Touch the lock, or note why the lock is lost."""
-        with suppress(OSError):  # failing storage may work again at the next beat
+        with suppress(Exception):  # storage or memory may be there again at the next beat
             if self._is_named_in(self._path):
                 os.utime(self._path)
             elif os.path.lexists(self._path):

@@ -135,7 +135,9 @@ class Watchdog:
                 told = self.clock.stopped
             if counts and not self.clock.runs:
                 counts = False
-                log.warning("the process of the watchdog has ended: start the run again")
+                log.warning(
+                    "the watchdog counts no more, so a hang has no limit; start the run again"
+                )
             with self._lock:
                 self._ending = self.clock() >= min(self._deadline, self._write_deadline)
             if self._ending:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -98,12 +99,22 @@ def launch(program: RankProgram) -> int:
     command = mpi.command(chosen, program.ranks, program.command, environ)
     parent = MEMORY if os.access(MEMORY, os.W_OK) else None
     directory = Path(tempfile.mkdtemp(prefix=f"mpikfac-{os.getpid()}.", dir=parent))
+    remove_left(directory.parent)
     try:
         variables = mpi.variables(chosen, program.ranks, directory, environ)
         saves = program.name == "train"
         return MpiJob(Order(command, program.command, variables, directory, saves)).wait()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_left(parent: Path) -> None:
+    """Remove the empty directories of this user's launchers that were killed."""
+    for place in parent.glob("mpikfac-*.*"):
+        process = place.name.removeprefix("mpikfac-").partition(".")[0]
+        if not Path("/proc", process).exists():
+            with suppress(OSError):  # of another user, or not empty
+                place.rmdir()
 
 
 def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
