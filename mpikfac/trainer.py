@@ -41,6 +41,7 @@ from mpikfac.model import (
     check_optimizer,
     check_owned,
     check_synchronous,
+    check_tensors,
     common_type,
     describe,
     fitting,
@@ -387,6 +388,7 @@ class Trainer:
             ValueError: a choice or a layer cannot work.
         """
         ranks, method, strategy = self._team.trains.size, self._method, self._strategy
+        check_tensors(self.model)
         layers, uncovered = method.cover(self.model)
         dtype, device = common_type([*layers, *uncovered])
         uncovered = [*uncovered, votes or Votes(dtype, device)]

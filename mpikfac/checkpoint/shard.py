@@ -31,11 +31,16 @@ from mpikfac.errors import UserError
 
 Value = Tensor | int | float | str
 
-SAME = ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+SAME = [
+    *("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+]
+FLOAT8 = [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 # dtype in the manifest (torch's, or "int" and "float" of Python) -> dtype in HDF5
 STORED = {name: np.dtype(name) for name in SAME} | {
-    "bool": np.dtype("uint8"),
+    **dict.fromkeys(("bool", *FLOAT8), np.dtype("uint8")),
     "bfloat16": np.dtype("uint16"),
+    "complex32": np.dtype("uint32"),
     "int": np.dtype("int64"),
     "float": np.dtype("float64"),
 }
@@ -74,6 +79,7 @@ def checksum(value: Value) -> int:
     if not isinstance(value, Tensor):
         return zlib.crc32(_content(value))
     patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    value = torch.view_as_real(value) if value.is_complex() else value
     # By DLPack: `numpy()` would freeze the size of the program's tensor for good.
     bits = np.from_dlpack(value.detach().view(patterns[value.element_size()]).cpu())
     return int(np.add.reduce(bits, axis=None, dtype=max(bits.dtype, np.dtype(np.int32))))

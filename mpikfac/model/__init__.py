@@ -11,6 +11,7 @@ from mpikfac.model.checks import check_optimizer as check_optimizer
 from mpikfac.model.checks import check_owned as check_owned
 from mpikfac.model.checks import check_plain as check_plain
 from mpikfac.model.checks import check_synchronous as check_synchronous
+from mpikfac.model.checks import check_tensors as check_tensors
 from mpikfac.model.checks import common_type as common_type
 from mpikfac.model.checks import describe as describe
 from mpikfac.model.checks import groups_of as groups_of

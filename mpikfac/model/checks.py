@@ -6,11 +6,13 @@ import hashlib
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 import mpikfac
@@ -53,6 +55,25 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
                 f"{first.device}; all trained parameters and buffers must share both"
             )
     return dtype, first.device
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Return if parameters and buffers can be sent as they lie in memory, and stored.
+
+    Raises:
+        ValueError: a tensor has no shape yet, is sparse or quantized, or is a view that stands for
+            other numbers.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet; call the model before the trainer is made")
+        for wrong, kind, plain in (
+            (tensor.layout != torch.strided, f"{tensor.layout}", "to_dense"),
+            (tensor.is_quantized, "quantized", "dequantize"),
+            (tensor.is_conj(), "a conjugate view", "resolve_conj"),
+        ):
+            if wrong:
+                raise ValueError(f"{name} is {kind}, and must be plain; give {plain}() of it")
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -489,12 +491,45 @@ def test_a_run_on_a_function_of_a_user_has_the_classes_of_the_labels(job):
     assert weights(job / "own")["model/10.bias"].shape == (7,)
 
 
+def checksums(path, name="folder"):
+    return datasets.load(name, str(path), size=SIZE).checksums
+
+
 def test_a_restart_needs_the_same_images(images, tmp_path):
-    """Oracle: the same folder at another path, and with a further image."""
+    """Oracle: the same folder at another path, with other pixels, and with another name."""
     moved = pictures.noise(tmp_path)
-    before, now = (stream(path).digest for path in (images, moved))
+    before, now = checksums(images), checksums(moved)
     settings.check_images(before, now)
-    settings.check_images(None, now)
-    (moved / "train/ant/00.jpg").rename(moved / "train/ant/new.jpg")
-    with pytest.raises(ValueError, match="the checkpoint is of other training images"):
-        settings.check_images(before, stream(moved).digest)
+    settings.check_images({}, now)
+    settings.check_images({"images": before["images"]}, now)  # as earlier versions wrote
+    name, other = (moved / f"train/ant/0{number}.jpg" for number in range(2))
+    content = name.read_bytes()
+    name.write_bytes(other.read_bytes())
+    with pytest.raises(ValueError, match="other training images .* of pixels"):
+        settings.check_images(before, checksums(moved))
+    name.write_bytes(content)
+    settings.check_images(before, checksums(moved))
+    name.rename(moved / "train/ant/new.jpg")
+    with pytest.raises(ValueError, match="other training images .* of images"):
+        settings.check_images(before, checksums(moved))
+
+
+def test_a_packed_file_has_the_checksum_of_all_its_images(images, tmp_path):
+    """Oracle: packed files of the folder, and of the folder with another byte in its last image."""
+    other = shutil.copytree(images, tmp_path / "other")
+    files = [tmp_path / f"{number}.h5" for number in range(3)]
+    last = sorted((other / "val").rglob("*.jpg"))[-1]
+    packs = [images, images, other]
+    last.write_bytes(last.read_bytes() + b"0")
+    for source, file in zip(packs, files):
+        assert pack.main([str(source), str(file)]) == 0
+    first, same, changed = (checksums(file, "packed") for file in files)
+    assert first == same
+    assert first["pixels"] != changed["pixels"]
+
+
+def test_lost_images_of_a_sample_have_a_checksum(images, tmp_path):
+    """Oracle: `data.broken` allows lost images: no error, and another checksum."""
+    whole = datasets.load("folder", str(images), size=SIZE).train_images
+    lost = replace(whole, root=str(tmp_path / "nothing"))
+    assert lost.sample != whole.sample and lost.digest == whole.digest

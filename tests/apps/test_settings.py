@@ -229,6 +229,32 @@ def test_a_file_that_the_checkpoint_names_is_not_executed(tmp_path, capfd):
     assert "changed since" not in go_on(tmp_path / "run", "--max_steps=2", tracker)
 
 
+IMAGES = """
+import torch
+
+
+def data():
+    images = torch.randint(256, (60, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    images, labels = images.to(torch.uint8), torch.arange(60) % 7
+    images[{changed}] ^= 1
+    return images[:48], labels[:48], images[48:], labels[48:]
+"""
+
+
+def test_other_images_of_a_function_are_seen(tmp_path, capfd):
+    """Oracle: one bit of a training image is refused; a bit of a test image is named."""
+    file, run = tmp_path / "images.py", tmp_path / "run"
+    file.write_text(IMAGES.format(changed="47:47"))
+    own = f"--data.name={file}:data"
+    assert train.main([own, "--batch=12", f"--run_dir={run}", "--max_steps=1", "--threads=1"]) == 0
+    file.write_text(IMAGES.format(changed="47, 0, 7, 7"))
+    assert "other training images" in refused(capfd, run, own, "--max_steps=2")
+    file.write_text(IMAGES.format(changed="59, 0, 7, 7"))
+    words = "the test images differ from the test images of the checkpoint"
+    assert words in go_on(run, own, "--max_steps=2")
+    assert words not in go_on(run, own, "--max_steps=3")
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_run_of_each_release_goes_on(tmp_path, monkeypatch, capfd, release):
     """Oracle: the stored config.yaml; momenta of directions, of old, are refused by name."""

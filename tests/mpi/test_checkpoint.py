@@ -24,6 +24,9 @@ DTYPES = (
     torch.int32,
     torch.uint8,
     torch.bool,
+    torch.uint16,
+    torch.complex64,
+    torch.complex128,
 )
 
 
@@ -253,7 +256,7 @@ def test_a_failure_in_the_background_on_one_rank_is_known_to_all(comm, root, mon
     assert comm.bcast(os.listdir(root)) == [older.name]
 
 
-@pytest.mark.parametrize("value", [torch.ones(9), "text"])
+@pytest.mark.parametrize("value", [torch.ones(9), torch.ones(9, dtype=torch.complex64), "text"])
 def test_an_item_that_differs_between_ranks_is_named(comm, root, value) -> None:
     """Oracle: the message names item and rank; nothing is left; the values have equal shapes."""
     if comm.size == 1:

@@ -13,6 +13,7 @@ import math
 import pickle
 import pickletools
 import reprlib
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -109,6 +110,15 @@ class Dataset:
         """The channels of an image, or the tokens of a window."""
         return self.train_images.shape[1]
 
+    @property
+    def checksums(self) -> dict[str, int]:
+        """Checksums that a restart compares: training labels, training pixels, and the test."""
+        return {
+            "images": _crc(self.train_labels),
+            "pixels": _crc(self.train_images),
+            "tests": _crc(self.test_images, _crc(self.test_labels)),
+        }
+
     def part(self, train: int | None, test: int | None) -> Dataset:
         """Return the first images of both parts; None for all images."""
         return replace(
@@ -118,6 +128,10 @@ class Dataset:
             test_images=self.test_images[:test],
             test_labels=self.test_labels[:test],
         )
+
+
+def _crc(values: Tensor, before: int = 0) -> int:
+    return zlib.crc32(values.contiguous().numpy().data, before)
 
 
 def load(

@@ -8,7 +8,6 @@ are the same for every number of ranks, and each rank takes a contiguous share o
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -161,11 +160,6 @@ class Batches:
         """Yield `size` images (bytes) and labels of the rank's share of the test at a time."""
         return parts(*self.tested, size)
 
-    @property
-    def digest(self) -> int:
-        """A checksum of the training labels."""
-        return zlib.crc32(self.labels.cpu().numpy().data)
-
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
         """Return: images in memory are whole."""
 
@@ -293,11 +287,6 @@ class FileBatches:
 
     def _labels(self, images: Images, numbers: Sequence[int]) -> Tensor:
         return torch.from_numpy(images.labels[list(numbers)]).to(self.device)
-
-    @property
-    def digest(self) -> int:
-        """A checksum of the training labels, and of the names of the training images."""
-        return self._train.digest
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
         """Tell all ranks of broken images, and name each image in the log once.

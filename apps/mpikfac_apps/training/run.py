@@ -385,7 +385,7 @@ class Run:
         metrics = self.record.state() if self.record else lost(self.options.run_dir)
         about = settings.about_run(self.options, self.comm.size)
         about |= {"ranks": self.origin.ranks, "threads": torch.get_num_threads()}
-        about["images"] = self.problem.batches.digest
+        about |= self.problem.checksums
         return {
             "run/data": json.dumps(about),
             "run/seconds": self.speed.seconds,

@@ -12,7 +12,7 @@ import logging
 import math
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ OF_A_START = (
 """Options of a single start: a later start does not keep the values."""
 OF_CODE = ("model", "data.name", "metrics")
 """Options whose values may name a file to execute."""
+
+CHECKSUMS = "images", "pixels", "tests"
 
 log = logging.getLogger("mpikfac.train")
 
@@ -187,11 +189,11 @@ class Origin:
 
     Attributes:
         ranks: the number of ranks; a restart on other ranks keeps batch and rate.
-        images: the checksum of the training images, if the checkpoint holds a checksum.
+        images: the checksums of the images, as far as the checkpoint holds checksums.
     """
 
     ranks: int
-    images: int | None = None
+    images: Mapping[str, Any] = field(default_factory=dict)
 
 
 def about_run(options: Options, ranks: int) -> dict[str, Any]:
@@ -227,7 +229,7 @@ def origin_of(
     with mpikfac.comm.together(comm, doing, untrusted=True):
         saved = saved_run(checkpoint)
         options = follow(options, saved, comm.size)
-        origin = Origin(saved["ranks"], saved.get("images"))
+        origin = Origin(saved["ranks"], {key: saved[key] for key in CHECKSUMS if key in saved})
         if (threads := torch.get_num_threads()) != saved["threads"]:
             log.info("begun with threads=%d, now %d: bits may differ", saved["threads"], threads)
         _tell(checkpoint, _settings(saved, checkpoint.path), resolved(options, comm.size))
@@ -241,7 +243,7 @@ def _tell(
     if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
         log.info("the checkpoint is of %s; this is %s", checkpoint.writer, version)
     if before is None:
-        log.warning("the checkpoint has no settings: options that are not given have usual values")
+        log.info("the checkpoint has no settings: options that are not given have usual values")
     elif words := changes(before.resolved, flattened(now)):
         log.info("step %d: changed since the checkpoint: %s", checkpoint.step, words)
 
@@ -278,19 +280,24 @@ def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
     return saved
 
 
-def check_images(before: int | None, now: int) -> None:
-    """Refuse other training images than the images of the saved run.
+def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
+    """Refuse other training images than the images of the saved run, and name other test images.
 
     Args:
-        before: the checksum that the checkpoint holds; None for any images.
+        before: the checksums that the checkpoint holds; see `Dataset.checksums`.
 
     Raises:
-        ValueError: the checksums differ.
+        ValueError: the checksums of training images differ.
     """
-    if before is not None and before != now:
+    for key in sorted(before):
+        if before[key] == now[key]:
+            continue
+        if key == "tests":
+            log.info("the test images differ from the test images of the checkpoint")
+            continue
         raise ValueError(
-            f"the checkpoint is of other training images (checksum {before}, now {now}); "
-            "give the same images, or begin a new run"
+            f"the checkpoint is of other training images (checksum {before[key]} of {key}, now "
+            f"{now[key]}); give the same images, or begin a new run"
         )
 
 

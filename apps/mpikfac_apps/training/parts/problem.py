@@ -6,6 +6,8 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +79,13 @@ class Problem:
     Collective over: comm, as are all methods.
 
     Args:
-        images_before: the checksum of the training images in a checkpoint; None for any images.
+        images_before: the checksums of the images in a checkpoint; none for any images.
 
     Attributes:
         network: the kind of network.
         task: what the network learns.
         batches: the images of the rank.
+        checksums: of all images, by name; see `Dataset.checksums`.
         calendar: the steps of every epoch.
         normalise: returns the inputs of the network for images as `batches` returns images.
         loss: returns the mean loss in training, of outputs and targets.
@@ -93,7 +96,7 @@ class Problem:
         comm: mpikfac.comm.Comm,
         options: Options,
         device: torch.device,
-        images_before: int | None = None,
+        images_before: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.comm, self.options, self.device = comm, options, device
         with mpikfac.comm.together(comm, "options"):
@@ -103,8 +106,9 @@ class Problem:
         self.channels, self.classes = data.channels, data.classes
         with mpikfac.comm.together(comm, "reading data"):
             self.batches = batches.make_batches(data, options, device, comm.rank, comm.size)
-            settings.check_images(images_before, self.batches.digest)
-        mpikfac.comm.agree(comm, {"training images": self.batches.digest})
+            self.checksums = data.checksums
+            settings.check_images(images_before, self.checksums)
+        mpikfac.comm.agree(comm, {"training images": self.checksums["images"]})
         if data.about:
             log.info("%s", data.about)
         self.calendar = self.batches.calendar
