@@ -226,7 +226,7 @@ def _waiting(path: Path, holder: Holder) -> str:
 
 def _write(path: Path, holder: Holder) -> None:
     with files.writing(path, "new") as file:
-        file.write(json.dumps(dataclasses.asdict(holder)).encode() + b"\n")
+        files.write_all(file, json.dumps(dataclasses.asdict(holder)).encode() + b"\n", path)
         os.fsync(file.fileno())
 
 
