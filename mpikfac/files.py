@@ -205,9 +205,22 @@ def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = 
         OSError: the file cannot be written.
     """
     with writing(path, named=named) as file:
-        remaining = memoryview(content)
+        write_all(file, content, path)
+
+
+def write_all(file: io.FileIO, content: bytes | memoryview, path: str | Path) -> None:
+    """Write the content at the place of an open file, see `write_bytes`.
+
+    Raises:
+        OSError: the file cannot be written; the error has the path.
+    """
+    remaining = memoryview(content)
+    try:
         while remaining:
             remaining = remaining[file.write(remaining) :]
+    except OSError as error:
+        error.filename = str(path)  # the system names a file only if opening fails
+        raise
 
 
 def write_text(path: str | Path, text: str, *, named: bool = False) -> None:

@@ -64,13 +64,13 @@ class Nonfinite:
         for name, times in streaks.items():
             if times > TOLERATED:
                 raise UserError(
-                    f"rank {self.rank}, step {step}: the {kind} of {name!r} was not finite "
-                    f"{times} times in a row; see the losses, or try a smaller rate or more damping"
+                    f"rank {self.rank}, step {step}: not finite {times} times in a row: the {kind} "
+                    f"of {name!r}; see the losses, or try a smaller rate or more damping"
                 )
         if begun := [name for name in names if name not in before]:
             further = f" and {len(begun) - 1} more" if len(begun) > 1 else ""
             log.warning(
-                "rank %d, step %d: the %s of %r%s is not finite; %s",
+                "rank %d, step %d: not finite: the %s of %r%s; %s",
                 *(self.rank, step, kind, begun[0], further, instead),
             )
 

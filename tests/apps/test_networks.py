@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import zipfile
 
 import pytest
 import torch
@@ -188,7 +191,7 @@ def test_a_checkpoint_of_timms_training_is_one_line(tmp_path):
     file = tmp_path / "last.pth.tar"
     torch.save({"epoch": 3, "arch": "resnet18", "state_dict": small().state_dict()}, file)
     with pytest.raises(ValueError, match="must hold a state_dict: tensors by name, and nothing el"):
-        weights.read(file)
+        weights.read(file, small())
 
 
 def test_without_timm_there_is_one_line(monkeypatch):
@@ -245,8 +248,8 @@ def test_weights_of_a_file_are_loaded_but_for_the_last_module(tmp_path, suffix):
     whole, other = small().requires_grad_(False), small(classes=3)
     nn.init.zeros_(whole[0].weight)
     kept = {name: value.clone() for name, value in other[2].state_dict().items()}
-    assert weights.load(whole, weights.read(file)) == []
-    assert weights.load(other, weights.read(file)) == ["2.weight", "2.bias"]
+    assert weights.load(whole, weights.read(file, whole)) == []
+    assert weights.load(other, weights.read(file, other)) == ["2.weight", "2.bias"]
     for name, value in donor.state_dict().items():
         assert torch.equal(whole.state_dict()[name], value)
         assert torch.equal(other.state_dict()[name], kept[name[2:]] if name[0] == "2" else value)
@@ -287,9 +290,52 @@ def test_a_file_without_weights_is_one_line_and_runs_nothing(tmp_path, capsys, c
     elif content is not None:
         torch.save(content, file)
     with pytest.raises(ValueError) as caught:
-        weights.read(file)
+        weights.read(file, small())
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert "harm" not in capsys.readouterr().out
+
+
+def packed(file):
+    """Write a state_dict of 256 MiB of zeros, deflated, without the zeros in memory."""
+    torch.save({"2.weight": torch.zeros(9)}, file.with_suffix(".tensor"))
+    plain = zipfile.ZipFile(file.with_suffix(".tensor"))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+        for name in plain.namelist():
+            blocks = [plain.read(name)] if "/data/" not in name else [bytes(2**20)] * 2**8
+            with made.open(name, "w") as record:
+                for block in blocks:
+                    record.write(block)
+
+
+def overlapping(file):
+    """Write a file whose tensor repeats 4 bytes 2^33 times."""
+    torch.save({"2.weight": torch.zeros(1).expand(2**33)}, file)
+
+
+def holes(file):
+    """Write a file of 20 GiB without content."""
+    file.touch()
+    os.truncate(file, 20 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("make", "suffix", "message"),
+    [
+        (packed, ".pt", "records must not be packed: "),
+        (overlapping, ".pt", "2.weight is larger than the file"),
+        (holes, ".pt", "it has 21,474,836,480 bytes; at most 1,073,7"),
+        (holes, ".safetensors", "it has 21,474,836,480 bytes; at most 1,073,7"),
+    ],
+)
+def test_a_file_of_weights_has_a_largest_size(tmp_path, make, suffix, message):
+    """Oracle: one line, and no more memory than twice the file and 64 MiB."""
+    file = tmp_path / f"weights{suffix}"
+    make(file)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError) as caught:
+        weights.read(file, small())
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16
 
 
 # -- several passes, and passes in bfloat16 --------------------------------------------------------

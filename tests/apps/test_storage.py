@@ -282,3 +282,32 @@ def test_lost_lines_of_metrics_are_told(tmp_path, undisturbed):
     assert "bytes that were counted: lines are lost" in (run / "log.txt").read_text()
     kept = [row["step"] for row in rows(run)]
     assert kept == [row["step"] for row in undisturbed[:2] + undisturbed[len(lines) :]]
+
+
+def test_a_limit_of_the_size_of_files_is_called_a_limit(tmp_path, caplog):
+    """Oracle: the kernel's own refusal; all lines, once the limit is gone."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for _ in range(3):
+            metrics.add("x" * 60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caplog.messages == [
+        "metrics.jsonl cannot be written: File too large; its lines wait in memory"
+    ]
+    metrics.add("end")
+    assert (tmp_path / "metrics.jsonl").read_text() == 3 * f"{'x' * 60}\n" + "end\n"
+
+
+def test_a_start_on_a_full_disk_names_the_file(disk, capfd):
+    """Oracle: one line with the reason and a path in the run directory, and the same checkpoint."""
+    run = disk / "run"
+    assert train.main([*OPTIONS, f"--run_dir={run}", "--max_steps=2"]) == 0
+    with full(disk), pytest.raises(SystemExit) as leave:
+        train.main([*OPTIONS, f"--run_dir={run}"])
+    assert leave.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "No space left on device: " in line and f"'{run}/.lock-" in line
+    assert mpikfac.find_checkpoint(mpikfac.world(), run / "checkpoints").step == 2

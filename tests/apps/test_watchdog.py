@@ -238,9 +238,9 @@ REMOVED = """
 @pytest.mark.parametrize(
     ("storage", "why"),
     [
-        (FULL, "[Errno 28] No space left on device"),
+        (FULL, "No space left on device"),
         (SILENT_DISK, "no answer in 0.6 s"),
-        (REMOVED, "[Errno 2] the file was moved or removed"),
+        (REMOVED, "the file was moved or removed"),
     ],
 )
 def test_a_hang_is_told_even_if_the_disk_is_full_or_hangs(tmp_path, storage, why):

@@ -78,7 +78,7 @@ class Guard:
         if self._lock and phase == "checkpoint":
             self._lock.look()  # nothing is made anew in the place of a directory that has moved
         if self._lock and self._lock.lost:
-            raise mpikfac.UserError(f"run_dir={self._directory} {self._lock.lost}")
+            raise mpikfac.UserError(self._lock.lost)
 
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
         """Note the beginning of a checkpoint that is written while steps go on."""

@@ -143,10 +143,10 @@ class Lock:
             if self._is_named_in(self._path):
                 os.utime(self._path)
             elif os.path.lexists(self._path):
-                self.lost = "was taken over by another run"
+                self.lost = f"run_dir={self._path.parent} was taken over by another run"
             else:
                 self.lost = (
-                    "is gone: moved, deleted, or without its lock; "
+                    f"run_dir={self._path.parent} is gone: moved, deleted, or without its lock; "
                     "--resume auto goes on in the directory's new place"
                 )
 
@@ -226,7 +226,7 @@ def _waiting(path: Path, holder: Holder) -> str:
 
 def _write(path: Path, holder: Holder) -> None:
     with files.writing(path, "new") as file:
-        file.write(json.dumps(dataclasses.asdict(holder)).encode() + b"\n")
+        files.write_all(file, json.dumps(dataclasses.asdict(holder)).encode() + b"\n", path)
         os.fsync(file.fileno())
 
 

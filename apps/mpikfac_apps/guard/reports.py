@@ -106,14 +106,13 @@ class Reports:
 
         def write() -> None:
             try:
-                if os.write(self.file, report) < len(report):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                files.write_all(self._opened, report, self._path(self._rank))
                 os.fsync(self.file)  # else the file may be invisible on other hosts
                 if not files.names(path, self._opened):
                     raise OSError(errno.ENOENT, "the file was moved or removed")
                 failure[0] = ""
             except OSError as error:
-                failure[0] = str(error)
+                failure[0] = files.why(error)
 
         writer = threading.Thread(target=write, name="report", daemon=True)
         writer.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,20 +13,24 @@ from torch import Tensor, nn
 from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
+LARGER = 2**30
+"""Bytes that a file may have beyond a network in float64: the file's last module may be larger."""
 
-def read(path: Path) -> dict[str, Tensor]:
+
+def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a file by name; no code in the file runs.
 
     Args:
         path: a file of safetensors, or a state_dict that `torch.save` wrote.
+        model: the network of the weights, which says how large a file can be.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read, is too large, or holds something else.
     """
     check_package(path)
+    limit = LARGER + 8 * sum(tensor.numel() for tensor in model.state_dict().values())
     try:
-        with files.reading(path, links=True) as file:
-            content = file.read()
+        content = files.read_bytes(path, limit, links=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {files.why(error)}") from error
     try:
@@ -35,6 +40,9 @@ def read(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is no file of weights: {reason}") from error
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
         raise ValueError(f"{path} must hold a state_dict: tensors by name, and nothing else")
+    for name, tensor in tensors.items():  # elements may share the bytes of a file without end
+        if tensor.numel() * tensor.element_size() > len(content):
+            raise ValueError(f"{path} is no file of weights: {name} is larger than the file")
     return dict(tensors)
 
 
@@ -43,6 +51,10 @@ def _loaded(path: Path, content: bytes) -> object:
         from safetensors.torch import load
 
         return load(content)
+    if zipfile.is_zipfile(io.BytesIO(content)):  # torch packs nothing
+        unpacked = sum(record.file_size for record in zipfile.ZipFile(io.BytesIO(content)).filelist)
+        if unpacked > len(content):
+            raise ValueError(f"records must not be packed: {unpacked:,} bytes in {len(content):,}")
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 

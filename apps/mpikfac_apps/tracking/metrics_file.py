@@ -5,7 +5,6 @@ Lines that somebody else cuts off are lost; the log says so.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from contextlib import suppress
@@ -62,9 +61,11 @@ class MetricsFile:
     def _write(self) -> None:
         """Write the lines that wait: all, or none, because a restart cannot read half a line."""
         end = self._end()
-        if self._waiting and self._file.write(self._waiting) < len(self._waiting):
+        try:
+            files.write_all(self._file, self._waiting, self._path)
+        except OSError:
             self._file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise
         self._bytes += len(self._waiting)
         self._waiting = b""
 

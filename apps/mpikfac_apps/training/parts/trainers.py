@@ -63,7 +63,7 @@ def load_weights(comm: mpikfac.comm.Comm, model: nn.Module, file: Path) -> None:
     """
     with mpikfac.comm.together(comm, f"weights={file}"):
         if comm.rank == 0:
-            left = ", ".join(weights.load(model, weights.read(file))) or "none"
+            left = ", ".join(weights.load(model, weights.read(file, model))) or "none"
             log.info("weights of %s; tensors left at their first values: %s", file, left)
 
 

@@ -83,7 +83,7 @@ def tested(
     source = evaluation.weights or path
     with mpikfac.comm.together(comm, f"reading {source}", untrusted=True):
         file = evaluation.weights
-        tensors = export.weights(checkpoint) if file is None else weights.read(file)
+        tensors = export.weights(checkpoint) if file is None else weights.read(file, model)
         if left := weights.load(model, tensors):
             raise ValueError(
                 f"a test needs all tensors, and {', '.join(left)} differ; the data has "
