@@ -106,7 +106,7 @@ class Reports:
 
         def write() -> None:
             try:
-                files.write_all(self._opened, report, self._path(self._rank))
+                files.write_all(self._opened, report, path)
                 os.fsync(self.file)  # else the file may be invisible on other hosts
                 if not files.names(path, self._opened):
                     raise OSError(errno.ENOENT, "the file was moved or removed")
