@@ -10,6 +10,7 @@ from mpikfac.model.checks import check_momentum as check_momentum
 from mpikfac.model.checks import check_optimizer as check_optimizer
 from mpikfac.model.checks import check_owned as check_owned
 from mpikfac.model.checks import check_plain as check_plain
+from mpikfac.model.checks import check_rates as check_rates
 from mpikfac.model.checks import check_synchronous as check_synchronous
 from mpikfac.model.checks import check_tensors as check_tensors
 from mpikfac.model.checks import common_type as common_type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -125,8 +126,13 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError as error:  # "missing a required argument: 'closure'"
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} cannot step: {error}; take an optimizer whose "
+            f"step needs none"
+        ) from None
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     check_foreign(stepped, model)
 
@@ -257,6 +263,19 @@ def check_habits(optimizer: Optimizer, length: Length) -> Iterator[str]:
         yield (
             f"{type(optimizer).__name__} divides K-FAC's directions by their own squares once "
             f"more; take mpikfac.KFACOptimizer, or KFAC with torch.optim.SGD"
+        )
+
+
+def check_rates(optimizer: Optimizer, choice: str) -> None:
+    """Return if all groups of the optimizer have a learning rate.
+
+    Raises:
+        ValueError: a group has none; the text calls what needs the rates `choice`.
+    """
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"{choice} needs learning rates, and {type(optimizer).__name__} has a group of "
+            f"parameters without 'lr'; give the group a number 'lr', by which a step multiplies"
         )
 
 

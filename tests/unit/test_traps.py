@@ -241,13 +241,26 @@ def test_names_of_layers_with_examples_of_their_own_are_checked():
 # -- arguments and objects -------------------------------------------------------------------------
 
 
+class WithClosure(torch.optim.SGD):
+    """An optimizer whose step needs a closure, and a scheduler that wraps the step."""
+
+    def __init__(self, *arguments, **numbers) -> None:
+        super().__init__(*arguments, **numbers)
+        torch.optim.lr_scheduler.StepLR(self, 1)
+
+    def step(self, closure):
+        return super().step(closure)
+
+
 @pytest.mark.parametrize("make", [KFAC, DataParallel])
 def test_wrong_objects_are_refused_in_one_line(make):
     """Oracle: the lines."""
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="LBFGS needs a closure"):
-        make(model, torch.optim.LBFGS(model.parameters()), COMM)
+    lacking = "cannot step: missing a required argument: 'closure'; take an optimizer whose step"
+    for kind in (torch.optim.LBFGS, WithClosure):
+        with pytest.raises(ValueError, match=f"optimizer={kind.__name__} {lacking}"):
+            make(model, kind(model.parameters(), lr=0.1), COMM)
     with pytest.raises(ValueError, match="comm='comm-opt' must be a communicator of mpi4py"):
         make(model, sgd, "comm-opt")
     with pytest.raises(ValueError, match="strategy=3 must be a Strategy, the name of one, or None"):
@@ -597,3 +610,39 @@ def test_a_step_with_a_wrong_number_changes_nothing(wrong):
         states.append(trained.state_dict())
     for name, value in states[0].items():
         assert not torch.is_tensor(value) or torch.equal(value, states[1][name]), name
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """An optimizer whose groups have no learning rate."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.01)
+
+
+@pytest.mark.parametrize("choice", ["Length", "damping"])
+def test_a_choice_that_needs_rates_names_the_optimizer(choice):
+    """Oracle: the line, before any communication."""
+    settings = {
+        "Length": {"length": Length(kl=0.001), "damping": 0.01},
+        "damping": {"length": Length("own"), "damping": mpikfac.LevenbergMarquardt()},
+    }[choice]
+    model = network()
+    with pytest.raises(ValueError, match=f"^{choice}.* needs learning rates, and WithoutRate has"):
+        KFAC(model, WithoutRate(model.parameters()), COMM, **settings)
+
+
+@pytest.mark.parametrize("length", [Length("own"), Length(fisher=0.1), Length(norm=0.1), Length()])
+def test_other_lengths_need_no_rate(length):
+    """Oracle: SGD at the same rate, to the last bit."""
+    weights = []
+    for kind in (WithoutRate, lambda parameters: torch.optim.SGD(parameters, lr=0.01)):
+        model = network()
+        kfac = KFAC(model, kind(model.parameters()), COMM, damping=0.01, length=length)
+        learn(kfac)
+        weights.append(nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(*weights)

@@ -187,7 +187,8 @@ class Directions(Part):
             groups = self._groups[layer.name]
             parts = layer.parts(products) if len(set(groups)) > 1 else [products]
             sums += [part.sum() for part in parts]
-            rates = [self.optimizer.param_groups[group]["lr"] for group in groups]
+            # Only a power of 0 may meet a group without a rate.
+            rates = [float(self.optimizer.param_groups[group].get("lr", 1)) for group in groups]
             factors += [rate**power for rate in rates[: len(parts)]]
         return weighted_sum(sums, factors, self.arena.flat)
 

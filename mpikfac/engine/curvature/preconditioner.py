@@ -27,7 +27,7 @@ from mpikfac.engine.method import FirstOrder, Method, described
 from mpikfac.engine.nonfinite import Cautions
 from mpikfac.engine.part import Part, SolverPart
 from mpikfac.layers import Coverage, Layer, Other, cover
-from mpikfac.model import groups_of
+from mpikfac.model import check_rates, groups_of
 from mpikfac.numerics import Scaler
 from mpikfac.plan import Plan, Split, Strategy, check_layers, forward_only, plan_for
 from mpikfac.plan.names import BASES, DECOMPOSE, DECOMPOSITIONS, DUE, SCALE_WEIGHTS, SCALES, SOLVER
@@ -335,10 +335,15 @@ class Curvature(Method):
         """Return if optimizer and ranks suit the method.
 
         Raises:
-            ValueError: the number of curvature ranks differs, or a layer is not in the optimizer.
+            ValueError: the number of curvature ranks differs, a layer is not in the optimizer, or
+                the optimizer lacks the learning rate of a choice.
         """
         check_joins(team.link, plan.strategy.refresh.curvature_ranks)
         groups_of(layers, optimizer)
+        if self.settings.length.kl is not None:
+            check_rates(optimizer, "Length(kl=...)")
+        if self.settings.damping.adapted:
+            check_rates(optimizer, "damping=LevenbergMarquardt(...)")
 
     def compared(self) -> dict[str, object]:
         """Return the choices that have to be equal on all ranks."""

@@ -303,7 +303,7 @@ class Client(OneModel):
             parameter = slot.block.parameters[0]
             if slot.block.name not in self.gradients.broken and id(parameter) in rates:
                 with torch.no_grad():
-                    parameter.sub_(slot.parts[0], alpha=rates[id(parameter)])
+                    parameter.sub_(slot.parts[0], alpha=float(rates[id(parameter)]))
 
     def end_step(self, step: int) -> None:
         """Count the step, and push a complete update; servers leave blocks with NaN as they are."""
