@@ -25,7 +25,7 @@ class Clock:
         os.ftruncate(memory, 8 * len(counter.NUMBERS))
         self._numbers = counter.shared(memory)
         self.alarm(math.inf)
-        command = [sys.executable, "-I", "-S", counter.__file__, str(os.getpid()), str(memory)]
+        command = [sys.executable, "-P", "-S", counter.__file__, str(os.getpid()), str(memory)]
         self._process = subprocess.Popen(
             command,
             pass_fds=[memory],
