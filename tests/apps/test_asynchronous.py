@@ -37,7 +37,7 @@ def runs(tmp_path_factory):
         (1, "one rank", ()),
         (2, "one client", (UPDATES, "--max_steps=4")),
         (2, "one client", (UPDATES, "--resume=auto", "--max_steps=6")),
-        (1, "one client", ("--resume=auto",)),
+        (1, "one client", ("--strategy=comm-opt", "--resume=auto")),
         (4, "three clients", (UPDATES, "--checkpoint_every=4")),
         (4, "two servers", (UPDATES, "--servers=2", "--push_every=2", "--warm_updates=2")),
         (3, "two ranks", (UPDATES, "--client_ranks=2")),

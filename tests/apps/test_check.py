@@ -149,6 +149,59 @@ def zero():  # no gradient arrives behind the head
     nn.init.zeros_(model[2].weight)
     return model
 
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise RuntimeError("no way back")
+
+
+class Fails(nn.Module):
+    def __init__(self, fail):
+        super().__init__()
+        self.head, self.fail = nn.Linear(4, 3), fail
+
+    def forward(self, x):
+        return self.fail(self, self.head(x), len(x))
+
+
+def raising(wrong, y):
+    if wrong:
+        raise RuntimeError("not in this way")
+    return y
+
+
+def backward():
+    return Fails(lambda model, y, examples: Backward.apply(y))
+
+
+def detached():
+    return Fails(lambda model, y, examples: y.detach())
+
+
+def changed():  # sigmoid needs its output in the backward pass
+    return Fails(lambda model, y, examples: y.sigmoid().add_(1))
+
+
+def single():
+    return Fails(lambda model, y, examples: raising(examples > 2, y))
+
+
+def training():
+    return Fails(lambda model, y, examples: raising(not model.training, y))
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(3))
+
+
+def lazy_norm():
+    return nn.Sequential(nn.Linear(4, 3), nn.LazyBatchNorm1d())
+
+
 def frozen():
     return alone().requires_grad_(False)
 
@@ -335,6 +388,21 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
         ("FILE:mixed --input 2,0", "whole number"),
         ("FILE:words --input 5 --tokens 7", "raised IndexError: index out of range in self"),
         ("resnet20 --tokens 7", "--tokens 7 needs a model of your own, not resnet20"),
+        (
+            "FILE:backward --input 4",
+            "a pass of the model in train() with 4 examples raised Runtime",
+        ),
+        ("FILE:detached --input 4", "in train() with 4 examples raised RuntimeError: element 0"),
+        (
+            "FILE:changed --input 4",
+            "in train() with 4 examples raised RuntimeError: one of the var",
+        ),
+        (
+            "FILE:single --input 4",
+            "in train() with 4 examples raised RuntimeError: not in this way",
+        ),
+        ("FILE:lazy --input 4", "0.weight has no shape yet; call the model once in lazy()"),
+        ("FILE:lazy_norm --input 4", "1.weight has no shape yet; call the model once in lazy_nor"),
         ("FILE:frozen --input 4", "no parameter that requires a gradient"),
         ("bad.py:build --input 3", "bad.py raised ZeroDivisionError: division by zero"),
         ("", "model"),
@@ -358,6 +426,15 @@ def test_strategies_are_compared_under_mpi(file):
     found = dict(re.findall(r"^  ([a-z-]+) +\S+  (ok|WRONG)$", job.stdout, re.MULTILINE))
     assert found == dict.fromkeys(["sgd", *comparison.STRATEGIES], "ok")
     assert "All right: 12 of 12 checked" in job.stdout
+
+
+@pytest.mark.gate
+def test_a_model_that_fails_in_eval_is_one_line_under_mpi(file):
+    """Oracle: the line; strategies are compared in eval()."""
+    job = launch(2, PROGRAM, f"{file()}:training", "--input", "4")
+    (line,) = [line for line in job.stderr.splitlines() if "mpikfac" in line]
+    assert job.returncode == 2 and "Traceback" not in job.stderr
+    assert "in eval() with 4 examples raised RuntimeError: not in this way" in line
 
 
 @pytest.mark.slow

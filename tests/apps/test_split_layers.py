@@ -48,7 +48,8 @@ def runs(tmp_path_factory):
         "kfac, groups": (4, (*KFAC, '--split_layers=["8=outputs"]', "--ways=2", *SHORT)),
     }
     jobs = [(n, [*QUICK, f"--run_dir={root / name}", *more]) for name, (n, more) in asked.items()]
-    resumed = (4, [*QUICK, *KFAC, f"--run_dir={root / 'kfac, groups'}", "--resume=auto"])
+    whole = ("--split_layers=[]", "--ways=null", "--resume=auto")
+    resumed = (4, [*QUICK, *KFAC, f"--run_dir={root / 'kfac, groups'}", *whole])
     run_each([*jobs, resumed], root)
     return root
 

@@ -27,7 +27,7 @@ from mpikfac_apps.checking.comparison import (
     differences,
     findings_of,
 )
-from mpikfac_apps.checking.model import Subject, named_subject
+from mpikfac_apps.checking.model import Subject, check_passes, named_subject
 from mpikfac_apps.checking.options import CHECK, CheckOptions
 from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.options.strategy import ITEMSIZE
@@ -74,6 +74,7 @@ def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
     findings: dict[str, Finding] = {}
     with mpikfac.comm.together(comm, doing):
         subject = named_subject(options.model, options.input, options.classes, options.tokens)
+        check_passes(subject, options.batch, comm.size)
     subject.model.load_state_dict(comm.bcast(subject.model.state_dict()))
     with mpikfac.comm.together(comm, doing):
         if comm.rank == 0:

@@ -53,6 +53,18 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def check_passes(subject: Subject, examples: int, ranks: int) -> None:
+    """Take the passes of the comparisons, forward and backward; on several ranks, in eval(), too.
+
+    Raises:
+        ValueError: the model's own code raises; one line.
+    """
+    for training in [True, False][: min(ranks, 2)]:
+        mode = "train" if training else "eval"
+        with own.one_line_errors(f"a pass of the model in {mode}() with {examples} examples"):
+            loss(subject.copied().train(training), subject.batch(examples, seed=0)).backward()
+
+
 def named_subject(
     name: str, inputs: tuple[int, ...] | None, classes: int, tokens: int | None = None
 ) -> Subject:

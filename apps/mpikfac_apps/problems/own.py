@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 import mpikfac
 
@@ -52,6 +54,9 @@ def built(name: str, **numbers: int | None) -> nn.Module:
         model = build(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{function}() returned {type(model).__name__}, no torch.nn.Module")
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    if lazy := [key for key, tensor in tensors if is_lazy(tensor)]:
+        raise ValueError(f"{lazy[0]} has no shape yet; call the model once in {function}()")
     return model
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +354,7 @@ def _run_of(
     interval = shown_interval(first, ranks)
     arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
     options = parse(arguments, ranks)
+    options = replace(options, lr=options.rate)  # a report names the rate
     if isinstance(options.batch, ByEpoch):
         raise ValueError(f"batch={options.batch} must be a single number: a study compares steps")
     return tuple(arguments), options, plan_of(options, ranks)
