@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, distributed, nn
@@ -60,6 +60,13 @@ class Optimizer(torch.optim.Optimizer):
         _check_processes()
         fields = {"trainer": trainer, "_max_norm": max_norm, "defaults": trainer.optimizer.defaults}
         super().__setstate__(fields)  # __init__ would make parameter groups and a state anew
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise TypeError: a copy would observe no model, and a file would lack K-FAC's state."""
+        raise TypeError(
+            f"{type(self).__name__} must not be copied or pickled: the copy would have no state of "
+            f"K-FAC; take state_dict()"
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

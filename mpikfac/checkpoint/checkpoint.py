@@ -6,6 +6,7 @@ Every rank writes its share as a file; the checkpoint counts once all files are 
 from __future__ import annotations
 
 import logging
+import operator
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -229,8 +230,9 @@ class _Begun:
 
 
 def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
-    if step < 0 or keep < 1:
-        raise ValueError(f"step={step} must be at least 0 and keep={keep} at least 1")
+    if not isinstance(step, SupportsIndex) or step < 0 or keep < 1:
+        raise ValueError(f"step={step} must be whole, at least 0, and keep={keep} at least 1")
+    step = operator.index(step)  # numpy's numbers are no JSON
     agree(comm, {"root": str(root), "step": step, "keep": keep})
     begun = _Begun(root / f"step-{step:09d}", step, [], {}, "", [], [])
     with together(comm, begun.doing):

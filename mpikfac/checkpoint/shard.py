@@ -54,9 +54,12 @@ def describe(name: str, value: Value) -> dict[str, Any]:
     Raises:
         ValueError: the item cannot be stored.
     """
-    if name in ("", "."):
+    if not isinstance(name, str) or name in ("", "."):
         raise ValueError(f"item name {name!r} cannot name a dataset")
     if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_meta:
+            where = f"{value.layout} on {value.device}"
+            raise ValueError(f"item {name!r} is {where}; use a dense Tensor")
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in STORED:
             raise ValueError(f"item {name!r} has dtype {dtype}; use one of {', '.join(STORED)}")

@@ -140,6 +140,9 @@ def test_the_same_state_gives_the_same_files(comm, tmp_path) -> None:
         ({"x": torch.empty(2, dtype=torch.bits8)}, "item 'x' has dtype bits8"),
         ({"x": 2**63}, "more than 64 bits"),
         ({".": 1}, "cannot name a dataset"),
+        ({1: 1}, "item name 1 cannot name a dataset"),
+        ({"x": torch.eye(2).to_sparse()}, "item 'x' is torch.sparse_coo on cpu; use a dense"),
+        ({"x": torch.zeros(2, device="meta")}, "item 'x' is torch.strided on meta; use a dense"),
     ],
 )
 def test_what_cannot_be_stored_is_named(comm, tmp_path, item, text) -> None:
@@ -149,11 +152,17 @@ def test_what_cannot_be_stored_is_named(comm, tmp_path, item, text) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(("step", "keep"), [(-1, 2), (0, 0)])
+@pytest.mark.parametrize(("step", "keep"), [(-1, 2), (0, 0), (1.5, 2), ("1", 2)])
 def test_bad_step_or_keep(comm, tmp_path, step, keep) -> None:
     """Oracle: the message shows both values."""
     with pytest.raises(ValueError, match=f"step={step}.*keep={keep}"):
         save_checkpoint(comm, tmp_path, {}, step, keep)
+
+
+def test_a_step_may_be_a_number_of_numpy(comm, tmp_path) -> None:
+    """Oracle: the same step as a number of Python."""
+    assert save_checkpoint(comm, tmp_path, {}, np.int64(7)).name == "step-000000007"
+    assert find_checkpoint(comm, tmp_path).step == 7
 
 
 def test_latest_ignores_what_is_not_complete(comm, tmp_path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 import math
+import pickle
 
 import pytest
 import torch
@@ -260,3 +263,15 @@ def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
     texts = [record.getMessage() for record in caplog.records]
     assert [text for text in texts if text.startswith(warning)] == texts
     assert len(texts) == bool(warning)
+
+
+@pytest.mark.parametrize(
+    "taken", [copy.copy, copy.deepcopy, pickle.dumps, lambda it: torch.save(it, io.BytesIO())]
+)
+def test_an_optimizer_is_neither_copied_nor_pickled(taken):
+    """Oracle: one line that names `state_dict`, instead of a copy without K-FAC's state."""
+    for optimizer in (KFACOptimizer(network()), mpikfac.Optimizer(by_hand())):
+        with pytest.raises(TypeError, match=r"must not be copied or pickled: .* state_dict\(\)"):
+            taken(optimizer)
+        loss_of(optimizer.trainer.model).backward()
+        optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -71,8 +72,8 @@ def read(argv: Sequence[str]) -> RankProgram:
     if argv[0] != "-n" or len(argv) < 3:
         raise ValueError(f"give -n N PROGRAM, such as -n 4 train, not {shlex.join(argv)}")
     _, count, name, *arguments = argv
-    if not count.isdecimal() or int(count) < 1:
-        raise ValueError(f"-n {count} must be a whole number >= 1, the number of ranks")
+    if not re.fullmatch("0*[1-9][0-9]{0,4}", count):
+        raise ValueError(f"-n {count} must be a whole number, 1 to 99999, the number of ranks")
     if name not in PROGRAMS and not Path(name).is_file():
         nearest = get_close_matches(name, [n for n, p in PROGRAMS.items() if p.ranks], n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""

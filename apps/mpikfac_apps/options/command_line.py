@@ -241,6 +241,8 @@ def _unrecognised(argument: str, options: Collection[str]) -> str:
     if not argument.startswith("--"):
         return f"{argument!r} belongs to no option; write --key value"
     key = argument.lstrip("-").partition("=")[0]
+    if key in options:
+        return f"{argument} needs no name; write the value of {key} alone"
     if inside := [option for option in options if option.startswith(f"{key}.")]:
         return f"{key} is a group of options; give one of them, such as --{inside[0]}"
     return unknown(key, options)

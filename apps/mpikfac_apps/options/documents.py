@@ -102,7 +102,7 @@ def unknown(key: str, keys: Collection[str]) -> str:
     if guesses := meant or spelled or alike or _near(last, keys):
         return f"unknown key {key}; did you mean {' or '.join(guesses)}?"
     if len(shown := inside or keys) <= MOST_SHOWN:
-        return f"unknown key {key}; known are {', '.join(shown)}"
+        return f"unknown key {key}; known are {', '.join(shown) or 'none'}"
     return f"unknown key {key}; --help_all lists all keys"
 
 
