@@ -37,7 +37,6 @@ from mpikfac.numerics.orthogonal import orthogonalised as orthogonalised
 from mpikfac.numerics.passes import at_end_of_backward as at_end_of_backward
 from mpikfac.numerics.passes import in_backward as in_backward
 from mpikfac.numerics.passes import listen as listen
-from mpikfac.numerics.passes import listen_at as listen_at
 from mpikfac.numerics.passes import makes_gradients as makes_gradients
 from mpikfac.numerics.precision import PassedScale as PassedScale
 from mpikfac.numerics.precision import Scaler as Scaler

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +25,14 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
     """Return whether the backward pass that runs now makes the gradient of a parameter."""
-    return any(map(_makes_gradient, parameters))
-
-
-def _makes_gradient(parameter: Tensor) -> bool:
-    if not parameter.requires_grad:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # `torch.autograd.grad` asks for this parameter
-        return True
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                    return True
+            except RuntimeError:  # `torch.autograd.grad` asks for this parameter
+                return True
+    return False
 
 
 def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -46,14 +43,10 @@ def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     node, number, shape = output.grad_fn, output.output_nr, output.shape
     while node is not None and node.name() in RESHAPED:
         node, number = node.next_functions[0]
-    listen_at(node, lambda gradient: hook(gradient.reshape(shape)), number)
-
-
-def listen_at(node: Any, hook: Callable[[Tensor], None], number: int = 0) -> None:
-    """Call `hook` with the gradient of a node's output, if the backward pass has a gradient."""
 
     def on_gradients(gradients: Sequence[Tensor | None]) -> None:
         if (gradient := gradients[number]) is not None:
-            hook(gradient)
+            hook(gradient.reshape(shape))
 
+    assert node is not None
     node.register_prehook(on_gradients)

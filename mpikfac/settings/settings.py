@@ -103,7 +103,7 @@ class Settings:
         position of a batch whose examples are frames or windows of few images is left out for ever.
         """
         interval = self._between("factor_every", step, 1)
-        return (step // interval * GOLDEN_RATIO + interval * 2**0.5) % 1
+        return (step // interval * GOLDEN_RATIO + (interval - 1) * 2**0.5) % 1
 
     def _turn(self, step: int, turns: int) -> int:
         """Return the number, from 0 on, of the turn of a refresh that `step` belongs to."""

@@ -11,10 +11,10 @@ from support.launch import PROGRAMS, launch
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "executed lines": 1147,
-    "functions": 330,
+    "executed lines": 1137,
+    "functions": 319,
     "files": 49,
-    "reading path, lines": 1816,
+    "reading path, lines": 1807,
     "reading path, files": 39,
 }
 """The most that a reader of a default step has to read; the numbers may only fall."""

@@ -159,12 +159,12 @@ class Preconditioner(FirstOrder):
     def _finish_statistics(self) -> None:
         """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
         seen = self.recorder.finish()
-        for name in (name for name in seen if not seen[name]):
-            if self.gradients.arena[name].any():
+        for name, called in seen.items():
+            if not called and self.gradients.arena[name].any():
                 self._cautions.unseen(name)
-        layers = (layer for layer in self.gradients.layers if seen.get(layer.name))
+        layers = self.gradients.layers
         self._cautions.without_gradient(
-            [layer.name for layer in layers if all(p.grad is None for p in layer.parameters)]
+            [x.name for x in layers if seen.get(x.name) and x.parameters[0].grad is None]
         )
 
     def _decompose_owned(self, numbers: Numbers) -> None:

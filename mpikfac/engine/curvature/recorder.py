@@ -111,11 +111,6 @@ class LayerSums:
     counts: ExampleCounts = field(default_factory=ExampleCounts)
     complete: bool = False
 
-    @property
-    def power(self) -> int:
-        """The power of gradients in the sums of gradients."""
-        return 1 if self.vector else 2
-
 
 def bound(
     layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: int | None
@@ -248,18 +243,15 @@ class Recorder(Part):
                 f"no covered layer took part in the training passes before this step (train() "
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
             )
-        self._interrupted |= any(s.counts.vectors and not s.complete for s in self._sums())
         seen = {name: name in self._recorded | self._finished for name in self._layers}
         left = [name for name in self._layers if name not in self._finished]
-        self._finish_layers([name for name in left if not self._of_part(name)])
-        self._finish_layers([name for name in left if self._of_part(name)])
+        of_part = [name for name in left if self._layers[name][0].layer.of_part]
+        self._finish_layers([name for name in left if name not in of_part])
+        self._finish_layers(of_part)  # now that the number of the batch's examples is known
         self._finished.clear()
         self._check_ends()
         self._check_counts()
         return seen
-
-    def _of_part(self, name: str) -> bool:
-        return self._layers[name][0].layer.of_part
 
     def _examples(self) -> int:
         """Return the number of examples that layers of the whole batch have seen."""
@@ -307,9 +299,11 @@ class Recorder(Part):
         """Yield the sums of a layer, the scales that make factors, and the number of examples."""
         normalization = self.estimator.normalization
         for sums in self._layers[name]:
-            counts, sums.counts, sums.complete = sums.counts, ExampleCounts(), False
+            counts, complete = sums.counts, sums.complete
+            sums.counts, sums.complete = ExampleCounts(), False
             if (vectors := counts.vectors) == 0:
                 continue
+            self._interrupted |= not complete
             batch, self._counted[name] = counts.examples, counts
             scales = sums.layer.scales(normalization, batch, vectors, sums.vector)
             for side in sums.sides:
@@ -317,7 +311,7 @@ class Recorder(Part):
                 if side.quadratic and not self._of_loss:
                     scale /= batch**2  # sums are of gradients of examples' own losses
                 elif side.quadratic and sums.layer.of_part:  # the loss is a mean over the batch
-                    scale *= (self._examples() / batch) ** sums.power
+                    scale *= (self._examples() / batch) ** (1 if sums.vector else 2)
                 for factor_sum in side.sums:
                     yield factor_sum, scale, float(batch)
 
@@ -368,7 +362,7 @@ class Recorder(Part):
         trained = any(parameter.requires_grad for parameter in layer.parameters)
         if not (module.training and trained) or self.paused:
             return
-        if not in_backward():
+        if (self._between or self._running) and not in_backward():
             self._interrupted |= self._running
             self._running = False
             if self._between:  # parts of the model are called, not the model
@@ -377,7 +371,8 @@ class Recorder(Part):
         if call is not None:
             x, listen = call
             sums = self._layers[layer.name][layer.group or 0]
-            listen(partial(self._record, sums, [x.detach()], _version(x), self._passes))
+            version = -1 if x.is_inference() else x._version
+            listen(partial(self._record, sums, [x.detach()], version, self._passes))
 
     def _on_end(self) -> None:
         self._running = False
@@ -401,7 +396,7 @@ class Recorder(Part):
                 f"forward and backward, in paused()"
             )
         x = inputs.pop() if turn.last else inputs[0]
-        if _version(x) != version and not layer.bias_alone:
+        if version >= 0 and x._version != version and not layer.bias_alone:
             raise RuntimeError(
                 f"layer {layer.name!r}: the input was changed in place after the call, and before "
                 f"backward; give the layer a clone of its own, or change a clone"
@@ -445,7 +440,7 @@ class Recorder(Part):
         if self._turn is not None:  # a mean over this pass alone, not over all micro-batches
             of_squares *= turn.rows * turn.terms if layer.of_part else len(x) * rows
         else:
-            power = sums.power if layer.of_part else sums.power / 2
+            power = (0.5 if sums.vector else 1.0) * (2 if layer.of_part else 1)
             of_squares *= self.estimator.loss_positions**power
         for side in sums.sides:
             if side.quadratic or turn.first:
@@ -482,8 +477,3 @@ def _check_rows(layer: Layer, examples: int, rows: int) -> None:
             f"fisher='exact' needs a row of outputs for each example: record() has {rows} rows, "
             f"and layer {layer.name!r} saw {examples} examples; use fisher='sampled'"
         )
-
-
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was changed in place."""
-    return 0 if x.is_inference() else x._version

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from mpikfac.layers.layer import Call, Layer
-from mpikfac.numerics import listen_at
 
 Node = Any  # of autograd's graph
 TRANSPOSED = "TBackward0"
@@ -72,11 +71,12 @@ class InnerLayer(Layer):
             x = x.detach().to(torch.get_autocast_dtype(kind))
 
         def listen(hook: Callable[[Tensor], None]) -> None:
-            def on_gradient(gradient: Tensor) -> None:
-                rows = gradient[..., start : start + outputs]
-                hook(of_examples(rows, len(x)))
+            def on_gradient(gradients: Sequence[Tensor | None]) -> None:
+                if gradients[0] is not None:
+                    rows = gradients[0][..., start : start + outputs]
+                    hook(of_examples(rows, len(x)))
 
-            listen_at(products[number], on_gradient)
+            products[number].register_prehook(on_gradient)
 
         return x, listen
 
