@@ -420,3 +420,58 @@ def test_uneven_shards_are_weighed_by_their_examples(comm, make):
         return weights(model)
 
     torch.testing.assert_close(steps(comm), steps(own), rtol=1e-7, atol=1e-9)
+
+
+SOLVERS = {
+    **{solver: {"solver": solver} for solver in ("inverse", "ekfac", "rank-one")},
+    "sampled": {"estimator": mpikfac.Estimator(fisher="exact", subsample=1)},
+}
+PASSES = ["ignored labels", "no pass", "discard", "not finite", "twice as much"]
+
+
+@pytest.mark.skipif(RANKS == 1, reason="needs a rank beside the last")
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("last", PASSES)
+def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, solver):
+    """Oracle: one process, without the last rank's rows, or with the rows twice."""
+    if last == "twice as much" and solver == "sampled":  # `record` counts the rows of a pass
+        return
+    own, shared = comm.Split(comm.rank), 12 // comm.size
+    estimator = mpikfac.Estimator(subsample=1, decay=0.5)
+    settings = {"damping": 0.03, "basis_every": 1, "factor_every": 1, "estimator": estimator}
+
+    def steps(on):
+        torch.manual_seed(1)
+        alone = RANKS == 2 and last != "twice as much"  # a normalisation sees the rank's rows
+        norm = nn.BatchNorm1d(6, affine=False) if alone else nn.Identity()
+        model = nn.Sequential(norm, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        length = mpikfac.Length("own")
+        trainer = mpikfac.KFAC(model, optimizer, on, length=length, **settings | SOLVERS[solver])
+        for step in range(3):
+            x, y = batch(step, own)
+            begins = range(0, 12 - shared * (last != "twice as much"), shared)
+            shares = [slice(begin, begin + shared) for begin in begins]
+            silent = on.size > 1 and on.rank == on.size - 1 and last != "twice as much"
+            if on.size > 1:
+                mine = slice(shared * on.rank, shared * (on.rank + 1))
+                x, y = x[mine], y[mine]
+            elif last == "twice as much":
+                again = shares[-1]
+                x, y = torch.cat([x, x[again]]), torch.cat([y, y[again]])
+            else:
+                x, y = x[: shares[-1].stop], y[: shares[-1].stop]
+            optimizer.zero_grad()
+            if not (silent and last == "no pass"):
+                outputs = model(x * torch.nan if silent and last == "not finite" else x)
+                if solver == "sampled":
+                    trainer.record(outputs)
+                labels = torch.full_like(y, -100) if silent else y
+                F.cross_entropy(outputs, labels, reduction="sum").div(len(x)).backward()
+            if silent and last == "discard":
+                trainer.discard()
+            twice = on.size > 1 and on.rank == on.size - 1 and last == "twice as much"
+            trainer.step(examples=0 if silent else len(x) * (1 + twice))
+        return weights(model)
+
+    torch.testing.assert_close(steps(comm), steps(own), rtol=1e-7, atol=1e-9)
