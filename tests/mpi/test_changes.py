@@ -359,6 +359,39 @@ def test_overlap_refuses_a_gradient_that_changes_after_backward(comm, change):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("refusal", ["clip", "scaler"])
+@pytest.mark.parametrize("make", [kfac_with(STRATEGIES["overlapped"])])
+def test_overlap_goes_on_after_a_refused_step(comm, make, refusal):
+    """Oracle: a run without the refused batch, to the last bit; the call is the message's."""
+    if comm.size == 1:  # nothing is sent before the step
+        return
+
+    def run(refused):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trainer = make(model, optimizer, comm)
+
+        def passes(step):
+            x, y = batch(step, comm)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+
+        for step in range(3):
+            if step == 2 and refused:
+                passes(7)
+                clip_in_place(model)
+                with pytest.raises(ValueError, match="overlap=True"):
+                    trainer.step(torch.amp.GradScaler("cpu") if refusal == "scaler" else None)
+                with pytest.raises(RuntimeError, match=r"trainer.load_state_dict\(trainer.state_d"):
+                    passes(8)
+                trainer.load_state_dict(trainer.state_dict())
+            passes(step)
+            trainer.step()
+        return weights(model)
+
+    assert torch.equal(run(refused=True), run(refused=False))
+
+
 def test_copies_refuse_a_scaler(comm):
     """Oracle: the line: a rank that skips a step alone would miss the sums of factors."""
     model = network()
