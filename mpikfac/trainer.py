@@ -175,8 +175,10 @@ class Trainer:
                 `unscale_`, `step` and `update`: this method replaces all three.
             max_norm: the largest norm of the averaged gradient of all parameters; a longer gradient
                 is scaled before K-FAC preconditions the gradient. None for no bound.
-            examples: the number of examples of the rank's mean loss, if shards are uneven: the
-                average over ranks weighs ranks by the number. None: ranks weigh the same.
+            examples: the number of examples of the rank's mean loss, if shards are uneven; given by
+                all ranks, or by none. Averages over ranks weigh gradients, statistics and factors
+                by the number; the passes of a rank with 0 examples count nothing. None: ranks weigh
+                the same.
 
         Raises:
             ValueError: a scaler with `overlap`, with `exchanged="weights"`, or with
@@ -199,7 +201,9 @@ class Trainer:
             gradients.look(self._compared(numbers))
             gradients.read()
         if examples is not None:
-            gradients.weigh(examples)
+            gradients.weigh(examples, method.examples)
+            if not examples:
+                method.clear()  # also passes over ignored labels
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
             self._skip()
             return

@@ -149,6 +149,7 @@ class Gradients:
             rank; the step does not change broken blocks.
         shortened: the multiplier of a bound on the norm in the step, `[]`; 1.0 without a bound.
         weight: of the rank in averages; the mean weight of the ranks is 1.
+        weight_of_statistics: of the rank's statistics, beside their numbers of examples.
         counts: the counts of batches in normalisation layers, of a batch in parts.
     """
 
@@ -164,7 +165,7 @@ class Gradients:
         self.uncovered_slots = slots_in(self.arena, uncovered, site)
         self.broken: Collection[str] = ()
         self.shortened: Tensor | float = 1.0
-        self.weight = 1.0
+        self.weight = self.weight_of_statistics = 1.0
         # The reader keeps this sender: an extension replaces no sender that is early or in parts.
         messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
@@ -210,7 +211,7 @@ class Gradients:
         Raises:
             ValueError: a gradient was changed after the gradient was sent.
         """
-        self.weight = 1.0
+        self.weight = self.weight_of_statistics = 1.0
         with self.site.trace.stage(names.READ_GRADIENTS):
             self._reader.read()
 
@@ -221,8 +222,12 @@ class Gradients:
         self.counts.collect()
         self._take_back()
 
-    def weigh(self, examples: int) -> None:
-        """Weigh the rank's gradients and running statistics by the number of examples.
+    def weigh(self, examples: int, seen: int) -> None:
+        """Weigh what the rank averages by the number of examples of the rank's mean loss.
+
+        Args:
+            seen: the number of examples of the rank's statistics, which weigh as the gradients from
+                now on; the sum over ranks stays.
 
         Collective over: world.
 
@@ -230,7 +235,7 @@ class Gradients:
             ValueError: the ranks have no example, or sums are sent before the weight is known.
         """
         examples = int(examples)
-        total = sum(self._counted_examples(examples))
+        total, all_seen = self._counted_examples(examples, seen if examples else 0)
         if not total:
             raise ValueError(f"examples={examples} on all ranks; a step needs an example")
         weight = examples * self.plan.grid.count / total
@@ -239,27 +244,27 @@ class Gradients:
                 values = self.arena[block.name]
                 values.mul_(weight) if examples else values.zero_()  # a mean over nothing is NaN
         self.weight = weight
+        self.weight_of_statistics = examples * all_seen / (seen * total) if seen else 1.0
 
-    def _counted_examples(self, examples: int) -> list[float]:
-        """Return the sum over ranks; with split layers the numbers of all ranks.
+    def _counted_examples(self, examples: int, seen: int) -> tuple[float, float]:
+        """Return the sums over ranks.
 
         Collective over: world.
 
         Raises:
-            ValueError: the ranks of a group have different numbers.
+            ValueError: the ranks of a group of split layers have different numbers.
         """
         split, ranks, world = self.plan.split, self.plan.grid.count, self.site.grid.world
-        if not split.parameters:
-            return summed(world, [examples])
-        counts = summed(world, [examples * (r == self.plan.rank) for r in range(ranks)])
-        for rank, count in enumerate(counts):
+        of_ranks = [examples * (rank == self.plan.rank) for rank in range(ranks)]
+        *counts, all_seen = summed(world, [*of_ranks, seen])
+        for rank, count in enumerate(counts if split.parameters else ()):
             first = split.distribution.group(rank, ranks)[0]
             if count != counts[first]:
                 raise ValueError(
                     f"examples={count:.0f} on rank {rank} and {counts[first]:.0f} on rank {first}: "
                     f"the ranks of a group of split layers need equally many"
                 )
-        return counts
+        return sum(counts), all_seen
 
     # -- averages --------------------------------------------------------------------------------
 

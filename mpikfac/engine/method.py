@@ -35,6 +35,11 @@ class FirstOrder:
         self.gradients = gradients
         self.intact = True
 
+    @property
+    def examples(self) -> int:
+        """The number of examples in what the method has recorded of the rank's batch."""
+        return 0
+
     def numbers(self, step: int) -> Numbers:
         """Return the numbers in force at a step."""
         return Numbers(step)

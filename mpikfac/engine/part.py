@@ -139,7 +139,7 @@ class SolverPart(Part):
         """Take a loss's scale out of a batch's sums; return whether all sums are finite."""
         raise NotImplementedError
 
-    def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool) -> None:
+    def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool, weight: float) -> None:
         """Add up a batch's sums over ranks, before the factors'.
 
         Collective over: world.
@@ -147,6 +147,7 @@ class SolverPart(Part):
         Args:
             statistics: the rank's sums of factors, beside numbers of examples.
             of_loss: gradients are those of the loss, a mean over the batch.
+            weight: of the rank's examples.
         """
         raise NotImplementedError
 

@@ -96,7 +96,7 @@ class Scales(SolverPart):
         self.sums.flat.div_(scale).div_(scale)  # twice, as the square may be no number of its dtype
         return all_finite(self.sums.flat)
 
-    def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool) -> None:
+    def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool, weight: float) -> None:
         """Add up a batch's sums over ranks.
 
         Collective over: world.
@@ -104,11 +104,12 @@ class Scales(SolverPart):
         Args:
             statistics: the rank's sums of factors, beside numbers of examples.
             of_loss: gradients are those of the loss, a mean over the batch.
+            weight: of the rank's examples.
         """
         for name in self._recorded:
             count, running = statistics[self._layers[name].factors[0].counted], self._running[name]
-            running.total.mul_(count**2 if of_loss else 1)
-            running.count.copy_(count)
+            running.total.mul_(count**2 * weight if of_loss else weight)
+            running.count.copy_(count * weight)
         self.site.grid.exchange(self._messages, self.sums.flat)
 
     def merge(self, decay: float, step: int) -> None:

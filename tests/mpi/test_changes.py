@@ -359,6 +359,39 @@ def test_overlap_refuses_a_gradient_that_changes_after_backward(comm, change):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("refusal", ["clip", "scaler"])
+@pytest.mark.parametrize("make", [kfac_with(STRATEGIES["overlapped"])])
+def test_overlap_goes_on_after_a_refused_step(comm, make, refusal):
+    """Oracle: a run without the refused batch, to the last bit; the call is the message's."""
+    if comm.size == 1:  # nothing is sent before the step
+        return
+
+    def run(refused):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trainer = make(model, optimizer, comm)
+
+        def passes(step):
+            x, y = batch(step, comm)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+
+        for step in range(3):
+            if step == 2 and refused:
+                passes(7)
+                clip_in_place(model)
+                with pytest.raises(ValueError, match="overlap=True"):
+                    trainer.step(torch.amp.GradScaler("cpu") if refusal == "scaler" else None)
+                with pytest.raises(RuntimeError, match=r"trainer.load_state_dict\(trainer.state_d"):
+                    passes(8)
+                trainer.load_state_dict(trainer.state_dict())
+            passes(step)
+            trainer.step()
+        return weights(model)
+
+    assert torch.equal(run(refused=True), run(refused=False))
+
+
 def test_copies_refuse_a_scaler(comm):
     """Oracle: the line: a rank that skips a step alone would miss the sums of factors."""
     model = network()
@@ -417,6 +450,61 @@ def test_uneven_shards_are_weighed_by_their_examples(comm, make):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y, reduction="sum").div(max(1, len(x))).backward()
             trainer.step(examples=len(x))
+        return weights(model)
+
+    torch.testing.assert_close(steps(comm), steps(own), rtol=1e-7, atol=1e-9)
+
+
+SOLVERS = {
+    **{solver: {"solver": solver} for solver in ("inverse", "ekfac", "rank-one")},
+    "sampled": {"estimator": mpikfac.Estimator(fisher="exact", subsample=1)},
+}
+PASSES = ["ignored labels", "no pass", "discard", "not finite", "twice as much"]
+
+
+@pytest.mark.skipif(RANKS == 1, reason="needs a rank beside the last")
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("last", PASSES)
+def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, solver):
+    """Oracle: one process, without the last rank's rows, or with the rows twice."""
+    if last == "twice as much" and solver == "sampled":  # `record` counts the rows of a pass
+        return
+    own, shared = comm.Split(comm.rank), 12 // comm.size
+    estimator = mpikfac.Estimator(subsample=1, decay=0.5)
+    settings = {"damping": 0.03, "basis_every": 1, "factor_every": 1, "estimator": estimator}
+
+    def steps(on):
+        torch.manual_seed(1)
+        alone = RANKS == 2 and last != "twice as much"  # a normalisation sees the rank's rows
+        norm = nn.BatchNorm1d(6, affine=False) if alone else nn.Identity()
+        model = nn.Sequential(norm, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        length = mpikfac.Length("own")
+        trainer = mpikfac.KFAC(model, optimizer, on, length=length, **settings | SOLVERS[solver])
+        for step in range(3):
+            x, y = batch(step, own)
+            begins = range(0, 12 - shared * (last != "twice as much"), shared)
+            shares = [slice(begin, begin + shared) for begin in begins]
+            silent = on.size > 1 and on.rank == on.size - 1 and last != "twice as much"
+            if on.size > 1:
+                mine = slice(shared * on.rank, shared * (on.rank + 1))
+                x, y = x[mine], y[mine]
+            elif last == "twice as much":
+                again = shares[-1]
+                x, y = torch.cat([x, x[again]]), torch.cat([y, y[again]])
+            else:
+                x, y = x[: shares[-1].stop], y[: shares[-1].stop]
+            optimizer.zero_grad()
+            if not (silent and last == "no pass"):
+                outputs = model(x * torch.nan if silent and last == "not finite" else x)
+                if solver == "sampled":
+                    trainer.record(outputs)
+                labels = torch.full_like(y, -100) if silent else y
+                F.cross_entropy(outputs, labels, reduction="sum").div(len(x)).backward()
+            if silent and last == "discard":
+                trainer.discard()
+            twice = on.size > 1 and on.rank == on.size - 1 and last == "twice as much"
+            trainer.step(examples=0 if silent else len(x) * (1 + twice))
         return weights(model)
 
     torch.testing.assert_close(steps(comm), steps(own), rtol=1e-7, atol=1e-9)

@@ -62,7 +62,8 @@ class OverlappedSums:
         if block in self.ready_blocks:
             raise RuntimeError(
                 f"{block!r} was sent before this backward pass; with overlap=True a step has one "
-                f"backward pass, in which a layer is used once"
+                f"backward pass, in which a layer is used once; after a refused "
+                f"step, all ranks call trainer.load_state_dict(trainer.state_dict())"
             )
         self.ready_blocks.add(block)
         index = self._message_of[block]

@@ -83,6 +83,11 @@ class Preconditioner(FirstOrder):
         )
         self.forget()
 
+    @property
+    def examples(self) -> int:
+        """The number of examples in the statistics of the rank's batch."""
+        return self.recorder.examples
+
     def numbers(self, step: int) -> Numbers:
         """Return the numbers in force at a step."""
         return self.settings.at(step, self.plan.strategy.refresh.stagger)
@@ -146,11 +151,14 @@ class Preconditioner(FirstOrder):
 
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
-        if not self.factors.sender.in_parts:
+        weight = self.gradients.weight_of_statistics
+        if not self.factors.sender.in_parts and self.gradients.weight:  # else there is nothing
             self._finish_statistics()
             self.factors.send_rest()
         for part in self.of_solver:
-            part.reduce(self.factors.statistics, self.estimator.of_loss)
+            part.reduce(self.factors.statistics, self.estimator.of_loss, weight)
+        if weight != 1.0:
+            self.factors.statistics.flat.mul_(weight)
         self.factors.average(numbers.decay, numbers.step)
         self.intact = False  # only now: a sum that fails leaves averages as they were
         for part in self.of_solver:

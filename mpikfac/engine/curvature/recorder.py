@@ -316,6 +316,12 @@ class Recorder(Part):
                     yield factor_sum, scale, float(batch)
 
     @property
+    def examples(self) -> int:
+        """The number of examples of the rank's batch since the last `finish`."""
+        of_batch = [sums for sums in self._sums() if sums.layer.of_batch]
+        return max((sums.counts.examples for sums in of_batch), default=0)
+
+    @property
     def of_gradients(self) -> list[str]:
         """Names of statistics made of gradients, or of squares of gradients."""
         names = (
