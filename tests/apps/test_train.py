@@ -444,6 +444,57 @@ def test_a_loss_that_is_not_finite_ends_the_run_after_steps_in_a_row(
         assert "NaN" not in (run / "metrics.jsonl").read_text()
 
 
+class UntestableNetwork(nn.Module):
+    """A network whose outputs are NaN in tests alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.passes = models.digits_cnn(10, 1), 0
+
+    def forward(self, x):
+        self.passes += self.training
+        outputs = self.network(x)
+        return outputs if self.training or not self.passes else outputs * math.nan
+
+
+def test_a_test_that_is_not_finite_warns_and_ends_no_run(tmp_path, caplog, monkeypatch):
+    """Oracle: three epochs, each with a test of NaN."""
+    monkeypatch.setattr(logging.getLogger("mpikfac"), "propagate", True)
+    network = models.NetworkEntry(lambda classes, channels: UntestableNetwork())
+    monkeypatch.setitem(models.MODELS, "digits_cnn", network)
+    assert train.main(arguments(tmp_path, "--optimizer=sgd")) == 0
+    told = [record.message for record in caplog.records if "test loss" in record.message]
+    assert [line.partition(";")[0] for line in told] == [
+        f"the test loss is nan after step {step}" for step in (3, 6, 9)
+    ]
+    assert all("test_loss" not in row for row in rows(tmp_path))
+
+
+FAULTY_RANK = """
+import sys, torch, mpikfac
+from mpikfac_apps.training import run, train
+first, calls = run.Run._pass, []
+def faulty(self, images, labels, share):
+    calls.append(1)
+    if len(calls) in (4, 5) and mpikfac.world().rank == 1:
+        images = images.float() * torch.nan
+    return first(self, images, labels, share)
+run.Run._pass = faulty
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.gate
+def test_a_line_names_the_rank_whose_loss_is_not_finite(tmp_path):
+    """Oracle: the rank and the first of two steps with inputs of NaN."""
+    program = tmp_path / "program.py"
+    program.write_text(FAULTY_RANK)
+    job = launch(2, str(program), *arguments(tmp_path / "run", "--optimizer=sgd"))
+    assert job.returncode == 0, job.stderr
+    told = re.findall(r"rank (\d), step (\d+): the loss is nan", job.stdout + job.stderr)
+    assert told == [("1", "3")]
+
+
 def test_a_run_whose_last_step_is_not_finite_is_not_complete(tmp_path, capfd):
     """Oracle: the line, code 2, and no checkpoint."""
     with pytest.raises(SystemExit) as leave:
