@@ -132,6 +132,7 @@ def test_open_choices_stay_when_a_version_chooses_otherwise(run, monkeypatch):
     options = settings.of_start([f"--run_dir={run}", "--resume=auto", "--optimizer=adamw"], 1)
     assert options.rate == 0.5  # was given
     begin(run.with_name("other"), "--max_steps=1", "--optimizer=sgd")
+    monkeypatch.setitem(USUAL_RATES, "sgd", 0.7)  # not the rate of the first start, 0.1
     started = [f"--run_dir={run.with_name('other')}", "--resume=auto", "--optimizer=adamw"]
     assert settings.of_start(started, 1).rate == USUAL_RATES["adamw"]
 

@@ -82,11 +82,10 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
 
 def _checkpoint(options: Options) -> Path | None:
     """Return the newest checkpoint to resume from; the training checks all bytes later."""
-    if options.resume == "never":
-        return None
     if options.resume == "auto":
         return mpikfac.checkpoint.latest_checkpoint(root(options))
-    return checkpoint_at(Path(options.resume))
+    path = Path(options.resume)
+    return checkpoint_at(path) if options.resume != "never" and path.is_dir() else None
 
 
 def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str, Any]:
