@@ -192,7 +192,7 @@ def test_a_layer_that_was_frozen_at_the_checkpoint_is_named(comm):
     model = network()
     freeze(model, None, 0)
     state = problem.whole_state(trained_once(model, comm), comm)
-    with pytest.raises(UserError, match="factors/2.A' is missing; if its layer was frozen"):
+    with pytest.raises(UserError, match="factors/2.A' is missing; its layer was frozen"):
         trained_once(network(), comm).load_state_dict(state)
     other = network()
     freeze(other, None, 0)

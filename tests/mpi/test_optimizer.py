@@ -112,7 +112,7 @@ def test_the_share_of_another_rank_is_refused_on_all_ranks(comm):
     optimizer = Optimizer(one)
     learn(comm, one.model, optimizer, range(2))
     before = weights(one.model)
-    with pytest.raises(UserError, match="factors/.* is missing; if its layer was"):
+    with pytest.raises(UserError, match="factors/.* is missing; its layer was"):
         optimizer.load_state_dict(comm.bcast(stored(optimizer.state_dict())))
     assert torch.equal(weights(one.model), before)
 
