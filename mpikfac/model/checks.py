@@ -20,7 +20,7 @@ from mpikfac.errors import UserError
 from mpikfac.layers import Layer, Other, in_words
 from mpikfac.model.descent import Descent
 from mpikfac.model.state import group_settings
-from mpikfac.plan import Strategy
+from mpikfac.plan import Fisher, Strategy
 from mpikfac.settings import Length, Schedule
 
 Block = Layer | Other
@@ -230,8 +230,13 @@ def taking_up() -> Iterator[None]:
         ) from error
 
 
-def check_habits(optimizer: Optimizer, length: Length) -> Iterator[str]:
+def check_habits(optimizer: Optimizer, length: Length, fisher: Fisher) -> Iterator[str]:
     """Yield warnings of settings that fit other methods, and let K-FAC lose without a word."""
+    if (length.source, length.bound, fisher) == ("own", "", "empirical"):
+        yield (
+            "Length('own') without a bound may diverge: with the empirical Fisher, directions grow "
+            "as gradients shrink; give a bound, such as Length(kl=0.001), or take Length()"
+        )
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     if length.by_adam and rates and max(rates) > LARGEST_RATE:
         yield (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, DataParallel, KFACOptimizer, Length, schedule
+from mpikfac import KFAC, DataParallel, Estimator, KFACOptimizer, Length, schedule
 from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY
 
@@ -250,6 +250,9 @@ def test_a_trainer_that_is_gone_refuses_nothing():
         (lambda p: torch.optim.SGD(p, 0.1), Length("sgd"), ""),
         (lambda p: torch.optim.SGD(p, 0.0075), Length(momentum=0.9), ""),
         (lambda p: torch.optim.AdamW(p, 0.001), Length(), "AdamW divides K-FAC's directions by"),
+        (lambda p: torch.optim.SGD(p, 0.1), Length("own"), "Length('own') without a bound may div"),
+        (lambda p: torch.optim.SGD(p, 0.1), Length("own", norm=0.1), ""),
+        (lambda p: torch.optim.SGD(p, 0.1), Length(kl=0.001), ""),
     ],
 )
 def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
@@ -260,3 +263,12 @@ def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
     texts = [record.getMessage() for record in caplog.records]
     assert [text for text in texts if text.startswith(warning)] == texts
     assert len(texts) == bool(warning)
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "exact", "forward-only"])
+def test_other_fishers_may_have_their_own_length(caplog, fisher):
+    """Oracle: no warning."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    KFAC(model, sgd, length=Length("own"), estimator=Estimator(fisher=fisher))
+    assert not caplog.records
