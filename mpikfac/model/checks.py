@@ -170,6 +170,11 @@ def check_momentum(
     name, of_kfac = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
     when = "are added up" if top else "are preconditioned"
     if isinstance(optimizer, Descent):  # whose momentum is `of_gradients`
+        if not of_gradients and any(group["momentum"] for group in optimizer.param_groups):
+            raise ValueError(
+                "KFACOptimizer(momentum=0) takes no momentum of a group or a scheduler; give "
+                "KFACOptimizer a momentum, or the scheduler cycle_momentum=False"
+            )
         return
     for group in optimizer.param_groups:
         of_optimizer = group.get("momentum", group.get("betas", (0.0,))[0])

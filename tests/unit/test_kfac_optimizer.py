@@ -272,3 +272,17 @@ def test_other_fishers_may_have_their_own_length(caplog, fisher):
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     KFAC(model, sgd, length=Length("own"), estimator=Estimator(fisher=fisher))
     assert not caplog.records
+
+
+def test_a_scheduler_gives_no_momentum_where_none_is_taken():
+    """Oracle: the line; without momentum, K-FAC keeps no means of gradients."""
+    model = network()
+    optimizer = KFACOptimizer(model, momentum=0)
+    loss_of(model).backward()
+    optimizer.step()
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=9)
+    loss_of(model).backward()
+    with pytest.raises(
+        ValueError, match=r"KFACOptimizer\(momentum=0\) takes no momentum of a group"
+    ):
+        optimizer.step()
