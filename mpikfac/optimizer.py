@@ -162,7 +162,8 @@ class KFACOptimizer(Optimizer):
             optimizer.step()  # averages gradients over ranks, preconditions, and steps alike
 
     Momentum is taken before gradients are preconditioned, directions are orthogonal, and steps have
-    the lengths of Adam's, or a share of the weights at most: see `Length`. `trainer` is the `KFAC`.
+    the lengths of Adam's, or a share of the weights at most: see `Length`. `trainer` is the `KFAC`;
+    with uneven shards, `optimizer.trainer.step(examples=n)` is the step.
 
     Collective over: comm. The model becomes rank 0's; forward hooks are added to its layers.
 
