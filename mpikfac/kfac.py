@@ -142,7 +142,7 @@ class KFAC(Trainer):
             uncovered = self.built.gradients.uncovered
             ways = offers(model, uncovered, coverage)
             report_uncovered(model, self.layers, uncovered, optimizer, ways)
-            for warning in check_habits(optimizer, length):
+            for warning in check_habits(optimizer, length, estimator.fisher):
                 log.warning("%s", warning)
 
     def __repr__(self) -> str:

@@ -12,11 +12,11 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, distributed, nn
 
-from mpikfac.comm import Comm, Team, world
+from mpikfac.comm import Comm, Team, agree, world
 from mpikfac.kfac import KFAC
 from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
-from mpikfac.plan import Strategy
+from mpikfac.plan import Strategy, check_size, plain
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Length
 from mpikfac.trainer import Trainer
 
@@ -36,7 +36,7 @@ class Optimizer(torch.optim.Optimizer):
     optimizer. Gradients are averaged in `step`: `DistributedDataParallel` is not needed, and does
     no harm.
 
-    Collective over: none.
+    Collective over: world.
 
     Args:
         trainer: the trainer, with `step(max_norm=...)`.
@@ -44,6 +44,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: another trainer; torch.distributed joins more processes than MPI.
+        UserError: ranks disagree on `max_norm`.
 
     Attributes:
         trainer: the trainer.
@@ -58,6 +59,9 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(trainer, Trainer):
             raise ValueError(f"trainer={type(trainer).__name__} must be a KFAC or a DataParallel")
         _check_processes()
+        if max_norm is not None:
+            check_size("max_norm", max_norm)
+        agree(trainer.grid.world, {"max_norm": plain(max_norm)})
         fields = {"trainer": trainer, "_max_norm": max_norm, "defaults": trainer.optimizer.defaults}
         super().__setstate__(fields)  # __init__ would make parameter groups and a state anew
 
@@ -165,7 +169,8 @@ class KFACOptimizer(Optimizer):
             optimizer.step()  # averages gradients over ranks, preconditions, and steps alike
 
     Momentum is taken before gradients are preconditioned, directions are orthogonal, and steps have
-    the lengths of Adam's, or a share of the weights at most: see `Length`. `trainer` is the `KFAC`.
+    the lengths of Adam's, or a share of the weights at most: see `Length`. `trainer` is the `KFAC`;
+    with uneven shards, `optimizer.trainer.step(examples=n)` is the step.
 
     Collective over: comm. The model becomes rank 0's; forward hooks are added to its layers.
 

@@ -22,7 +22,7 @@ from mpikfac.errors import UserError
 from mpikfac.layers import Layer, Other, in_words
 from mpikfac.model.descent import Descent
 from mpikfac.model.state import group_settings
-from mpikfac.plan import Strategy
+from mpikfac.plan import Fisher, Strategy
 from mpikfac.settings import Length, Schedule
 
 Block = Layer | Other
@@ -191,6 +191,11 @@ def check_momentum(
     name, of_kfac = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
     when = "are added up" if top else "are preconditioned"
     if isinstance(optimizer, Descent):  # whose momentum is `of_gradients`
+        if not of_gradients and any(group["momentum"] for group in optimizer.param_groups):
+            raise ValueError(
+                "KFACOptimizer(momentum=0) takes no momentum of a group or a scheduler; give "
+                "KFACOptimizer a momentum, or the scheduler cycle_momentum=False"
+            )
         return
     for group in optimizer.param_groups:
         of_optimizer = group.get("momentum", group.get("betas", (0.0,))[0])
@@ -251,8 +256,13 @@ def taking_up() -> Iterator[None]:
         ) from error
 
 
-def check_habits(optimizer: Optimizer, length: Length) -> Iterator[str]:
+def check_habits(optimizer: Optimizer, length: Length, fisher: Fisher) -> Iterator[str]:
     """Yield warnings of settings that fit other methods, and let K-FAC lose without a word."""
+    if (length.source, length.bound, fisher) == ("own", "", "empirical"):
+        yield (
+            "Length('own') without a bound may diverge: with the empirical Fisher, directions grow "
+            "as gradients shrink; give a bound, such as Length(kl=0.001), or take Length()"
+        )
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     if length.by_adam and rates and max(rates) > LARGEST_RATE:
         yield (

@@ -176,3 +176,13 @@ def test_a_scaler_on_one_rank_lets_all_ranks_skip(comm):
     assert scaler.get_scale() == (4.0 if broken else 8.0)
     for parameter, old in zip(optimizer.trainer.model.parameters(), before):
         assert torch.equal(parameter, old)
+
+
+def test_ranks_have_the_same_bound(comm):
+    """Oracle: the line on all ranks, before any step."""
+    if comm.size == 1:
+        return
+    one = trainer(comm, strategy="owner steps")
+    last = comm.rank == comm.size - 1
+    with pytest.raises(UserError, match="ranks disagree on max_norm: None on rank 0, 1.0 on rank"):
+        Optimizer(one, max_norm=1.0 if last else None)

@@ -233,7 +233,7 @@ def test_a_first_order_run_goes_on_with_kfac(comm):
 def test_what_no_layer_covers_is_logged_once(comm, caplog):
     caplog.set_level(logging.INFO, "mpikfac")
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
-    kfac = problem.kfac(model, sgd(model), comm, skip=["2"])
+    kfac = problem.kfac(model, sgd(model), comm, skip=["2"], length="sgd")
     learn(kfac, 0)
     kfac.step()
     assert caplog.messages == [

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, DataParallel, KFACOptimizer, Length, schedule
+from mpikfac import KFAC, DataParallel, Estimator, KFACOptimizer, Length, schedule
 from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY
 
@@ -253,6 +253,9 @@ def test_a_trainer_that_is_gone_refuses_nothing():
         (lambda p: torch.optim.SGD(p, 0.1), Length("sgd"), ""),
         (lambda p: torch.optim.SGD(p, 0.0075), Length(momentum=0.9), ""),
         (lambda p: torch.optim.AdamW(p, 0.001), Length(), "AdamW divides K-FAC's directions by"),
+        (lambda p: torch.optim.SGD(p, 0.1), Length("own"), "Length('own') without a bound may div"),
+        (lambda p: torch.optim.SGD(p, 0.1), Length("own", norm=0.1), ""),
+        (lambda p: torch.optim.SGD(p, 0.1), Length(kl=0.001), ""),
     ],
 )
 def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
@@ -274,4 +277,27 @@ def test_an_optimizer_is_neither_copied_nor_pickled(taken):
         with pytest.raises(TypeError, match=r"must not be copied or pickled: .* state_dict\(\)"):
             taken(optimizer)
         loss_of(optimizer.trainer.model).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "exact", "forward-only"])
+def test_other_fishers_may_have_their_own_length(caplog, fisher):
+    """Oracle: no warning."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    KFAC(model, sgd, length=Length("own"), estimator=Estimator(fisher=fisher))
+    assert not caplog.records
+
+
+def test_a_scheduler_gives_no_momentum_where_none_is_taken():
+    """Oracle: the line; without momentum, K-FAC keeps no means of gradients."""
+    model = network()
+    optimizer = KFACOptimizer(model, momentum=0)
+    loss_of(model).backward()
+    optimizer.step()
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=9)
+    loss_of(model).backward()
+    with pytest.raises(
+        ValueError, match=r"KFACOptimizer\(momentum=0\) takes no momentum of a group"
+    ):
         optimizer.step()
