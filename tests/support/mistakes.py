@@ -298,8 +298,8 @@ TABLE = (
     Mistake(
         "EKFAC: scales shrink with the number of examples",
         "extensions/scales.py",
-        "count**2 if of_loss",
-        "count if of_loss",
+        "count**2 * weight if of_loss",
+        "count * weight if of_loss",
         "tests/unit/test_scales.py",
     ),
     Mistake(

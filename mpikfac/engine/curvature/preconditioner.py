@@ -123,9 +123,9 @@ class Preconditioner(FirstOrder):
         due = self.settings.due("factor_every", step)
         self.recorder.begin = self.settings.begin(step)
         if due or self.factors.lacking:
-            self.recorder.attach()
+            self.recorder.listen()
         else:
-            self.recorder.detach()
+            self.recorder.rest()
 
     def collect(self) -> None:
         """Take the passes since the last call as a part of the rank's share of a batch."""

@@ -159,6 +159,7 @@ class Recorder(Part):
     layer.
 
     Attributes:
+        recording: whether passes count.
         begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
         paused: whether forward passes are not the batch's.
     """
@@ -177,8 +178,8 @@ class Recorder(Part):
             observers: are called with every call that counts.
         """
         super().__init__(factors.site)
-        self.begin, self.paused = 0.0, False
-        self._model = model
+        self.recording, self.begin, self.paused = False, 0.0, False
+        self._model, self._detached = model, False
         self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
         self.statistics, self._observers = factors.statistics, observers
         self._layers, self._pooled = _bound_layers(layers, factors, estimator), self.plan.pooled
@@ -193,15 +194,11 @@ class Recorder(Part):
         self._turn: Turn | None = None
         self._hooks: list[Attached] = []
 
-    @property
-    def recording(self) -> bool:
-        """Whether passes count."""
-        return bool(self._hooks)
-
-    def attach(self) -> None:
+    def listen(self) -> None:
         """Add hooks to the model and its layers: from here on, passes count."""
-        if self._hooks:
+        if self.recording or self._detached:
             return
+        self.recording = True
         run_eagerly(self, True)
         self._hooks.append(self._model.register_forward_pre_hook(Hook(self._on_pass)))
         for sums in self._sums():
@@ -209,12 +206,18 @@ class Recorder(Part):
             for module in sums.layer.modules:
                 self._hooks += sums.layer.attach(module, hook)
 
-    def detach(self) -> None:
-        """Remove the hooks: the model is as without K-FAC."""
-        if self._hooks:
+    def rest(self) -> None:
+        """Remove the hooks: until `listen`, the model is as without K-FAC."""
+        if self.recording:
+            self.recording = False
             run_eagerly(self, False)
-        while self._hooks:
-            self._hooks.pop().remove()
+            while self._hooks:
+                self._hooks.pop().remove()
+
+    def detach(self) -> None:
+        """Remove the hooks for good: a step with new factors finds no pass."""
+        self.rest()
+        self.recording = self._detached = True
 
     def clear(self) -> None:
         """Forget the passes since the last `finish`."""
