@@ -12,7 +12,7 @@ from support.problem import SETTINGS, network, run, sgd
 @pytest.fixture(autouse=True)
 def mpi_goes_on(monkeypatch):
     """Keep MPI alive for later tests: a program with an error code would end MPI."""
-    monkeypatch.setattr("mpi4py.MPI.Finalize", lambda: None)
+    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
 
 
 @pytest.fixture(scope="module")

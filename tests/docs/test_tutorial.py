@@ -40,7 +40,7 @@ def pictures(root: Path) -> None:
 
 @pytest.fixture
 def mpi_goes_on(monkeypatch):
-    monkeypatch.setattr("mpi4py.MPI.Finalize", lambda: None)
+    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
 
 
 @pytest.mark.slow
