@@ -34,9 +34,11 @@ class Experts(nn.Module):
 
 def batch(ranks: int) -> tuple[torch.Tensor, ...]:
     made = torch.Generator().manual_seed(1)
-    x = torch.randn(ranks * WORDS, 4, generator=made, dtype=torch.float64)
-    first = torch.cat([torch.arange(WORDS) < count for count in ROUTED[:ranks]])
-    return x, torch.randint(3, (len(x),), generator=made), first
+    with torch.device("cpu"):
+        x = torch.randn(ranks * WORDS, 4, generator=made, dtype=torch.float64)
+        first = torch.cat([torch.arange(WORDS) < count for count in ROUTED[:ranks]])
+        y = torch.randint(3, (len(x),), generator=made)
+    return x.to(problem.DEVICE), y.to(problem.DEVICE), first.to(problem.DEVICE)
 
 
 def learned(comm, shard, parts=1, **settings):
