@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
+from mpikfac.comm import Comm, Grid, Team, agree, broadcast, expect_ends, together
 from mpikfac.engine import (
     Everyone,
     FirstOrder,
@@ -139,6 +139,7 @@ class Trainer:
         self.built = self._build(self._draw())
         self._begin(0)
         take_model(model, self)
+        expect_ends(team.trains, type(self).__name__)
         unstored = ", ".join(unstored_settings(optimizer))
         if unstored and team.trains.rank == 0:
             log.warning(

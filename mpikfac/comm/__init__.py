@@ -20,6 +20,7 @@ from mpikfac.comm.curvature_ranks import begin_receive as begin_receive
 from mpikfac.comm.curvature_ranks import begin_send as begin_send
 from mpikfac.comm.curvature_ranks import leave as leave
 from mpikfac.comm.curvature_ranks import split as split
+from mpikfac.comm.ends import expect_ends as expect_ends
 from mpikfac.comm.grid import Grid as Grid
 from mpikfac.comm.group import Group as Group
 from mpikfac.comm.isolated import isolated_seconds as isolated_seconds

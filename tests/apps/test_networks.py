@@ -16,6 +16,7 @@ from torch import nn
 import mpikfac
 from mpikfac_apps.inspecting import export, weights
 from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.parse import parse
 from mpikfac_apps.planning import plan
 from mpikfac_apps.problems import models, own
 from mpikfac_apps.study.spec import plan_of
@@ -160,7 +161,7 @@ def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch)
     with pytest.raises(ValueError, match="model=timm:resnet19 is no network of timm; did you mean"):
         models.network("timm:resnet19")
     with pytest.raises(ValueError, match="images of 224x224 pixels only, and data.name=synthetic"):
-        train.parse([*options, "--model=timm:vit_tiny_patch16_224"], 1)
+        parse([*options, "--model=timm:vit_tiny_patch16_224"], 1)
     trained = "timm:test_resnet.r160_in1k is no network of timm without weights: r160_in1k names "
     with pytest.raises(ValueError, match=trained):  # timm would draw weights without a word
         models.network("timm:test_resnet.r160_in1k")
@@ -455,4 +456,4 @@ def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
 def test_passes_that_do_not_fit_are_refused(given, message):
     """Oracle: the messages, written out."""
     with pytest.raises(ValueError, match="^" + message):
-        train.parse([*QUICK, *given.split()], 1)
+        parse([*QUICK, *given.split()], 1)

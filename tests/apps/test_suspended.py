@@ -117,7 +117,7 @@ def hangs(*_, **__):
 first = ranks.Watchdog
 ranks.Watchdog = lambda reports: first(reports, limit)
 if where == "options":
-    train.parse = hangs
+    train.settings.of_start = hangs
 elif mpikfac.world().rank == 1 and where == "cores":
     train.share_cores = hangs
 elif where == "evaluate":

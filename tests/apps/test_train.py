@@ -498,7 +498,7 @@ def test_a_line_names_the_rank_whose_loss_is_not_finite(tmp_path):
 def test_a_run_whose_last_step_is_not_finite_is_not_complete(tmp_path, capfd):
     """Oracle: the line, code 2, and no checkpoint."""
     with pytest.raises(SystemExit) as leave:
-        train.main(arguments(tmp_path, "--optimizer=sgd", "--lr=1e30", "--max_steps=2"))
+        train.main(arguments(tmp_path, "--optimizer=sgd", "--lr=1e18", "--max_steps=2"))
     assert leave.value.code == 2
     assert "a number of step 2, the last step, was not finite" in capfd.readouterr().err
     assert not list((tmp_path / "checkpoints").glob("step-*"))

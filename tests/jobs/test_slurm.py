@@ -196,10 +196,10 @@ def undisturbed(slurm, limited, tmp_path_factory) -> Job:
 
 
 def saved(job: Job) -> dict[str, Any]:
-    """Return the items of the job's last checkpoint, without times."""
+    """Return the items of the job's last checkpoint, without times and options."""
     path = mpikfac.checkpoint.latest_checkpoint(job.project / "run" / "checkpoints")
     items = dict(mpikfac.load_checkpoint(mpikfac.world(), path))
-    timed = ("run/seconds", "run/metrics_bytes")
+    timed = ("run/seconds", "run/metrics_bytes", "run/data")
     return {
         name: value.tolist() if isinstance(value, torch.Tensor) else value
         for name, value in items.items()
