@@ -8,6 +8,7 @@ import gzip
 import json
 import random
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -644,3 +645,25 @@ def test_a_page_has_contents_sorting_and_tables_that_scroll(asked):
     wide = page.count('<div class="wide"')
     assert wide == page.count("<table") + len(pictures_of(page))
     assert "prefers-color-scheme: dark" in page and "@media print" in page
+
+
+def test_the_showcase_is_a_report_of_the_study_of_the_digits():
+    """Oracle: the cells of the study's file; `mpikfac study jobs/studies/digits.yaml` draws it."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "reports" / "digits.html").read_text()
+    study_file = yaml.safe_load((root / "jobs" / "studies" / "digits.yaml").read_text())
+    cells = {
+        (strategy, str(ranks), str(seed))
+        for part in study_file["matrix"]
+        for strategy in part["strategy"]
+        for ranks in part["ranks"]
+        for seed in part["seed"]
+    }
+    (data,) = re.findall(r'download="report.csv" href="[^,]*,([^"]*)"', page)
+    rows = list(csv.DictReader(base64.b64decode(data).decode().splitlines()))
+    assert {(row["variant"], row["ranks"], row["seed"]) for row in rows} == cells
+    assert all(row["test_accuracy"] for row in rows)
+    headings = re.findall(r'<h2 id="([^"]+)">', page)
+    assert headings == re.findall(r'<li><a href="#([^"]+)">', page)
+    assert len([ElementTree.fromstring(picture) for picture in pictures_of(page)]) >= 4
+    assert not re.search(r"https?://|<link|\bsrc=|@import", page)
