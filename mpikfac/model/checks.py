@@ -109,8 +109,9 @@ def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strateg
         ValueError: with `update="owner"`, a trained parameter is not in the optimizer.
     """
     if strategy.update == "owner":
+        stepped = members(optimizer)
         for block in blocks:
-            if not members(optimizer).issuperset(block.parameters):
+            if not stepped.issuperset(block.parameters):
                 raise ValueError(
                     f"update='owner' needs {block.name!r} in the optimizer: for another optimizer, "
                     f"only the owner would have its gradient; freeze it, or take update='everyone'"

@@ -40,6 +40,15 @@ def averages(kfac: KFAC) -> list[Tensor]:
     return [average.clone() for average in inside.factors(kfac).values()]
 
 
+def learned(model, x, y):
+    """Return a trainer with the statistics of a batch."""
+    model(x)
+    kfac = trainer(model)
+    F.cross_entropy(model(x), y).backward()
+    kfac.precondition()
+    return kfac
+
+
 def assert_alike(kfac: KFAC, expected: KFAC) -> None:
     for mine, theirs in zip(averages(kfac), averages(expected), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
@@ -213,11 +222,7 @@ def test_hooks_on_an_output_change_the_gradient_before_it_counts(hook, kind, pla
         model = Between(make().double(), nn.Identity() if by_module else between)
         if by_module:
             model.layer.register_forward_hook(lambda module, inputs, h, b=between: b(h))
-        model(x)
-        kfac = trainer(model)
-        F.cross_entropy(model(x), y).backward()
-        kfac.precondition()
-        found.append(kfac)
+        found.append(learned(model, x, y))
     assert_alike(*found)
 
 
@@ -229,11 +234,7 @@ def test_an_operation_in_place_behind_tokens_hides_no_layer(shape):
     for in_place in (True, False):
         torch.manual_seed(0)
         model = Between(nn.Linear(4, 6).double(), nn.ReLU(in_place))
-        model(x)
-        kfac = trainer(model)
-        F.cross_entropy(model(x), y).backward()
-        kfac.precondition()
-        found.append(kfac)
+        found.append(learned(model, x, y))
     assert_alike(*found)
 
 
