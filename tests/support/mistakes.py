@@ -347,8 +347,8 @@ TABLE = (
     Mistake(
         "stacks: layers of different owners lie apart",
         "plan/roles.py",
-        "(factor.side, factor.owner, factor.replicated, *(block[1:] for block in factor.blocks))",
-        "(factor.side, factor.replicated, *(block[1:] for block in factor.blocks))",
+        "owners = [(factor.owner, factor.replicated) for factor in self.factors]",
+        "owners = [factor.replicated for factor in self.factors]",
         "tests/unit/test_plan.py",
     ),
     Mistake(

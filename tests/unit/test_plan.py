@@ -134,8 +134,7 @@ def check_stacks(rank):
         blocks = [[block.name for f in layer.factors for block in f.blocks] for layer in layers]
         for layout, names in [
             *((rank.layouts.bases, list(of_kind)) for of_kind in zip(*blocks)),
-            *((layout, named) for layout in (rank.layouts.gradients, rank.layouts.directions)),
-            (rank.layouts.denominators, named),
+            *((layout, named) for layout in (rank.layouts.denominators, rank.layouts.directions)),
         ]:
             starts = [layout.offsets[name] for name in names if name in layout.offsets]
             distances = {stop - start for start, stop in itertools.pairwise(starts)}

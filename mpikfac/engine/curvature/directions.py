@@ -66,9 +66,9 @@ class Directions(Part):
     def _place(self, layers: Sequence[PlannedLayer], held: Held) -> Stack:
         names, first = [layer.name for layer in layers], layers[0]
         solver, matrix = self.bases.solvers[first.solver.name], first.shape.maps_vectors
-        gradient, direction = (together(x, names) for x in (self.gradients.arena, self.arena))
+        direction = together(self.arena, names)
         each = -1, *[1] * (direction.dim() - 1)
-        return Stack(names, solver, held, gradient, direction, matrix, each)
+        return Stack(names, solver, held, direction, matrix, each)
 
     def make(self, numbers: Numbers) -> None:
         """Precondition gradients, send the directions to all ranks, and bound the step.

@@ -33,9 +33,8 @@ class Stack:
     Attributes:
         names: of the layers.
         held: the decompositions; of several layers, `[layers]` in front of all shapes.
-        gradient: the gradients, a view of the gradients' arena: `[outputs, inputs]`, or of several
-            layers `[layers, outputs, inputs]`.
-        direction: the directions, a view of the directions' arena, alike.
+        direction: the directions, a view of the directions' arena: `[outputs, inputs]`, or of
+            several layers `[layers, outputs, inputs]`.
         matrix: whether a layer maps vectors to vectors, and a direction has singular values.
         each: the shape of numbers of layers that multiply a tensor of the stack.
     """
@@ -43,7 +42,6 @@ class Stack:
     names: Sequence[str]
     solver: Solver
     held: Held
-    gradient: Tensor
     direction: Tensor
     matrix: bool
     each: Sequence[int]
@@ -71,7 +69,14 @@ class Own:
     ) -> None:
         self.length, self.gradients, self.stacks = length, gradients, stacks
         self.model, self.optimizer = model, optimizer
-        self.sources = [stack.gradient for stack in stacks]
+        self.sources, self._apart = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        for stack in stacks:
+            blocks = [gradients.arena[name] for name in stack.names]
+            source = blocks[0] if len(blocks) == 1 else gradients.arena.stack(stack.names)
+            if source is None:  # on a GPU with several ranks; the owners of equal layers differ
+                source = torch.stack(blocks)
+                self._apart += zip(source, blocks)
+            self.sources.append(source)
         self.uncovered: list[Slot] = []
         self._counts = [len(stack.names) for stack in stacks]
 
@@ -99,6 +104,7 @@ class Own:
 
     def smooth(self, momentum: float) -> None:
         """Bring the `sources` up to date with the batch's gradients."""
+        copy_all(self._apart)
 
     def write(self, found: Sequence[Tensor]) -> None:
         """Write the rank's directions with their lengths to the arena of directions.
@@ -173,7 +179,7 @@ class OfAdam(Own):
         layout = lay_out([shapes] if length.momentum else [])
         self._momenta, self._means = gradients.site.arena(layout), gradients.site.arena(layout)
         if length.momentum:
-            self.sources = [together(self._means, stack.names) for stack in stacks]
+            self.sources, self._apart = [together(self._means, x.names) for x in stacks], []
         steps = gradients.arena | self._means  # of uncovered parameters
         self._numerators = [gradients.arena[name] for name in layers]
         self._numerators += [steps[name] for name in uncovered]
@@ -194,6 +200,7 @@ class OfAdam(Own):
         Means begin with momenta of 0: the first steps of uncovered parameters are shorter than
         Adam's.
         """
+        super().smooth(momentum)
         if not self._momenta:
             return
         broken, means = self.gradients.broken, list(self._means.values())
