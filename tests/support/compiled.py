@@ -38,9 +38,9 @@ class Problem(NamedTuple):
         return F.cross_entropy(call(self.inputs[chosen]), self.labels[chosen])
 
     def kfac(self, network: nn.Module, **settings: Any) -> mpikfac.KFACOptimizer:
-        """Return K-FAC for the network, on the process alone."""
-        settings = {**INTERVALS, "coverage": self.coverage} | settings
-        return mpikfac.KFACOptimizer(network, comm=MPI.COMM_SELF, **settings)
+        """Return K-FAC for the network, by default on the process alone."""
+        usual = {"comm": MPI.COMM_SELF, "coverage": self.coverage, **INTERVALS}
+        return mpikfac.KFACOptimizer(network, **(usual | settings))
 
     def descend(self, optimizer: Any, call: Callable[[Tensor], Tensor], steps: int = STEPS) -> None:
         """Train for some steps; random draws, as of dropout, are the same in all steps."""
