@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpikfac.engine.curvature.eager import run_eagerly
+from mpikfac.engine.curvature.eager import Eagerly
 from mpikfac.engine.curvature.factors import Factors
 from mpikfac.engine.part import Part
 from mpikfac.layers import Attached, Hook, Layer
@@ -193,14 +194,14 @@ class Recorder(Part):
         self._running = self._interrupted = False  # backward passes that count
         self._turn: Turn | None = None
         self._hooks: list[Attached] = []
+        weakref.finalize(self, _remove, self._hooks)
 
     def listen(self) -> None:
         """Add hooks to the model and its layers: from here on, passes count."""
         if self.recording or self._detached:
             return
         self.recording = True
-        run_eagerly(self, True)
-        self._hooks.append(self._model.register_forward_pre_hook(Hook(self._on_pass)))
+        self._hooks += [Eagerly(), self._model.register_forward_pre_hook(Hook(self._on_pass))]
         for sums in self._sums():
             hook = Hook(self._on_forward, sums.layer)
             for module in sums.layer.modules:
@@ -210,9 +211,7 @@ class Recorder(Part):
         """Remove the hooks: until `listen`, the model is as without K-FAC."""
         if self.recording:
             self.recording = False
-            run_eagerly(self, False)
-            while self._hooks:
-                self._hooks.pop().remove()
+            _remove(self._hooks)
 
     def detach(self) -> None:
         """Remove the hooks for good: a step with new factors finds no pass."""
@@ -360,22 +359,18 @@ class Recorder(Part):
 
     def _on_pass(self, *_: object) -> None:
         if not self.paused and torch.is_grad_enabled():
-            self._begin_pass()
-
-    def _begin_pass(self) -> None:
-        self._passes, self._between = self._passes + 1, False
+            self._passes, self._between = self._passes + 1, False
 
     def _on_forward(
         self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
     ) -> None:
-        trained = any(parameter.requires_grad for parameter in layer.parameters)
-        if not (module.training and trained) or self.paused:
+        if self.paused or not (module.training and any(p.requires_grad for p in layer.parameters)):
             return
         if (self._between or self._running) and not in_backward():
             self._interrupted |= self._running
             self._running = False
             if self._between:  # parts of the model are called, not the model
-                self._begin_pass()
+                self._passes, self._between = self._passes + 1, False
         call = layer.watch(inputs, named, output)
         if call is not None:
             x, listen = call
@@ -458,6 +453,12 @@ class Recorder(Part):
                     factor_sum.add(moment, of_squares if side.quadratic else weight)
         for observe in self._observers:
             observe(layer, chosen_x, chosen_g, of_squares)
+
+
+def _remove(hooks: list[Attached]) -> None:
+    """Take all hooks away from the model."""
+    while hooks:
+        hooks.pop().remove()
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
