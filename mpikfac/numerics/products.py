@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import torch
@@ -11,17 +13,94 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b`, computed by the faster of two libraries.
+    """Return `a @ b` in the precision of `multiplying`, or else by the faster of two libraries.
 
     `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
     as MKL. oneDNN takes the second matrix transposed, so a copy of the matrix has to pay off, too.
+
+    Args:
+        a: `[..., m, k]`.
+        b: `[..., k, n]`, with the same dimensions in front.
     """
-    if a.dim() > 2 or not a.is_cpu or a.dtype != torch.float32:
+    if (coarse := _coarse.get()) is not None:
+        return coarse(a, b)
+    if a.dim() > 2 or not a.is_cpu or a.dtype != torch.float32 or a.numel() * b.shape[1] < 2**24:
         return a @ b
-    enough_rows = b.T.is_contiguous() or len(a) >= 256
-    if enough_rows and a.numel() * b.shape[1] >= 2**24:
-        return F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
-    return a @ b
+    if len(a) < 256 and not b.T.is_contiguous():
+        return a @ b
+    return F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
+
+
+# -- precision ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def multiplying(precision: str) -> Iterator[None]:
+    """Let `product` multiply in a precision of `PRECISIONS`, on the calling thread."""
+    before = _coarse.set(PRECISIONS[precision])
+    try:
+        yield
+    finally:
+        _coarse.reset(before)
+
+
+def usual_precision(device: torch.device, in_background: bool) -> str:
+    """Return the precision of directions on a device, where the program chooses none.
+
+    Args:
+        in_background: a thread of the rank multiplies at the same time. Torch's setting of TF32 is
+            the whole process's, and would round products of the thread by chance.
+    """
+    on_tensor_cores = device.type == "cuda" and torch.version.cuda and not in_background
+    return "tf32" if on_tensor_cores else "float32"
+
+
+def in_tf32(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a @ b`; operands of float32 are rounded to 10 bits of mantissa, sums are not.
+
+    Torch has a setting for the whole process, which is in force for this product alone.
+    """
+    if a.dtype != torch.float32:
+        return a @ b
+    if not _has_tensor_cores(a):
+        return rounded_to_tf32(a) @ rounded_to_tf32(b)
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
+    try:
+        return a @ b
+    finally:
+        settings.fp32_precision = before
+
+
+def in_bfloat16(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a @ b` in float32; operands are rounded to bfloat16, but not operands of float64."""
+    if a.dtype == torch.float64:
+        return a @ b
+    a, b = a.bfloat16(), b.bfloat16()
+    if not _has_tensor_cores(a):
+        return a.float() @ b.float()
+    if a.dim() == 2:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    stacks = a.flatten(0, -3), b.flatten(0, -3)
+    return torch.bmm(*stacks, out_dtype=torch.float32).unflatten(0, a.shape[:-2])
+
+
+def rounded_to_tf32(x: Tensor) -> Tensor:
+    """Return `x` with mantissas of 10 bits, rounded to the nearest, ties away from zero."""
+    bits = x.contiguous().view(torch.int32)
+    return torch.where(x.isfinite(), ((bits + 0x1000) & ~0x1FFF).view(torch.float32), x)
+
+
+def _has_tensor_cores(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.version.cuda is not None
+
+
+PRECISIONS = {"float32": None, "tf32": in_tf32, "bfloat16": in_bfloat16}
+OF_POLYNOMIALS = {"bfloat16": "tf32"}
+"""The precision of products whose rounding errors grow, where it is another one.
+
+Polynomials of orthogonal directions multiply small singular values, and errors, by up to 485."""
+_coarse = ContextVar[Callable[[Tensor, Tensor], Tensor] | None]("coarse", default=None)
 
 
 # -- a layer's gradient between its factors -------------------------------------------------------
@@ -84,22 +163,22 @@ def _values(block: Tensor) -> int:
 def _block_from_left(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
     if block.dim() < matrix.dim():
         return block[..., :, None] * matrix
-    order, vectors = block.shape[-2:]
-    if vectors == order:
+    if block.shape[-2] == block.shape[-1]:
         return product(block.mT if transpose else block, matrix)
     if transpose:
         return torch.cat([matrix, product(block.mT, matrix)], -2)
+    order = _rows(block)
     return matrix[..., :order, :] + product(block, matrix[..., order:, :])
 
 
 def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
     if block.dim() < matrix.dim():
         return matrix * block[..., None, :]
-    order, vectors = block.shape[-2:]
-    if vectors == order:
+    if block.shape[-2] == block.shape[-1]:
         return product(matrix, block.mT if transpose else block)
     if not transpose:
         return torch.cat([matrix, product(matrix, block)], -1)
+    order = _rows(block)
     return matrix[..., :order] + product(matrix[..., order:], block.mT)
 
 

@@ -10,6 +10,7 @@ from mpikfac.settings.schedule import Schedule, in_force
 from mpikfac.settings.usual import TRUST
 
 Source = Literal["orthogonal", "adam", "sgd", "own", "quadratic"]
+Precision = Literal["float32", "tf32", "bfloat16"]
 SOURCES: tuple[Source, ...] = ("orthogonal", "adam", "sgd", "own", "quadratic")
 
 
@@ -46,10 +47,17 @@ class Length:
             weights, for the lengths of "orthogonal" and "adam": a step then changes weights by at
             most the share `lr * trust`, as in [LARS; LAMB]. `math.inf` for no limit. Weights that
             are all 0 have no limit.
+        precision: how products round that precondition gradients and make directions orthogonal.
+            "float32": not at all; on a GPU, as torch's settings say. "tf32": operands to 10 bits of
+            mantissa. "bfloat16": operands to 7 bits; polynomials of orthogonal directions, which
+            multiply errors, as "tf32". All sums are in float32. A GPU of NVIDIA multiplies so;
+            other devices round, and save no time. Models in float64 round nothing. None: "tf32" on
+            a GPU of NVIDIA, or "float32" with a `delay`; else "float32".
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to
-            1, a momentum beside another source or a bound, or a trust that is not positive.
+            1, a momentum beside another source or a bound, a trust that is not positive, or an
+            unknown precision.
     """
 
     source: Source | None = None
@@ -58,6 +66,7 @@ class Length:
     norm: float | Schedule | None = None
     momentum: float | Schedule = 0.0
     trust: float = TRUST
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -76,6 +85,7 @@ class Length:
             )
         self._check_momentum()
         check_positive("trust", self.trust)
+        one_of("precision", self.precision, (None, "float32", "tf32", "bfloat16"))
 
     def _check_momentum(self) -> None:
         if callable(self.momentum):

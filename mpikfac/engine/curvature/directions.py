@@ -17,7 +17,7 @@ from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.part import Item, Part
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
-from mpikfac.numerics import all_finite, not_finite
+from mpikfac.numerics import OF_POLYNOMIALS, all_finite, multiplying, not_finite, usual_precision
 from mpikfac.plan import LayerShape, stages
 from mpikfac.plan.names import DAMPING, PRECONDITION
 from mpikfac.settings import Numbers, Settings
@@ -52,6 +52,8 @@ class Directions(Part):
         self._planned = [self._place(layer.shape) for layer in self.plan.preconditioned]
         kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
         self.length = kind(settings.length, gradients, self._planned, model, optimizer)
+        usual = usual_precision(self.site.device, self.plan.strategy.refresh.delay > 0)
+        self._precision = settings.length.precision or usual
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = stages.publish_directions(self.plan)
         self._clip_messages = stages.clip(self.plan)
@@ -79,13 +81,14 @@ class Directions(Part):
 
     def precondition(self, numbers: Numbers) -> None:
         """Precondition the gradients of the rank's layers, and give directions their lengths."""
-        with self.site.trace.stage(PRECONDITION):
+        with self.site.trace.stage(PRECONDITION), multiplying(self._precision):
             self.bases.damp(numbers.damping)
             smoothed = self.length.smoothed(numbers.momentum)
             for planned in self._planned:
                 gradient = smoothed.get(planned.name, planned.gradient)
                 planned.direction.copy_(planned.solver.direction(gradient, planned.held))
-            self.length.scale(smoothed)
+            with multiplying(OF_POLYNOMIALS.get(self._precision, self._precision)):
+                self.length.scale(smoothed)
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
