@@ -1,25 +1,36 @@
 """Measure what float32, TF32 and bfloat16 leave of the directions of K-FAC, on a CPU that rounds.
 
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/precision.py --data DIR
+    PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/precision.py --made
+    PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/precision.py --data DIR --train
 
 ResNet-20 and vit_small learn CIFAR-10 for some steps of K-FAC by default. Gradients and
 decompositions of a further batch are computed in float64, and rounded to float32; directions in
 each precision are then compared with directions in float64. A row has the median and the least
 cosine over the layers, and the least cosine's layer: of directions as preconditioned, and of
 directions whose singular values are equal. The rows of `--made` are matrices of a known rank.
+
+`--train` trains both networks with the training program in each precision, with three seeds; all
+further options are the program's defaults. Runs are kept in `results/precision_runs.json`, and are
+not repeated: several sittings, or machines, can share the work.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
+import json
+import shutil
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from training import SEEDS, by_epoch
 
 import mpikfac
 from mpikfac.numerics import multiplying, orthogonalised
@@ -28,10 +39,16 @@ from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import table
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation
+from mpikfac_apps.training.train import main as program
 from support import inside
 
 PRECISIONS = "float32", "tf32", "bfloat16"
 DAMPINGS = 10.0, 0.1, 0.001  # relative; 10 is the default
+RUNS = Path(__file__).parent / "results" / "precision_runs.json"
+TASK = {
+    **{"data.name": "cifar10", "data.augment": "true", "data.test_images": "5000"},
+    **{"batch": "128", "threads": "1", "hang_after": "null", "checkpoint_minutes": "null"},
+}
 Directions = dict[str, Tensor]
 
 
@@ -43,9 +60,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=78)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--made", action="store_true", help="matrices of a known rank alone")
+    parser.add_argument("--train", action="store_true", help="train in each precision")
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
+    parser.add_argument("--images", default="2560")
+    parser.add_argument("--epochs", default="4")
+    parser.add_argument("--out", type=Path, default=Path("runs/precision"))
     options = parser.parse_args()
     if options.made:
         of_made()
+        return
+    if options.train:
+        for run in itertools.product(SEEDS, options.networks, options.precisions):
+            train(options, *run)
+        compare(options)
         return
     for name in options.networks:
         of_network(name, options)
@@ -160,6 +187,59 @@ def shown(rounded: Directions, exact: Directions) -> str:
 def cosine(rounded: Tensor, exact: Tensor) -> float:
     """Return the cosine of two tensors, in float64."""
     return F.cosine_similarity(rounded.double().flatten(), exact.flatten(), dim=0).item()
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def train(options: argparse.Namespace, seed: int, network: str, precision: str) -> None:
+    """Keep the end of a run; train only if the run is unknown."""
+    name = run_name(options, network, precision, seed)
+    if name in known():
+        return
+    settings = {
+        **TASK,
+        **{"model": network, "kfac.precision": precision, "seed": f"{seed}"},
+        **{"data.path": f"{options.data}", "data.train_images": options.images},
+        **{"epochs": options.epochs, "eval_every": options.epochs, "run_dir": f"{options.out}"},
+    }
+    shutil.rmtree(options.out, ignore_errors=True)
+    with contextlib.suppress(SystemExit):
+        program([f"--{key}={value}" for key, value in settings.items()])
+    metrics = options.out / "metrics.jsonl"
+    rows = map(json.loads, metrics.read_text().splitlines())
+    losses = [row["loss"] for row in rows if "loss" in row]
+    found = {"loss": losses[-1], "test_accuracy": by_epoch(metrics)[-1]["test_accuracy"]}
+    print(name, found, flush=True)
+    runs = known() | {name: found}  # read anew: another program may have added a run
+    RUNS.write_text(json.dumps(runs, indent=1) + "\n")
+
+
+def run_name(options: argparse.Namespace, network: str, precision: str, seed: int) -> str:
+    """Return a run's name in the file of runs."""
+    return f"{network}, {options.images} images, {options.epochs} epochs, {precision}, seed {seed}"
+
+
+def known() -> dict[str, dict[str, float]]:
+    """Return the ends of all finished runs."""
+    return json.loads(RUNS.read_text()) if RUNS.exists() else {}
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Print means and ranges over seeds, for each network and precision."""
+    rows = [("network", "precision", "seeds", "test accuracy, %", "loss")]
+    for network, precision in itertools.product(options.networks, PRECISIONS):
+        names = [run_name(options, network, precision, seed) for seed in SEEDS]
+        if runs := [known()[name] for name in names if name in known()]:
+            accuracies = spread([100 * run["test_accuracy"] for run in runs])
+            losses = spread([run["loss"] for run in runs])
+            rows.append((network, precision, f"{len(runs)}", accuracies, losses))
+    print("\n".join(table(rows)))
+
+
+def spread(numbers: list[float]) -> str:
+    """Return the mean and the range of numbers."""
+    return f"{statistics.mean(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
 
 
 if __name__ == "__main__":

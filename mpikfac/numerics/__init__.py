@@ -43,7 +43,6 @@ from mpikfac.numerics.precision import Scaler as Scaler
 from mpikfac.numerics.precision import end_step as end_step
 from mpikfac.numerics.precision import is_unscaled as is_unscaled
 from mpikfac.numerics.precision import without_autocast as without_autocast
-from mpikfac.numerics.products import OF_POLYNOMIALS as OF_POLYNOMIALS
 from mpikfac.numerics.products import Side as Side
 from mpikfac.numerics.products import from_left as from_left
 from mpikfac.numerics.products import from_right as from_right

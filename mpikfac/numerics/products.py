@@ -96,10 +96,6 @@ def _has_tensor_cores(tensor: Tensor) -> bool:
 
 
 PRECISIONS = {"float32": None, "tf32": in_tf32, "bfloat16": in_bfloat16}
-OF_POLYNOMIALS = {"bfloat16": "tf32"}
-"""The precision of products whose rounding errors grow, where it is another one.
-
-Polynomials of orthogonal directions multiply small singular values, and errors, by up to 485."""
 _coarse = ContextVar[Callable[[Tensor, Tensor], Tensor] | None]("coarse", default=None)
 
 

@@ -47,7 +47,7 @@ SETTINGS: tuple[Combination, ...] = (
     ),
     Combination(
         "precision",
-        ("tf32", "bfloat16"),
+        ("tf32",),
         {"delay": 0, "curvature_ranks": AtLeast(1)},
         "TF32 is a setting of the process, and a thread that decomposes would round by chance",
         any_of=True,

@@ -49,10 +49,9 @@ class Length:
             are all 0 have no limit.
         precision: how products round that precondition gradients and make directions orthogonal.
             "float32": not at all; on a GPU, as torch's settings say. "tf32": operands to 10 bits of
-            mantissa. "bfloat16": operands to 7 bits; polynomials of orthogonal directions, which
-            multiply errors, as "tf32". All sums are in float32. A GPU of NVIDIA multiplies so;
-            other devices round, and save no time. Models in float64 round nothing. None: "tf32" on
-            a GPU of NVIDIA, or "float32" with a `delay`; else "float32".
+            mantissa. "bfloat16": operands to 7 bits. Sums are in float32, and models in float64
+            round nothing. Tensor cores of an NVIDIA GPU multiply so; other devices round, and save
+            no time. None: "tf32" on an NVIDIA GPU without a `delay`, else "float32".
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to

@@ -17,7 +17,7 @@ from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.part import Item, Part
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
-from mpikfac.numerics import OF_POLYNOMIALS, all_finite, multiplying, not_finite, usual_precision
+from mpikfac.numerics import all_finite, multiplying, not_finite, usual_precision
 from mpikfac.plan import LayerShape, stages
 from mpikfac.plan.names import DAMPING, PRECONDITION
 from mpikfac.settings import Numbers, Settings
@@ -87,8 +87,7 @@ class Directions(Part):
             for planned in self._planned:
                 gradient = smoothed.get(planned.name, planned.gradient)
                 planned.direction.copy_(planned.solver.direction(gradient, planned.held))
-            with multiplying(OF_POLYNOMIALS.get(self._precision, self._precision)):
-                self.length.scale(smoothed)
+            self.length.scale(smoothed)
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
