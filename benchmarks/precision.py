@@ -8,7 +8,8 @@ ResNet-20 and vit_small learn CIFAR-10 for some steps of K-FAC by default. Gradi
 decompositions of a further batch are computed in float64, and rounded to float32; directions in
 each precision are then compared with directions in float64. A row has the median and the least
 cosine over the layers, and the least cosine's layer: of directions as preconditioned, and of
-directions whose singular values are equal. The rows of `--made` are matrices of a known rank.
+directions whose singular values are equal. The rows "another batch" are directions in float64 of a
+second batch's gradients. The rows of `--made` are matrices of a known rank.
 
 `--train` trains both networks with the training program in each precision, with three seeds; all
 further options are the program's defaults. Runs are kept in `results/precision_runs.json`, and are
@@ -105,10 +106,13 @@ def of_network(name: str, options: argparse.Namespace) -> None:
     drawn = examples(options.data, options.batch)
     model = trained(name, list(itertools.islice(drawn, options.steps))).double()
     rows = [(name, "damping", "precision", "preconditioned", "orthogonal")]
-    batch = next(drawn)
+    batch, other = next(drawn), next(drawn)
     for solver, damping in itertools.product(("inverse", "eigen"), DAMPINGS):
         gradients, kfac = state(model, batch, solver, damping)
         exact = both(gradients, kfac, torch.float64)
+        beside = both(state(model, other, solver, damping)[0], kfac, torch.float64)
+        cells = [shown(*pair) for pair in zip(beside, exact)]
+        rows.append((solver, f"{damping:g}", "another batch", *cells))
         for precision in PRECISIONS:
             with multiplying(precision):
                 rounded = both(gradients, kfac, torch.float32)

@@ -1,4 +1,4 @@
-"""Multiply matrices, and a layer's gradient by matrices or diagonals from both sides."""
+"""Multiply matrices in a precision, and gradients by matrices or diagonals from both sides."""
 
 from __future__ import annotations
 

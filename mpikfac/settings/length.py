@@ -12,11 +12,12 @@ from mpikfac.settings.usual import TRUST
 Source = Literal["orthogonal", "adam", "sgd", "own", "quadratic"]
 Precision = Literal["float32", "tf32", "bfloat16"]
 SOURCES: tuple[Source, ...] = ("orthogonal", "adam", "sgd", "own", "quadratic")
+PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a step.
+    """The length of a step, and the precision of directions.
 
     `source` gives the length of each layer's direction; a bound may then shorten the directions of
     all layers together. A bound is a number, or a schedule (a function of the step). At most one of
@@ -84,7 +85,7 @@ class Length:
             )
         self._check_momentum()
         check_positive("trust", self.trust)
-        one_of("precision", self.precision, (None, "float32", "tf32", "bfloat16"))
+        one_of("precision", self.precision, (None, *PRECISIONS))
 
     def _check_momentum(self) -> None:
         if callable(self.momentum):
