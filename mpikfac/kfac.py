@@ -77,7 +77,7 @@ class KFAC(Trainer):
             "unsplit-inverse": inverses with all of the damping added to each, as published codes
             do. "rank-one": mean vectors, with A and G as squares of vectors, a different estimator
             [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's.
-        length: the length of a step; `Length()` if None.
+        length: the length of a step, and the precision of directions; `Length()` if None.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of factors.
         trace: times the stages; a new trace if None.

@@ -47,8 +47,10 @@ from mpikfac.numerics.precision import without_autocast as without_autocast
 from mpikfac.numerics.products import Side as Side
 from mpikfac.numerics.products import from_left as from_left
 from mpikfac.numerics.products import from_right as from_right
+from mpikfac.numerics.products import multiplying as multiplying
 from mpikfac.numerics.products import of_coordinates as of_coordinates
 from mpikfac.numerics.products import product as product
+from mpikfac.numerics.products import usual_precision as usual_precision
 from mpikfac.numerics.steps import AdamSteps as AdamSteps
 from mpikfac.numerics.steps import elastic_step as elastic_step
 from mpikfac.numerics.steps import nesterov as nesterov

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpikfac.numerics import Side, from_left, from_right, product
+from mpikfac.numerics import from_left, from_right, product
 from mpikfac.plan import Combination, Form
 from mpikfac.solvers.eigen import damping_unit
 from mpikfac.solvers.solver import Held, Means, Solver
@@ -73,15 +73,10 @@ class Inverse(Solver):
         return {}, error_of_inverse(damp(factor, damping), blocks["inverse"])
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
-        """Return `G^-1 gradient A^-1`, all `[outputs, inputs]`, with damped inverses."""
-        return precondition_by_inverse(gradient, held.a["inverse"], held.g["inverse"])
-
-
-def precondition_by_inverse(gradient: Tensor, input_inverse: Side, output_inverse: Side) -> Tensor:
-    """Return `G^-1 gradient A^-1` `[outputs, inputs]`, in the dtype of the damped inverses."""
-    dtype = (*input_inverse, *output_inverse)[0].dtype
-    # The input inverse is symmetric: its transpose is what `product` takes without a copy.
-    return from_right(from_left(output_inverse, gradient.to(dtype)), input_inverse, transpose=True)
+        """Return `G^-1 gradient A^-1` `[outputs, inputs]`, with damped inverses in their dtype."""
+        a, g = held.a["inverse"], held.g["inverse"]
+        # The input inverse is symmetric: its transpose is what `product` takes without a copy.
+        return from_right(from_left(g, gradient.to((*a, *g)[0].dtype)), a, transpose=True)
 
 
 LEAF = 192  # order up to which a block is left to LAPACK
@@ -130,11 +125,10 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
     projected = product(coupling, leading)
     trailing = _inverse_by_blocks(matrix[half:, half:] - product(projected, coupling.T))
     lower = product(trailing, projected)
+    leading = product(projected.T, lower).add_(leading)
     inverse = torch.empty_like(matrix)
-    inverse[half:, half:] = trailing
-    inverse[half:, :half] = lower.neg()
-    inverse[:half, half:] = inverse[half:, :half].T
-    inverse[:half, :half] = product(projected.T, lower).add_(leading)
+    torch.cat([leading, -lower.T], 1, out=inverse[:half])
+    torch.cat([-lower, trailing], 1, out=inverse[half:])
     return inverse
 
 

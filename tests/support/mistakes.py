@@ -251,6 +251,28 @@ TABLE = (
         "tests/unit/test_kfac.py",
     ),
     Mistake(
+        "precision: directions are multiplied in float32 after all",
+        "engine/curvature/directions.py",
+        "with self.site.trace.stage(PRECONDITION), multiplying(self._precision):",
+        "with self.site.trace.stage(PRECONDITION):",
+        "tests/unit/test_precision.py",
+    ),
+    Mistake(
+        "precision: TF32 is cut off in the place of rounded",
+        "numerics/products.py",
+        "(bits + 0x1000)",
+        "bits",
+        "tests/unit/test_precision.py",
+    ),
+    Mistake(
+        "precision: ranks do not compare it",
+        "settings/settings.py",
+        '            "precision": self.length.precision,\n',
+        "",
+        "tests/mpi/test_mixed_precision.py",
+        2,
+    ),
+    Mistake(
         "damping: eigenvalues are not damped",
         "solvers/eigen.py",
         "out += damping",
