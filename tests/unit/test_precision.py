@@ -153,8 +153,10 @@ class Matrix:
 
     dtype, is_cuda = torch.float32, True
 
-    def __matmul__(self, other):
-        if other is None:
+    @classmethod
+    def __torch_function__(cls, func, types, args, kwargs):
+        assert func is torch.matmul
+        if args[1] is None:
             raise ZeroDivisionError
         return torch.backends.cuda.matmul.fp32_precision
 
