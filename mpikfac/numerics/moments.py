@@ -37,8 +37,8 @@ from torch import Tensor
 from mpikfac.numerics.products import product
 from mpikfac.plan import Normalization
 
-ADDED_IN_FLOAT32 = frozenset({torch.bfloat16, torch.float16})
-"""Dtypes of numbers whose products are exact in float32, and add up there on a GPU."""
+ADDED_IN_FLOAT32 = frozenset(() if torch.version.hip else (torch.bfloat16, torch.float16))
+"""Dtypes of numbers whose products are exact in float32, and add up there with CUDA."""
 
 
 def factor_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
