@@ -79,6 +79,15 @@ class Arena(dict[str, Tensor]):
         return self.flat[start:stop]
 
 
+def together(arena: Arena, names: Sequence[str]) -> Tensor:
+    """Return a block of the arena, or equal blocks as a stack."""
+    if len(names) == 1:
+        return arena[names[0]]
+    stack = arena.stack(names)
+    assert stack is not None, "layouts have equal layers side by side"
+    return stack
+
+
 class Parts:
     """Keep an arena's content for every part of a rank's batch; parts are summed in order later."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpikfac.plan.choices import Strategy
@@ -26,8 +26,10 @@ class Layouts:
         bases: decompositions: a segment per row of the column, and a segment of factors decomposed
             by every worker.
         denominators: damped products of eigenvalues of the layers to precondition.
-        gradients: all gradients: model order, or updater by updater if owners update.
+        gradients: all gradients, or updater by updater if owners update.
         directions: preconditioned gradients: column by column, or the rank's own if owners update.
+
+    Equal layers are neighbours in the last four: a stack of them is a view.
     """
 
     statistics: Layout
@@ -89,13 +91,13 @@ def of_requests(factors: Iterable[Factor]) -> Layout:
 
 def of_denominators(layers: Iterable[PlannedLayer]) -> Layout:
     """Return the layout of damped products of eigenvalues."""
-    eigen = (layer for layer in layers if layer.solver.denominators)
+    eigen = (layer for layer in by_kind(layers) if layer.solver.denominators)
     return lay_out([[(layer.name, layer.shape.denominators) for layer in eigen]])
 
 
 def of_gradients(layers: Iterable[PlannedLayer]) -> list[Block]:
     """Return name and shape of every layer's gradient."""
-    return [(layer.name, layer.shape.gradient) for layer in layers]
+    return [(layer.name, layer.shape.gradient) for layer in by_kind(layers)]
 
 
 def counted(blocks: Iterable[Block]) -> list[Block]:
@@ -109,6 +111,14 @@ def by_rank(blocks: Iterable[Block], ranks_of: Mapping[str, int], ranks: int) ->
     for name, shape in blocks:
         segments[ranks_of[name]].append((name, shape))
     return segments
+
+
+def by_kind(layers: Iterable[PlannedLayer]) -> list[PlannedLayer]:
+    """Return layers with layers of one kind side by side, in the order of the first of each."""
+    kinds: dict[Hashable, list[PlannedLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.kind, []).append(layer)
+    return [layer for alike in kinds.values() for layer in alike]
 
 
 def by_turn(factors: Iterable[Factor]) -> Sequence[Factor]:

@@ -185,11 +185,16 @@ class RankPlan:
         return self.layouts.squares if square else self.layouts.statistics
 
     def _bases(self) -> Layout:
-        if not self.publishes_bases:
-            return layouts.of_blocks([self.decomposed()])
-        columns = self.grid.columns
-        owned = (self._owned(row * columns + self.column) for row in range(self.grid.workers))
-        return layouts.of_blocks(map(layouts.by_turn, (*owned, self._replicated)))
+        places = {layer.name: place for place, layer in enumerate(layouts.by_kind(self.layers))}
+        segments = [self.decomposed()]
+        if self.publishes_bases:
+            columns = self.grid.columns
+            owned = (self._owned(row * columns + self.column) for row in range(self.grid.workers))
+            segments = [*owned, self._replicated]
+        return layouts.of_blocks(
+            sorted(factors, key=lambda factor: (factor.turn, places[factor.layer]))
+            for factors in segments
+        )
 
     def _gradients(self) -> Layout:
         vectors = self.strategy.exchange.of_vectors  # means lie behind

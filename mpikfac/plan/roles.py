@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -105,6 +105,16 @@ class PlannedLayer:
     def rescaled(self) -> bool:
         """Whether the layer has scales: eigenvalues estimated from gradients of examples."""
         return self.solver.rescaled and self.shape.rescaled
+
+    @property
+    def kind(self) -> Hashable:
+        """What equal layers have in common that can be preconditioned as one stack."""
+        of_factors = [
+            (factor.side, factor.owner, factor.replicated, *(block[1:] for block in factor.blocks))
+            for factor in self.factors
+        ]
+        form = self.solver.name, self.rescaled, self.shape.gradient
+        return self.fused, self.turn, form, tuple(of_factors)
 
     def side(self, side: str) -> tuple[Factor, ...]:
         """Return the factors that stand for A or for G; no factor stands for the identity."""
