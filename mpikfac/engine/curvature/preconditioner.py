@@ -21,8 +21,7 @@ from mpikfac.engine.curvature.bases import Bases, Decomposer
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
 from mpikfac.engine.curvature.directions import Directions
 from mpikfac.engine.curvature.factors import FACTORS, Factors
-from mpikfac.engine.curvature.recorder import Recorder
-from mpikfac.engine.curvature.together import Together
+from mpikfac.engine.curvature.recording import Recorder, Together
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import FirstOrder, Method, described
 from mpikfac.engine.nonfinite import Cautions

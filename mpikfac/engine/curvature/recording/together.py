@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpikfac.engine.curvature.factors import Factors
-from mpikfac.engine.curvature.recorder import (
+from mpikfac.engine.curvature.recording.recorder import (
     Observer,
     Recorder,
     SideSums,
