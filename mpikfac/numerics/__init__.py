@@ -25,15 +25,12 @@ from mpikfac.numerics.messages import encode as encode
 from mpikfac.numerics.messages import matrix_in as matrix_in
 from mpikfac.numerics.messages import orthonormal as orthonormal
 from mpikfac.numerics.messages import renewed as renewed
+from mpikfac.numerics.moments import ADDED_IN_FLOAT32 as ADDED_IN_FLOAT32
 from mpikfac.numerics.moments import factor_scales as factor_scales
-from mpikfac.numerics.moments import linear_input_sum as linear_input_sum
-from mpikfac.numerics.moments import linear_input_vector as linear_input_vector
-from mpikfac.numerics.moments import linear_output_sum as linear_output_sum
-from mpikfac.numerics.moments import linear_output_vector as linear_output_vector
 from mpikfac.numerics.moments import squares as squares
+from mpikfac.numerics.moments import sum_of as sum_of
 from mpikfac.numerics.moments import vector_scales as vector_scales
 from mpikfac.numerics.moments import with_bias as with_bias
-from mpikfac.numerics.moments import with_count as with_count
 from mpikfac.numerics.orthogonal import orthogonalised as orthogonalised
 from mpikfac.numerics.passes import at_end_of_backward as at_end_of_backward
 from mpikfac.numerics.passes import in_backward as in_backward

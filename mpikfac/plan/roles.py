@@ -47,6 +47,7 @@ class Factor(FactorShape):
         column: the layer's column.
         owner: the rank to decompose the factor for the column.
         turn: the layer's turn in a refresh.
+        fused: number of the layer's message in a stage.
         replicated: every worker of the layer decomposes the factor itself, and nothing is sent.
         packed: the shape to record, keep and send the factor in.
         blocks: the decomposition's blocks; the first block multiplies gradients.
@@ -61,6 +62,7 @@ class Factor(FactorShape):
     column: int
     owner: int
     turn: int
+    fused: int
     replicated: bool
     packed: Shape
     blocks: tuple[Block, ...]
@@ -214,7 +216,10 @@ def with_roles(
         form, column = forms[layer.name], placed.columns_of[layer.name]
         turn = turns_of[layer.name]
         factors = tuple(
-            _factor(shape, side, layer, form, column, placed.owners[shape.name], turn, strategy)
+            _factor(
+                *(shape, side, layer, form, column, placed.owners[shape.name], turn, number),
+                strategy,
+            )
             for side in layer.sides
             for shape in layer.side(side)
         )
@@ -231,6 +236,7 @@ def _factor(
     column: int,
     owner: int,
     turn: int,
+    fused: int,
     strategy: Strategy,
 ) -> Factor:
     name = shape.name
@@ -250,6 +256,7 @@ def _factor(
         column=column,
         owner=owner,
         turn=turn,
+        fused=fused,
         replicated=replicated,
         packed=shape.block(1) if form.vector else shape.triangle,
         blocks=tuple(blocks),

@@ -506,14 +506,14 @@ TABLE = (
     ),
     Mistake(
         "attention: statistics of all groups go to the first group",
-        "engine/curvature/recorder.py",
+        "engine/curvature/recording/recorder.py",
         "(planned.shape.groups, -1))[layer.group]",
         "(planned.shape.groups, -1))[0]",
         "tests/unit/test_inner.py",
     ),
     Mistake(
         "subsample: a rank counts the examples of the rank alone",
-        "engine/curvature/recorder.py",
+        "engine/curvature/recording/recorder.py",
         "_bound_layers(layers, factors, estimator), self.plan.pooled",
         "_bound_layers(layers, factors, estimator), 1",
         "tests/mpi/test_subsample.py",
@@ -521,7 +521,7 @@ TABLE = (
     ),
     Mistake(
         "subsample: few examples stand for the whole batch in an embedding's diagonal",
-        "engine/curvature/recorder.py",
+        "engine/curvature/recording/recorder.py",
         "vector or planned.shape.diagonal or planned.rescaled",
         "vector or planned.rescaled",
         "tests/mpi/test_subsample.py",
@@ -529,7 +529,7 @@ TABLE = (
     ),
     Mistake(
         "attention: statistics are sent before all groups are recorded",
-        "engine/curvature/recorder.py",
+        "engine/curvature/recording/recorder.py",
         "all(part.complete for part in",
         "any(part.complete for part in",
         "tests/mpi/test_inner.py",

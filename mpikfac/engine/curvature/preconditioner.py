@@ -21,7 +21,7 @@ from mpikfac.engine.curvature.bases import Bases, Decomposer
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
 from mpikfac.engine.curvature.directions import Directions
 from mpikfac.engine.curvature.factors import FACTORS, Factors
-from mpikfac.engine.curvature.recorder import Recorder
+from mpikfac.engine.curvature.recording import Recorder, Together
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import FirstOrder, Method, described
 from mpikfac.engine.nonfinite import Cautions
@@ -74,7 +74,9 @@ class Preconditioner(FirstOrder):
         self.of_solver = list(_parts_of_solvers(solvers, self.bases))
         observers = [part.record for part in self.of_solver]
         layers = gradients.layers
-        self.recorder = Recorder(model, layers, self.factors, estimator, observers)
+        at_once = site.device.type == "cpu" or self.factors.sender.early
+        recorder = Recorder if at_once else Together
+        self.recorder = recorder(model, layers, self.factors, estimator, observers)
         self.directions = Directions(gradients, self.bases, model, optimizer, settings)
         self._cautions = Cautions()
         # Factors first: no thread may add up statistics that are forgotten.
