@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpikfac.numerics import Side, from_right, product
 from mpikfac.plan import Combination, Form, OneOf, Same
-from mpikfac.solvers.eigen import Eigen
+from mpikfac.solvers.eigen import RENEWED, Eigen
 
 EVERYWHERE = Combination(
     "solver",
@@ -43,7 +43,7 @@ class Ekfac(Eigen):
         rescaled=True,
         products=2,
         timed_as="eigen",
-        needs=(EVERYWHERE, AS_THEY_ARE),
+        needs=(EVERYWHERE, AS_THEY_ARE, RENEWED),
     )
 
 

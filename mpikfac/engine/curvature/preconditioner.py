@@ -326,6 +326,7 @@ class Curvature(Method):
         run = next(iter(self.solvers.values()))
         layer_shapes = [layer.shape for layer in layers]
         choices = {
+            **vars(run),
             **strategy.choices(),
             **vars(self.estimator),
             **self.settings.described(),
