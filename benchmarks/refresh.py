@@ -5,7 +5,9 @@
     PYTHONPATH=tests python benchmarks/refresh.py time --out runs/refresh
     PYTHONPATH=tests python benchmarks/refresh.py errors --out runs/refresh
     PYTHONPATH=tests python benchmarks/refresh.py along --data DIR --out runs/refresh \
-        --model resnet20 --size 32 --batch 128 --steps 1000
+        --model resnet20 --size 32 --steps 400
+    PYTHONPATH=tests python benchmarks/refresh.py curves --data DIR --out runs/refresh \
+        --model resnet20 --size 32 --steps 160
     PYTHONPATH=tests python benchmarks/refresh.py orders --out runs/refresh
 
 `record` trains, and keeps gradients and the factors' running averages of the last step and of 10
@@ -16,7 +18,8 @@ gained too little for a place in the library.
 
 `along` trains with `eigen` at the default intervals. At every refresh it renews eigenvectors of its
 own by orthogonal iterations, from the first decomposition on, and prints the misfit and the cosine
-with the exact direction over layers. `orders` times an iteration and eigh for a single factor.
+with the exact direction over layers. `curves` prints the loss of whole runs by solver and seed,
+and goes on where it was stopped. `orders` times an iteration and eigh for a single factor.
 """
 
 from __future__ import annotations
@@ -47,6 +50,13 @@ INTERVAL = 10  # steps between refreshes
 DAMPINGS = (1e-3, 3e-2)
 ITERATIONS = (0, 1, 2)  # of the chains of `along`
 SHARES = (10.0, 0.1)  # dampings of `along`, in mean eigenvalues; 10 is the default
+SEEDS = 0, 1, 2
+LAST = 40  # steps of `curves` with a mean loss
+SOLVERS = {  # of `curves`, with the tolerance
+    "eigh": (Eigen(), 0.0),
+    "one iteration": (Eigen(iterations=1), 0.3),
+    "eigenvectors kept": (Eigen(), 1e9),
+}
 WINDOW = 128  # neighbouring eigenvectors, resolved exactly
 
 Basis = tuple[Tensor, Tensor]
@@ -55,7 +65,7 @@ Basis = tuple[Tensor, Tensor]
 def main() -> None:
     """Record, or print a table of times or of errors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["record", "time", "errors", "along", "orders"])
+    parser.add_argument("what", choices=["record", "time", "errors", "along", "curves", "orders"])
     parser.add_argument("--out", type=Path, required=True, help="directory of the recording")
     parser.add_argument("--data", help="directory of CIFAR-10")
     parser.add_argument("--model", default="resnet50")
@@ -65,8 +75,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="*", default=[*EIGEN, *INVERSE], help="default: all")
     options = parser.parse_args()
-    if options.what in ("along", "orders"):
-        (along if options.what == "along" else print_orders)(options)
+    if options.what in (own := {"along": along, "curves": curves, "orders": print_orders}):
+        own[options.what](options)
         return
     if options.what == "record":
         options.out.mkdir(parents=True, exist_ok=True)
@@ -83,7 +93,7 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
     """Return by layer: `gradient`, factors now and 10 steps before, old bases, exact directions."""
     before: dict[str, Tensor] = {}
     kfac = made(options, lr=0.05, solver="inverse", damping=0.03)
-    for step in trained(kfac, options):
+    for step, _ in trained(kfac, options):
         if step == options.steps - INTERVAL:
             before = unfolded(kfac)
     now = unfolded(kfac)
@@ -91,12 +101,18 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
     return {name: recorded(name, gradients[name], before, now) for name in gradients}
 
 
-def made(options: argparse.Namespace, lr: float, **choices: object) -> mpikfac.KFAC:
+def made(
+    options: argparse.Namespace,
+    lr: float,
+    strategy: mpikfac.Strategy | None = None,
+    seed: int = 0,
+    **choices: object,
+) -> mpikfac.KFAC:
     """Return K-FAC for a new model."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = models.build(options.model, classes=10).to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
-    return mpikfac.KFAC(model, optimizer, mpikfac.world(), **choices)
+    return mpikfac.KFAC(model, optimizer, mpikfac.world(), strategy, **choices)
 
 
 def unfolded(kfac: mpikfac.KFAC) -> dict[str, Tensor]:
@@ -104,15 +120,17 @@ def unfolded(kfac: mpikfac.KFAC) -> dict[str, Tensor]:
     return {name: triangles.unfold_triangle(f) for name, f in inside.factors(kfac).items()}
 
 
-def trained(kfac: mpikfac.KFAC, options: argparse.Namespace) -> Iterator[int]:
-    """Yield the number of every step, after the step."""
+def trained(
+    kfac: mpikfac.KFAC, options: argparse.Namespace, seed: int = 0
+) -> Iterator[tuple[int, float]]:
+    """Yield the number and the loss of every step, after the step."""
     images = datasets.load("cifar10", options.data, 10_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(
         images.train_images,
         images.train_labels,
         options.batch,
-        seed=0,
+        seed=seed,
         augment=Augmentation(),
     )
     steps_per_epoch = len(images.train_images) // options.batch
@@ -120,9 +138,10 @@ def trained(kfac: mpikfac.KFAC, options: argparse.Namespace) -> Iterator[int]:
         x, labels = draw.get(*divmod(step, steps_per_epoch))
         x = F.interpolate(normalise(x), size=(options.size,) * 2, mode="bilinear")
         kfac.optimizer.zero_grad()
-        F.cross_entropy(kfac.model(x.to(options.device)), labels.to(options.device)).backward()
+        loss = F.cross_entropy(kfac.model(x.to(options.device)), labels.to(options.device))
+        loss.backward()
         kfac.step()
-        yield step
+        yield step, loss.item()
 
 
 def recorded(
@@ -175,7 +194,7 @@ def along(options: argparse.Namespace) -> None:
     kfac = made(options, lr=RATE, solver="eigen")
     chains: dict[int, dict[str, Basis]] = {}
     rows = []
-    for step in trained(kfac, options):
+    for step, _ in trained(kfac, options):
         if not inside.due(kfac, step)[1]:
             continue
         factors = unfolded(kfac)
@@ -201,6 +220,20 @@ def along(options: argparse.Namespace) -> None:
         (options.out / "along.json").write_text(json.dumps(rows))
 
 
+def curves(options: argparse.Namespace) -> None:
+    """Train with every solver and seed; keep all losses, and print the means of the last steps."""
+    file = options.out / "curves.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for name, (solver, tolerance) in SOLVERS.items():
+        strategy = mpikfac.Strategy().changed(tolerance=tolerance)
+        for seed in SEEDS:
+            if (key := f"{name}, seed {seed}") not in found:
+                kfac = made(options, RATE, strategy, seed, solver=solver)
+                found[key] = [round(loss, 5) for _, loss in trained(kfac, options, seed)]
+                file.write_text(json.dumps(found))
+            print(f"| {key} | {statistics.mean(found[key][-LAST:]):.4f} |", flush=True)
+
+
 def renew(factors: dict[str, Tensor], chain: dict[str, Basis], iterations: int) -> list[float]:
     """Renew all eigenvectors of a chain in place; return the misfits."""
     solver, misfits = Eigen(iterations=iterations), []
@@ -208,7 +241,7 @@ def renew(factors: dict[str, Tensor], chain: dict[str, Basis], iterations: int) 
         vectors = chain[name][1]
         blocks, misfit = solver.renew(factor, {"vectors": vectors}, None)
         chain[name] = blocks["values"], blocks.get("vectors", vectors)
-        misfits.append(misfit.item())
+        misfits.append(round(misfit.item(), 4))
     return misfits
 
 
@@ -229,7 +262,7 @@ def cosines(
             for pair in sides
         ]
         found.append(F.cosine_similarity(*(d.flatten() for d in directions), dim=0).item())
-    return statistics.median(found), min(found)
+    return round(statistics.median(found), 5), round(min(found), 5)
 
 
 def print_orders(options: argparse.Namespace) -> None:

@@ -144,7 +144,8 @@ def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
     # Fixed and without a pattern; torch's generator belongs to the program.
-    probes = torch.arange(8.0 * matrix.shape[-1]).square_().sin_().view(8, -1).to(matrix)
+    probes = torch.arange(8.0 * matrix.shape[-1], device=matrix.device).square_().sin_()
+    probes = probes.view(8, -1).to(matrix)
     return (probes @ matrix @ inverse - probes).norm(dim=(-2, -1)) / probes.norm()
 
 

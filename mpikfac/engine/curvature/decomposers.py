@@ -125,7 +125,7 @@ class AtOnce:
     def _renewed(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Blocks, set[str]]:
-        """Return blocks of factors that need no new decomposition, and the factors' names."""
+        """Return renewed blocks, and the names of the factors that need no new decomposition."""
         if request.first or not self._tolerance:
             return {}, set()
         blocks: Blocks = {}
@@ -140,8 +140,7 @@ class AtOnce:
             tried += [factor.name for factor in stack.factors]
             misfits.append(misfit.double())
         found = zip(tried, torch.cat(misfits).tolist() if misfits else [])
-        fitting = {name for name, misfit in found if misfit <= self._tolerance}  # not if NaN
-        return {n: b for n, b in blocks.items() if self._factor_of[n] in fitting}, fitting
+        return blocks, {name for name, misfit in found if misfit <= self._tolerance}  # not if NaN
 
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
