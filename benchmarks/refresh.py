@@ -274,7 +274,7 @@ def print_orders(options: argparse.Namespace) -> None:
         factor = rows.T @ rows / len(rows)
         vectors = eigenbasis(factor)[1]
         by_eigh, by_iteration = [], []
-        for _ in range(1 if order > 1152 and options.device == "cpu" else 5):
+        for _ in range(5):
             by_eigh.append(seconds(lambda f=factor: eigenbasis(f), 1))
             older = {"vectors": vectors}
             call = partial(Eigen(iterations=1).renew, factor, older, None)
