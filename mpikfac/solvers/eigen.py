@@ -27,7 +27,7 @@ LOW_RANK = Combination(
     "some eigenvectors are kept, and only orthogonal eigenvectors say what the others do",
 )
 RENEWED = Combination(
-    "iterations",
+    "eigen.iterations",
     None,
     {"tolerance": Above(0.0)},
     "eigenvectors with a larger misfit are decomposed anew",

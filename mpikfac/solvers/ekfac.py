@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -43,7 +43,7 @@ class Ekfac(Eigen):
         rescaled=True,
         products=2,
         timed_as="eigen",
-        needs=(EVERYWHERE, AS_THEY_ARE, RENEWED),
+        needs=(EVERYWHERE, AS_THEY_ARE, replace(RENEWED, choice="ekfac.iterations")),
     )
 
 

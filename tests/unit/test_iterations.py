@@ -294,7 +294,9 @@ def test_few_vectors_are_iterated_in_a_run(comm):
 
 def test_refusals(comm):
     """Oracle: by hand: without a tolerance no misfit is small enough."""
-    with pytest.raises(ValueError, match=r"iterations=1 needs tolerance > 0, not 0\.0"):
-        trainer(comm, tolerance=0.0)
+    for solver in (ONCE, Ekfac(iterations=1)):
+        needs = rf"{solver.name}\.iterations=1 needs tolerance > 0, not 0\.0"
+        with pytest.raises(ValueError, match=needs):
+            trainer(comm, solver, tolerance=0.0)
     with pytest.raises(ValueError, match="iterations=-1"):
         Eigen(iterations=-1)
