@@ -67,7 +67,7 @@ class Inverse(Solver):
 
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
-    ) -> tuple[dict[str, Tensor], float]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return no blocks, and the error of directions by the older inverse."""
         assert damping is not None
         return {}, error_of_inverse(damp(factor, damping), blocks["inverse"])
@@ -132,14 +132,15 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
     return inverse
 
 
-def error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
-    """Return the relative error of `inverse @ v` for typical `v`: residual of a few fixed vectors.
+def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
+    """Return the relative error `[]` of `inverse @ v` for typical `v`, by a few fixed vectors.
 
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
     # Fixed and without a pattern; torch's generator belongs to the program.
-    probes = torch.arange(8.0 * matrix.shape[-1]).square_().sin_().view(8, -1).to(matrix)
-    return ((probes @ matrix @ inverse - probes).norm() / probes.norm()).item()
+    probes = torch.arange(8.0 * matrix.shape[-1], device=matrix.device).square_().sin_()
+    probes = probes.view(8, -1).to(matrix)
+    return (probes @ matrix @ inverse - probes).norm(dim=(-2, -1)) / probes.norm()
 
 
 def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:

@@ -302,6 +302,13 @@ TABLE = (
         "tests/unit/test_bases.py",
     ),
     Mistake(
+        "iterations: vectors of small eigenvalues come before vectors of large eigenvalues",
+        "solvers/eigen.py",
+        "argsort(-1, descending=True)",
+        "argsort(-1)",
+        "tests/unit/test_iterations.py",
+    ),
+    Mistake(
         "curvature ranks: factors are sent without the damping",
         "extensions/curvature_ranks.py",
         "sent[factor.added].copy_(request.added[factor.name])",

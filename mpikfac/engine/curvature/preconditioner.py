@@ -328,6 +328,7 @@ class Curvature(Method):
         run = next(iter(self.solvers.values()))
         layer_shapes = [layer.shape for layer in layers]
         choices = {
+            **{f"{run.name}.{field}": value for field, value in vars(run).items()},
             **strategy.choices(),
             **vars(self.estimator),
             **self.settings.described(),
