@@ -1,0 +1,596 @@
+"""The measurements of gpu.py: a function for each part, with a process or a job of its own.
+
+    python benchmarks/gpu_parts.py FUNCTION FILE
+
+A function returns rows; `timing.timed` makes most of them. A row with `missing` tells what a case
+needs that is not here, such as an argument of `KFAC` that an older library does not have.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timing import Case, Missing, Row, Step, timed
+from torch import Tensor, nn
+
+import mpikfac
+from mpikfac_apps import place
+from mpikfac_apps.problems import models
+
+NEVER = 10**9
+KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "decompositions": (1, 1)}
+LENGTHS = {"ordinary": 4, "factors": 2, "decompositions": 1}  # steps of a block
+PRECISIONS = ("float32", "tf32", "bfloat16")
+CAPTURED = {"capture": True}
+
+
+class Task(NamedTuple):
+    """A network and its batch."""
+
+    name: str
+    network: str
+    batch: int
+    image: tuple[int, int, int]
+    classes: int
+
+
+class Scale(NamedTuple):
+    """The sizes of all parts.
+
+    Attributes:
+        tasks: the small network, and the large network with a small, the usual and a large batch.
+        rounds: samples of each case.
+        intervals: of the final table; the first two are also measured whole.
+        orders: of factors, taken one at a time; `beside` are those beside SGD.
+        backend: of torch.compile.
+    """
+
+    tasks: tuple[Task, Task, Task, Task]
+    rounds: int
+    intervals: tuple[tuple[int, int], ...]
+    orders: tuple[int, ...]
+    beside: tuple[int, ...]
+    backend: str
+
+
+RESNET20 = ("resnet20", 128, (3, 32, 32), 10)
+DIGITS = ("digits_cnn", 4, (1, 8, 8), 10)
+FULL = Scale(
+    (
+        Task("ResNet-20, 128", *RESNET20),
+        *(
+            Task(f"ResNet-50, {batch}", "resnet50", batch, (3, 224, 224), 1000)
+            for batch in (32, 128, 256)
+        ),
+    ),
+    rounds=7,
+    intervals=((10, 100), (1, 10), (50, 500)),
+    orders=(64, 256, 512, 576, 1024, 1152, 2048, 2304, 4608),
+    beside=(512, 1152, 2304, 4608),
+    backend="inductor",
+)
+TINY = Scale(
+    (Task("digits", *DIGITS),) * 4,
+    rounds=2,
+    intervals=((2, 4), (1, 2), (3, 6)),
+    orders=(8, 40),
+    beside=(8,),
+    backend="eager",
+)
+TRIAL = bool(os.environ.get("TRIAL"))
+SCALE = TINY if TRIAL else FULL
+SMALL, LITTLE, USUAL, LARGE = SCALE.tasks
+
+
+def each(*tasks: Task) -> list[Task]:
+    """Return the tasks, each of them once: those of a trial are one."""
+    return list(dict.fromkeys(tasks))
+
+
+def main(function: str, file: str) -> None:
+    """Measure, and write the result; nothing is written if the measurement fails.
+
+    Collective over: world.
+    """
+    if not torch.accelerator.is_available():
+        sys.exit("torch finds no GPU")
+    comm = mpikfac.world()
+    device = mpikfac.device(comm)
+    rows = FUNCTIONS[function]()
+    hosts = comm.allgather(platform.node())
+    if comm.rank == 0:
+        versions = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+        result = {
+            "trial": TRIAL,
+            "environment": place.environment(hosts, device) | versions,
+            "settings": {"function": function, "library": mpikfac.__file__, **SCALE._asdict()},
+            "rows": rows,
+        }
+        path = Path(file)
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps(result, indent=1) + "\n")
+        fresh.replace(path)
+
+
+# -- a training ----------------------------------------------------------------------------------
+
+
+@cache
+def network(name: str, classes: int, channels: int) -> nn.Module:
+    """Return the network on the host; always with the same weights."""
+    torch.manual_seed(0)
+    return models.build(name, classes, channels)
+
+
+class Training:
+    """A network, its batch and an SGD with momentum, on the rank's GPU.
+
+    Args:
+        plain: in float32 and NCHW; else under autocast to bfloat16, in channels-last.
+    """
+
+    def __init__(self, task: Task, plain: bool = False) -> None:
+        self.comm, self.plain = mpikfac.world(), plain
+        self.device = mpikfac.device(self.comm)
+        layout = torch.contiguous_format if plain else torch.channels_last
+        model = copy.deepcopy(network(task.network, task.classes, task.image[0]))
+        self.model = model.to(self.device).to(memory_format=layout)
+        self.optimizer = self.sgd()
+        torch.manual_seed(self.comm.rank)
+        images = torch.randn(task.batch, *task.image).to(self.device)
+        self.images = images.to(memory_format=layout)
+        self.labels = torch.randint(task.classes, (task.batch,)).to(self.device)
+
+    def sgd(self) -> torch.optim.Optimizer:
+        """Return a new SGD of the network."""
+        return torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
+
+    def kfac(self, factor_every: int, basis_every: int, **choices: Any) -> mpikfac.KFAC:
+        """Return K-FAC of the network; `Missing` if the library does not have the choices."""
+        for name in choices:
+            if name not in inspect.signature(mpikfac.KFAC).parameters:
+                raise Missing(f"KFAC has no argument {name!r}")
+        every = {"factor_every": factor_every, "basis_every": basis_every}
+        try:
+            return mpikfac.KFAC(self.model, self.optimizer, self.comm, **every, **choices)
+        except (TypeError, ValueError) as error:
+            if not choices:
+                raise
+            raise Missing(str(error)) from error
+
+    def step(self, finish: Callable[[], object], model: nn.Module | None = None) -> Step:
+        """Return a training step that ends with `finish`; of a compiled `model`, if given."""
+        run = model or self.model
+
+        def step() -> None:
+            self.optimizer.zero_grad()
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=not self.plain):
+                loss = F.cross_entropy(run(self.images), self.labels)
+            loss.backward()
+            finish()
+
+        return step
+
+
+def sgd(task: Task, plain: bool = False, name: str = "SGD", steps: int = 4) -> Case:
+    """Return the case of SGD alone: torch's, without mpikfac."""
+
+    def make() -> Step:
+        training = Training(task, plain)
+        return training.step(training.optimizer.step)
+
+    return Case(f"{task.name}: {name}", make, base_of(task), steps)
+
+
+def kfac(
+    task: Task,
+    kind: str = "ordinary",
+    name: str = "K-FAC",
+    plain: bool = False,
+    **choices: Any,
+) -> Case:
+    """Return the case of a kind of step of K-FAC."""
+
+    def make() -> Step:
+        training = Training(task, plain)
+        return training.step(training.kfac(*KINDS[kind], **choices).step)
+
+    return Case(f"{task.name}: {name}, {kind}", make, base_of(task), LENGTHS[kind])
+
+
+def base_of(task: Task) -> str:
+    """Return the name of the case that others are compared with."""
+    return f"{task.name}: SGD"
+
+
+def interval(task: Task, every: tuple[int, int], name: str, base: str, **choices: Any) -> Case:
+    """Return the case of all steps between two refreshes, one after the other."""
+
+    def make() -> Step:
+        training = Training(task)
+        return training.step(training.kfac(*every, **choices).step)
+
+    return Case(f"{task.name}: {name}", make, base, every[1], profiled=False)
+
+
+# -- the parts -----------------------------------------------------------------------------------
+
+
+def health() -> list[Row]:
+    """Run the tests that compare the GPU with the CPU.
+
+    Collective over: world.
+    """
+    import pytest
+
+    comm = mpikfac.world()
+    chosen = ["-k", "allocate"] if TRIAL else []
+    code = pytest.main(["-q", "-rs", "-x", "tests/mpi/test_cuda.py", *chosen])
+    if codes := [int(each) for each in comm.allgather(int(code)) if each]:
+        raise RuntimeError(f"tests/mpi/test_cuda.py ended with codes {codes}")
+    return [{"name": f"tests/mpi/test_cuda.py, {comm.size} ranks", "note": "passed"}]
+
+
+def ordinary() -> list[Row]:
+    """Time ordinary steps by precision: is the step the device's or the host's?"""
+    cases: list[Case] = []
+    for task in each(USUAL, LITTLE, SMALL):
+        cases += [sgd(task), kfac(task)]
+        for precision in PRECISIONS:
+            cases.append(kfac(task, name=f"K-FAC, {precision}", precision=precision))
+    cases.append(kfac(USUAL, name="K-FAC, eigen", solver="eigen"))
+    return timed(cases, SCALE.rounds)
+
+
+def compiled_small() -> list[Row]:
+    """Time compiled SGD and K-FAC on one compiled network, and count its graphs."""
+    return list(compiled_rows(SMALL))
+
+
+def compiled() -> list[Row]:
+    """Do the same with the large network, which takes long to compile."""
+    return list(compiled_rows(USUAL))
+
+
+def compiled_rows(task: Task) -> Iterator[Row]:
+    """Yield the rows of a network; K-FAC's hooks are on the network at steps with factors alone."""
+    torch._dynamo.reset()
+    training = Training(task)
+    model = torch.compile(training.model, backend=SCALE.backend)
+    plain, graphs = training.sgd(), [0]
+    kfacs: list[mpikfac.KFAC] = []
+
+    def one_kfac() -> mpikfac.KFAC:
+        if not kfacs:  # after SGD's first steps: K-FAC's first step needs hooks
+            graphs.append(graphs_and_breaks())
+            kfacs.append(training.kfac(NEVER, NEVER))
+        return kfacs[0]
+
+    base = f"{task.name}: compiled SGD"
+    yield from timed(
+        [
+            Case(base_of(task), lambda: training.step(plain.step), base),
+            Case(base, lambda: training.step(plain.step, model), base),
+            Case(f"{task.name}: K-FAC", lambda: training.step(one_kfac().step), base),
+            Case(
+                f"{task.name}: compiled K-FAC",
+                lambda: training.step(one_kfac().step, model),
+                base,
+            ),
+        ],
+        SCALE.rounds,
+    )
+    kfacs.pop().close()
+    every = SCALE.intervals[0][0]
+    after = training.kfac(every, NEVER)
+    yield from timed(
+        [
+            Case(
+                f"{task.name}: compiled K-FAC, factors each {every} steps",
+                lambda: training.step(after.step, model),
+                base,
+                every,
+                profiled=False,
+            )
+        ],
+        SCALE.rounds,
+    )
+    after.close()
+    graphs.append(graphs_and_breaks())
+    yield {
+        "name": f"{task.name}: graphs, breaks",
+        "note": f"with SGD alone {graphs[1]}; after K-FAC {graphs[2]}",
+    }
+
+
+def graphs_and_breaks() -> tuple[int, int]:
+    """Return how many graphs torch.compile has made, and how many breaks it has met."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def eager() -> list[Row]:
+    """Time all kinds of steps of the library in use: gpu.py also takes an older library."""
+    cases = [
+        case
+        for task in each(USUAL, SMALL)
+        for case in (sgd(task), *(kfac(task, kind) for kind in KINDS))
+    ]
+    return timed(cases, SCALE.rounds)
+
+
+def captured() -> list[Row]:
+    """Time captured directions, and compare the weights with those of eager steps."""
+    rows = timed(
+        [
+            case
+            for task in each(USUAL, SMALL)
+            for case in (
+                sgd(task),
+                kfac(task, name="K-FAC, eager"),
+                *(kfac(task, kind, "K-FAC, captured", **CAPTURED) for kind in KINDS),
+            )
+        ],
+        SCALE.rounds,
+    )
+    torch.backends.cudnn.deterministic = True
+    for task in each(USUAL, SMALL):
+        name = f"{task.name}: relative difference of weights, captured; a second eager run"
+        try:
+            eagerly, again, by_graph = (trained(task, **c) for c in ({}, {}, CAPTURED))
+        except Missing as missing:
+            rows.append({"name": name, "missing": str(missing)})
+            continue
+        apart = [((x - eagerly).norm() / eagerly.norm()).item() for x in (by_graph, again)]
+        rows.append({"name": name, "note": f"{apart[0]:.1e}; {apart[1]:.1e}", "apart": apart})
+    return rows
+
+
+def trained(task: Task, **choices: Any) -> Tensor:
+    """Return the weights after steps of all kinds, on the host."""
+    training = Training(task)
+    step = training.step(training.kfac(4, 8, **choices).step)
+    for _ in range(14):
+        step()
+    weights = [parameter.detach().flatten() for parameter in training.model.parameters()]
+    return torch.cat(weights).double().cpu()
+
+
+def factors() -> list[Row]:
+    """Time steps with new factors: by precision, with all examples, with sums in bfloat16."""
+    variants: dict[str, dict[str, Any]] = {
+        "K-FAC": {},
+        **{f"K-FAC, {precision}": {"precision": precision} for precision in PRECISIONS},
+        "K-FAC, captured": CAPTURED,
+        "K-FAC, statistics in bfloat16": {
+            "estimator": mpikfac.Estimator(statistics_dtype=torch.bfloat16)
+        },
+        "K-FAC, all examples": {"estimator": mpikfac.Estimator(subsample=1)},
+    }
+    cases = []
+    for task in each(USUAL, LITTLE, SMALL):
+        cases += [sgd(task), *(kfac(task, "factors", n, **c) for n, c in variants.items())]
+    return timed(cases, SCALE.rounds)
+
+
+def orders() -> list[Row]:
+    """Time refreshes: a factor at a time, all of an order, beside SGD, and by the library."""
+    training = Training(USUAL)
+    plan = training.kfac(NEVER, NEVER).plan
+    counts = Counter(factor.order for factor in plan.of(0).owned)
+    cases = [sgd(USUAL, name="SGD", steps=1)]
+    for order in SCALE.orders:
+        for count in sorted({1, max(1, counts[order])}):
+            cases += [
+                Case(f"order {order}, {count} at once: {way}", lambda r=refresh: r, "", 1)
+                for way, refresh in refreshes(order, count, training.device)
+            ]
+    for order in SCALE.beside:
+        cases.append(Case(f"SGD beside order {order}", beside(order), base_of(USUAL), 1))
+    every = SCALE.intervals[0]
+    strategy = mpikfac.Strategy.hybrid(1, workers=1)
+    for delay, stagger in ((0, 1), (1, 1), (1, every[1] // every[0])):
+        cases.append(
+            interval(
+                USUAL,
+                (every[0], 2 * every[0]),
+                f"K-FAC, {every[0]}, {2 * every[0]}, delay {delay}, stagger {stagger}",
+                base_of(USUAL),
+                strategy=strategy.changed(delay=delay, stagger=stagger),
+            )
+        )
+    return timed(cases, min(3, SCALE.rounds))
+
+
+def factor_stack(order: int, count: int, device: torch.device) -> Tensor:
+    """Return damped factors `[count, order, order]` of random vectors."""
+    vectors = torch.randn(count, order, 2 * order, device="cpu").to(device)
+    stack = vectors @ vectors.mT / (2 * order)
+    stack.diagonal(dim1=-2, dim2=-1).add_(0.1)
+    return stack
+
+
+def refreshes(order: int, count: int, device: torch.device) -> Iterator[tuple[str, Step]]:
+    """Yield ways to decompose a stack of factors.
+
+    An inverse by products is two steps of Newton and Schulz from an older inverse: four products.
+    """
+    stack = factor_stack(order, count, device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(stack).L)
+    twice = 2 * torch.eye(order, device="cpu").to(device).expand_as(stack)
+
+    def cholesky() -> None:
+        torch.cholesky_inverse(torch.linalg.cholesky_ex(stack).L)
+
+    def by_products() -> None:
+        older = inverse
+        for _ in range(2):
+            older = torch.bmm(older, torch.baddbmm(twice, stack, older, alpha=-1))
+
+    yield "cholesky", cholesky
+    yield "products", by_products
+    if count == 1 or order <= 576:
+        yield "eigh", lambda: torch.linalg.eigh(stack)
+
+
+def beside(order: int) -> Callable[[], Step]:
+    """Return what makes a step of SGD while a second stream inverts a factor of the order."""
+
+    def make() -> Step:
+        training = Training(USUAL)
+        step, stream = training.step(training.optimizer.step), torch.Stream(training.device)
+        _, refresh = next(refreshes(order, 1, training.device))
+
+        def together() -> None:
+            stream.wait_stream(torch.accelerator.current_stream())
+            with stream:
+                refresh()
+            step()
+
+        return together
+
+    return make
+
+
+def peer() -> list[Row]:
+    """Time kfac-pytorch beside, on the same networks in float32 and NCHW, which it needs."""
+    cases = []
+    for task in each(USUAL, SMALL):
+        cases.append(sgd(task, plain=True))
+        for kind in KINDS:
+            cases += [kfac(task, kind, plain=True), peer_case(task, kind)]
+    return timed(cases, min(5, SCALE.rounds))
+
+
+def peer_case(task: Task, kind: str) -> Case:
+    """Return the case of a kind of step of kfac-pytorch."""
+
+    def make() -> Step:
+        if importlib.util.find_spec("kfac") is None:
+            raise Missing("Python finds no package kfac")
+        from kfac.preconditioner import KFACPreconditioner
+
+        training = Training(task, plain=True)
+        every = dict(zip(("factor_update_steps", "inv_update_steps"), KINDS[kind]))
+        preconditioner = KFACPreconditioner(training.model, lr=1e-3, **every)
+
+        def finish() -> None:
+            preconditioner.step()
+            training.optimizer.step()
+
+        return training.step(finish)
+
+    return Case(f"{task.name}: kfac-pytorch, {kind}", make, base_of(task), LENGTHS[kind])
+
+
+def final() -> list[Row]:
+    """Time what users pay: whole intervals, and intervals put together from kinds of steps."""
+    rounds = min(5, SCALE.rounds)
+    rows: list[Row] = []
+    for task in each(USUAL, LARGE, SMALL):
+        kinds = timed([sgd(task), *(kfac(task, kind) for kind in KINDS)], rounds)
+        rows += kinds + [together(task, kinds, every) for every in SCALE.intervals]
+    for task, intervals in ((USUAL, SCALE.intervals[:2]), (SMALL, SCALE.intervals[:1])):
+        base = f"{task.name}: SGD, many steps"
+        cases = [sgd(task, name="SGD, many steps", steps=SCALE.intervals[0][1] // 2)._replace(base=base)]
+        cases += [interval(task, every, f"K-FAC {every}, whole", base) for every in intervals]
+        rows += timed(cases, rounds)
+    return rows
+
+
+def together(task: Task, kinds: Sequence[Row], every: tuple[int, int]) -> Row:
+    """Return the row of the mean step of an interval, from rows of SGD and of each kind."""
+    factor_every, basis_every = every
+    refreshes, updates = 1, basis_every // factor_every - 1
+    shares = (basis_every - updates - refreshes, updates, refreshes)
+    row: Row = {"name": f"{task.name}: K-FAC {every}, from kinds", "base": base_of(task)}
+
+    def mean(of_kinds: Iterable[float]) -> float:
+        return sum(share * ms for share, ms in zip(shares, of_kinds)) / basis_every
+
+    device = [kind["device_ms"] for kind in kinds[1:]]
+    row["wall_ms"] = [mean(samples) for samples in zip(*(kind["wall_ms"] for kind in kinds[1:]))]
+    return row | {"device_ms": None if None in device else mean(device)}
+
+
+def ranks() -> list[Row]:
+    """Time steps of ranks that share the GPU, by the way of messages, and tell the stages.
+
+    Collective over: world.
+    """
+    ways = {"staged": "0", "direct": "1"}
+    takes_device = mpikfac.comm.cuda_aware()
+    rows = []
+    for task in each(LITTLE, SMALL):
+        traces: dict[str, mpikfac.Trace] = {}
+        cases = [
+            of_ranks(task, way, kind, traces, takes_device or way == "staged", ways[way])
+            for way in ways
+            for kind in ("SGD", *KINDS)
+        ]
+        timings = timed(cases, min(5, SCALE.rounds))
+        for row in timings:
+            if trace := traces.get(row["name"]):
+                row["stages_ms"] = {
+                    stage: 1e3 * seconds / trace.calls[stage]
+                    for stage, seconds in trace.seconds.items()
+                    if trace.calls[stage]
+                }
+        rows += timings
+    return rows
+
+
+def of_ranks(
+    task: Task,
+    way: str,
+    kind: str,
+    traces: dict[str, mpikfac.Trace],
+    possible: bool,
+    direct: str,
+) -> Case:
+    """Return the case of a kind of step on all ranks, with the trace under the case's name."""
+    name = f"{task.name} a rank, {way}: {kind}"
+
+    def make() -> Step:
+        if not possible:
+            raise Missing("MPI takes no buffers of the GPU")
+        os.environ["MPIKFAC_CUDA_AWARE"] = direct
+        training = Training(task)
+        if kind == "SGD":
+            trainer = mpikfac.DataParallel(training.model, training.optimizer, training.comm)
+        else:
+            trainer = training.kfac(*KINDS[kind])
+        step = training.step(trainer.step)
+        step()  # the first step of K-FAC decomposes; its stages do not count
+        trainer.trace.clear()
+        if kind != "SGD":
+            traces[name] = trainer.trace
+        return step
+
+    return Case(name, make, f"{task.name} a rank, {way}: SGD", LENGTHS.get(kind, 4), profiled=False)
+
+
+FUNCTIONS = {
+    function.__name__: function
+    for function in (
+        *(health, ordinary, compiled_small, compiled, eager, captured),
+        *(factors, orders, peer, final, ranks),
+    )
+}
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

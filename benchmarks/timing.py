@@ -1,0 +1,157 @@
+"""Time training steps by turns: wall time, the device's time, kernels, waits and memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile
+
+import mpikfac
+
+MB = 1e6
+WARM = 2  # steps before a measurement
+WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
+
+Step = Callable[[], None]
+Row = dict[str, Any]
+
+
+class Missing(Exception):
+    """A case needs what is not here; the text says what."""
+
+
+class Case(NamedTuple):
+    """A kind of step to be timed.
+
+    Attributes:
+        make: makes the step. Raises `Missing` if a step of the kind cannot be made.
+        base: the name of the case to compare with.
+        steps: of a block. The host does not wait inside of a block.
+        profiled: whether a single step tells all about the case.
+    """
+
+    name: str
+    make: Callable[[], Step]
+    base: str = "SGD"
+    steps: int = 4
+    profiled: bool = True
+
+
+def timed(cases: Iterable[Case], rounds: int) -> list[Row]:
+    """Return a row for each case; in each round, every case takes a block of steps.
+
+    A sample is the mean step of a block in ms, of the slowest rank. The memory is what the case
+    needs beside the cases before.
+
+    Collective over: world.
+    """
+    rows: list[Row] = []
+    ready: list[tuple[Row, Case, Step]] = []
+    for case in cases:
+        row: Row = {"name": case.name, "base": case.base}
+        rows.append(row)
+        before = torch.accelerator.memory_allocated()
+        try:
+            step = case.make()
+        except Missing as missing:
+            row["missing"] = str(missing)
+            continue
+        for _ in range(WARM):
+            step()
+        torch.accelerator.reset_peak_memory_stats()
+        step()
+        torch.accelerator.synchronize()
+        row["memory_mb"] = (torch.accelerator.max_memory_allocated() - before) / MB
+        row |= counted(step) if case.profiled else {}
+        row |= {"steps": case.steps, "wall_ms": []}
+        ready.append((row, case, step))
+    for _ in range(rounds):
+        for row, case, step in ready:
+            row["wall_ms"].append(block(step, case.steps))
+    return rows
+
+
+def block(step: Step, steps: int) -> float:
+    """Return the ms of a step: the mean of some steps, of the slowest rank.
+
+    Collective over: world.
+    """
+    comm = mpikfac.world()
+    torch.accelerator.synchronize()
+    comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.accelerator.synchronize()
+    return 1e3 * max(comm.allgather(time.perf_counter() - start)) / steps
+
+
+def counted(step: Step) -> Row:
+    """Return the device's ms of a step, and the calls of the driver; ms are None if unknown."""
+    if "emulated" in sys.modules:
+        return emulated(step)
+    spans, names = profiled(step)
+    found = calls(names) - _calls_of_profiler()
+    return {"device_ms": busy(spans) if spans else None, **{what: found[what] for what in COUNTS}}
+
+
+def emulated(step: Step) -> Row:
+    """Return the counts of a step on the emulated device, which has no times."""
+    import emulated  # of tests/emulated
+
+    found: Counter[str] = Counter()
+    with emulated.watched(lambda kind, name: found.update([f"{kind}s"])):
+        step()
+    return {"device_ms": None, **{what: found[what] for what in COUNTS}}
+
+
+def profiled(step: Step) -> tuple[list[tuple[float, float]], Counter[str]]:
+    """Return beginning and end, in ms, of all that the device did, and the names of all events."""
+    with profile() as profiler:
+        step()
+        torch.accelerator.synchronize()
+    events = profiler.events()
+    spans = [
+        (event.time_range.start / 1e3, event.time_range.end / 1e3)
+        for event in events
+        if event.device_type != DeviceType.CPU and not event.is_user_annotation
+    ]
+    return spans, Counter(event.name for event in events)
+
+
+@cache
+def _calls_of_profiler() -> Counter[str]:
+    """Return what the driver counts of a step that does nothing: the profiler's own waits."""
+    return calls(profiled(lambda: None)[1])
+
+
+def busy(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the time in which at least one of the spans runs."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+COUNTS = ("kernels", "copies", "waits")
+
+
+def calls(names: Counter[str]) -> Counter[str]:
+    """Return the counts of launches, copies and waits among the calls of the driver."""
+    found: Counter[str] = Counter()
+    for name, count in names.items():
+        if "LaunchKernel" in name or "GraphLaunch" in name:
+            found["kernels"] += count
+        elif "MemcpyAsync" in name or "MemsetAsync" in name:
+            found["copies"] += count
+        elif name.endswith(WAITS):
+            found["waits"] += count
+    return found
