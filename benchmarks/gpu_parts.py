@@ -17,13 +17,13 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timing import Case, Missing, Row, Step, timed
+from timing import Case, Missing, Row, Step, block, timed
 from torch import Tensor, nn
 
 import mpikfac
@@ -32,7 +32,6 @@ from mpikfac_apps.problems import models
 
 NEVER = 10**9
 KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "decompositions": (1, 1)}
-LENGTHS = {"ordinary": 4, "factors": 2, "decompositions": 1}  # steps of a block
 PRECISIONS = ("float32", "tf32", "bfloat16")
 CAPTURED = {"capture": True}
 
@@ -53,6 +52,7 @@ class Scale(NamedTuple):
     Attributes:
         tasks: the small network, and the large network with a small, the usual and a large batch.
         rounds: samples of each case.
+        lengths: steps of a block by kind.
         intervals: of the final table; the first two are also measured whole.
         orders: of factors, taken one at a time; `beside` are those beside SGD.
         backend: of torch.compile.
@@ -60,6 +60,7 @@ class Scale(NamedTuple):
 
     tasks: tuple[Task, Task, Task, Task]
     rounds: int
+    lengths: dict[str, int]
     intervals: tuple[tuple[int, int], ...]
     orders: tuple[int, ...]
     beside: tuple[int, ...]
@@ -77,6 +78,7 @@ FULL = Scale(
         ),
     ),
     rounds=7,
+    lengths={"SGD": 4, "ordinary": 4, "factors": 2, "decompositions": 1},
     intervals=((10, 100), (1, 10), (50, 500)),
     orders=(64, 256, 512, 576, 1024, 1152, 2048, 2304, 4608),
     beside=(512, 1152, 2304, 4608),
@@ -85,6 +87,7 @@ FULL = Scale(
 TINY = Scale(
     (Task("digits", *DIGITS),) * 4,
     rounds=2,
+    lengths=dict.fromkeys(("SGD", *KINDS), 1),
     intervals=((2, 4), (1, 2), (3, 6)),
     orders=(8, 40),
     beside=(8,),
@@ -107,12 +110,16 @@ def main(function: str, file: str) -> None:
     """
     if not torch.accelerator.is_available():
         sys.exit("torch finds no GPU")
+    versions = {"cuda": torch.version.cuda, "hip": torch.version.hip}
     comm = mpikfac.world()
     device = mpikfac.device(comm)
+    if comm.size > 1:
+        from mpi4py import MPI
+
+        versions["mpi"] = MPI.Get_library_version().splitlines()[0]
     rows = FUNCTIONS[function]()
     hosts = comm.allgather(platform.node())
     if comm.rank == 0:
-        versions = {"cuda": torch.version.cuda, "hip": torch.version.hip}
         result = {
             "trial": TRIAL,
             "environment": place.environment(hosts, device) | versions,
@@ -185,14 +192,18 @@ class Training:
         return step
 
 
-def sgd(task: Task, plain: bool = False, name: str = "SGD", steps: int = 4) -> Case:
+def sgd(task: Task, plain: bool = False, name: str = "SGD", **case: Any) -> Case:
     """Return the case of SGD alone: torch's, without mpikfac."""
 
     def make() -> Step:
         training = Training(task, plain)
         return training.step(training.optimizer.step)
 
-    return Case(f"{task.name}: {name}", make, base_of(task), steps)
+    return Case(
+        f"{task.name}: {name}",
+        make,
+        **{"base": base_of(task), "steps": SCALE.lengths["SGD"], **case},
+    )
 
 
 def kfac(
@@ -208,7 +219,7 @@ def kfac(
         training = Training(task, plain)
         return training.step(training.kfac(*KINDS[kind], **choices).step)
 
-    return Case(f"{task.name}: {name}, {kind}", make, base_of(task), LENGTHS[kind])
+    return Case(f"{task.name}: {name}, {kind}", make, base_of(task), SCALE.lengths[kind])
 
 
 def base_of(task: Task) -> str:
@@ -266,61 +277,58 @@ def compiled() -> list[Row]:
 
 
 def compiled_rows(task: Task) -> Iterator[Row]:
-    """Yield the rows of a network; K-FAC's hooks are on the network at steps with factors alone."""
-    torch._dynamo.reset()
+    """Yield the rows of a network; all cases share the network and what was compiled.
+
+    K-FAC that records lets all compiled networks of a process run eagerly, so there is one K-FAC at
+    a time, made after the first steps of compiled SGD.
+    """
     training = Training(task)
     model = torch.compile(training.model, backend=SCALE.backend)
-    plain, graphs = training.sgd(), [0]
-    kfacs: list[mpikfac.KFAC] = []
-
-    def one_kfac() -> mpikfac.KFAC:
-        if not kfacs:  # after SGD's first steps: K-FAC's first step needs hooks
-            graphs.append(graphs_and_breaks())
-            kfacs.append(training.kfac(NEVER, NEVER))
-        return kfacs[0]
-
-    base = f"{task.name}: compiled SGD"
+    plain, every, base = training.sgd(), SCALE.intervals[0][0], f"{task.name}: compiled SGD"
+    case = partial(Case, base=base, steps=SCALE.lengths["SGD"], shared=True)
     yield from timed(
         [
-            Case(base_of(task), lambda: training.step(plain.step), base),
-            Case(base, lambda: training.step(plain.step, model), base),
-            Case(f"{task.name}: K-FAC", lambda: training.step(one_kfac().step), base),
-            Case(
-                f"{task.name}: compiled K-FAC",
-                lambda: training.step(one_kfac().step, model),
-                base,
-            ),
+            case(base, lambda: training.step(plain.step, model)),
+            case(f"{task.name}: SGD", lambda: training.step(plain.step)),
         ],
         SCALE.rounds,
     )
-    kfacs.pop().close()
-    every = SCALE.intervals[0][0]
-    after = training.kfac(every, NEVER)
+    yield graphs_and_breaks(f"{task.name}: graphs, breaks before K-FAC")
+    ordinary = training.kfac(NEVER, NEVER)
     yield from timed(
         [
-            Case(
+            case(f"{task.name}: K-FAC, ordinary", lambda: training.step(ordinary.step)),
+            case(
+                f"{task.name}: compiled K-FAC, ordinary",
+                lambda: training.step(ordinary.step, model),
+            ),
+            case(f"{base}, beside K-FAC", lambda: training.step(plain.step, model)),
+        ],
+        SCALE.rounds,
+    )
+    ordinary.close()
+    mixed = training.kfac(every, NEVER)
+    yield from timed(
+        [
+            case(
                 f"{task.name}: compiled K-FAC, factors each {every} steps",
-                lambda: training.step(after.step, model),
-                base,
-                every,
+                lambda: training.step(mixed.step, model),
+                steps=every,
                 profiled=False,
             )
         ],
         SCALE.rounds,
     )
-    after.close()
-    graphs.append(graphs_and_breaks())
-    yield {
-        "name": f"{task.name}: graphs, breaks",
-        "note": f"with SGD alone {graphs[1]}; after K-FAC {graphs[2]}",
-    }
+    mixed.close()
+    yield graphs_and_breaks(f"{task.name}: graphs, breaks after K-FAC")
 
 
-def graphs_and_breaks() -> tuple[int, int]:
-    """Return how many graphs torch.compile has made, and how many breaks it has met."""
+def graphs_and_breaks(name: str) -> Row:
+    """Return the row of how many graphs torch.compile has made, and how many breaks it has met."""
     from torch._dynamo.utils import counters
 
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    counts = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return {"name": name, "note": f"{counts[0]}, {counts[1]}", "counts": counts}
 
 
 def eager() -> list[Row]:
@@ -396,29 +404,39 @@ def orders() -> list[Row]:
     for order in SCALE.orders:
         for count in sorted({1, max(1, counts[order])}):
             cases += [
-                Case(f"order {order}, {count} at once: {way}", lambda r=refresh: r, "", 1)
+                Case(f"order {order}, {count} at once: {way}", lambda r=refresh: r)
                 for way, refresh in refreshes(order, count, training.device)
             ]
     for order in SCALE.beside:
         cases.append(Case(f"SGD beside order {order}", beside(order), base_of(USUAL), 1))
-    every = SCALE.intervals[0]
-    strategy = mpikfac.Strategy.hybrid(1, workers=1)
-    for delay, stagger in ((0, 1), (1, 1), (1, every[1] // every[0])):
-        cases.append(
-            interval(
-                USUAL,
-                (every[0], 2 * every[0]),
-                f"K-FAC, {every[0]}, {2 * every[0]}, delay {delay}, stagger {stagger}",
-                base_of(USUAL),
-                strategy=strategy.changed(delay=delay, stagger=stagger),
-            )
-        )
-    return timed(cases, min(3, SCALE.rounds))
+    rows = timed(cases, min(3, SCALE.rounds))
+    return [*rows, *(refresh_beside(*choice) for choice in REFRESHES)]
+
+
+REFRESHES = ((0, 1), (1, 1), (1, 5))
+REFRESH_EVERY = 10
+
+
+def refresh_beside(delay: int, stagger: int) -> Row:
+    """Return the row of each step of some intervals: the slowest steps are those with a refresh.
+
+    The host waits for the network's stream after each step, not for a refresh on another stream.
+    """
+    training = Training(USUAL)
+    strategy = mpikfac.Strategy.hybrid(1, workers=1, delay=delay, stagger=stagger)
+    kfac = training.kfac(NEVER, REFRESH_EVERY, strategy=strategy)
+    step = training.step(kfac.step)
+    for _ in range(REFRESH_EVERY):
+        step()
+    choices = f"(never, {REFRESH_EVERY}), delay {delay}, stagger {stagger}"
+    steps = REFRESH_EVERY * max(1, SCALE.rounds // 2)
+    row: Row = {"name": f"{USUAL.name}: K-FAC {choices}, each step", "base": ""}
+    return row | {"wall_ms": [block(step, 1, beside=True) for _ in range(steps)]}
 
 
 def factor_stack(order: int, count: int, device: torch.device) -> Tensor:
     """Return damped factors `[count, order, order]` of random vectors."""
-    vectors = torch.randn(count, order, 2 * order, device="cpu").to(device)
+    vectors = torch.randn(count, order, 2 * order, device=device)
     stack = vectors @ vectors.mT / (2 * order)
     stack.diagonal(dim1=-2, dim2=-1).add_(0.1)
     return stack
@@ -431,7 +449,7 @@ def refreshes(order: int, count: int, device: torch.device) -> Iterator[tuple[st
     """
     stack = factor_stack(order, count, device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(stack).L)
-    twice = 2 * torch.eye(order, device="cpu").to(device).expand_as(stack)
+    twice = 2 * torch.eye(order, device=device).expand_as(stack)
 
     def cholesky() -> None:
         torch.cholesky_inverse(torch.linalg.cholesky_ex(stack).L)
@@ -494,7 +512,7 @@ def peer_case(task: Task, kind: str) -> Case:
 
         return training.step(finish)
 
-    return Case(f"{task.name}: kfac-pytorch, {kind}", make, base_of(task), LENGTHS[kind])
+    return Case(f"{task.name}: kfac-pytorch, {kind}", make, base_of(task), SCALE.lengths[kind])
 
 
 def final() -> list[Row]:
@@ -504,11 +522,10 @@ def final() -> list[Row]:
     for task in each(USUAL, LARGE, SMALL):
         kinds = timed([sgd(task), *(kfac(task, kind) for kind in KINDS)], rounds)
         rows += kinds + [together(task, kinds, every) for every in SCALE.intervals]
-    for task, intervals in ((USUAL, SCALE.intervals[:2]), (SMALL, SCALE.intervals[:1])):
-        base = f"{task.name}: SGD, many steps"
-        cases = [sgd(task, name="SGD, many steps", steps=SCALE.intervals[0][1] // 2)._replace(base=base)]
-        cases += [interval(task, every, f"K-FAC {every}, whole", base) for every in intervals]
-        rows += timed(cases, rounds)
+    for task, intervals in {SMALL: SCALE.intervals[:1], USUAL: SCALE.intervals[:2]}.items():
+        base, half = f"{task.name}: SGD, many steps", SCALE.intervals[0][1] // 2
+        whole = (interval(task, every, f"K-FAC {every}, whole", base) for every in intervals)
+        rows += timed([sgd(task, name="SGD, many steps", base=base, steps=half), *whole], rounds)
     return rows
 
 
@@ -546,9 +563,8 @@ def ranks() -> list[Row]:
         for row in timings:
             if trace := traces.get(row["name"]):
                 row["stages_ms"] = {
-                    stage: 1e3 * seconds / trace.calls[stage]
+                    stage: 1e3 * seconds / trace.calls["optimizer"]
                     for stage, seconds in trace.seconds.items()
-                    if trace.calls[stage]
                 }
         rows += timings
     return rows
@@ -581,7 +597,7 @@ def of_ranks(
             traces[name] = trainer.trace
         return step
 
-    return Case(name, make, f"{task.name} a rank, {way}: SGD", LENGTHS.get(kind, 4), profiled=False)
+    return Case(name, make, f"{task.name} a rank, {way}: SGD", SCALE.lengths[kind], profiled=False)
 
 
 FUNCTIONS = {

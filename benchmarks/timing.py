@@ -32,16 +32,18 @@ class Case(NamedTuple):
 
     Attributes:
         make: makes the step. Raises `Missing` if a step of the kind cannot be made.
-        base: the name of the case to compare with.
+        base: the name of the case to compare with; "" for none.
         steps: of a block. The host does not wait inside of a block.
         profiled: whether a single step tells all about the case.
+        shared: whether the case shares memory with others, so that its own memory is unknown.
     """
 
     name: str
     make: Callable[[], Step]
-    base: str = "SGD"
-    steps: int = 4
+    base: str = ""
+    steps: int = 1
     profiled: bool = True
+    shared: bool = False
 
 
 def timed(cases: Iterable[Case], rounds: int) -> list[Row]:
@@ -68,7 +70,8 @@ def timed(cases: Iterable[Case], rounds: int) -> list[Row]:
         torch.accelerator.reset_peak_memory_stats()
         step()
         torch.accelerator.synchronize()
-        row["memory_mb"] = (torch.accelerator.max_memory_allocated() - before) / MB
+        if not case.shared:
+            row["memory_mb"] = (torch.accelerator.max_memory_allocated() - before) / MB
         row |= counted(step) if case.profiled else {}
         row |= {"steps": case.steps, "wall_ms": []}
         ready.append((row, case, step))
@@ -78,18 +81,23 @@ def timed(cases: Iterable[Case], rounds: int) -> list[Row]:
     return rows
 
 
-def block(step: Step, steps: int) -> float:
+def block(step: Step, steps: int, beside: bool = False) -> float:
     """Return the ms of a step: the mean of some steps, of the slowest rank.
 
     Collective over: world.
+
+    Args:
+        beside: work on other streams may go on.
     """
+    stream = torch.accelerator.current_stream()
+    wait = stream.synchronize if beside else torch.accelerator.synchronize
     comm = mpikfac.world()
-    torch.accelerator.synchronize()
+    wait()
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    torch.accelerator.synchronize()
+    wait()
     return 1e3 * max(comm.allgather(time.perf_counter() - start)) / steps
 
 
