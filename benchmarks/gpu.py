@@ -74,9 +74,9 @@ PARTS = (
     Part("captured", 55, "captured"),
     Part("factors", 70, "factors"),
     Part("orders", 60, "orders"),
-    Part("peer", 55, "peer"),
+    Part("peer", 75, "peer"),
     Part("final", 95, "final"),
-    Part("ranks", 50, "ranks", ranks=2),
+    Part("ranks", 70, "ranks", ranks=2),
 )
 
 
@@ -158,7 +158,7 @@ def table(files: Sequence[Path]) -> list[str]:
     for file in files:
         if result := read(file):
             place = result["environment"]
-            commit = (place["commit"] or "no commit")[:7]
+            commit = (place["commit"] or "")[:7] or "no commit"
             trial = "TRIAL, figures mean nothing; " if result["trial"] else ""
             lines += [
                 "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -101,13 +101,28 @@ def block(step: Step, steps: int, beside: bool = False) -> float:
     return 1e3 * max(comm.allgather(time.perf_counter() - start)) / steps
 
 
+class Work(NamedTuple):
+    """What the device did: a kernel or a copy, with beginning and end in ms."""
+
+    name: str
+    start: float
+    end: float
+
+
 def counted(step: Step) -> Row:
-    """Return the device's ms of a step, and the calls of the driver; ms are None if unknown."""
+    """Return the device's ms of a step, the longest kernels, and the calls of the driver.
+
+    The ms are None if the profiler gives no times.
+    """
     if "emulated" in sys.modules:
         return emulated(step)
-    spans, names = profiled(step)
+    works, names = profiled(step)
     found = calls(names) - _calls_of_profiler()
-    return {"device_ms": busy(spans) if spans else None, **{what: found[what] for what in COUNTS}}
+    return {
+        "device_ms": busy([(work.start, work.end) for work in works]) if works else None,
+        **{what: found[what] for what in COUNTS},
+        "longest_ms": longest(works),
+    }
 
 
 def emulated(step: Step) -> Row:
@@ -120,18 +135,26 @@ def emulated(step: Step) -> Row:
     return {"device_ms": None, **{what: found[what] for what in COUNTS}}
 
 
-def profiled(step: Step) -> tuple[list[tuple[float, float]], Counter[str]]:
-    """Return beginning and end, in ms, of all that the device did, and the names of all events."""
+def profiled(step: Step) -> tuple[list[Work], Counter[str]]:
+    """Return the works of the device in a step, and the names of all events."""
     with profile() as profiler:
         step()
         torch.accelerator.synchronize()
     events = profiler.events()
-    spans = [
-        (event.time_range.start / 1e3, event.time_range.end / 1e3)
+    works = [
+        Work(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
         for event in events
         if event.device_type != DeviceType.CPU and not event.is_user_annotation
     ]
-    return spans, Counter(event.name for event in events)
+    return works, Counter(event.name for event in events)
+
+
+def longest(works: Sequence[Work], most: int = 12) -> dict[str, float]:
+    """Return the names of the kernels with the most ms in all, and the ms."""
+    ms: defaultdict[str, float] = defaultdict(float)
+    for work in works:
+        ms[work.name[:100]] += work.end - work.start
+    return dict(sorted(ms.items(), key=lambda pair: -pair[1])[:most])
 
 
 @cache

@@ -35,7 +35,7 @@ def measured(folder: Path, parts: Sequence[str]) -> subprocess.CompletedProcess[
     return subprocess.run(
         [sys.executable, PROGRAM, folder, "--parts", *parts],
         **{"env": env, "capture_output": True, "text": True},
-        **{"timeout": paced(240), "check": False},
+        **{"timeout": paced(500), "check": False},
     )
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.autograd import DeviceType
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,3 +116,46 @@ def test_calls_of_the_driver_are_told_apart(gpu):
     names = {"cudaLaunchKernel": 5, "cuLaunchKernelEx": 2, "cudaGraphLaunch": 1, "aten::mm": 9}
     names |= {"hipMemcpyAsync": 3, "cudaMemsetAsync": 1, "cudaStreamSynchronize": 2}
     assert calls(Counter(names)) == {"kernels": 8, "copies": 4, "waits": 2}
+
+
+def test_the_device_s_time_is_that_of_kernels_and_copies(gpu, monkeypatch):
+    """Oracle: by hand: kernels from 0 to 3 and 5 to 6 ms; the range of the optimizer is no work.
+
+    The wait is the profiler's own: a step that does nothing waits as often.
+    """
+    import timing
+
+    def event(name, start, end, device, annotation=False):
+        span = SimpleNamespace(start=1e3 * start, end=1e3 * end)
+        return SimpleNamespace(
+            name=name, time_range=span, device_type=device, is_user_annotation=annotation
+        )
+
+    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+    waits = [event("cudaDeviceSynchronize", 7, 8, cpu)]
+    events = [
+        *(event("gemm", 0, 2, cuda), event("sum", 1, 3, cuda), event("gemm", 5, 6, cuda)),
+        event("Optimizer.step", 0, 9, cuda, annotation=True),
+        *(event("cudaLaunchKernel", start, start + 1, cpu) for start in range(3)),
+        *waits,
+    ]
+    passes = iter([events, waits])
+    profile = SimpleNamespace(events=lambda: next(passes))
+    monkeypatch.setattr(timing, "profile", lambda: nullcontext(profile))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.delitem(sys.modules, "emulated", raising=False)
+    timing._calls_of_profiler.cache_clear()
+    assert timing.counted(lambda: None) == {
+        **{"device_ms": 4.0, "kernels": 3, "copies": 0, "waits": 0},
+        "longest_ms": {"gemm": 3.0, "sum": 2.0},
+    }
+
+
+def test_a_profile_without_the_device_gives_no_time(gpu, monkeypatch):
+    """Oracle: torch's own profiler, on the CPU alone."""
+    import timing
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.delitem(sys.modules, "emulated", raising=False)
+    found = timing.counted(lambda: torch.ones(3).sum())
+    assert found == {**dict.fromkeys(timing.COUNTS, 0), "device_ms": None, "longest_ms": {}}
