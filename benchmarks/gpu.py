@@ -73,7 +73,7 @@ PARTS = (
     Part("before", 40, "eager", checkout=BASE),
     Part("captured", 55, "captured"),
     Part("factors", 70, "factors"),
-    Part("orders", 60, "orders"),
+    Part("orders", 65, "orders"),
     Part("peer", 75, "peer"),
     Part("final", 95, "final"),
     Part("ranks", 70, "ranks", ranks=2),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import inspect
 import json
 import os
 import platform
@@ -33,9 +32,15 @@ from mpikfac_apps import place
 from mpikfac_apps.problems import models
 
 NEVER = 10**9
+Choices = Callable[[], dict[str, Any]]  # makes arguments of KFAC; the library may not have them
 KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "decompositions": (1, 1)}
-PRECISIONS = ("float32", "tf32", "bfloat16")
-CAPTURED = {"capture": True}
+PRECISIONS: dict[str, Choices] = {
+    f"K-FAC, {precision}": lambda precision=precision: {
+        "length": mpikfac.Length(precision=precision)
+    }
+    for precision in ("float32", "tf32", "bfloat16")
+}
+CAPTURED: Choices = lambda: {"capture": True}  # noqa: E731 (a choice as the others)
 
 
 class Task(NamedTuple):
@@ -169,16 +174,13 @@ class Training:
         """Return a new SGD of the network."""
         return torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
 
-    def kfac(self, factor_every: int, basis_every: int, **choices: Any) -> mpikfac.KFAC:
+    def kfac(self, factor_every: int, basis_every: int, choices: Choices = dict) -> mpikfac.KFAC:
         """Return K-FAC of the network; `Missing` if the library does not have the choices."""
-        for name in choices:
-            if name not in inspect.signature(mpikfac.KFAC).parameters:
-                raise Missing(f"KFAC has no argument {name!r}")
         every = {"factor_every": factor_every, "basis_every": basis_every}
         try:
-            return mpikfac.KFAC(self.model, self.optimizer, self.comm, **every, **choices)
+            return mpikfac.KFAC(self.model, self.optimizer, self.comm, **every, **choices())
         except (TypeError, ValueError) as error:
-            if not choices:
+            if choices is dict:
                 raise
             raise Missing(str(error)) from error
 
@@ -214,14 +216,14 @@ def kfac(
     task: Task,
     kind: str = "ordinary",
     name: str = "K-FAC",
+    choices: Choices = dict,
     plain: bool = False,
-    **choices: Any,
 ) -> Case:
     """Return the case of a kind of step of K-FAC."""
 
     def make() -> Step:
         training = Training(task, plain)
-        return training.step(training.kfac(*KINDS[kind], **choices).step)
+        return training.step(training.kfac(*KINDS[kind], choices).step)
 
     return Case(f"{task.name}: {name}, {kind}", make, base_of(task), SCALE.lengths[kind])
 
@@ -231,14 +233,14 @@ def base_of(task: Task) -> str:
     return f"{task.name}: SGD"
 
 
-def interval(task: Task, every: tuple[int, int], name: str, base: str, **choices: Any) -> Case:
+def interval(task: Task, every: tuple[int, int], base: str) -> Case:
     """Return the case of all steps between two refreshes, one after the other."""
 
     def make() -> Step:
         training = Training(task)
-        return training.step(training.kfac(*every, **choices).step)
+        return training.step(training.kfac(*every).step)
 
-    return Case(f"{task.name}: {name}", make, base, every[1], profiled=False)
+    return Case(f"{task.name}: K-FAC {every}, whole", make, base, every[1], profiled=False)
 
 
 # -- the parts -----------------------------------------------------------------------------------
@@ -264,9 +266,8 @@ def ordinary() -> list[Row]:
     cases: list[Case] = []
     for task in each(USUAL, LITTLE, SMALL):
         cases += [sgd(task), kfac(task)]
-        for precision in PRECISIONS:
-            cases.append(kfac(task, name=f"K-FAC, {precision}", precision=precision))
-    cases.append(kfac(USUAL, name="K-FAC, eigen", solver="eigen"))
+        cases += [kfac(task, name=name, choices=choices) for name, choices in PRECISIONS.items()]
+    cases.append(kfac(USUAL, name="K-FAC, eigen", choices=lambda: {"solver": "eigen"}))
     return timed(cases, SCALE.rounds)
 
 
@@ -354,7 +355,7 @@ def captured() -> list[Row]:
             for case in (
                 sgd(task),
                 kfac(task, name="K-FAC, eager"),
-                *(kfac(task, kind, "K-FAC, captured", **CAPTURED) for kind in KINDS),
+                *(kfac(task, kind, "K-FAC, captured", CAPTURED) for kind in KINDS),
             )
         ],
         SCALE.rounds,
@@ -363,7 +364,7 @@ def captured() -> list[Row]:
     for task in each(USUAL, SMALL):
         name = f"{task.name}: relative difference of weights, captured; a second eager run"
         try:
-            by_graph, eagerly, again = (trained(task, **c) for c in (CAPTURED, {}, {}))
+            by_graph, eagerly, again = (trained(task, c) for c in (CAPTURED, dict, dict))
         except Missing as missing:
             rows.append({"name": name, "missing": str(missing)})
             continue
@@ -372,10 +373,10 @@ def captured() -> list[Row]:
     return rows
 
 
-def trained(task: Task, **choices: Any) -> Tensor:
+def trained(task: Task, choices: Choices) -> Tensor:
     """Return the weights after steps of all kinds, on the host."""
     training = Training(task)
-    step = training.step(training.kfac(4, 8, **choices).step)
+    step = training.step(training.kfac(4, 8, choices).step)
     for _ in range(14):
         step()
     weights = [parameter.detach().flatten() for parameter in training.model.parameters()]
@@ -383,19 +384,20 @@ def trained(task: Task, **choices: Any) -> Tensor:
 
 
 def factors() -> list[Row]:
-    """Time steps with new factors: by precision, with all examples, with sums in bfloat16."""
-    variants: dict[str, dict[str, Any]] = {
-        "K-FAC": {},
-        **{f"K-FAC, {precision}": {"precision": precision} for precision in PRECISIONS},
+    """Time steps with new factors: by default, captured, in bfloat16, with all examples."""
+    variants: dict[str, Choices] = {
+        "K-FAC": dict,
         "K-FAC, captured": CAPTURED,
-        "K-FAC, statistics in bfloat16": {
+        "K-FAC, directions in bfloat16": PRECISIONS["K-FAC, bfloat16"],
+        "K-FAC, statistics in bfloat16": lambda: {
             "estimator": mpikfac.Estimator(statistics_dtype=torch.bfloat16)
         },
-        "K-FAC, all examples": {"estimator": mpikfac.Estimator(subsample=1)},
+        "K-FAC, all examples": lambda: {"estimator": mpikfac.Estimator(subsample=1)},
     }
     cases = []
     for task in each(USUAL, LITTLE, SMALL):
-        cases += [sgd(task), *(kfac(task, "factors", n, **c) for n, c in variants.items())]
+        cases.append(sgd(task))
+        cases += [kfac(task, "factors", name, choices) for name, choices in variants.items()]
     return timed(cases, SCALE.rounds)
 
 
@@ -413,10 +415,20 @@ def orders() -> list[Row]:
             ]
     for order in SCALE.beside:
         cases.append(Case(f"SGD beside order {order}", beside(order), base_of(USUAL), 1))
+    cases += [
+        kfac(USUAL, "decompositions", name, choices) for name, choices in EIGENVECTORS.items()
+    ]
     rows = timed(cases, min(3, SCALE.rounds))
     return [*rows, *(refresh_beside(*choice) for choice in REFRESHES)]
 
 
+EIGENVECTORS: dict[str, Choices] = {
+    "K-FAC, eigen": lambda: {"solver": "eigen"},
+    "K-FAC, eigen by an iteration": lambda: {
+        "solver": mpikfac.Eigen(iterations=1),
+        "strategy": mpikfac.Strategy.hybrid(1, workers=1, tolerance=1e3),
+    },
+}
 REFRESHES = ((0, 1), (1, 1), (1, 5))
 REFRESH_EVERY = 10
 
@@ -428,7 +440,7 @@ def refresh_beside(delay: int, stagger: int) -> Row:
     """
     training = Training(USUAL)
     strategy = mpikfac.Strategy.hybrid(1, workers=1, delay=delay, stagger=stagger)
-    kfac = training.kfac(NEVER, REFRESH_EVERY, strategy=strategy)
+    kfac = training.kfac(NEVER, REFRESH_EVERY, lambda: {"strategy": strategy})
     step = training.step(kfac.step)
     for _ in range(REFRESH_EVERY):
         step()
@@ -493,7 +505,7 @@ def peer() -> list[Row]:
 
     "as published" is K-FAC with all that kfac-pytorch computes, and nothing else.
     """
-    published = {
+    published: Choices = lambda: {  # noqa: E731
         "solver": "eigen",
         "length": mpikfac.Length(kl=0.001),
         "estimator": mpikfac.Estimator(subsample=1),
@@ -504,7 +516,7 @@ def peer() -> list[Row]:
         for kind in KINDS:
             cases += [
                 kfac(task, kind, plain=True),
-                kfac(task, kind, "K-FAC as published", plain=True, **published),
+                kfac(task, kind, "K-FAC as published", published, plain=True),
                 peer_case(task, kind),
             ]
         rows += timed(cases, min(SCALE.rounds, 3 if task is USUAL else 5))  # eigh takes long
@@ -544,7 +556,7 @@ def final() -> list[Row]:
         rows += kinds + [together(task, kinds, every) for every in SCALE.intervals]
     for task, intervals in {SMALL: SCALE.intervals[:1], USUAL: SCALE.intervals[:2]}.items():
         base, half = f"{task.name}: SGD, many steps", SCALE.intervals[0][1] // 2
-        whole = (interval(task, every, f"K-FAC {every}, whole", base) for every in intervals)
+        whole = (interval(task, every, base) for every in intervals)
         rows += timed([sgd(task, name="SGD, many steps", base=base, steps=half), *whole], rounds)
     return rows
 
