@@ -66,16 +66,16 @@ def test_all_parts_measure(trial):
 
 
 def test_k_fac_is_measured_beside_sgd(trial):
-    """Oracle: K-FAC's own kernels, and SGD's rounds in the same part."""
+    """Oracle: SGD's rounds in the same part, and kernels of K-FAC's own."""
     folder, _ = trial
     for name in ("ordinary", "eager", "factors", "final"):
         rows = json.loads((folder / f"{name}.json").read_text())["rows"]
         by_name = {row["name"]: row for row in rows}
-        counts = {row["name"]: row["kernels"] for row in rows if "kernels" in row}
-        assert min(counts, key=counts.get).endswith(("SGD", "SGD, many steps"))
         for row in rows:
             if "wall_ms" in row:
-                assert len(row["wall_ms"]) == len(by_name[row["base"]]["wall_ms"])
+                base = by_name[row["base"]]
+                assert len(row["wall_ms"]) == len(base["wall_ms"])
+                assert ("SGD" in row["name"]) or row.get("kernels", 10**9) > base["kernels"]
 
 
 def test_messages_of_ranks_go_both_ways(trial):
