@@ -65,18 +65,19 @@ class Part(NamedTuple):
 
 BASE = Path(os.environ["BASE"]).resolve() if os.environ.get("BASE") else None
 PARTS = (
-    Part("health", 45, "health", ranks=2),
+    Part("health", 40, "health", ranks=2),
     Part("ordinary", 85, "ordinary"),
-    Part("compiled_small", 45, "compiled_small"),
+    Part("compiled_small", 40, "compiled_small"),
     Part("compiled", 90, "compiled"),
-    Part("eager", 45, "eager"),
+    Part("eager", 40, "eager"),
     Part("before", 40, "eager", checkout=BASE),
-    Part("captured", 55, "captured"),
-    Part("factors", 70, "factors"),
+    Part("captured", 60, "captured"),
+    Part("factors", 65, "factors"),
     Part("orders", 65, "orders"),
-    Part("peer", 75, "peer"),
+    Part("peer", 70, "peer"),
     Part("final", 95, "final"),
-    Part("ranks", 70, "ranks", ranks=2),
+    Part("final_small", 40, "final_small"),
+    Part("ranks", 60, "ranks", ranks=2),
 )
 
 

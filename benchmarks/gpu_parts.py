@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import logging
 import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -40,7 +42,14 @@ PRECISIONS: dict[str, Choices] = {
     }
     for precision in ("float32", "tf32", "bfloat16")
 }
-CAPTURED: Choices = lambda: {"capture": True}  # noqa: E731 (a choice as the others)
+CAPTURED: Choices = lambda: {"length": mpikfac.Length(capture=True)}  # noqa: E731
+FAST = {
+    name: value
+    for name, value in {"capture": True, "precision": "bfloat16"}.items()
+    if name in {field.name for field in fields(mpikfac.Length)}
+}
+FASTEST: Choices = lambda: {"length": mpikfac.Length(**FAST)}  # noqa: E731
+FASTEST_NAME = "K-FAC, " + ", ".join(f"{name}={value}" for name, value in FAST.items())
 
 
 class Task(NamedTuple):
@@ -103,6 +112,7 @@ TINY = Scale(
 TRIAL = bool(os.environ.get("TRIAL"))
 SCALE = TINY if TRIAL else FULL
 SMALL, LITTLE, USUAL, LARGE = SCALE.tasks
+SHORT = min(5, SCALE.rounds)  # rounds of long parts
 
 
 def each(*tasks: Task) -> list[Task]:
@@ -238,9 +248,11 @@ def interval(task: Task, every: tuple[int, int], base: str) -> Case:
 
     def make() -> Step:
         training = Training(task)
-        return training.step(training.kfac(*every).step)
+        return training.step(training.kfac(*every, FASTEST).step)
 
-    return Case(f"{task.name}: K-FAC {every}, whole", make, base, every[1], profiled=False)
+    return Case(
+        f"{task.name}: {FASTEST_NAME}, {every}, whole", make, base, every[1], profiled=False
+    )
 
 
 # -- the parts -----------------------------------------------------------------------------------
@@ -348,6 +360,8 @@ def eager() -> list[Row]:
 
 def captured() -> list[Row]:
     """Time captured directions, and compare the weights with those of eager steps."""
+    told = Told()
+    logging.getLogger("mpikfac").addHandler(told)
     rows = timed(
         [
             case
@@ -356,6 +370,7 @@ def captured() -> list[Row]:
                 sgd(task),
                 kfac(task, name="K-FAC, eager"),
                 *(kfac(task, kind, "K-FAC, captured", CAPTURED) for kind in KINDS),
+                kfac(task, name=FASTEST_NAME, choices=FASTEST),
             )
         ],
         SCALE.rounds,
@@ -370,7 +385,19 @@ def captured() -> list[Row]:
             continue
         apart = [((x - eagerly).norm() / eagerly.norm()).item() for x in (by_graph, again)]
         rows.append({"name": name, "note": f"{apart[0]:.1e}; {apart[1]:.1e}", "apart": apart})
-    return rows
+    without = {text for text in told.texts if "without a CUDA graph" in text}
+    return [*rows, {"name": "graphs", "note": "; ".join(sorted(without)) or "all recorded"}]
+
+
+class Told(logging.Handler):
+    """Keep the texts of a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def trained(task: Task, choices: Choices) -> Tensor:
@@ -519,7 +546,7 @@ def peer() -> list[Row]:
                 kfac(task, kind, "K-FAC as published", published, plain=True),
                 peer_case(task, kind),
             ]
-        rows += timed(cases, min(SCALE.rounds, 3 if task is USUAL else 5))  # eigh takes long
+        rows += timed(cases, min(SHORT, 3) if task is USUAL else SHORT)  # eigh takes long
     return rows
 
 
@@ -548,32 +575,61 @@ def peer_case(task: Task, kind: str) -> Case:
 
 
 def final() -> list[Row]:
-    """Time what users pay: whole intervals, and intervals put together from kinds of steps."""
-    rounds = min(5, SCALE.rounds)
-    rows: list[Row] = []
-    for task in each(USUAL, LARGE, SMALL):
-        kinds = timed([sgd(task), *(kfac(task, kind) for kind in KINDS)], rounds)
-        rows += kinds + [together(task, kinds, every) for every in SCALE.intervals]
-    for task, intervals in {SMALL: SCALE.intervals[:1], USUAL: SCALE.intervals[:2]}.items():
-        base, half = f"{task.name}: SGD, many steps", SCALE.intervals[0][1] // 2
-        whole = (interval(task, every, base) for every in intervals)
-        rows += timed([sgd(task, name="SGD, many steps", base=base, steps=half), *whole], rounds)
-    return rows
+    """Time what users pay: intervals put together from kinds of steps, and whole intervals."""
+    base, many = f"{USUAL.name}: SGD, many steps", SCALE.intervals[0][1] // 2
+    whole = (interval(USUAL, every, base) for every in SCALE.intervals[:2])
+    return [
+        *by_kinds(USUAL, {"K-FAC": dict, FASTEST_NAME: FASTEST}),
+        *timed([sgd(USUAL, name="SGD, many steps", base=base, steps=many), *whole], SHORT),
+        *(
+            row
+            for task in each(USUAL, LARGE)[1:]
+            for row in by_kinds(task, {FASTEST_NAME: FASTEST})
+        ),
+    ]
 
 
-def together(task: Task, kinds: Sequence[Row], every: tuple[int, int]) -> Row:
-    """Return the row of the mean step of an interval, from rows of SGD and of each kind."""
+def final_small() -> list[Row]:
+    """Do the same with the small network."""
+    base, many = f"{SMALL.name}: SGD, many steps", SCALE.intervals[0][1] // 2
+    whole = interval(SMALL, SCALE.intervals[0], base)
+    return [
+        *by_kinds(SMALL, {"K-FAC": dict, FASTEST_NAME: FASTEST}),
+        *timed([sgd(SMALL, name="SGD, many steps", base=base, steps=many), whole], SHORT),
+    ]
+
+
+def by_kinds(task: Task, variants: dict[str, Choices]) -> Iterator[Row]:
+    """Yield rows of kinds of steps by variant, and of intervals put together from kinds."""
+    cases = [
+        kfac(task, kind, name, choices) for name, choices in variants.items() for kind in KINDS
+    ]
+    rows = timed([sgd(task), *cases], SHORT)
+    yield from rows
+    for number, name in enumerate(variants):
+        kinds = rows[1 + number * len(KINDS) :][: len(KINDS)]
+        for every in SCALE.intervals:
+            yield together(f"{task.name}: {name}, {every}, from kinds", base_of(task), kinds, every)
+
+
+def together(name: str, base: str, kinds: Sequence[Row], every: tuple[int, int]) -> Row:
+    """Return the row of the mean step of an interval, from rows of the kinds of steps."""
     factor_every, basis_every = every
     refreshes, updates = 1, basis_every // factor_every - 1
     shares = (basis_every - updates - refreshes, updates, refreshes)
-    row: Row = {"name": f"{task.name}: K-FAC {every}, from kinds", "base": base_of(task)}
 
-    def mean(of_kinds: Iterable[float]) -> float:
+    def mean(of_kinds: Sequence[float]) -> float:
         return sum(share * ms for share, ms in zip(shares, of_kinds)) / basis_every
 
-    device = [kind["device_ms"] for kind in kinds[1:]]
-    row["wall_ms"] = [mean(samples) for samples in zip(*(kind["wall_ms"] for kind in kinds[1:]))]
-    return row | {"device_ms": None if None in device else mean(device)}
+    if missing := [kind for kind in kinds if "missing" in kind]:
+        return {"name": name, "missing": missing[0]["missing"]}
+    device = [kind["device_ms"] for kind in kinds]
+    return {
+        "name": name,
+        "base": base,
+        "wall_ms": [mean(samples) for samples in zip(*(kind["wall_ms"] for kind in kinds))],
+        "device_ms": None if None in device else mean(device),
+    }
 
 
 def ranks() -> list[Row]:
@@ -591,7 +647,7 @@ def ranks() -> list[Row]:
             for way in ways
             for kind in ("SGD", *KINDS)
         ]
-        timings = timed(cases, min(5, SCALE.rounds))
+        timings = timed(cases, SHORT)
         for row in timings:
             if trace := traces.get(row["name"]):
                 row["stages_ms"] = {
@@ -636,7 +692,7 @@ FUNCTIONS = {
     function.__name__: function
     for function in (
         *(health, ordinary, compiled_small, compiled, eager, captured),
-        *(factors, orders, peer, final, ranks),
+        *(factors, orders, peer, final, final_small, ranks),
     )
 }
 

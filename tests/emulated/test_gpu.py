@@ -19,7 +19,7 @@ if "emulated" not in sys.modules:
     pytest.skip("needs the emulated device: bash jobs/test.sh --device", allow_module_level=True)
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-# `compiled` and `before` measure in other places what `compiled_small` and `eager` do.
+# `compiled`, `before` and `final_small` measure what `compiled_small`, `eager` and `final` do.
 HALVES = (
     ("health", "ranks", "orders", "captured"),
     ("ordinary", "compiled_small", "eager", "factors", "peer", "final"),

@@ -71,8 +71,8 @@ def test_figures_of_a_trial_are_named_so(gpu, tmp_path):
 
 
 def test_all_parts_fit_into_the_minutes_of_a_machine(gpu):
-    """Oracle: 13 minutes for all parts, and less than 100 seconds for a part."""
-    assert sum(part.seconds for part in gpu.PARTS) <= 13 * 60
+    """Oracle: 800 seconds for all parts, and less than 100 for a part."""
+    assert sum(part.seconds for part in gpu.PARTS) <= 800
     assert max(part.seconds for part in gpu.PARTS) < 100
 
 
