@@ -22,6 +22,7 @@ from dataclasses import fields
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +138,9 @@ def main(function: str, file: str) -> None:
 
         versions["mpi"] = MPI.Get_library_version().splitlines()[0]
     rows = FUNCTIONS[function]()
+    for row in rows:
+        if "wall_ms" in row:
+            row["median_ms"] = median(row["wall_ms"])
     hosts = comm.allgather(platform.node())
     if comm.rank == 0:
         result = {
