@@ -383,8 +383,8 @@ TABLE = (
     Mistake(
         "orthogonal: directions keep their singular values",
         "engine/curvature/lengths.py",
-        "turned = dict(zip(places, orthogonalised([found[place] for place in places])))",
-        "turned: dict[int, Tensor] = {}",
+        "turned = iter(orthogonalised([one for stack, one in pairs if stack.matrix]))",
+        "turned = iter([one for stack, one in pairs if stack.matrix])",
         "tests/unit/test_step_length.py",
     ),
     Mistake(
@@ -492,7 +492,7 @@ TABLE = (
     ),
     Mistake(
         "compiled: hooks stay in ordinary steps",
-        "engine/curvature/recorder.py",
+        "engine/curvature/recording/recorder.py",
         "            _remove(self._hooks)",
         "            pass",
         "tests/unit/test_compiled.py::test_steps_without_new_factors_have_no_hooks",

@@ -18,7 +18,7 @@ from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.part import Item, Part
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
-from mpikfac.numerics import multiplying, together, usual_precision
+from mpikfac.numerics import copy_all, multiplying, together, usual_precision
 from mpikfac.plan import PlannedLayer, stages
 from mpikfac.plan.names import DAMPING, PRECONDITION
 from mpikfac.settings import Numbers, Settings
@@ -95,6 +95,7 @@ class Directions(Part):
 
     def _compute(self, numbers: Numbers) -> None:
         """Go from the averaged gradients to the directions of the rank's layers, on the device."""
+        copy_all(self.length.apart)
         self.length.smooth(numbers.momentum)
         dtype, pairs = self.arena.flat.dtype, zip(self._stacks, self.length.sources)
         found = [stack.solver.direction(source, stack.held).to(dtype) for stack, source in pairs]
