@@ -10,11 +10,11 @@ from mpikfac.engine.curvature import Directions as Directions
 from mpikfac.engine.curvature import FactorRequest as FactorRequest
 from mpikfac.engine.curvature import Factors as Factors
 from mpikfac.engine.curvature import Own as Own
-from mpikfac.engine.curvature import PlannedDirection as PlannedDirection
 from mpikfac.engine.curvature import Preconditioner as Preconditioner
 from mpikfac.engine.curvature import Ready as Ready
 from mpikfac.engine.curvature import Recorder as Recorder
 from mpikfac.engine.curvature import Running as Running
+from mpikfac.engine.curvature import Stack as Stack
 from mpikfac.engine.curvature import leave_out_broken as leave_out_broken
 from mpikfac.engine.curvature import merge as merge
 from mpikfac.engine.extension import OneModel as OneModel

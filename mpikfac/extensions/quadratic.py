@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from mpikfac.comm import summed
-from mpikfac.engine import Gradients, Own, PlannedDirection
+from mpikfac.engine import Gradients, Own, Stack
 from mpikfac.errors import UserError
 from mpikfac.model import MOMENTUM, check_plain, members
 from mpikfac.plan.names import QUADRATIC_MODEL
@@ -46,11 +46,11 @@ class Quadratic(Own):
         self,
         length: Length,
         gradients: Gradients,
-        planned: Sequence[PlannedDirection],
+        stacks: Sequence[Stack],
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        super().__init__(length, gradients, planned, model, optimizer)
+        super().__init__(length, gradients, stacks, model, optimizer)
         self._next: Batch | None = None
         self._batch: Batch | None = None
         self._compared = False  # whether slopes of the quadratic model have been compared

@@ -5,6 +5,7 @@ from mpikfac.numerics.arena import Copies as Copies
 from mpikfac.numerics.arena import Parts as Parts
 from mpikfac.numerics.arena import alike as alike
 from mpikfac.numerics.arena import copy_all as copy_all
+from mpikfac.numerics.arena import together as together
 from mpikfac.numerics.finite import all_finite as all_finite
 from mpikfac.numerics.finite import each_finite as each_finite
 from mpikfac.numerics.finite import not_finite as not_finite

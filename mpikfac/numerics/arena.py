@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -63,10 +63,29 @@ class Arena(dict[str, Tensor]):
         start = self.layout.offsets[name]
         return slice(start, start + self[name].numel())
 
+    def stack(self, names: Sequence[str]) -> Tensor | None:
+        """Return equal blocks at even distances as a view `[names, ...]`; None if blocks differ."""
+        first, starts = self[names[0]], [self.layout.offsets[name] for name in names]
+        distance = starts[1] - starts[0] if len(names) > 1 else first.numel()
+        even = starts == [starts[0] + place * distance for place in range(len(names))]
+        if not even or any(self[name].shape != first.shape for name in names):
+            return None
+        shape, strides = (len(names), *first.shape), (distance, *first.stride())
+        return self.flat.as_strided(shape, strides, starts[0])
+
     def segment(self, index: int) -> Tensor:
         """Return segment `index` of the layout, as a view."""
         start, stop = self.layout.bounds[index : index + 2]
         return self.flat[start:stop]
+
+
+def together(arena: Arena, names: Sequence[str]) -> Tensor:
+    """Return a block of the arena, or equal blocks as a stack."""
+    if len(names) == 1:
+        return arena[names[0]]
+    stack = arena.stack(names)
+    assert stack is not None, "layouts have equal layers side by side"
+    return stack
 
 
 class Parts:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from mpikfac.numerics.products import product
+
 STEPS = 5
 FIRST, THIRD, FIFTH = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5 [Muon]
+LEAST = 64  # order up to which a GPU takes all squares for one stack
 
 
 def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -19,50 +21,57 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     between 0.68 and 1.21; a smaller singular value grows by a factor of 485 at most. Zeros stay
     zeros, and a matrix that is not finite becomes NaN.
 
-    With X the wide form of a matrix, a step is `X <- F X`, where F is a polynomial of `X X^T`. The
-    product of all F meets the wide X once, at the end.
+    With X a matrix of norm 1 in its wide form, a step is `X <- F X`, where F is a polynomial of
+    `X X^T`. The product of all F meets the wide matrix once, at the end.
 
     Args:
-        matrices: `[..., outputs, inputs]` each; a leading dimension counts matrices.
+        matrices: `[..., outputs, inputs]` each; leading dimensions count matrices.
     """
-    places = defaultdict(list)  # by shape: a stack has the kernels of a single matrix
-    for place, matrix in enumerate(matrices):
-        places[matrix.shape].append(place)
-    by_order = defaultdict(list)
-    for shape, chosen in places.items():
-        unit = _unit(torch.stack([matrices[place] for place in chosen]))
-        by_order[unit.shape[-2]].append((shape, unit))
-    results: dict[int, Tensor] = {}
-    for stacks in by_order.values():
-        squares = [unit @ unit.mT for _, unit in stacks]
-        products = _products(torch.cat(squares)).split(list(map(len, squares)))
-        for (shape, unit), product in zip(stacks, products):
-            wide = product @ unit
-            back = wide.mT if shape[-2] > shape[-1] else wide
-            results |= zip(places[shape], back.reshape(-1, *shape))
-    return [results[place] for place in range(len(matrices))]
+    stacks, places = list(map(_wide, matrices)), dict[int, list[int]]()
+    for place, stack in enumerate(stacks):
+        order = stack.shape[-2]
+        if not stack.is_cpu:  # few orders have few kernels
+            order = max(LEAST, 1 << (order - 1).bit_length())
+        places.setdefault(order, []).append(place)
+    for order, chosen in places.items():
+        counts = [len(stacks[place]) for place in chosen]
+        squares = stacks[chosen[0]].new_zeros(sum(counts), order, order)
+        for place, room in zip(chosen, squares.split(counts)):
+            stack, n = stacks[place], stacks[place].shape[-2]
+            product(stack, stack.mT, out=room[:, :n, :n])  # beside zeros, which stay zeros
+        for place, polynomial in zip(chosen, _polynomials(squares).split(counts)):
+            stack, n = stacks[place], stacks[place].shape[-2]
+            stacks[place] = product(polynomial[:, :n, :n], stack)
+    pairs = zip(matrices, stacks)
+    return [(y if x.shape[-1] == y.shape[-1] else y.mT).reshape(x.shape) for x, y in pairs]
 
 
-def _unit(stack: Tensor) -> Tensor:
-    """Return matrices of norm 1 in their wide form, `[matrices, smaller, larger order]`."""
-    wide = (stack.mT if stack.shape[-2] > stack.shape[-1] else stack).flatten(0, -3)
-    norms = wide.norm(dim=(-2, -1), keepdim=True)
-    return wide / norms.clamp_min(torch.finfo(wide.dtype).tiny)
+def _wide(matrix: Tensor) -> Tensor:
+    """Return `matrix` `[..., rows, columns]` in the wide form, as a stack `[k, n, m]`."""
+    wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    return wide.flatten(0, -3) if wide.dim() > 2 else wide[None]
 
 
-def _products(squares: Tensor) -> Tensor:
-    """Return the products of the polynomials F of all steps, from squares `X X^T`, `[k, n, n]`."""
-    higher = _higher(squares)
-    identity = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
-    product = torch.add(higher, identity, alpha=FIRST)
-    for _ in range(STEPS - 1):
-        for _ in range(2):  # F commutes with the square
-            squares = torch.baddbmm(squares, higher, squares, beta=FIRST)
-        higher = _higher(squares)
-        product = torch.baddbmm(product, higher, product, beta=FIRST)
-    return product
+def _polynomials(squares: Tensor) -> Tensor:
+    """Return what orthogonalises matrices: the product of all F, over the norm, `[k, n, n]`.
+
+    Args:
+        squares: `X X^T` of matrices of any norm.
+    """
+    traces = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # squares of norms
+    traces.clamp_min_(torch.finfo(squares.dtype).tiny)
+    squares = squares / traces
+    third = THIRD * torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
+    result = polynomial = _polynomial(squares, third)
+    for _ in range(STEPS - 1):  # F commutes with the square
+        squares = product(product(polynomial, squares), polynomial)
+        polynomial = _polynomial(squares, third)
+        result = product(polynomial, result)
+    return result / traces.sqrt()
 
 
-def _higher(squares: Tensor) -> Tensor:
-    """Return `F - FIRST I`, from squares `X X^T`."""
-    return torch.baddbmm(squares, squares, squares, beta=THIRD, alpha=FIFTH)
+def _polynomial(squares: Tensor, third: Tensor) -> Tensor:
+    """Return `F = FIRST I + (THIRD I + FIFTH S) S`, from squares S."""
+    polynomial = product(torch.add(third, squares, alpha=FIFTH), squares)
+    polynomial.diagonal(dim1=-2, dim2=-1).add_(FIRST)
+    return polynomial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,19 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LARGE = 2**24  # multiplications of a product of two matrices that oneDNN pays off for
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return `a @ b`, computed by the faster of two libraries.
 
     `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
-    as MKL. oneDNN takes the second matrix transposed, so a copy of the matrix has to pay off, too.
+    as MKL, one matrix at a time. oneDNN takes the second matrix transposed, so a copy of the matrix
+    has to pay off, too.
     """
-    if a.dim() > 2 or not a.is_cpu or a.dtype != torch.float32:
-        return a @ b
-    enough_rows = b.T.is_contiguous() or len(a) >= 256
-    if enough_rows and a.numel() * b.shape[1] >= 2**24:
-        return F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
-    return a @ b
+    large = a.is_cpu and a.dtype == torch.float32 and math.prod(a.shape[-2:]) * b.shape[-1] >= LARGE
+    if large and a.dim() == b.dim() == 3:
+        found = torch.stack(list(map(product, a, b)))
+    elif large and a.dim() == 2 and (b.T.is_contiguous() or len(a) >= 256):
+        found = F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
+    else:
+        return torch.matmul(a, b, out=out)
+    return found if out is None else out.copy_(found)
 
 
 # -- a layer's gradient between its factors -------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,34 +25,48 @@ class AdamSteps(dict[str, Tensor]):
         """Begin averages of zeros for the `names` of the arena."""
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
-        # On the host: a division by a number of the host does not wait for a GPU.
+        # Of the state: on the host, which chooses how to divide by them.
         weights = torch.zeros(len(names), dtype=gradients.flat.dtype, device="cpu")
         super().__init__(averages)
         self.update(zip(map(count_of, names), weights.split(1)))
         self._names, self._weights = names, weights
+        self._divisors = weights.to(gradients.flat.device)
         self._gradients = [gradients[name] for name in names]
         self._averages = [averages[name] for name in names]
 
-    def take(self, broken: Collection[str], scaled: list[Tensor] | None = None) -> list[Tensor]:
+    @property
+    def even(self) -> bool:
+        """Whether all averages have the same weight, as they have until a gradient is left out."""
+        return len(set(self._weights.tolist())) <= 1
+
+    def count(self, broken: Collection[str]) -> None:
+        """Count a batch in the weights of the averages, but for names of `broken`."""
+        sound = [place for place, name in enumerate(self._names) if name not in broken]
+        self._weights[sound] = DECAY * self._weights[sound] + (1 - DECAY)
+        self._divisors.copy_(self._weights, non_blocking=True)
+
+    def take(self, broken: Collection[str], numerators: list[Tensor] | None = None) -> list[Tensor]:
         """Take the gradients into the averages; return `gradient / (sqrt(average) + eps)` of each.
 
+        `count` has to count the batch before.
+
         Args:
-            broken: names of gradients that the averages leave out.
-            scaled: tensors to divide in the place of the gradients, such as momenta.
+            broken: names of gradients that the averages leave out, as `count` did.
+            numerators: tensors to divide in the place of the gradients, such as momenta.
         """
         if not self._names:
             return []
-        places = [place for place, name in enumerate(self._names) if name not in broken]
-        gradients = [self._gradients[place] for place in places]
-        averages = [self._averages[place] for place in places]
-        if places:
+        sound = [place for place, name in enumerate(self._names) if name not in broken]
+        if sound:
+            gradients = [self._gradients[place] for place in sound]
+            averages = [self._averages[place] for place in sound]
             torch._foreach_mul_(averages, DECAY)
             torch._foreach_addcmul_(averages, gradients, gradients, 1 - DECAY)
-            self._weights[places] = DECAY * self._weights[places] + (1 - DECAY)
-        steps = torch._foreach_div(self._averages, self._weights.tolist())
+        divisors: Any = self._divisors[0] if self.even else self._divisors.unbind()
+        steps = torch._foreach_div(self._averages, divisors)
         torch._foreach_sqrt_(steps)
         torch._foreach_add_(steps, EPSILON)
-        return list(torch._foreach_div(scaled or self._gradients, steps))
+        return list(torch._foreach_div(numerators or self._gradients, steps))
 
 
 def elastic_step(anchor: Tensor, average: Tensor, mean: Tensor, rate: float, pull: float) -> Tensor:

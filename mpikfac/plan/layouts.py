@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpikfac.plan.choices import Strategy
@@ -26,8 +26,11 @@ class Layouts:
         bases: decompositions: a segment per row of the column, and a segment of factors decomposed
             by every worker.
         denominators: damped products of eigenvalues of the layers to precondition.
-        gradients: all gradients: model order, or updater by updater if owners update.
+        gradients: all gradients, layers of a form side by side; or updater by updater if owners
+            update.
         directions: preconditioned gradients: column by column, or the rank's own if owners update.
+
+    In decompositions, denominators and directions, layers of a kind are neighbours.
     """
 
     statistics: Layout
@@ -89,7 +92,7 @@ def of_requests(factors: Iterable[Factor]) -> Layout:
 
 def of_denominators(layers: Iterable[PlannedLayer]) -> Layout:
     """Return the layout of damped products of eigenvalues."""
-    eigen = (layer for layer in layers if layer.solver.denominators)
+    eigen = (layer for layer in by_kind(layers) if layer.solver.denominators)
     return lay_out([[(layer.name, layer.shape.denominators) for layer in eigen]])
 
 
@@ -109,6 +112,17 @@ def by_rank(blocks: Iterable[Block], ranks_of: Mapping[str, int], ranks: int) ->
     for name, shape in blocks:
         segments[ranks_of[name]].append((name, shape))
     return segments
+
+
+def by_kind(
+    layers: Iterable[PlannedLayer],
+    kind: Callable[[PlannedLayer], Hashable] = lambda layer: layer.kind,
+) -> list[PlannedLayer]:
+    """Return layers with layers of one kind side by side, in the order of the first of each."""
+    kinds: dict[Hashable, list[PlannedLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(kind(layer), []).append(layer)
+    return [layer for alike in kinds.values() for layer in alike]
 
 
 def by_turn(factors: Iterable[Factor]) -> Sequence[Factor]:

@@ -185,25 +185,33 @@ class RankPlan:
         return self.layouts.squares if square else self.layouts.statistics
 
     def _bases(self) -> Layout:
-        if not self.publishes_bases:
-            return layouts.of_blocks([self.decomposed()])
-        columns = self.grid.columns
-        owned = (self._owned(row * columns + self.column) for row in range(self.grid.workers))
-        return layouts.of_blocks(map(layouts.by_turn, (*owned, self._replicated)))
+        places = {layer.name: place for place, layer in enumerate(layouts.by_kind(self.layers))}
+        segments = [self.decomposed()]
+        if self.publishes_bases:
+            columns = self.grid.columns
+            owned = (self._owned(row * columns + self.column) for row in range(self.grid.workers))
+            segments = [*owned, self._replicated]
+        return layouts.of_blocks(
+            sorted(factors, key=lambda factor: (factor.turn, places[factor.layer]))
+            for factors in segments
+        )
 
     def _gradients(self) -> Layout:
         vectors = self.strategy.exchange.of_vectors  # means lie behind
         uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
-        blocks = [*layouts.of_gradients(self.layers), *uncovered]
+        # Sums of all ranks: the order depends on no placement. Overlapped messages stay whole.
+        apart = self.strategy.transport.overlap
+        layers = layouts.by_kind(self.layers, lambda layer: (apart and layer.fused, layer.form))
+        blocks = [*layouts.of_gradients(layers), *uncovered]
         if not self.owner_updates:
             return lay_out([blocks])
         return lay_out(layouts.by_rank(blocks, self.updaters, self.grid.count))
 
     def _directions(self) -> Layout:
         if self.owner_updates:
-            return lay_out([layouts.of_gradients(self.preconditioned)])
+            return lay_out([layouts.of_gradients(layouts.by_kind(self.preconditioned))])
         columns = map(self._workers_of, range(self.grid.columns))
-        return lay_out(map(layouts.of_gradients, columns))
+        return lay_out(layouts.of_gradients(layouts.by_kind(column)) for column in columns)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of every arena of `layouts`, and of the parts of a batch."""

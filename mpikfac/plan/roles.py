@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,6 +103,18 @@ class PlannedLayer:
     def rescaled(self) -> bool:
         """Whether the layer has scales: eigenvalues estimated from gradients of examples."""
         return self.solver.rescaled and self.shape.rescaled
+
+    @property
+    def form(self) -> Hashable:
+        """What layers of equal shape have in common, wherever they are placed."""
+        blocks = [(factor.side, *(b[1:] for b in factor.blocks)) for factor in self.factors]
+        return self.solver.name, self.rescaled, self.shape.gradient, tuple(blocks)
+
+    @property
+    def kind(self) -> Hashable:
+        """What layers have in common that can be preconditioned as one stack."""
+        owners = [(factor.owner, factor.replicated) for factor in self.factors]
+        return self.fused, self.turn, self.form, tuple(owners)
 
     def side(self, side: str) -> tuple[Factor, ...]:
         """Return the factors that stand for A or for G; no factor stands for the identity."""

@@ -46,6 +46,9 @@ class Length:
             weights, for the lengths of "orthogonal" and "adam": a step then changes weights by at
             most the share `lr * trust`, as in [LARS; LAMB]. `math.inf` for no limit. Weights that
             are all 0 have no limit.
+        capture: whether directions are recorded as a CUDA graph, and their kernels then started by
+            one call, in steps whose numbers are those of the step before. Needs a GPU of NVIDIA,
+            and has not run on one yet.
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to
@@ -58,6 +61,7 @@ class Length:
     norm: float | Schedule | None = None
     momentum: float | Schedule = 0.0
     trust: float = TRUST
+    capture: bool = False
 
     def __post_init__(self) -> None:
         make_plain(self)

@@ -39,13 +39,19 @@ def place() -> str:
     return "outside"
 
 
-def steps_of(name: str, size: int, batch: int = 4, **settings: object) -> dict[str, Step]:
-    """Return the steps of K-FAC with a network and a batch of images, by kind."""
+def steps_of(
+    name: str, size: int, batch: int = 4, momentum: float = 0.9, **settings: object
+) -> dict[str, Step]:
+    """Return the steps of K-FAC with a network and a batch of images, by kind.
+
+    Args:
+        momentum: of SGD.
+    """
     comm = mpikfac.world()
     device = mpikfac.device(comm, "cuda")
     torch.manual_seed(0)
     model = models.build(name, classes=10).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     kfac = mpikfac.KFAC(model, optimizer, comm, **EVERY, **settings)
     images = torch.randn(batch, 3, size, size).to(device)
     labels = torch.randint(10, (batch,)).to(device)

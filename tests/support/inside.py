@@ -14,6 +14,7 @@ from torch import Tensor
 from mpikfac import KFAC, Asynchronous, DataParallel
 from mpikfac.comm import Grid
 from mpikfac.engine import Bases, Directions, Gradients, Nonfinite
+from mpikfac.engine.curvature import capture
 from mpikfac.engine.curvature.directions import clip_scale
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.extensions import curvature_ranks
@@ -68,6 +69,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "restart scales": (Scales, "restart"),
     "publish gradients": (Directions, "publish"),
     "examples at a time": (scales_of_examples, "CHUNK"),
+    "records": (capture, "RECORDS"),
 }
 
 

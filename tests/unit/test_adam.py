@@ -56,6 +56,7 @@ def test_steps_are_adams(left_out):
         for name in NAMES:
             broken = name in left_out[step]
             gradients[name].copy_(batch[name].fill_(math.nan) if broken else batch[name])
+        adam.count(left_out[step])
         taken = dict(zip(NAMES, adam.take(left_out[step])))
         for name in set(NAMES).difference(left_out[step]):
             torch.testing.assert_close(taken[name], expected[name][step])
@@ -69,7 +70,7 @@ def test_the_state_has_an_average_and_a_weight_for_every_name():
     counts = {count_of(name): (1,) for name in NAMES}
     assert shapes == {name: SHAPES[name] for name in NAMES} | counts
     for _ in range(3):
-        steps.take(())
+        steps.count(())
     for name in counts:
         assert steps[name].item() == pytest.approx(1 - 0.999**3)
 
@@ -79,8 +80,10 @@ def test_many_gradients_take_the_calls_of_two():
     counts = []
     for names in (["0", "1"], [str(number) for number in range(50)]):
         steps = AdamSteps(arena(dict.fromkeys(names, (5, 3))), names)
+        steps.count(())
         steps.take(())
         with Calls() as calls:
+            steps.count(())
             steps.take(())
         counts.append(calls.count)
     assert counts[0] == counts[1]

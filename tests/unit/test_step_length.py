@@ -132,7 +132,7 @@ def test_singular_values_follow_the_polynomial(dtype):
         for _ in range(5):
             values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
         expected = left @ values.diag_embed() @ right
-        rounding = 1e3 * torch.finfo(dtype).eps  # the smallest singular values grow 485-fold
+        rounding = 4e3 * torch.finfo(dtype).eps  # the smallest singular values grow 485-fold
         torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
 
 

@@ -13,7 +13,7 @@ from mpikfac.engine.curvature.factors import Running as Running
 from mpikfac.engine.curvature.factors import leave_out_broken as leave_out_broken
 from mpikfac.engine.curvature.factors import merge as merge
 from mpikfac.engine.curvature.lengths import Own as Own
-from mpikfac.engine.curvature.lengths import PlannedDirection as PlannedDirection
+from mpikfac.engine.curvature.lengths import Stack as Stack
 from mpikfac.engine.curvature.preconditioner import Curvature as Curvature
 from mpikfac.engine.curvature.preconditioner import Preconditioner as Preconditioner
 from mpikfac.engine.curvature.recorder import Recorder as Recorder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from mpikfac.engine.curvature.decomposers import (
 from mpikfac.engine.curvature.rounding import COARSE, HARMLESS, Warn, damping_added, errors_of
 from mpikfac.engine.part import Item, Part
 from mpikfac.engine.site import Site
-from mpikfac.numerics import Arena, copy_all
+from mpikfac.numerics import Arena, copy_all, together
 from mpikfac.plan import Factor, PlannedLayer, scales, stages
 from mpikfac.plan.names import BASES, DECOMPOSITIONS, DUE, SOLVER
 from mpikfac.solvers import Held, Solver
@@ -34,8 +34,8 @@ class Bases(Part):
         arena: blocks of decompositions; a segment per worker of the column.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; written by
             a solver's own part alone.
-        held: the decompositions of every layer to precondition on the rank, by layer.
-        solver_of: the solver of every layer to precondition on the rank.
+        stacks: the layers to precondition on the rank, in lists of equal layers on a GPU, with
+            their decompositions.
         ready: whether the rank has decompositions.
         turn: of the refresh to be published next; None for all layers.
         decomposer: decomposes the rank's factors.
@@ -66,8 +66,7 @@ class Bases(Part):
         self._factor_of = {
             block.name: d.factor.name for d in self._decompositions for block in d.factor.blocks
         }
-        self.held = {layer.name: self._hold(layer) for layer in self.plan.preconditioned}
-        self.solver_of = {x.name: solvers[x.solver.name] for x in self.plan.preconditioned}
+        self.stacks = [(layers, self._hold(layers)) for layers in self._alike()]
         self._messages = {turn: stages.publish_bases(self.plan, turn) for turn in self.plan.turns}
         self.decomposer = decomposer(site, self.arena, self._factor_of)
         self.ready = False
@@ -82,15 +81,36 @@ class Bases(Part):
         side, opposite = layer.side(factor.side), layer.side("G" if factor.side == "A" else "A")
         return Decomposition(factor, self.solvers[factor.solver.name], blocks, side, opposite)
 
-    def _hold(self, layer: PlannedLayer) -> Held:
-        a, g = ({kind: self._side(layer, s, kind) for kind in layer.solver.blocks} for s in "AG")
-        return Held(a, g, self.denominators.get(layer.name), self.scales.get(layer.name))
+    def _alike(self) -> list[list[PlannedLayer]]:
+        """Return the layers to precondition in lists of equal layers; on a CPU, every layer alone.
 
-    def _side(self, layer: PlannedLayer, side: str, kind: str) -> list[Tensor]:
-        """Return the block of a kind of every factor of a side."""
-        blocks = [self.arena[b.name] for f in layer.side(side) for b in f.blocks if b.kind == kind]
-        if side in layer.shape.diagonal:
-            return [block.view(*layer.shape.gradient[:-2], -1) for block in blocks]
+        A GPU spends as long on the start of a small kernel as on the kernel.
+        """
+        kinds: dict[Hashable, list[PlannedLayer]] = {}
+        for layer in self.plan.preconditioned:
+            key = layer.name if self.site.device.type == "cpu" else layer.kind
+            kinds.setdefault(key, []).append(layer)
+        return list(kinds.values())
+
+    def _hold(self, layers: Sequence[PlannedLayer]) -> Held:
+        names, kinds = [layer.name for layer in layers], layers[0].solver.blocks
+        a, g = ({kind: self._side(layers, side, kind) for kind in kinds} for side in "AG")
+        denominators, scales = (
+            together(room, names) if names[0] in room else None
+            for room in (self.denominators, self.scales)
+        )
+        return Held(a, g, denominators, scales)
+
+    def _side(self, layers: Sequence[PlannedLayer], side: str, kind: str) -> list[Tensor]:
+        """Return the block of a kind of every factor of a side, or of equal layers as a stack."""
+        of_layers = [
+            [b.name for f in layer.side(side) for b in f.blocks if b.kind == kind]
+            for layer in layers
+        ]
+        blocks = [together(self.arena, names) for names in zip(*of_layers)]
+        if side in layers[0].shape.diagonal:
+            several = [len(layers)] if len(layers) > 1 else []
+            return [b.view(*several, *layers[0].shape.gradient[:-2], -1) for b in blocks]
         return blocks
 
     def forget(self) -> None:
@@ -190,17 +210,19 @@ class Bases(Part):
         if damping == self._damping:
             return
         damped: dict[Solver, list[Held]] = {}
-        for name, held in self.held.items():
+        for layers, held in self.stacks:
             held.damping = damping
             if held.denominators is not None:
-                damped.setdefault(self.solver_of[name], []).append(held)
+                damped.setdefault(self.solvers[layers[0].solver.name], []).append(held)
         for solver, of_solver in damped.items():
             solver.damp(of_solver, damping, self.relative)
         self._damping = damping
 
     def sides(self, name: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:
         """Return the blocks of a kind of A and of G of a layer, in the dtype of sums."""
-        return self.held[name].sides(kind, self.site.dtype)
+        (layer,) = (layer for layer in self.plan.layers if layer.name == name)
+        a, g = ([b.to(self.site.dtype) for b in self._side([layer], s, kind)] for s in "AG")
+        return a, g
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -12,15 +12,17 @@ from torch.optim import Optimizer
 
 from mpikfac.comm import summed
 from mpikfac.engine.curvature.bases import Bases
-from mpikfac.engine.curvature.lengths import LENGTHS, Own, PlannedDirection
+from mpikfac.engine.curvature.capture import Captured, Region
+from mpikfac.engine.curvature.lengths import LENGTHS, Own, Stack
 from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.part import Item, Part
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
-from mpikfac.numerics import all_finite, not_finite
-from mpikfac.plan import LayerShape, stages
+from mpikfac.numerics import together
+from mpikfac.plan import PlannedLayer, stages
 from mpikfac.plan.names import DAMPING, PRECONDITION
 from mpikfac.settings import Numbers, Settings
+from mpikfac.solvers import Held
 
 
 class Directions(Part):
@@ -49,20 +51,24 @@ class Directions(Part):
         self.arena = self.site.arena(self.plan.layouts.directions)
         self.slots = slots_in(self.arena, gradients.layers, self.site)
         self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
-        self._planned = [self._place(layer.shape) for layer in self.plan.preconditioned]
+        self._stacks = [self._place(layers, held) for layers, held in bases.stacks]
         kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
-        self.length = kind(settings.length, gradients, self._planned, model, optimizer)
+        self.length = kind(settings.length, gradients, self._stacks, model, optimizer)
+        self._run: Region = self._compute
+        if settings.length.capture:
+            self._run = Captured(self._compute, self._key, self.site.device)
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = stages.publish_directions(self.plan)
         self._clip_messages = stages.clip(self.plan)
         self.scale = self.arena.flat.new_ones(1)
         self.expected = self.arena.flat.new_zeros(1)
 
-    def _place(self, shape: LayerShape) -> PlannedDirection:
-        name = shape.name
-        solver, held = self.bases.solver_of[name], self.bases.held[name]
-        places = self.gradients.arena[name], self.arena[name]
-        return PlannedDirection(name, solver, held, *places, matrix=shape.maps_vectors)
+    def _place(self, layers: Sequence[PlannedLayer], held: Held) -> Stack:
+        names, first = [layer.name for layer in layers], layers[0]
+        solver, matrix = self.bases.solvers[first.solver.name], first.shape.maps_vectors
+        direction = together(self.arena, names)
+        each = -1, *[1] * (direction.dim() - 1)
+        return Stack(names, solver, held, direction, matrix, each)
 
     def make(self, numbers: Numbers) -> None:
         """Precondition gradients, send the directions to all ranks, and bound the step.
@@ -71,7 +77,6 @@ class Directions(Part):
         """
         self.precondition(numbers)
         self.publish()
-        self._replace_broken()
         if numbers.bound is not None and self.gradients.layers:
             self._clip(numbers.bound)
         if self.settings.damping.adapted and self.length.predicted:
@@ -81,11 +86,21 @@ class Directions(Part):
         """Precondition the gradients of the rank's layers, and give directions their lengths."""
         with self.site.trace.stage(PRECONDITION):
             self.bases.damp(numbers.damping)
-            smoothed = self.length.smoothed(numbers.momentum)
-            for planned in self._planned:
-                gradient = smoothed.get(planned.name, planned.gradient)
-                planned.direction.copy_(planned.solver.direction(gradient, planned.held))
-            self.length.scale(smoothed)
+            self.length.count()
+            self._run(numbers)
+            for name in set(self.gradients.broken).intersection(self.arena):
+                self.arena[name].zero_()
+
+    def _compute(self, numbers: Numbers) -> None:
+        """Go from the averaged gradients to the directions of the rank's layers, on the device."""
+        self.length.smooth(numbers.momentum)
+        dtype, pairs = self.arena.flat.dtype, zip(self._stacks, self.length.sources)
+        found = [stack.solver.direction(source, stack.held).to(dtype) for stack, source in pairs]
+        self.length.write(found)
+
+    def _key(self, numbers: Numbers) -> Hashable:
+        """Return what `_compute` reads on the host."""
+        return numbers.damping, numbers.momentum, *self.gradients.broken, self.length.key()
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
@@ -93,14 +108,6 @@ class Directions(Part):
         Collective over: row.
         """
         self.site.grid.exchange(self._messages, self.arena.flat)
-
-    def _replace_broken(self) -> None:
-        """Replace a direction with NaN or infinity, of a layer without bases, by the gradient."""
-        if not all_finite(self.arena.flat):
-            for name in not_finite(self.arena):
-                gradient = self.gradients.arena[name]
-                usable = gradient if all_finite(gradient) else torch.zeros_like(gradient)
-                self.arena[name].copy_(usable)
 
     def _clip(self, bound: float) -> None:
         """Bound the Fisher norm of the direction or of the step, or the direction's norm."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from mpikfac.engine.gradients import Gradients, Slot
 from mpikfac.engine.part import Item
 from mpikfac.model import members
-from mpikfac.numerics import AdamSteps, Arena, copy_all, nesterov, orthogonalised
+from mpikfac.numerics import AdamSteps, copy_all, nesterov, orthogonalised, together
 from mpikfac.plan import count_of, lay_out
 from mpikfac.plan.names import GRAFT, MOMENTUM
 from mpikfac.settings import Length
@@ -27,29 +27,32 @@ from mpikfac.solvers import Held, Solver
 
 
 @dataclass(frozen=True)
-class PlannedDirection:
-    """A layer to precondition on the rank.
+class Stack:
+    """Equal layers to precondition together on the rank; a layer alone where that is no slower.
 
     Attributes:
-        held: the layer's decompositions.
-        gradient: the layer's gradient, a view of the gradients' arena.
-        direction: the layer's direction, a view of the directions' arena.
-        matrix: whether the layer maps vectors to vectors, and a direction has singular values.
+        names: of the layers.
+        held: the decompositions; of several layers, `[layers]` in front of all shapes.
+        direction: the directions, a view of the directions' arena: `[outputs, inputs]`, or of
+            several layers `[layers, outputs, inputs]`.
+        matrix: whether a layer maps vectors to vectors, and a direction has singular values.
+        each: the shape of numbers of layers that multiply a tensor of the stack.
     """
 
-    name: str
+    names: Sequence[str]
     solver: Solver
     held: Held
-    gradient: Tensor
     direction: Tensor
     matrix: bool
+    each: Sequence[int]
 
 
 class Own:
     """The base of all lengths: the length that preconditioning gives.
 
     Attributes:
-        planned: the layers to precondition on the rank.
+        stacks: the layers to precondition on the rank.
+        sources: the gradients to precondition, for each stack.
         uncovered: the uncovered parameters with steps, which lie in the arena of gradients.
         predicted: whether K-FAC's quadratic model predicts the change of the loss.
     """
@@ -60,13 +63,22 @@ class Own:
         self,
         length: Length,
         gradients: Gradients,
-        planned: Sequence[PlannedDirection],
+        stacks: Sequence[Stack],
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        self.length, self.gradients, self.planned = length, gradients, planned
+        self.length, self.gradients, self.stacks = length, gradients, stacks
         self.model, self.optimizer = model, optimizer
+        self.sources, self._apart = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        for stack in stacks:
+            blocks = [gradients.arena[name] for name in stack.names]
+            source = blocks[0] if len(blocks) == 1 else gradients.arena.stack(stack.names)
+            if source is None:  # on a GPU with several ranks; the owners of equal layers differ
+                source = torch.stack(blocks)
+                self._apart += zip(source, blocks)
+            self.sources.append(source)
         self.uncovered: list[Slot] = []
+        self._counts = [len(stack.names) for stack in stacks]
 
     def batch(self, inputs: Tensor | tuple[Any, ...], loss: Any) -> None:
         """Take the rank's share of a batch, before the step.
@@ -83,16 +95,40 @@ class Own:
             ValueError: the length needs a batch.
         """
 
-    def smoothed(self, momentum: float) -> Mapping[str, Tensor]:
-        """Return the gradients to precondition in the place of the batch's, by name."""
-        return {}
+    def count(self) -> None:
+        """Count the step, on the host alone, before the gradients are used."""
 
-    def scale(self, smoothed: Mapping[str, Tensor]) -> None:
-        """Give the rank's directions their lengths.
+    def key(self) -> Hashable:
+        """Return what `smooth` and `write` read on the host, beside their arguments."""
+        return None
+
+    def smooth(self, momentum: float) -> None:
+        """Bring the `sources` up to date with the batch's gradients."""
+        copy_all(self._apart)
+
+    def write(self, found: Sequence[Tensor]) -> None:
+        """Write the rank's directions with their lengths to the arena of directions.
+
+        The gradient replaces a direction that is not finite, as of a layer without decompositions.
 
         Args:
-            smoothed: the result of `smoothed`.
+            found: what preconditioning gives, for each stack.
         """
+        usable = (self._norms(found) < math.inf).split(self._counts)  # not so if NaN
+        for stack, direction, source, sound in zip(self.stacks, found, self.sources, usable):
+            torch.where(sound.view(stack.each), direction, source, out=stack.direction)
+
+    def _scale(self, lengths: Tensor) -> None:
+        """Give directions in the arena their lengths, `[layers]`; zeros stay zeros."""
+        norms = self._norms([stack.direction for stack in self.stacks])
+        scales = lengths / (norms + (norms == 0))
+        for stack, scale in zip(self.stacks, scales.split(self._counts)):
+            stack.direction.mul_(scale.view(stack.each))
+
+    def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the norms of the layers in a tensor of each stack, `[layers]`."""
+        layers = [x.unbind() if n > 1 else (x,) for x, n in zip(tensors, self._counts)]
+        return norms([*itertools.chain(*layers)])
 
     def descend(self, damping: float) -> Tensor | None:
         """Change the gradients in the model, once all directions are there.
@@ -111,108 +147,97 @@ class Own:
 class OfGradients(Own):
     """The length of the layer's gradient [Agarwal et al. 2020]."""
 
-    def scale(self, smoothed: Mapping[str, Tensor]) -> None:
-        """Give directions the lengths of grafting; zeros stay zeros.
-
-        The gradient replaces a direction that is not finite.
-        """
-        if not self.planned:
-            return
-        directions = [planned.direction for planned in self.planned]
-        gradients = [smoothed.get(planned.name, planned.gradient) for planned in self.planned]
-        lengths, of_gradients = norms(directions), norms(gradients)
-        usable = lengths.isfinite()
-        for direction, gradient, sound in zip(directions, gradients, usable):
-            torch.where(sound, direction, gradient, out=direction)
-        lengths = torch.where(usable, lengths, of_gradients)
-        scales = torch.where(lengths > 0, self._lengths(of_gradients) / lengths, 1.0)
-        torch._foreach_mul_(directions, list(scales))
-
-    def _lengths(self, of_gradients: Tensor) -> Tensor:
-        """Return the lengths of directions, `[directions]`."""
-        return of_gradients
+    def write(self, found: Sequence[Tensor]) -> None:
+        """Write directions with the lengths of the gradients."""
+        super().write(found)
+        self._scale(self._norms(self.sources))
 
 
-class OfAdam(OfGradients):
+class OfAdam(Own):
     """The length of Adam's step without momentum; uncovered parameters take Adam's step itself."""
 
     def __init__(
         self,
         length: Length,
         gradients: Gradients,
-        planned: Sequence[PlannedDirection],
+        stacks: Sequence[Stack],
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        super().__init__(length, gradients, planned, model, optimizer)
+        super().__init__(length, gradients, stacks, model, optimizer)
         slots = gradients.uncovered_slots
         self.uncovered = [slot for slot in slots if slot.block.parameters and slot.steps]
-        layers = [each.name for each in planned]
-        uncovered = [slot.block.name for slot in self.uncovered]
-        self._of_layers = AdamSteps(gradients.arena, layers)
-        self._of_uncovered = AdamSteps(gradients.arena, uncovered)
+        layers = [name for stack in stacks for name in stack.names]
+        uncovered, self._covered = [slot.block.name for slot in self.uncovered], len(layers)
+        names = [*layers, *uncovered]
+        self._adam = AdamSteps(gradients.arena, names)
         parameters = {layer.name: layer.parameters for layer in gradients.layers}
-        self._weights = [weight for name in layers for weight in parameters[name]]
+        weights = [weight for name in layers for weight in parameters[name]]
+        self._weights = [*weights, gradients.arena.flat.new_zeros(1)]
         self._of_layer = _table([len(parameters[name]) for name in layers], gradients.site.device)
-        names = [*layers, *uncovered] if length.momentum else []
         shapes = [(name, tuple(gradients.arena[name].shape)) for name in names]
-        self._momenta: Arena = gradients.site.arena(lay_out([shapes]))
+        layout = lay_out([shapes] if length.momentum else [])
+        self._momenta, self._means = gradients.site.arena(layout), gradients.site.arena(layout)
+        if length.momentum:
+            self.sources, self._apart = [together(self._means, x.names) for x in stacks], []
+        steps = gradients.arena | self._means  # of uncovered parameters
+        self._numerators = [gradients.arena[name] for name in layers]
+        self._numerators += [steps[name] for name in uncovered]
 
-    def smoothed(self, momentum: float) -> dict[str, Tensor]:
-        """Take gradients into the momenta; return means of gradients by Nesterov's momentum.
+    def count(self) -> None:
+        """Count the batch in the weights of Adam's averages."""
+        self._adam.count(self.gradients.broken)
+
+    def key(self) -> Hashable:
+        """Return how averages are divided, the places of weights, and what the optimizer steps."""
+        own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
+        stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
+        return self._adam.even, *places, *stepped
+
+    def smooth(self, momentum: float) -> None:
+        """Take gradients into the momenta; sources are means by Nesterov's momentum.
 
         Means begin with momenta of 0: the first steps of uncovered parameters are shorter than
         Adam's.
         """
+        super().smooth(momentum)
         if not self._momenta:
-            return {}
-        broken = self.gradients.broken
-        gradients = [self.gradients.arena[name] for name in self._momenta]
-        means = dict(zip(self._momenta, torch._foreach_mul(gradients, 1 - momentum)))
-        if sound := [name for name in means if name not in broken]:
+            return
+        broken, means = self.gradients.broken, list(self._means.values())
+        torch._foreach_copy_(means, [self.gradients.arena[name] for name in self._means])
+        torch._foreach_mul_(means, 1 - momentum)
+        if sound := [name for name in self._means if name not in broken]:
             momenta = [self._momenta[name] for name in sound]
-            nesterov([means[name] for name in sound], momenta, momentum)
-        return means
+            nesterov([self._means[name] for name in sound], momenta, momentum)
 
-    def scale(self, smoothed: Mapping[str, Tensor]) -> None:
-        """Give directions the lengths of Adam's steps, and step uncovered parameters by Adam."""
-        super().scale(smoothed)
-        self._step_uncovered(smoothed)
-
-    def _lengths(self, of_gradients: Tensor) -> Tensor:
-        """Return the lengths of Adam's steps, at most `trust` times the norms of the weights.
-
-        A layer whose weights are all 0 takes Adam's length, so that the layer can begin to learn.
-        """
-        lengths = norms(self._of_layers.take(self.gradients.broken))
-        if math.isinf(self.length.trust):
-            return lengths
-        limits = self.length.trust * self._norms_of_weights(lengths.dtype)
-        return torch.where(limits > 0, lengths.minimum(limits), lengths)
-
-    def _norms_of_weights(self, dtype: torch.dtype) -> Tensor:
-        """Return the norm of all weights of each planned layer, `[directions]`."""
-        squares = norms([weight.detach() for weight in self._weights]).to(dtype).square()
-        return torch.cat([squares, squares.new_zeros(1)])[self._of_layer].sum(1).sqrt()
-
-    def _step_uncovered(self, smoothed: Mapping[str, Tensor]) -> None:
-        """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate.
+    def write(self, found: Sequence[Tensor]) -> None:
+        """Write directions with the lengths of Adam's steps; step uncovered parameters by Adam.
 
         Parameters of another optimizer keep their gradients.
         """
-        scaled = [smoothed[slot.block.name] for slot in self.uncovered] if smoothed else None
-        steps = self._of_uncovered.take(self.gradients.broken, scaled)
-        own = members(self.optimizer)
-        pairs = zip(self.uncovered, steps)
+        super().write(found)
+        steps = self._adam.take(self.gradients.broken, self._numerators)
+        if self.stacks:
+            self._scale(self._limited(norms(steps[: self._covered])))
+        own, pairs = members(self.optimizer), zip(self.uncovered, steps[self._covered :])
         copy_all((s.parts[0], step) for s, step in pairs if s.block.parameters[0] in own)
+
+    def _limited(self, lengths: Tensor) -> Tensor:
+        """Return lengths of at most `trust` times the norms of the layers' weights, `[layers]`.
+
+        A layer whose weights are all 0 takes Adam's length, so that the layer can begin to learn.
+        `math.inf` times 0 is NaN, which is no limit.
+        """
+        of_weights = norms([weight.detach() for weight in self._weights]).to(lengths.dtype)
+        limits = self.length.trust * of_weights[self._of_layer].norm(dim=1)
+        return torch.where(limits > 0, lengths.minimum(limits), lengths)
 
     def items(self) -> Iterator[Item]:
         """Return the averages of squared gradients, and the momenta."""
-        averages = {**self._of_layers, **self._of_uncovered}
         for block in self.gradients.blocks:
             if block.parameters:
                 for name in (block.name, count_of(block.name)):
-                    yield Item(GRAFT + name, averages.get(name))
+                    yield Item(GRAFT + name, self._adam.get(name))
                 if self.length.momentum:
                     yield Item(MOMENTUM + block.name, self._momenta.get(block.name))
 
@@ -220,16 +245,16 @@ class OfAdam(OfGradients):
 class Orthogonal(OfAdam):
     """The length of Adam's step, after all singular values of a direction are made about equal."""
 
-    def scale(self, smoothed: Mapping[str, Tensor]) -> None:
-        """Orthogonalise directions that are matrices [Muon], and give them Adam's lengths."""
-        if matrices := [planned.direction for planned in self.planned if planned.matrix]:
-            torch._foreach_copy_(matrices, orthogonalised(matrices))
-        super().scale(smoothed)
+    def write(self, found: Sequence[Tensor]) -> None:
+        """Orthogonalise directions that are matrices [Muon], and write them as Adam's."""
+        places = [place for place, stack in enumerate(self.stacks) if stack.matrix]
+        turned = dict(zip(places, orthogonalised([found[place] for place in places])))
+        super().write([turned.get(place, one) for place, one in enumerate(found)])
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
     """Return the norms of tensors, `[tensors]`."""
-    return torch.stack(torch._foreach_norm(tensors))
+    return torch.stack(torch._foreach_norm(tensors)) if tensors else torch.zeros(0)
 
 
 def _table(counts: Sequence[int], device: torch.device) -> Tensor:

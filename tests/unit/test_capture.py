@@ -1,0 +1,153 @@
+"""Directions that are recorded once and replayed, as a CUDA graph would be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from support import inside, problem
+from support.replay import Recorder
+
+SOLVERS = "inverse", "unsplit-inverse", "eigen", "ekfac", "rank-one"
+LENGTHS = "own", "sgd", "adam", "orthogonal"
+STEPS = 14
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """Return what records on the device of the tests."""
+    recorder = Recorder()
+    monkeypatch.setattr(*inside.PLACES["records"], {problem.DEVICE.type: recorder})
+    return recorder
+
+
+def trained(comm, capture, happen=lambda step, kfac, scaler: None, scaler=None, **settings):
+    """Return the state after steps with statistics, refreshes and what `happen` does before."""
+    model = problem.network()
+    relative = settings.get("solver") != "rank-one"
+    choices = {"damping": 0.1, "relative_damping": relative, "factor_every": 2, "basis_every": 5}
+    kfac = problem.kfac(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.002),
+        comm,
+        capture=capture,
+        **choices,
+        **settings,
+    )
+    for step in range(STEPS):
+        images, labels = problem.batch(step)
+        happen(step, kfac, scaler)
+        loss = F.cross_entropy(model(images), labels)
+        (scaler.scale(loss) if scaler else loss).backward()
+        kfac.step(scaler)
+        kfac.optimizer.zero_grad(set_to_none=step % 3 == 0)
+    return problem.state(model)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_replays_change_no_bit(comm, recorder, solver, length):
+    """Oracle: the same training without replays."""
+    settings = {"solver": solver, "length": length}
+    found = trained(comm, True, **settings)
+    assert recorder.recordings == 1 and recorder.replays == STEPS - 2
+    assert torch.equal(found, trained(comm, False, **settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"length": "orthogonal", "momentum": 0.9},
+        {"length": "adam", "momentum": 0.9, "trust": 0.01},
+        {"length": "own", "kl_clip": 0.001},
+        {"length": "orthogonal", "norm_clip": 0.1},
+        {"length": "adam", "rule": lambda layer: mpikfac.usual_rule(layer)},
+    ],
+    ids=str,
+)
+def test_momentum_and_bounds_are_right_in_replays(comm, recorder, settings):
+    """Oracle: the same training without replays."""
+    found = trained(comm, True, solver="eigen", **settings)
+    assert recorder.replays == STEPS - 2
+    assert torch.equal(found, trained(comm, False, solver="eigen", **settings))
+
+
+def breaks(step, kfac, _):
+    if step in (5, 9, 10):
+        kfac.model[0].weight.register_hook(
+            lambda g, at=step: g * float("nan") if kfac.steps == at else None
+        )
+
+
+def freezes(step, kfac, _):
+    if step in (4, 8):
+        kfac.model[-1].weight.requires_grad_(step == 8)
+
+
+def loads(step, kfac, _):
+    if step == 7:
+        kfac.load_state_dict(copy.deepcopy(kfac.state_dict()))
+
+
+def moves(step, kfac, _):
+    if step == 6:
+        for parameter in kfac.model.parameters():
+            parameter.data = parameter.data.clone()
+
+
+def overflows(step, kfac, scaler):
+    if step in (3, 8):
+        scaler.update(float("inf"))
+    elif step in (4, 9):
+        scaler.update(2.0)
+
+
+@pytest.mark.parametrize("happen", [breaks, freezes, loads, moves])
+@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+def test_unusual_steps_run_beside_replays(comm, recorder, happen, length):
+    """Oracle: the same training without replays."""
+    found = trained(comm, True, happen, length=length, trust=0.01)
+    assert 0 < recorder.replays < STEPS - 2 or happen is loads
+    assert torch.equal(found, trained(comm, False, happen, length=length, trust=0.01))
+
+
+def test_skipped_steps_of_a_scaler(comm, recorder):
+    """Oracle: the same training without replays; steps whose loss overflows are skipped."""
+    states = []
+    for capture in (True, False):
+        scaler = torch.amp.GradScaler(problem.DEVICE.type, init_scale=2.0)
+        states.append(trained(comm, capture, overflows, scaler, length="orthogonal"))
+    assert recorder.replays > 0
+    assert torch.equal(*states)
+
+
+def schedule(step):
+    """Return a number that changes every four steps."""
+    return 0.1 / (1 + step // 4)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "rank-one"])
+def test_schedules_are_in_force(comm, recorder, solver):
+    """Oracle: the same training without replays; a damping of the host is part of no replay."""
+    model_states = []
+    for capture in (True, False):
+        model = problem.network()
+        length = mpikfac.Length("adam", momentum=schedule, capture=capture)
+        kfac = mpikfac.KFAC(
+            model, problem.plain_sgd(model), comm, solver=solver, damping=schedule, length=length
+        )
+        model_states.append(problem.run(kfac, comm, range(STEPS)))
+    assert recorder.replays > 0
+    assert torch.equal(*model_states)
+
+
+def test_a_device_without_graphs_is_refused(comm, monkeypatch):
+    """Oracle: the line."""
+    monkeypatch.setattr(*inside.PLACES["records"], {})
+    model = problem.network()
+    with pytest.raises(ValueError, match="capture=True needs a model on a GPU of NVIDIA, not on"):
+        problem.kfac(model, problem.plain_sgd(model), comm, capture=True)
