@@ -27,8 +27,7 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     Args:
         matrices: `[..., outputs, inputs]` each; leading dimensions count matrices.
     """
-    stacks: list[Tensor] = []
-    places: dict[int, list[int]] = {}
+    stacks, places = list[Tensor](), dict[int, list[int]]()
     for place, matrix in enumerate(matrices):
         stack, order = matrix.reshape(-1, *matrix.shape[-2:]), min(matrix.shape[-2:])
         stacks.append(stack.mT if stack.shape[1] > stack.shape[2] else stack)  # the wide form

@@ -57,13 +57,15 @@ def in_float32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     as MKL, one matrix at a time. oneDNN takes the second matrix transposed, so a copy of the matrix
     has to pay off, too.
     """
-    large = a.is_cpu and a.dtype == torch.float32 and math.prod(a.shape[-2:]) * b.shape[-1] >= LARGE
-    if large and a.dim() == b.dim() == 3:
+    work = math.prod(a.shape[-2:]) * b.shape[-1]
+    if not a.is_cpu or a.dtype != torch.float32 or work < LARGE:
+        return torch.matmul(a, b, out=out)
+    if a.dim() == b.dim() == 3:
         found = torch.stack(list(map(in_float32, a, b)))
-    elif large and a.dim() == 2 and (b.T.is_contiguous() or len(a) >= 256):
+    elif a.dim() == 2 and (b.T.is_contiguous() or len(a) >= 256):
         found = F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
     else:
-        return torch.matmul(a, b, out=out)
+        found = a @ b
     return found if out is None else out.copy_(found)
 
 
