@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, Protocol, Self
-from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
+from typing import Any, Protocol
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
@@ -39,23 +39,10 @@ def trainer_of(model: nn.Module) -> Trainer | None:
 
 
 class Hook(partial[None]):
-    """A method of a trainer's part as a hook on a model.
-
-    The hook does nothing in a copied or saved model, or once the trainer is gone.
-    """
-
-    def __new__(cls, method: Callable[..., None], *arguments: Any) -> Self:
-        """Bind the method, but keep no trainer alive."""
-        return super().__new__(cls, _call, WeakMethod(method), *arguments)
+    """A hook of a trainer on a model; in a copied or saved model the hook does nothing."""
 
     def __reduce__(self) -> Any:
         return partial, (_nothing,)
-
-
-def _call(method: WeakMethod[Callable[..., None]], *arguments: Any) -> None:
-    """Call the method, unless the trainer is gone."""
-    if (present := method()) is not None:
-        present(*arguments)
 
 
 def _nothing(*_: Any) -> None:

@@ -499,9 +499,9 @@ TABLE = (
     ),
     Mistake(
         "hooks: a model keeps the trainer that the program drops",
-        "layers/trained.py",
-        "return super().__new__(cls, _call, WeakMethod(method), *arguments)",
-        "return super().__new__(cls, method, *arguments)",
+        "engine/curvature/recorder.py",
+        "own = ref(self)",
+        "own = lambda: self",
         "tests/unit/test_compiled.py::test_trainers_share_the_stance_until_the_last_has_ended",
     ),
     Mistake(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -201,7 +201,7 @@ class Recorder(Part):
         self._running = self._interrupted = False  # backward passes that count
         self._turn: Turn | None = None
         self._hooks: list[Attached] = []
-        weakref.finalize(self, _remove, self._hooks)
+        finalize(self, _remove, self._hooks)
         self._stage: Callable[[], AbstractContextManager[None]]  # of a call
         self._stage = partial(self.site.trace.stage, STATISTICS)
 
@@ -210,9 +210,10 @@ class Recorder(Part):
         if self.recording or self._detached:
             return
         self.recording = True
-        self._hooks += [Eagerly(), self._model.register_forward_pre_hook(Hook(self._on_pass))]
+        own = ref(self)  # a model may outlive the recorder
+        self._hooks += [Eagerly(), self._model.register_forward_pre_hook(Hook(self._on_pass, own))]
         for sums in self._sums():
-            hook = Hook(self._on_forward, sums.layer)
+            hook = Hook(self._on_forward, own, sums.layer)
             for module in sums.layer.modules:
                 self._hooks += sums.layer.attach(module, hook)
 
@@ -366,21 +367,24 @@ class Recorder(Part):
         finally:
             self._turn = None
 
-    def _on_pass(self, *_: object) -> None:
-        if not self.paused and torch.is_grad_enabled():
+    @staticmethod
+    def _on_pass(own: ref[Recorder], *_: object) -> None:
+        self = own()
+        if self is not None and not self.paused and torch.is_grad_enabled():
             self._passes, self._between = self._passes + 1, False
 
-    def _on_forward(
-        self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
-    ) -> None:
-        if self.paused or not (module.training and any(p.requires_grad for p in layer.parameters)):
+    @staticmethod
+    def _on_forward(own: ref[Recorder], layer: Layer, module: nn.Module, *called: Any) -> None:
+        self = own()
+        trained = any(parameter.requires_grad for parameter in layer.parameters)
+        if not (module.training and trained) or self is None or self.paused:
             return
         if (self._between or self._running) and not in_backward():
             self._interrupted |= self._running
             self._running = False
             if self._between:  # parts of the model are called, not the model
                 self._passes, self._between = self._passes + 1, False
-        call = layer.watch(inputs, named, output)
+        call = layer.watch(*called)
         if call is not None:
             x, listen = call
             sums = self._layers[layer.name][layer.group or 0]
