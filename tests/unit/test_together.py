@@ -79,6 +79,10 @@ def words(seed: int, count: int = 6) -> Tensor:
     return torch.randint(7, (count, 5), generator=torch.Generator().manual_seed(seed))
 
 
+def rows(seed: int) -> Tensor:
+    return images(seed)[..., 0, 0]
+
+
 MODELS = {"images": (Images, images), "words": (Words, words)}
 RULES = {
     "plain": lambda layer: layer,
@@ -203,6 +207,23 @@ def test_few_bytes_may_wait(monkeypatch):
     assert max(waiting) <= 2  # the sides of a call
 
 
+def test_equal_layers_with_other_weights_in_sums_stay_apart(monkeypatch):
+    """Oracle: moments of call after call; one of two equal layers sees a part of the batch."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.whole, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.cat([self.part(x[:3]).tanh(), x[3:6]])
+            return self.head(torch.cat([self.whole(half).tanh() for half in h.chunk(2)]))
+
+    trainers = both(monkeypatch, Parts, coverage=mpikfac.Coverage(part_of_batch=("part",)))
+    run(trainers, rows)
+    assert_alike(*trainers)
+
+
 def test_layers_of_derived_classes_stay_alone(monkeypatch):
     """Oracle: moments of call after call; each layer multiplies by a number of its own."""
 
@@ -223,7 +244,7 @@ def test_layers_of_derived_classes_stay_alone(monkeypatch):
 
     coverage = mpikfac.Coverage(covers={**mpikfac.KINDS, Scaled: ScaledLayer})
     trainers = both(monkeypatch, model, coverage=coverage)
-    run(trainers, lambda seed: images(seed)[..., 0, 0])
+    run(trainers, rows)
     assert_alike(*trainers)
 
 
@@ -260,10 +281,6 @@ class Network(nn.Module):
     def stop(self, g: Tensor) -> None:
         self.stops = False
         raise KeyboardInterrupt
-
-
-def rows(seed: int) -> Tensor:
-    return images(seed)[..., 0, 0]
 
 
 def test_an_input_that_changes_inside_the_backward_pass_is_refused_by_name(monkeypatch):
