@@ -27,50 +27,29 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     Args:
         matrices: `[..., outputs, inputs]` each; leading dimensions count matrices.
     """
-    stacks = [_as_stack(matrix.mT if _is_tall(matrix) else matrix) for matrix in matrices]
-    places: dict[int, list[int]] = {}
+    stacks, places = list(map(_wide, matrices)), dict[int, list[int]]()
     for place, stack in enumerate(stacks):
-        places.setdefault(_order_of_squares(stack), []).append(place)
-    results = list(stacks)
+        order = stack.shape[-2]
+        if not stack.is_cpu:  # few orders have few kernels
+            order = max(LEAST, 1 << (order - 1).bit_length())
+        places.setdefault(order, []).append(place)
     for order, chosen in places.items():
-        squares = _squares([stacks[place] for place in chosen], order)
-        polynomials = _polynomials(squares).split([len(stacks[place]) for place in chosen])
-        for place, polynomial in zip(chosen, polynomials):
-            results[place] = product(_corner(polynomial, stacks[place]), stacks[place])
-    pairs = zip(matrices, results)
-    return [(found.mT if _is_tall(x) else found).reshape(x.shape) for x, found in pairs]
+        counts = [len(stacks[place]) for place in chosen]
+        squares = stacks[chosen[0]].new_zeros(sum(counts), order, order)
+        for place, room in zip(chosen, squares.split(counts)):
+            stack, n = stacks[place], stacks[place].shape[-2]
+            product(stack, stack.mT, out=room[:, :n, :n])  # beside zeros, which stay zeros
+        for place, polynomial in zip(chosen, _polynomials(squares).split(counts)):
+            stack, n = stacks[place], stacks[place].shape[-2]
+            stacks[place] = product(polynomial[:, :n, :n], stack)
+    pairs = zip(matrices, stacks)
+    return [(y if x.shape[-1] == y.shape[-1] else y.mT).reshape(x.shape) for x, y in pairs]
 
 
-def _is_tall(matrix: Tensor) -> bool:
-    return matrix.shape[-2] > matrix.shape[-1]
-
-
-def _as_stack(matrix: Tensor) -> Tensor:
-    """Return `matrix` `[..., rows, columns]` as a stack `[matrices, rows, columns]`."""
-    return matrix.flatten(0, -3) if matrix.dim() > 2 else matrix[None]
-
-
-def _order_of_squares(wide: Tensor) -> int:
-    """Return the order in which a stack's squares are kept: few orders have few kernels.
-
-    On a GPU, small squares lie in the corner of zeros: zeros stay zeros.
-    """
-    order = wide.shape[-2]
-    return order if wide.is_cpu else max(LEAST, 1 << (order - 1).bit_length())
-
-
-def _squares(stacks: Sequence[Tensor], order: int) -> Tensor:
-    """Return `X X^T` of all matrices of the stacks, `[matrices, order, order]`."""
-    counts = [len(stack) for stack in stacks]
-    squares = stacks[0].new_zeros(sum(counts), order, order)
-    for stack, room in zip(stacks, squares.split(counts)):
-        product(stack, stack.mT, out=_corner(room, stack))
-    return squares
-
-
-def _corner(squares: Tensor, stack: Tensor) -> Tensor:
-    """Return the part of squares that belongs to the matrices of a stack."""
-    return squares[:, : stack.shape[-2], : stack.shape[-2]]
+def _wide(matrix: Tensor) -> Tensor:
+    """Return `matrix` `[..., rows, columns]` in the wide form, as a stack `[k, n, m]`."""
+    wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    return wide.flatten(0, -3) if wide.dim() > 2 else wide[None]
 
 
 def _polynomials(squares: Tensor) -> Tensor:

@@ -57,9 +57,9 @@ class AdamSteps(dict[str, Tensor]):
         if not self._names:
             return []
         sound = [place for place, name in enumerate(self._names) if name not in broken]
-        gradients = [self._gradients[place] for place in sound]
-        averages = [self._averages[place] for place in sound]
         if sound:
+            gradients = [self._gradients[place] for place in sound]
+            averages = [self._averages[place] for place in sound]
             torch._foreach_mul_(averages, DECAY)
             torch._foreach_addcmul_(averages, gradients, gradients, 1 - DECAY)
         divisors: Any = self._divisors[0] if self.even else self._divisors.unbind()

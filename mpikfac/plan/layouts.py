@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpikfac.plan.choices import Strategy
@@ -26,10 +26,11 @@ class Layouts:
         bases: decompositions: a segment per row of the column, and a segment of factors decomposed
             by every worker.
         denominators: damped products of eigenvalues of the layers to precondition.
-        gradients: all gradients, or updater by updater if owners update.
+        gradients: all gradients, layers of a form side by side; or updater by updater if owners
+            update.
         directions: preconditioned gradients: column by column, or the rank's own if owners update.
 
-    Equal layers are neighbours in the last four: a stack of them is a view.
+    In decompositions, denominators and directions, layers of a kind are neighbours.
     """
 
     statistics: Layout
@@ -97,7 +98,7 @@ def of_denominators(layers: Iterable[PlannedLayer]) -> Layout:
 
 def of_gradients(layers: Iterable[PlannedLayer]) -> list[Block]:
     """Return name and shape of every layer's gradient."""
-    return [(layer.name, layer.shape.gradient) for layer in by_kind(layers)]
+    return [(layer.name, layer.shape.gradient) for layer in layers]
 
 
 def counted(blocks: Iterable[Block]) -> list[Block]:
@@ -113,11 +114,14 @@ def by_rank(blocks: Iterable[Block], ranks_of: Mapping[str, int], ranks: int) ->
     return segments
 
 
-def by_kind(layers: Iterable[PlannedLayer]) -> list[PlannedLayer]:
+def by_kind(
+    layers: Iterable[PlannedLayer],
+    kind: Callable[[PlannedLayer], Hashable] = lambda layer: layer.kind,
+) -> list[PlannedLayer]:
     """Return layers with layers of one kind side by side, in the order of the first of each."""
     kinds: dict[Hashable, list[PlannedLayer]] = {}
     for layer in layers:
-        kinds.setdefault(layer.kind, []).append(layer)
+        kinds.setdefault(kind(layer), []).append(layer)
     return [layer for alike in kinds.values() for layer in alike]
 
 

@@ -199,16 +199,19 @@ class RankPlan:
     def _gradients(self) -> Layout:
         vectors = self.strategy.exchange.of_vectors  # means lie behind
         uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
-        blocks = [*layouts.of_gradients(self.layers), *uncovered]
+        # Sums of all ranks: the order depends on no placement. Overlapped messages stay whole.
+        apart = self.strategy.transport.overlap
+        layers = layouts.by_kind(self.layers, lambda layer: (apart and layer.fused, layer.form))
+        blocks = [*layouts.of_gradients(layers), *uncovered]
         if not self.owner_updates:
             return lay_out([blocks])
         return lay_out(layouts.by_rank(blocks, self.updaters, self.grid.count))
 
     def _directions(self) -> Layout:
         if self.owner_updates:
-            return lay_out([layouts.of_gradients(self.preconditioned)])
+            return lay_out([layouts.of_gradients(layouts.by_kind(self.preconditioned))])
         columns = map(self._workers_of, range(self.grid.columns))
-        return lay_out(map(layouts.of_gradients, columns))
+        return lay_out(layouts.of_gradients(layouts.by_kind(column)) for column in columns)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of every arena of `layouts`, and of the parts of a batch."""

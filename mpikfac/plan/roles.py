@@ -107,14 +107,16 @@ class PlannedLayer:
         return self.solver.rescaled and self.shape.rescaled
 
     @property
+    def form(self) -> Hashable:
+        """What layers of equal shape have in common, wherever they are placed."""
+        blocks = [(factor.side, *(b[1:] for b in factor.blocks)) for factor in self.factors]
+        return self.solver.name, self.rescaled, self.shape.gradient, tuple(blocks)
+
+    @property
     def kind(self) -> Hashable:
-        """What equal layers have in common that can be preconditioned as one stack."""
-        of_factors = [
-            (factor.side, factor.owner, factor.replicated, *(block[1:] for block in factor.blocks))
-            for factor in self.factors
-        ]
-        form = self.solver.name, self.rescaled, self.shape.gradient
-        return self.fused, self.turn, form, tuple(of_factors)
+        """What layers have in common that can be preconditioned as one stack."""
+        owners = [(factor.owner, factor.replicated) for factor in self.factors]
+        return self.fused, self.turn, self.form, tuple(owners)
 
     def side(self, side: str) -> tuple[Factor, ...]:
         """Return the factors that stand for A or for G; no factor stands for the identity."""

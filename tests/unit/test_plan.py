@@ -11,6 +11,7 @@ import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
 from mpikfac.plan import divisors, stages
 from mpikfac_apps.problems import models
+from support.problem import strategies
 
 # n^3 of the factors: conv 1000 + 64, fc 512 + 512, out 216 + 8.  n^2: 116, 128, 40.
 changed = Strategy().changed
@@ -99,6 +100,46 @@ def test_statistics_are_aligned_triangles():
     ]
     apart = make_plan(LAYERS, 2, Strategy(2).changed(factor_wire="int8")).of(0).layouts.statistics
     assert list(apart.offsets)[6:] == [f"{name}#" for name in offsets]
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equal_layers_lie_at_even_distances(ranks, solver):
+    """Oracle: distances between first elements, in every layout that a direction reads or writes.
+
+    Layers of four shapes alternate, as in a network of blocks.
+    """
+    orders = [(9, 4), (4, 9), (9, 4), (30, 4)] * 4
+    layers = [LayerShape(f"{number}", *order) for number, order in enumerate(orders)]
+    choices = {"fusion": (None, 100), "replicate_below": (0, 5), "stagger": (1, 2)}
+    checked = 0
+    for strategy, *values in itertools.product(strategies(ranks), *choices.values()):
+        try:
+            changed = strategy.changed(**dict(zip(choices, values)))
+            p = make_plan(layers, ranks, changed, OTHERS, solver=solver)
+        except ValueError:  # two choices that need each other
+            continue
+        for rank in range(ranks):
+            checked += check_stacks(p.of(rank))
+    assert checked > 20 * ranks
+
+
+def check_stacks(rank):
+    """Check the layouts of a rank, and return the number of stacks of several layers."""
+    kinds = {}
+    for layer in rank.preconditioned:
+        kinds.setdefault(layer.kind, []).append(layer)
+    for layers in kinds.values():
+        named = [layer.name for layer in layers]
+        blocks = [[block.name for f in layer.factors for block in f.blocks] for layer in layers]
+        for layout, names in [
+            *((rank.layouts.bases, list(of_kind)) for of_kind in zip(*blocks)),
+            *((layout, named) for layout in (rank.layouts.denominators, rank.layouts.directions)),
+        ]:
+            starts = [layout.offsets[name] for name in names if name in layout.offsets]
+            distances = {stop - start for start, stop in itertools.pairwise(starts)}
+            assert len(distances) <= 1 and all(distance > 0 for distance in distances)
+    return sum(len(layers) > 1 for layers in kinds.values())
 
 
 def test_gradients_and_bases_by_hand():

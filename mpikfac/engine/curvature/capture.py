@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 
 import torch
 
-Compute = Callable[[], object]
-Record = Callable[[Compute], Compute]
+from mpikfac.settings import Numbers
+
+Region = Callable[[Numbers], None]
+Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function once, and returns what runs the function's kernels again."""
 
 log = logging.getLogger("mpikfac")
-
-
-def eagerly(_: Hashable, compute: Compute) -> None:
-    """Run a region."""
-    compute()
 
 
 class Captured:
@@ -31,27 +29,36 @@ class Captured:
     recording cannot start.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._last: Hashable = None
-        self._replays: dict[Hashable, Compute] = {}
-
-    def __call__(self, key: Hashable, compute: Compute) -> None:
-        """Run or replay a region.
+    def __init__(
+        self, region: Region, key: Callable[[Numbers], Hashable], device: torch.device
+    ) -> None:
+        """Begin without a record.
 
         Args:
-            key: all that the region reads on the host, and that may differ between steps.
+            key: returns all that the region reads on the host, and that may differ between steps.
+
+        Raises:
+            ValueError: nothing records on the device.
         """
+        if device.type not in RECORDS:
+            raise ValueError(f"capture=True needs a model on a GPU of NVIDIA, not on {device}")
+        self._region, self._key, self._record = region, key, RECORDS[device.type]
+        self._last: Hashable = None
+        self._replays: dict[Hashable, Callable[[], None]] = {}
+
+    def __call__(self, numbers: Numbers) -> None:
+        """Run or replay the region."""
+        key, run = self._key(numbers), partial(self._region, numbers)
         if key in self._replays:
             self._replays[key]()
         elif key == self._last:
-            self._replays = {key: self._record(compute)}  # drops the memory of the one before
+            self._replays = {key: self._record(run)}  # drops the memory of the one before
         else:
-            compute()
+            run()
         self._last = key
 
 
-def cuda_graph(compute: Compute) -> Compute:
+def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
     """Run `compute` as a CUDA graph, and return the replay; run it eagerly if it has no graph."""
     try:
         graph = torch.cuda.CUDAGraph()
@@ -68,16 +75,3 @@ def cuda_graph(compute: Compute) -> Compute:
 
 RECORDS: Mapping[str, Record] = {"cuda": cuda_graph}
 """How a region is recorded, by the type of the device."""
-
-
-def runner(capture: bool, device: torch.device) -> Callable[[Hashable, Compute], None]:
-    """Return what runs a region.
-
-    Raises:
-        ValueError: nothing records on the device.
-    """
-    if not capture:
-        return eagerly
-    if device.type not in RECORDS:
-        raise ValueError(f"capture=True needs a model on a GPU of NVIDIA, not on {device}")
-    return Captured(RECORDS[device.type])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mpikfac.comm import summed
 from mpikfac.engine.curvature.bases import Bases
-from mpikfac.engine.curvature.capture import runner
+from mpikfac.engine.curvature.capture import Captured, Region
 from mpikfac.engine.curvature.lengths import LENGTHS, Own, Stack
 from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.part import Item, Part
@@ -54,7 +54,9 @@ class Directions(Part):
         self._stacks = [self._place(layers, held) for layers, held in bases.stacks]
         kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
         self.length = kind(settings.length, gradients, self._stacks, model, optimizer)
-        self._run = runner(settings.length.capture, self.site.device)
+        self._run: Region = self._compute
+        if settings.length.capture:
+            self._run = Captured(self._compute, self._key, self.site.device)
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = stages.publish_directions(self.plan)
         self._clip_messages = stages.clip(self.plan)
@@ -64,8 +66,9 @@ class Directions(Part):
     def _place(self, layers: Sequence[PlannedLayer], held: Held) -> Stack:
         names, first = [layer.name for layer in layers], layers[0]
         solver, matrix = self.bases.solvers[first.solver.name], first.shape.maps_vectors
-        gradient, direction = (together(x, names) for x in (self.gradients.arena, self.arena))
-        return Stack(names, solver, held, gradient, direction, matrix)
+        direction = together(self.arena, names)
+        each = -1, *[1] * (direction.dim() - 1)
+        return Stack(names, solver, held, direction, matrix, each)
 
     def make(self, numbers: Numbers) -> None:
         """Precondition gradients, send the directions to all ranks, and bound the step.
@@ -84,17 +87,20 @@ class Directions(Part):
         with self.site.trace.stage(PRECONDITION):
             self.bases.damp(numbers.damping)
             self.length.count()
-            key = numbers.damping, numbers.momentum, *self.gradients.broken, self.length.key()
-            self._run(key, lambda: self._compute(numbers.momentum))
+            self._run(numbers)
             for name in set(self.gradients.broken).intersection(self.arena):
                 self.arena[name].zero_()
 
-    def _compute(self, momentum: float) -> None:
+    def _compute(self, numbers: Numbers) -> None:
         """Go from the averaged gradients to the directions of the rank's layers, on the device."""
-        self.length.smooth(momentum)
+        self.length.smooth(numbers.momentum)
         dtype, pairs = self.arena.flat.dtype, zip(self._stacks, self.length.sources)
         found = [stack.solver.direction(source, stack.held).to(dtype) for stack, source in pairs]
         self.length.write(found)
+
+    def _key(self, numbers: Numbers) -> Hashable:
+        """Return what `_compute` reads on the host."""
+        return numbers.damping, numbers.momentum, *self.gradients.broken, self.length.key()
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.

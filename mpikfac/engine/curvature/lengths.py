@@ -33,26 +33,18 @@ class Stack:
     Attributes:
         names: of the layers.
         held: the decompositions; of several layers, `[layers]` in front of all shapes.
-        gradient: the gradients, a view of the gradients' arena: `[outputs, inputs]`, or of several
-            layers `[layers, outputs, inputs]`.
-        direction: the directions, a view of the directions' arena, alike.
+        direction: the directions, a view of the directions' arena: `[outputs, inputs]`, or of
+            several layers `[layers, outputs, inputs]`.
         matrix: whether a layer maps vectors to vectors, and a direction has singular values.
+        each: the shape of numbers of layers that multiply a tensor of the stack.
     """
 
     names: Sequence[str]
     solver: Solver
     held: Held
-    gradient: Tensor
     direction: Tensor
     matrix: bool
-
-    def each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the parts of the layers of a tensor of the stack."""
-        return [tensor] if len(self.names) == 1 else tensor.unbind()
-
-    def spread(self, numbers: Tensor) -> Tensor:
-        """Return numbers of layers, `[layers]`, in a shape to multiply a tensor of the stack by."""
-        return numbers.view(-1, *[1] * (self.direction.dim() - 1))
+    each: Sequence[int]
 
 
 class Own:
@@ -77,7 +69,14 @@ class Own:
     ) -> None:
         self.length, self.gradients, self.stacks = length, gradients, stacks
         self.model, self.optimizer = model, optimizer
-        self.sources = [stack.gradient for stack in stacks]
+        self.sources, self._apart = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        for stack in stacks:
+            blocks = [gradients.arena[name] for name in stack.names]
+            source = blocks[0] if len(blocks) == 1 else gradients.arena.stack(stack.names)
+            if source is None:  # on a GPU with several ranks; the owners of equal layers differ
+                source = torch.stack(blocks)
+                self._apart += zip(source, blocks)
+            self.sources.append(source)
         self.uncovered: list[Slot] = []
         self._counts = [len(stack.names) for stack in stacks]
 
@@ -105,6 +104,7 @@ class Own:
 
     def smooth(self, momentum: float) -> None:
         """Bring the `sources` up to date with the batch's gradients."""
+        copy_all(self._apart)
 
     def write(self, found: Sequence[Tensor]) -> None:
         """Write the rank's directions with their lengths to the arena of directions.
@@ -116,19 +116,19 @@ class Own:
         """
         usable = (self._norms(found) < math.inf).split(self._counts)  # not so if NaN
         for stack, direction, source, sound in zip(self.stacks, found, self.sources, usable):
-            torch.where(stack.spread(sound), direction, source, out=stack.direction)
+            torch.where(sound.view(stack.each), direction, source, out=stack.direction)
 
     def _scale(self, lengths: Tensor) -> None:
         """Give directions in the arena their lengths, `[layers]`; zeros stay zeros."""
         norms = self._norms([stack.direction for stack in self.stacks])
         scales = lengths / (norms + (norms == 0))
         for stack, scale in zip(self.stacks, scales.split(self._counts)):
-            stack.direction.mul_(stack.spread(scale))
+            stack.direction.mul_(scale.view(stack.each))
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norms of the layers in a tensor of each stack, `[layers]`."""
-        pairs = zip(self.stacks, tensors)
-        return norms([one for stack, tensor in pairs for one in stack.each(tensor)])
+        layers = [x.unbind() if n > 1 else (x,) for x, n in zip(tensors, self._counts)]
+        return norms([*itertools.chain(*layers)])
 
     def descend(self, damping: float) -> Tensor | None:
         """Change the gradients in the model, once all directions are there.
@@ -168,7 +168,7 @@ class OfAdam(Own):
         slots = gradients.uncovered_slots
         self.uncovered = [slot for slot in slots if slot.block.parameters and slot.steps]
         layers = [name for stack in stacks for name in stack.names]
-        uncovered = [slot.block.name for slot in self.uncovered]
+        uncovered, self._covered = [slot.block.name for slot in self.uncovered], len(layers)
         names = [*layers, *uncovered]
         self._adam = AdamSteps(gradients.arena, names)
         parameters = {layer.name: layer.parameters for layer in gradients.layers}
@@ -179,7 +179,7 @@ class OfAdam(Own):
         layout = lay_out([shapes] if length.momentum else [])
         self._momenta, self._means = gradients.site.arena(layout), gradients.site.arena(layout)
         if length.momentum:
-            self.sources = [together(self._means, stack.names) for stack in stacks]
+            self.sources, self._apart = [together(self._means, x.names) for x in stacks], []
         steps = gradients.arena | self._means  # of uncovered parameters
         self._numerators = [gradients.arena[name] for name in layers]
         self._numerators += [steps[name] for name in uncovered]
@@ -189,9 +189,10 @@ class OfAdam(Own):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return how averages are divided, the places of weights, and the names of own steps."""
-        places = tuple(weight.data_ptr() for weight in self._weights)
-        return self._adam.even, places, tuple(slot.block.name for slot in self._own())
+        """Return how averages are divided, the places of weights, and what the optimizer steps."""
+        own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
+        stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
+        return self._adam.even, *places, *stepped
 
     def smooth(self, momentum: float) -> None:
         """Take gradients into the momenta; sources are means by Nesterov's momentum.
@@ -199,6 +200,7 @@ class OfAdam(Own):
         Means begin with momenta of 0: the first steps of uncovered parameters are shorter than
         Adam's.
         """
+        super().smooth(momentum)
         if not self._momenta:
             return
         broken, means = self.gradients.broken, list(self._means.values())
@@ -209,34 +211,26 @@ class OfAdam(Own):
             nesterov([self._means[name] for name in sound], momenta, momentum)
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write directions with the lengths of Adam's steps; step uncovered parameters by Adam."""
+        """Write directions with the lengths of Adam's steps; step uncovered parameters by Adam.
+
+        Parameters of another optimizer keep their gradients.
+        """
         super().write(found)
         steps = self._adam.take(self.gradients.broken, self._numerators)
-        layers = sum(self._counts)
         if self.stacks:
-            self._scale(self._limited(norms(steps[:layers])))
-        self._step_uncovered(steps[layers:])
+            self._scale(self._limited(norms(steps[: self._covered])))
+        own, pairs = members(self.optimizer), zip(self.uncovered, steps[self._covered :])
+        copy_all((s.parts[0], step) for s, step in pairs if s.block.parameters[0] in own)
 
     def _limited(self, lengths: Tensor) -> Tensor:
         """Return lengths of at most `trust` times the norms of the layers' weights, `[layers]`.
 
         A layer whose weights are all 0 takes Adam's length, so that the layer can begin to learn.
+        `math.inf` times 0 is NaN, which is no limit.
         """
-        if math.isinf(self.length.trust):
-            return lengths
         of_weights = norms([weight.detach() for weight in self._weights]).to(lengths.dtype)
         limits = self.length.trust * of_weights[self._of_layer].norm(dim=1)
         return torch.where(limits > 0, lengths.minimum(limits), lengths)
-
-    def _step_uncovered(self, steps: Sequence[Tensor]) -> None:
-        """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate."""
-        step_of = dict(zip((slot.block.name for slot in self.uncovered), steps))
-        copy_all((slot.parts[0], step_of[slot.block.name]) for slot in self._own())
-
-    def _own(self) -> list[Slot]:
-        """Return the uncovered parameters of the optimizer; others keep their gradients."""
-        own = members(self.optimizer)
-        return [slot for slot in self.uncovered if slot.block.parameters[0] in own]
 
     def items(self) -> Iterator[Item]:
         """Return the averages of squared gradients, and the momenta."""

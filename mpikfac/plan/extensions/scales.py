@@ -12,7 +12,7 @@ from mpikfac.plan.stages import summed
 
 def layout(rank: RankPlan) -> Layout:
     """Return the layout of running averages of scales."""
-    return lay_out([layouts.of_gradients(rank.rescaled)])
+    return lay_out([layouts.of_gradients(layouts.by_kind(rank.rescaled))])
 
 
 def layout_of_sums(rank: RankPlan) -> Layout:
