@@ -228,10 +228,8 @@ class Layer:
         return self.outputs(g).sum(1)
 
     def form(self, side: str) -> Hashable:
-        """Return what layers of a kind share whose moments of a side are computed alike."""
-        shape, of_inputs = self.shape, side == "A"
-        order = (shape.inputs, self.bias) if of_inputs else (shape.outputs, False)
-        return type(self), side, order, shape.groups, shape.sharing, side in shape.diagonal
+        """Return what layers share whose moments of a side are computed alike, beside sizes."""
+        return type(self), side, self.shape.groups, self.shape.sharing, side in self.shape.diagonal
 
     def with_groups(self, count: int) -> Layer:
         """Return a layer with `count` layers of a form as groups, for the moments of one side."""

@@ -215,11 +215,9 @@ def with_roles(
     def planned(layer: LayerShape, number: int) -> PlannedLayer:
         form, column = forms[layer.name], placed.columns_of[layer.name]
         turn = turns_of[layer.name]
+        when = turn, number
         factors = tuple(
-            _factor(
-                *(shape, side, layer, form, column, placed.owners[shape.name], turn, number),
-                strategy,
-            )
+            _factor(shape, side, layer, form, column, placed.owners[shape.name], when, strategy)
             for side in layer.sides
             for shape in layer.side(side)
         )
@@ -235,8 +233,7 @@ def _factor(
     form: Form,
     column: int,
     owner: int,
-    turn: int,
-    fused: int,
+    when: tuple[int, int],
     strategy: Strategy,
 ) -> Factor:
     name = shape.name
@@ -255,8 +252,8 @@ def _factor(
         solver=form,
         column=column,
         owner=owner,
-        turn=turn,
-        fused=fused,
+        turn=when[0],
+        fused=when[1],
         replicated=replicated,
         packed=shape.block(1) if form.vector else shape.triangle,
         blocks=tuple(blocks),

@@ -499,7 +499,7 @@ TABLE = (
     ),
     Mistake(
         "hooks: a model keeps the trainer that the program drops",
-        "engine/curvature/recorder.py",
+        "engine/curvature/recording/recorder.py",
         "own = ref(self)",
         "own = lambda: self",
         "tests/unit/test_compiled.py::test_trainers_share_the_stance_until_the_last_has_ended",
@@ -533,6 +533,27 @@ TABLE = (
         "vector or planned.rescaled",
         "tests/mpi/test_subsample.py",
         ranks=2,
+    ),
+    Mistake(
+        "moments together: convolutions of other windows are one stack",
+        "layers/convolution/layer.py",
+        'window = (self._window, self.rounded_to) if side == "A" else ()',
+        "window = ()",
+        "tests/unit/test_together.py",
+    ),
+    Mistake(
+        "moments together: a stack has two moments of a sum",
+        "engine/curvature/recording/together.py",
+        "calls[id(waiting.side)] += 1  # a stack adds to a sum once",
+        "pass",
+        "tests/unit/test_together.py",
+    ),
+    Mistake(
+        "moments together: calls of other weights are one stack",
+        "engine/curvature/recording/together.py",
+        "tensor.shape, tensor.dtype, self.weight",
+        "tensor.shape, tensor.dtype",
+        "tests/unit/test_together.py",
     ),
     Mistake(
         "attention: statistics are sent before all groups are recorded",

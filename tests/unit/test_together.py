@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpikfac
-from mpikfac.engine.curvature import preconditioner
-from mpikfac.engine.curvature.recording import Recorder, Together, together
 from support import inside
 
 COMM = mpikfac.world()
@@ -79,6 +77,10 @@ def words(seed: int, count: int = 6) -> Tensor:
     return torch.randint(7, (count, 5), generator=torch.Generator().manual_seed(seed))
 
 
+def rows(seed: int) -> Tensor:
+    return images(seed)[..., 0, 0]
+
+
 MODELS = {"images": (Images, images), "words": (Words, words)}
 RULES = {
     "plain": lambda layer: layer,
@@ -88,15 +90,13 @@ RULES = {
 }
 
 
-def trainer(monkeypatch, recorder, model, **settings) -> mpikfac.KFAC:
-    """Return a trainer whose recorder is of a class."""
-    monkeypatch.setattr(preconditioner, "Recorder", recorder)
+def trainer(monkeypatch, way, model, **settings) -> mpikfac.KFAC:
+    """Return a trainer that computes moments in a way."""
+    inside.record(monkeypatch, way)
     coverage = settings.pop("coverage", mpikfac.Coverage())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # directions enlarge rounding
     intervals = {"factor_every": 1, "basis_every": 1}
-    kfac = mpikfac.KFAC(model, optimizer, COMM, coverage=coverage, **intervals, **settings)
-    assert type(kfac.preconditioner.recorder) is recorder
-    return kfac
+    return mpikfac.KFAC(model, optimizer, COMM, coverage=coverage, **intervals, **settings)
 
 
 def learn(kfac: mpikfac.KFAC, batches: list[Tensor]) -> None:
@@ -112,9 +112,9 @@ def learn(kfac: mpikfac.KFAC, batches: list[Tensor]) -> None:
 def both(monkeypatch, model, **settings) -> list[mpikfac.KFAC]:
     """Return trainers of equal models: moments at once, and together."""
     trainers = []
-    for recorder in (Recorder, Together):
+    for way in inside.RECORDERS:
         torch.manual_seed(0)
-        trainers.append(trainer(monkeypatch, recorder, model().double(), **settings))
+        trainers.append(trainer(monkeypatch, way, model().double(), **settings))
     return trainers
 
 
@@ -122,13 +122,6 @@ def assert_alike(at_once: mpikfac.KFAC, found: mpikfac.KFAC) -> None:
     expected = inside.factors(at_once)
     for name, average in inside.factors(found).items():
         torch.testing.assert_close(average, expected[name], rtol=1e-10, atol=1e-13, msg=name)
-    for mine, theirs in zip(of_solver(found), of_solver(at_once), strict=True):
-        torch.testing.assert_close(dict(mine.averages), dict(theirs.averages))
-
-
-def of_solver(kfac: mpikfac.KFAC) -> list[mpikfac.engine.SolverPart]:
-    """Return what the solver keeps beside factors: the scales of EKFAC."""
-    return kfac.preconditioner.of_solver
 
 
 def run(trainers: list[mpikfac.KFAC], make, micro: int = 1, steps: int = 2) -> None:
@@ -151,6 +144,8 @@ def test_moments_together_are_those_at_once(kind, solver, rule, monkeypatch):
     trainers = both(monkeypatch, model, solver=solver, coverage=coverage)
     run(trainers, make)
     assert_alike(*trainers)
+    if solver == "ekfac":
+        torch.testing.assert_close(*(dict(inside.scales(kfac)) for kfac in trainers))
 
 
 ESTIMATORS = {
@@ -174,33 +169,52 @@ def test_every_estimator_takes_moments_together(kind, estimator, micro, monkeypa
     assert_alike(*trainers)
 
 
-def test_a_stack_adds_to_a_sum_once(monkeypatch):
-    """Oracle: addresses of sums; a GPU would add twice at once. A layer is called twice."""
+def sums_of_stacks(monkeypatch, kfac: mpikfac.KFAC) -> list[list[int]]:
+    """Return the addresses of the sums of each stack of a backward pass."""
     right, stacks = torch._foreach_add_, []
 
     def noted(totals: list[Tensor], added: list[Tensor]) -> None:
         stacks.append([total.data_ptr() for total in totals])
         right(totals, added)
 
-    monkeypatch.setattr(torch, "_foreach_add_", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_add_", noted)
+        F.cross_entropy(kfac.model(words(0)), torch.arange(6) % 3).backward()
+    return stacks
+
+
+def test_a_stack_adds_to_a_sum_once(monkeypatch):
+    """Oracle: addresses of sums; a GPU would add twice at once. A layer is called twice."""
     _, kfac = both(monkeypatch, Words)
-    stacks.clear()
-    F.cross_entropy(kfac.model(words(0)), torch.arange(6) % 3).backward()
+    stacks = sums_of_stacks(monkeypatch, kfac)
     assert stacks and all(len(stack) == len(set(stack)) for stack in stacks)
 
 
 def test_few_bytes_may_wait(monkeypatch):
-    """Oracle: moments of call after call; with no byte to wait, no call waits."""
-    monkeypatch.setattr(together, "MOST_BYTES", 0)
-    trainers = both(monkeypatch, Images)
-    waiting = []
-    right = Together._add_waiting
-    monkeypatch.setattr(
-        Together, "_add_waiting", lambda self: waiting.append(len(self._waiting)) or right(self)
-    )
-    run(trainers, images)
+    """Oracle: moments of call after call; with no byte to wait, there are no stacks."""
+    inside.let_wait(monkeypatch, 0)
+    trainers = both(monkeypatch, Words)
+    assert sums_of_stacks(monkeypatch, trainers[1]) == []
+    trainers[1].discard()
+    run(trainers, words)
     assert_alike(*trainers)
-    assert max(waiting) <= 2  # the sides of a call
+
+
+def test_equal_layers_with_other_weights_in_sums_stay_apart(monkeypatch):
+    """Oracle: moments of call after call; one of two equal layers sees a part of the batch."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.whole, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.cat([self.part(x[:3]).tanh(), x[3:6]])
+            return self.head(torch.cat([self.whole(half).tanh() for half in h.chunk(2)]))
+
+    trainers = both(monkeypatch, Parts, coverage=mpikfac.Coverage(part_of_batch=("part",)))
+    run(trainers, rows)
+    assert_alike(*trainers)
 
 
 def test_layers_of_derived_classes_stay_alone(monkeypatch):
@@ -223,7 +237,7 @@ def test_layers_of_derived_classes_stay_alone(monkeypatch):
 
     coverage = mpikfac.Coverage(covers={**mpikfac.KINDS, Scaled: ScaledLayer})
     trainers = both(monkeypatch, model, coverage=coverage)
-    run(trainers, lambda seed: images(seed)[..., 0, 0])
+    run(trainers, rows)
     assert_alike(*trainers)
 
 
@@ -262,10 +276,6 @@ class Network(nn.Module):
         raise KeyboardInterrupt
 
 
-def rows(seed: int) -> Tensor:
-    return images(seed)[..., 0, 0]
-
-
 def test_an_input_that_changes_inside_the_backward_pass_is_refused_by_name(monkeypatch):
     """Oracle: the line."""
     _, kfac = both(monkeypatch, lambda: Network(undone=True))
@@ -297,6 +307,6 @@ def test_a_backward_pass_that_is_interrupted_leaves_no_call(discards, monkeypatc
         kfac.discard() if discards else None
         learn(kfac, [rows(1)])
         learn(kfac, [rows(2)])
-        assert not getattr(kfac.preconditioner.recorder, "_waiting", [])
+        assert inside.waiting(kfac) == 0
     assert_alike(*trainers)
     assert ("was interrupted" in caplog.text) != discards

@@ -91,7 +91,7 @@ class ConvLayer(Layer):
         return totals if groups == 1 else totals.view(len(g), groups, -1)
 
     def form(self, side: str) -> Hashable:
-        """Return what convolutions share whose moments of a side are computed alike."""
+        """Return what convolutions share whose moments are computed alike, beside sizes."""
         window = (self._window, self.rounded_to) if side == "A" else ()
         return super().form(side), window
 
