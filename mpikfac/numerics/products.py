@@ -16,14 +16,29 @@ LARGE = 2**24  # multiplications of a product of two matrices that oneDNN pays o
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` in the precision of `multiplying`.
+    """Return `a @ b` in the precision of `multiplying`, or else by the faster of two libraries.
+
+    `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
+    as MKL, one matrix at a time. oneDNN takes the second matrix transposed, so a copy of the matrix
+    has to pay off, too.
 
     Args:
         a: `[..., m, k]`.
         b: `[..., k, n]`, with the same dimensions in front.
         out: is filled with the product.
     """
-    return _multiply.get()(a, b, out)
+    if (coarse := _coarse.get()) is not None:
+        return coarse(a, b, out)
+    work = math.prod(a.shape[-2:]) * b.shape[-1]
+    if not a.is_cpu or a.dtype != torch.float32 or work < LARGE:
+        return torch.matmul(a, b, out=out)
+    if a.dim() == b.dim() == 3:
+        found = torch.stack(list(map(product, a, b)))
+    elif a.dim() == 2 and (b.T.is_contiguous() or len(a) >= 256):
+        found = F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
+    else:
+        found = a @ b
+    return found if out is None else out.copy_(found)
 
 
 # -- precision ------------------------------------------------------------------------------------
@@ -32,11 +47,11 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 @contextmanager
 def multiplying(precision: str) -> Iterator[None]:
     """Let `product` multiply in a precision of `PRECISIONS`, on the calling thread."""
-    before = _multiply.set(PRECISIONS[precision])
+    before = _coarse.set(PRECISIONS[precision])
     try:
         yield
     finally:
-        _multiply.reset(before)
+        _coarse.reset(before)
 
 
 def usual_precision(device: torch.device, in_background: bool) -> str:
@@ -48,25 +63,6 @@ def usual_precision(device: torch.device, in_background: bool) -> str:
     """
     on_tensor_cores = device.type == "cuda" and torch.version.cuda and not in_background
     return "tf32" if on_tensor_cores else "float32"
-
-
-def in_float32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` in the operands' dtype, by the faster of two libraries.
-
-    `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
-    as MKL, one matrix at a time. oneDNN takes the second matrix transposed, so a copy of the matrix
-    has to pay off, too.
-    """
-    work = math.prod(a.shape[-2:]) * b.shape[-1]
-    if not a.is_cpu or a.dtype != torch.float32 or work < LARGE:
-        return torch.matmul(a, b, out=out)
-    if a.dim() == b.dim() == 3:
-        found = torch.stack(list(map(in_float32, a, b)))
-    elif a.dim() == 2 and (b.T.is_contiguous() or len(a) >= 256):
-        found = F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
-    else:
-        found = a @ b
-    return found if out is None else out.copy_(found)
 
 
 def in_tf32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -112,12 +108,8 @@ def _has_tensor_cores(tensor: Tensor) -> bool:
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-PRECISIONS: dict[str, Multiply] = {
-    "float32": in_float32,
-    "tf32": in_tf32,
-    "bfloat16": in_bfloat16,
-}
-_multiply = ContextVar[Multiply]("multiply", default=in_float32)
+PRECISIONS = {"float32": None, "tf32": in_tf32, "bfloat16": in_bfloat16}
+_coarse = ContextVar[Multiply | None]("coarse", default=None)
 
 
 # -- a layer's gradient between its factors -------------------------------------------------------

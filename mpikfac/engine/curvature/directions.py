@@ -90,16 +90,16 @@ class Directions(Part):
             self.bases.damp(numbers.damping)
             self.length.count()
             self._run(numbers)
-            for name in set(self.gradients.broken).intersection(self.arena):
-                self.arena[name].zero_()
 
     def _compute(self, numbers: Numbers) -> None:
-        """Go from the averaged gradients to the directions of the rank's layers, on the device."""
+        """Go from the averaged gradients to the directions of the rank's layers, on the device.
+
+        Directions of broken gradients are not finite, and nobody takes them.
+        """
         copy_all(self.length.apart)
         self.length.smooth(numbers.momentum)
         dtype, pairs = self.arena.flat.dtype, zip(self._stacks, self.length.sources)
-        found = [stack.solver.direction(source, stack.held).to(dtype) for stack, source in pairs]
-        self.length.write(found)
+        self.length.write([stack.solver.direction(x, stack.held).to(dtype) for stack, x in pairs])
 
     def _key(self, numbers: Numbers) -> Hashable:
         """Return what `_compute` reads on the host."""

@@ -54,7 +54,7 @@ def merge(running: Sequence[Running], decay: float) -> None:
     """
     if not running:
         return
-    of_counts, of_weights = zip(*((each.count, each.weight) for each in running))
+    of_counts, of_weights = [x.count for x in running], [x.weight for x in running]
     counts, sizes = torch.cat(of_counts), list(map(len, of_counts))
     weights = decay * torch.cat(of_weights) + (1 - decay) * counts
     copy_all(zip(of_weights, weights.split(sizes)))
