@@ -65,7 +65,6 @@ def test_replays_change_no_bit(comm, recorder, solver, length):
         {"length": "adam", "momentum": 0.9, "trust": 0.01},
         {"length": "own", "kl_clip": 0.001},
         {"length": "orthogonal", "norm_clip": 0.1},
-        {"length": "adam", "rule": lambda layer: mpikfac.usual_rule(layer)},
     ],
     ids=str,
 )
