@@ -249,5 +249,12 @@ def _check_layers(
             raise ValueError(
                 f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None"
             )
+    sources = {form.name: form.of for form in forms}
+    for layer in layers:
+        if (solver := layer.solver or names[0]) and sources[solver] != sources[names[0]]:
+            raise ValueError(
+                f"layer {layer.name!r}: solver={solver!r} needs a run with factors of the same "
+                f"kind, and those of solver={names[0]!r} come from the {sources[names[0]]}"
+            )
     choices = strategy.choices() | {"ranks": ranks, "solver": names[0] if names else ""}
     check_layers([need for form in forms for need in form.needs], layers, choices)

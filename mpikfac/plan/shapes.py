@@ -19,7 +19,10 @@ class Form:
     Attributes:
         name: the solver's name, for example "eigen".
         blocks: names of the blocks of a decomposition, and the number of dimensions of the factor's
-            order in a block. Gradients are multiplied by the first block.
+            order in a block. Gradients are multiplied by the first block. Without blocks, a solver
+            has no factors.
+        of: where factors come from: "statistics" of the passes, summed over ranks, or the averaged
+            "gradient", of which owners make the factors without messages.
         keeps: "matrix": sums and averages of a factor are packed triangles. "vector": sums and
             averages are vectors, with the factor as the vector's square; vectors are used as blocks
             without a decomposition.
@@ -35,6 +38,7 @@ class Form:
 
     name: str
     blocks: Mapping[str, int]
+    of: Literal["statistics", "gradient"] = "statistics"
     keeps: Literal["matrix", "vector"] = "matrix"
     damped: bool = False
     both: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,9 +61,12 @@ class Solver:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
         part: the place of a class ("package.module:Class") that keeps a state of the solver's own
             beside the decompositions, made with the `Bases`; "" for none.
+        usual: what `KFAC` takes in the place of usual values, by name: "damping" and "length" with
+            fields of `Damping` and `Length`, and "factor_every".
     """
 
     part: ClassVar[str] = ""
+    usual: ClassVar[Mapping[str, Any]] = {}
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:

@@ -26,6 +26,66 @@ class Mistake(NamedTuple):
 
 
 TABLE = (
+    # -- solvers whose factors come from the averaged gradient
+    Mistake(
+        "factors of the gradient: rows and columns are exchanged",
+        "extensions/gradient_factors.py",
+        'rows, start = gradient.mT if side == "A" else gradient, 0',
+        'rows, start = gradient.mT if side == "G" else gradient, 0',
+        "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
+        "factors of the gradient: a gradient that is not finite counts",
+        "extensions/gradient_factors.py",
+        "if gradient is not None and layer.name not in gradients.broken:",
+        "if gradient is not None:",
+        "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
+        "factors of the gradient: all blocks are of the first rows",
+        "extensions/gradient_factors.py",
+        "                start = stop\n",
+        "",
+        "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
+        "factors of the gradient: learned before gradients are averaged",
+        "extensions/gradient_factors.py",
+        '"""Learn nothing from the batch before gradients are averaged; see `make_directions`."""',
+        "super().learn(numbers)",
+        "tests/mpi/test_gradient_solvers.py",
+        2,
+    ),
+    Mistake(
+        "factors of the gradient: every rank averages, whatever the rank decomposes",
+        "plan/of_rank.py",
+        "return self.decomposed()",
+        "return self.factors",
+        "tests/mpi/test_gradient_solvers.py",
+        2,
+    ),
+    Mistake(
+        "factors of the gradient: averages do not travel in a checkpoint",
+        "extensions/gradient_factors.py",
+        "return [f for f in self.plan.factors if GRADIENT_FACTORS + f.name in names]",
+        "return []",
+        "tests/mpi/test_gradient_solvers.py",
+        2,
+    ),
+    Mistake(
+        "Shampoo: the exponent is that of a square root",
+        "solvers/gradient/shampoo.py",
+        "roots = values.pow(-self.exponent)",
+        "roots = values.pow(-0.5)",
+        "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
+        "Shampoo: a relative damping is taken as it is",
+        "solvers/gradient/shampoo.py",
+        "unit = damping_unit(means.factor) if relative else torch.ones_like(means.factor)",
+        "unit = torch.ones_like(means.factor)",
+        "tests/unit/test_shampoo.py",
+    ),
     # -- the main path
     Mistake(
         "publish: bases are not sent to the workers of a layer",

@@ -117,7 +117,8 @@ class Factors(Part):
         weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
         self.weights = dict(zip(self.averages, weights.split(1)))
         self._factors = {factor.name: factor for factor in self.plan.factors}
-        self._running = {name: self._running_of(self._factors[name]) for name in self.averages}
+        recorded = [factor for factor in self.plan.recorded if factor.name in self.averages]
+        self._running = {factor.name: self._running_of(factor) for factor in recorded}
         self._of_layer = {layer.name: layer.factors for layer in self.plan.layers}
         messages = {turn: stages.reduce_statistics(self.plan, turn) for turn in self.plan.turns}
         self.sender = self._sender(messages)

@@ -1,0 +1,3 @@
+"""Solvers whose factors come from the averaged gradient, of which owners make the factors alone."""
+
+from mpikfac.solvers.gradient.shampoo import Shampoo as Shampoo
