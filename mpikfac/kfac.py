@@ -75,7 +75,9 @@ class KFAC(Trainer):
             "ekfac": the same with eigenvalues of the gradients of examples [George et al. 2018].
             "unsplit-inverse": inverses with all of the damping added to each, as published codes
             do. "rank-one": mean vectors, with A and G as squares of vectors, a different estimator
-            [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's.
+            [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's. "shampoo": roots of factors of
+            the averaged gradient [Gupta et al. 2018]. "muon": the averaged gradient, without
+            factors, for orthogonal directions [Muon].
         length: the length of a step; `Length()` if None.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of factors.

@@ -187,9 +187,12 @@ def plan_for(
     of_split = {"ways": split.distribution.ways, "handed_on": bool(layers and split.handed_on)}
     check(SPLIT, strategy.choices() | of_split)
     of_layers = _forms_of(layers, forms)
+    layers = [
+        layer if of_layers[layer.name].blocks else replace(layer, sides="") for layer in layers
+    ]
     turns_of = deal(layers, of_layers, strategy.refresh.stagger)
     placed = place(layers, of_layers, ranks, strategy, turns_of)
-    updaters = {layer.name: placed.owners[layer.factors[0].name] for layer in layers}
+    updaters = {layer.name: placed.owners[layer.owned[0]] for layer in layers}
     uncovered = tuple((name, tuple(shape)) for name, shape in uncovered)
     used = dict.fromkeys(form.name for form in (*forms[:1], *of_layers.values()))
     return Plan(

@@ -10,7 +10,7 @@ import torch
 from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
 from mpikfac.solvers.eigen import Eigen
 from mpikfac.solvers.ekfac import Ekfac
-from mpikfac.solvers.gradient import Shampoo
+from mpikfac.solvers.gradient import Muon, Shampoo
 from mpikfac.solvers.inverse import Inverse
 from mpikfac.solvers.rank_one import RankOne
 from mpikfac.solvers.solver import Solver
@@ -23,6 +23,7 @@ SOLVERS: dict[SolverName, Solver] = {
     "unsplit-inverse": Inverse(split=False),
     "rank-one": RankOne(),
     "shampoo": Shampoo(),
+    "muon": Muon(),
 }
 
 
@@ -40,7 +41,7 @@ def named_solver(solver: SolverName | Solver, dtype: torch.dtype | None = None) 
         solver = SOLVERS[solver]
     if dtype is None:
         return solver
-    if solver.form.vector or not is_dataclass(solver):
+    if solver.form.vector or not solver.form.blocks or not is_dataclass(solver):
         raise ValueError(f"solver={solver.name!r} has no decompositions to keep in {dtype}")
     return replace(solver, dtype=dtype)
 

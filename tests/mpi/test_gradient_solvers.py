@@ -15,7 +15,7 @@ from mpikfac.plan import NAMED
 from support import gradients, problem
 
 RANKS = mpikfac.world().size
-SOLVERS = ("shampoo",)
+SOLVERS = ("shampoo", "muon")
 KINDS = tuple(gradients.NETWORKS)
 STEPS, STOP = range(8), 4
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
@@ -42,6 +42,13 @@ if RANKS == 4:  # as two nodes of two
         "in nodes to owners": {"ranks_per_node": 2, **OWNERS},
     }
 STRATEGIES = {name: Strategy().changed(**choices) for name, choices in CHOICES.items()}
+OF_FACTORS = ("delayed", "staggered", "staggered and delayed", "small factors everywhere")
+PAIRS = [
+    (name, solver)
+    for name in STRATEGIES
+    for solver in SOLVERS
+    if solver != "muon" or name not in OF_FACTORS
+]
 
 
 def trainer(comm, solver, strategy, kind="convolutional"):
@@ -84,8 +91,7 @@ def trained(own, solver, strategy, kind):
     return [run(kfac, own, [step], kind) for step in STEPS]
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "solver"), PAIRS)
 def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name, solver):
     """Oracle: a single process with the joined batch; the plan, which has no statistics.
 
@@ -106,8 +112,10 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
     kfac.close()
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("name", ["comm-opt", "mem-opt", "owner-stepped", "staggered and delayed"])
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [pair for pair in PAIRS if pair[0] in ("comm-opt", "mem-opt", "owner-stepped", OF_FACTORS[2])],
+)
 def test_a_run_goes_on_to_the_last_bit(comm, name, solver):
     """Oracle: the uninterrupted run."""
     first, second = (trainer(comm, solver, STRATEGIES[name]) for _ in range(2))

@@ -79,13 +79,23 @@ def stacked(parameters: list[Tensor], groups: int) -> Matrix:
     return matrix.reshape(groups, -1, matrix.shape[1])
 
 
+def in_groups(direction: Callable[[str, Matrix], Matrix]) -> Callable[[str, Matrix], Matrix]:
+    """Return a direction of layers, group by group, from a direction of matrices by name."""
+
+    def of_layer(name: str, gradient: Matrix) -> Matrix:
+        return np.stack([direction(f"{name} {n}", matrix) for n, matrix in enumerate(gradient)])
+
+    return of_layer
+
+
 def by_hand(
     kind: str, steps: int, direction: Callable[[str, Matrix], Matrix], lr: float
 ) -> nn.Module:
     """Return a network after steps of SGD by directions of each layer's and group's gradient.
 
     Args:
-        direction: returns the direction of a group, from a name of the group and the gradient.
+        direction: returns the direction of a layer `[groups, outputs, inputs]`, from the layer's
+            name and gradient.
     """
     model = network(kind)
     for step in range(steps):
@@ -93,9 +103,8 @@ def by_hand(
         model.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         for name, parameters, groups in weights(model):
-            gradient = stacked([p.grad for p in parameters], groups)
-            found = [direction(f"{name} {n}", matrix) for n, matrix in enumerate(gradient)]
-            matrix = torch.from_numpy(np.concatenate(found))
+            found = direction(name, stacked([p.grad for p in parameters], groups))
+            matrix = torch.from_numpy(np.concatenate(list(found)))
             with torch.no_grad():
                 for p in parameters:
                     width = p[0].numel()

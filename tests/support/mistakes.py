@@ -86,6 +86,27 @@ TABLE = (
         "unit = torch.ones_like(means.factor)",
         "tests/unit/test_shampoo.py",
     ),
+    Mistake(
+        "Muon: owners share out layers by size alone",
+        "plan/roles.py",
+        "return {layer.name: works or math.prod(layer.gradient)}",
+        "return {layer.name: 1}",
+        "tests/unit/test_muon.py",
+    ),
+    Mistake(
+        "Muon: a layer without factors keeps its sides in the plan",
+        "plan/plan.py",
+        'replace(layer, sides="")',
+        "layer",
+        "tests/unit/test_muon.py",
+    ),
+    Mistake(
+        "Muon: all layers are stepped by the first owner",
+        "plan/plan.py",
+        "updaters = {layer.name: placed.owners[layer.owned[0]] for layer in layers}",
+        "updaters = {layer.name: 0 for layer in layers}",
+        "tests/unit/test_muon.py",
+    ),
     # -- the main path
     Mistake(
         "publish: bases are not sent to the workers of a layer",

@@ -16,6 +16,7 @@ from mpikfac import KFAC, Coverage, Damping, Estimator, Length, Strategy
 from mpikfac.layers import KINDS, NORMS
 from mpikfac.solvers import Shampoo
 from support import gradients, inside
+from support.gradients import in_groups
 
 STEPS, RATE, DECAY, EVERY, DAMPING = 20, 0.05, 0.9, 3, 1e-3
 
@@ -64,7 +65,7 @@ def vector(model: nn.Module) -> torch.Tensor:
 def test_shampoo_steps_as_the_formulas_do(comm, kind, exponent, relative):
     """Oracle: the formulas in numpy, with own eigenvalues and bias corrections, for 20 steps."""
     rate = RATE if exponent == 0.25 else RATE / 50  # directions grow as gradients shrink
-    expected = gradients.by_hand(kind, STEPS, ByHand(exponent, relative), rate)
+    expected = gradients.by_hand(kind, STEPS, in_groups(ByHand(exponent, relative)), rate)
     solver = Shampoo(exponent)
     kfac = shampoo(gradients.network(kind), comm, solver=solver, relative=relative, rate=rate)
     gradients.train(kfac, kind, range(STEPS), comm)
@@ -86,7 +87,7 @@ def test_shampoo_takes_the_momentum_and_the_length_of_adams_step_by_default(comm
         found = left @ mean @ right
         return found * np.linalg.norm(step) / np.linalg.norm(found)
 
-    expected = gradients.by_hand("linear", STEPS, direction, RATE)
+    expected = gradients.by_hand("linear", STEPS, in_groups(direction), RATE)
     length = Length("adam", momentum=momentum, trust=1e9)
     kfac = shampoo(gradients.network("linear"), comm, relative=True, length=length)
     gradients.train(kfac, "linear", range(STEPS), comm)
@@ -131,7 +132,7 @@ def test_blocks_and_diagonals_are_of_the_gradients_rows_and_columns(comm):
         found = [block @ hand.roots[name][1] for hand, block in zip(hands, blocks)]
         return rows[name][:, None] * np.concatenate(found, 1)
 
-    expected = gradients.by_hand("linear", STEPS, direction, RATE)
+    expected = gradients.by_hand("linear", STEPS, in_groups(direction), RATE)
     kfac = shampoo(gradients.network("linear"), comm, coverage=Coverage(rule=rule))
     gradients.train(kfac, "linear", range(STEPS), comm)
     torch.testing.assert_close(vector(kfac.model), vector(expected), rtol=1e-8, atol=1e-9)
