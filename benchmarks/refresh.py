@@ -4,20 +4,33 @@
     PYTHONPATH=tests python benchmarks/refresh.py record --data DIR --out runs/refresh
     PYTHONPATH=tests python benchmarks/refresh.py time --out runs/refresh
     PYTHONPATH=tests python benchmarks/refresh.py errors --out runs/refresh
+    PYTHONPATH=tests python benchmarks/refresh.py along --data DIR --out runs/refresh \
+        --model resnet20 --size 32 --steps 400
+    PYTHONPATH=tests python benchmarks/refresh.py curves --data DIR --out runs/refresh \
+        --model resnet20 --size 32 --steps 160
+    PYTHONPATH=tests python benchmarks/refresh.py orders --out runs/refresh
 
 `record` trains, and keeps gradients and the factors' running averages of the last step and of 10
 steps before. At the earlier step, all factors were decomposed exactly. `record` also keeps the
 exact directions, in float64. `time` sums over factors the median seconds of each candidate.
 `errors` prints relative errors of the direction over layers. This file holds the candidates that
 gained too little for a place in the library.
+
+`along` trains with `eigen` at the default intervals. At every refresh it renews eigenvectors of its
+own by orthogonal iterations, from the first decomposition on, and prints the misfit and the cosine
+with the exact direction over layers. `curves` prints the loss of whole runs by solver and seed,
+and goes on where it was stopped. `orders` times an iteration and eigh for a single factor.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +39,8 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac.numerics import product, triangles
-from mpikfac.solvers import damped_inverse, eigenbasis, tikhonov_share
+from mpikfac.settings import RATE
+from mpikfac.solvers import Eigen, damped_inverse, eigenbasis, tikhonov_share
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation
@@ -34,6 +48,15 @@ from support import inside
 
 INTERVAL = 10  # steps between refreshes
 DAMPINGS = (1e-3, 3e-2)
+ITERATIONS = (0, 1, 2)  # of the chains of `along`
+SHARES = (10.0, 0.1)  # dampings of `along`, in mean eigenvalues; 10 is the default
+SEEDS = 0, 1, 2
+LAST = 40  # steps of `curves` with a mean loss
+SOLVERS = {  # of `curves`, with the tolerance
+    "eigh": (Eigen(), 0.0),
+    "one iteration": (Eigen(iterations=1), 0.3),
+    "eigenvectors kept": (Eigen(), 1e9),
+}
 WINDOW = 128  # neighbouring eigenvectors, resolved exactly
 
 Basis = tuple[Tensor, Tensor]
@@ -42,7 +65,7 @@ Basis = tuple[Tensor, Tensor]
 def main() -> None:
     """Record, or print a table of times or of errors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["record", "time", "errors"])
+    parser.add_argument("what", choices=["record", "time", "errors", "along", "curves", "orders"])
     parser.add_argument("--out", type=Path, required=True, help="directory of the recording")
     parser.add_argument("--data", help="directory of CIFAR-10")
     parser.add_argument("--model", default="resnet50")
@@ -52,6 +75,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="*", default=[*EIGEN, *INVERSE], help="default: all")
     options = parser.parse_args()
+    if options.what in (own := {"along": along, "curves": curves, "orders": print_orders}):
+        own[options.what](options)
+        return
     if options.what == "record":
         options.out.mkdir(parents=True, exist_ok=True)
         torch.save(record(options), options.out / "recording.pt")
@@ -65,34 +91,57 @@ def main() -> None:
 
 def record(options: argparse.Namespace) -> dict[str, dict]:
     """Return by layer: `gradient`, factors now and 10 steps before, old bases, exact directions."""
-    torch.manual_seed(0)
+    before: dict[str, Tensor] = {}
+    kfac = made(options, lr=0.05, solver="inverse", damping=0.03)
+    for step, _ in trained(kfac, options):
+        if step == options.steps - INTERVAL:
+            before = unfolded(kfac)
+    now = unfolded(kfac)
+    gradients = {name: inside.gradients(kfac)[name].clone() for name in inside.directions(kfac)}
+    return {name: recorded(name, gradients[name], before, now) for name in gradients}
+
+
+def made(
+    options: argparse.Namespace,
+    lr: float,
+    strategy: mpikfac.Strategy | None = None,
+    seed: int = 0,
+    **choices: object,
+) -> mpikfac.KFAC:
+    """Return K-FAC for a new model."""
+    torch.manual_seed(seed)
     model = models.build(options.model, classes=10).to(options.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), solver="inverse", damping=0.03)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
+    return mpikfac.KFAC(model, optimizer, mpikfac.world(), strategy, **choices)
+
+
+def unfolded(kfac: mpikfac.KFAC) -> dict[str, Tensor]:
+    """Return copies of all running averages of factors, `[n, n]`, by name."""
+    return {name: triangles.unfold_triangle(f) for name, f in inside.factors(kfac).items()}
+
+
+def trained(
+    kfac: mpikfac.KFAC, options: argparse.Namespace, seed: int = 0
+) -> Iterator[tuple[int, float]]:
+    """Yield the number and the loss of every step, after the step."""
     images = datasets.load("cifar10", options.data, 10_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(
         images.train_images,
         images.train_labels,
         options.batch,
-        seed=0,
+        seed=seed,
         augment=Augmentation(),
     )
-    before: dict[str, Tensor] = {}
+    steps_per_epoch = len(images.train_images) // options.batch
     for step in range(options.steps + 1):
-        x, labels = draw.get(0, step)
+        x, labels = draw.get(*divmod(step, steps_per_epoch))
         x = F.interpolate(normalise(x), size=(options.size,) * 2, mode="bilinear")
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.to(options.device)), labels.to(options.device)).backward()
+        kfac.optimizer.zero_grad()
+        loss = F.cross_entropy(kfac.model(x.to(options.device)), labels.to(options.device))
+        loss.backward()
         kfac.step()
-        if step == options.steps - INTERVAL:
-            before = {
-                name: triangles.unfold_triangle(packed)
-                for name, packed in inside.factors(kfac).items()
-            }
-    now = {name: triangles.unfold_triangle(packed) for name, packed in inside.factors(kfac).items()}
-    gradients = {name: inside.gradients(kfac)[name].clone() for name in inside.directions(kfac)}
-    return {name: recorded(name, gradients[name], before, now) for name in gradients}
+        yield step, loss.item()
 
 
 def recorded(
@@ -135,6 +184,104 @@ def by_bases(gradient: Tensor, bases: tuple[Basis, Basis], damping: float) -> Te
     (a_values, a_vectors), (g_values, g_vectors) = bases
     rotated = g_vectors.T @ gradient @ a_vectors / (torch.outer(g_values, a_values) + damping)
     return g_vectors @ rotated @ a_vectors.T
+
+
+# -- orthogonal iterations ------------------------------------------------------------------------
+
+
+def along(options: argparse.Namespace) -> None:
+    """Train, renew eigenvectors at every refresh, and print and keep misfits and cosines."""
+    kfac = made(options, lr=RATE, solver="eigen")
+    chains: dict[int, dict[str, Basis]] = {}
+    rows = []
+    for step, _ in trained(kfac, options):
+        if not inside.due(kfac, step)[1]:
+            continue
+        factors = unfolded(kfac)
+        exact = {name: eigenbasis(factor.double()) for name, factor in factors.items()}
+        gradients = {name: inside.gradients(kfac)[name] for name in inside.directions(kfac)}
+        start = time.perf_counter()
+        decomposed = {name: eigenbasis(factor) for name, factor in factors.items()}
+        rows.append({"step": step, "eigh, seconds": time.perf_counter() - start})
+        for iterations in ITERATIONS:
+            if step == 0:
+                chains[iterations] = decomposed
+                continue
+            start = time.perf_counter()
+            misfits = renew(factors, chains[iterations], iterations)
+            taken = time.perf_counter() - start
+            rows.append(
+                {"step": step, "iterations": iterations, "seconds": taken, "misfits": misfits}
+            )
+            for share in SHARES:
+                found = cosines(gradients, chains[iterations], exact, share)
+                rows[-1][f"cosines, damping {share:g}"] = found
+                print(step, iterations, share, f"{taken:.3f} s", spread(misfits), found, flush=True)
+        (options.out / "along.json").write_text(json.dumps(rows))
+
+
+def curves(options: argparse.Namespace) -> None:
+    """Train with every solver and seed; keep all losses, and print the means of the last steps."""
+    file = options.out / "curves.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for name, (solver, tolerance) in SOLVERS.items():
+        strategy = mpikfac.Strategy().changed(tolerance=tolerance)
+        for seed in SEEDS:
+            if (key := f"{name}, seed {seed}") not in found:
+                kfac = made(options, RATE, strategy, seed, solver=solver)
+                found[key] = [round(loss, 5) for _, loss in trained(kfac, options, seed)]
+                file.write_text(json.dumps(found))
+            print(f"| {key} | {statistics.mean(found[key][-LAST:]):.4f} |", flush=True)
+
+
+def renew(factors: dict[str, Tensor], chain: dict[str, Basis], iterations: int) -> list[float]:
+    """Renew all eigenvectors of a chain in place; return the misfits."""
+    solver, misfits = Eigen(iterations=iterations), []
+    for name, factor in factors.items():
+        vectors = chain[name][1]
+        blocks, misfit = solver.renew(factor, {"vectors": vectors}, None)
+        chain[name] = blocks["values"], blocks.get("vectors", vectors)
+        misfits.append(round(misfit.item(), 4))
+    return misfits
+
+
+def cosines(
+    gradients: dict[str, Tensor], ours: dict[str, Basis], exact: dict[str, Basis], share: float
+) -> tuple[float, float]:
+    """Return median and least cosine of directions with exact directions, over layers.
+
+    Args:
+        share: the damping, in units of the mean eigenvalue.
+    """
+    found = []
+    for name, gradient in gradients.items():
+        sides = [[bases[f"{name}.{side}"] for side in "AG"] for bases in (ours, exact)]
+        damping = share * math.prod(values.mean().item() for values, _ in sides[1])
+        directions = [
+            by_bases(gradient.double(), [(v.double(), q.double()) for v, q in pair], damping)
+            for pair in sides
+        ]
+        found.append(F.cosine_similarity(*(d.flatten() for d in directions), dim=0).item())
+    return round(statistics.median(found), 5), round(min(found), 5)
+
+
+def print_orders(options: argparse.Namespace) -> None:
+    """Print seconds of eigh and of an orthogonal iteration by order, and the ratio."""
+    for order in (64, 144, 288, 576, 1152, 2304, 4608):
+        torch.manual_seed(0)
+        scale = 1 / torch.arange(1.0, order + 1)
+        rows = torch.randn(2 * order, order, device=options.device) * scale.to(options.device)
+        factor = rows.T @ rows / len(rows)
+        vectors = eigenbasis(factor)[1]
+        by_eigh, by_iteration = [], []
+        for _ in range(5):
+            by_eigh.append(seconds(lambda f=factor: eigenbasis(f), 1))
+            older = {"vectors": vectors}
+            call = partial(Eigen(iterations=1).renew, factor, older, None)
+            by_iteration.append(seconds(call, 1))
+        both = statistics.median(by_eigh), statistics.median(by_iteration)
+        ratio = statistics.median(b / a for a, b in zip(by_eigh, by_iteration))
+        print(f"| {order} | {both[0]:.4f} s | {both[1]:.4f} s | {ratio:.2f} |", flush=True)
 
 
 # -- candidates ----------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from timing import COUNTS, calls
 from torch.profiler import profile
 
 import mpikfac
 from mpikfac_apps.problems import models
 
 KINDS = {5: "ordinary", 6: "with factors", 4: "with decompositions"}
-WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
 
 
 def main() -> None:
@@ -66,20 +66,12 @@ def profiled(options: argparse.Namespace, solver: str) -> Iterator[tuple[str, st
             F.cross_entropy(model(images), labels).backward()
             kfac.step()
         if step in KINDS:
-            yield KINDS[step], calls({e.key: e.count for e in profiler.key_averages()})
+            yield KINDS[step], shown(calls(Counter(event.name for event in profiler.events())))
 
 
-def calls(counts: dict[str, int]) -> str:
-    """Return the counts of launches, copies and waits among the calls of the driver, as text."""
-    found: Counter[str] = Counter()
-    for name, count in counts.items():
-        if "LaunchKernel" in name:
-            found["kernels"] += count
-        elif "MemcpyAsync" in name or "MemsetAsync" in name:
-            found["copies"] += count
-        elif name.endswith(WAITS):
-            found["waits"] += count
-    return ", ".join(f"{found[what]} {what}" for what in ("kernels", "copies", "waits"))
+def shown(counts: Counter[str]) -> str:
+    """Return the counts of launches, copies and waits as text."""
+    return ", ".join(f"{counts[what]} {what}" for what in COUNTS)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ class KFAC(Trainer):
             [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's. "shampoo": roots of factors of
             the averaged gradient [Gupta et al. 2018]. "muon": the averaged gradient, without
             factors, for orthogonal directions [Muon].
-        length: the length of a step; `Length()` if None.
+        length: the length of a step, and the precision of directions; None: what the solver takes,
+            for most `Length()`.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of factors.
         trace: times the stages; a new trace if None.

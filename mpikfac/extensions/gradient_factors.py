@@ -105,7 +105,7 @@ class OfGradient(Preconditioner):
     """The preconditioner of solvers whose factors come from the averaged gradient."""
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = {"factors": GradientFactors}
-    RECORDER: ClassVar[type[Recorder]] = NoRecorder
+    RECORDERS: ClassVar[Mapping[bool, type[Recorder]]] = dict.fromkeys((True, False), NoRecorder)
     factors: GradientFactors
 
     def collect(self) -> None:

@@ -10,6 +10,7 @@ from mpikfac.layers.coverage import offers as offers
 from mpikfac.layers.embedding import EmbeddingLayer as EmbeddingLayer
 from mpikfac.layers.kinds import KINDS as KINDS
 from mpikfac.layers.kinds import NORMS as NORMS
+from mpikfac.layers.kinds import SIDE_BY_SIDE as SIDE_BY_SIDE
 from mpikfac.layers.kinds import Kinds as Kinds
 from mpikfac.layers.kinds import covered_base as covered_base
 from mpikfac.layers.kinds import maker_of as maker_of

@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mpikfac.layers.convolution.layer import ConvLayer
 from mpikfac.layers.embedding import EmbeddingLayer
-from mpikfac.layers.inner import attention_layers, cell_layers
+from mpikfac.layers.inner import CellLayer, ProjectionLayer, attention_layers, cell_layers
 from mpikfac.layers.layer import Layer
 from mpikfac.layers.normalization import NormLayer
 from mpikfac.layers.transposed import TransposedLayer
@@ -40,6 +40,11 @@ NORMS: Kinds = dict.fromkeys(
     NormLayer,
 )
 """Normalisations, for `covers={**KINDS, **NORMS}`."""
+
+
+SIDE_BY_SIDE = {Layer, TransposedLayer, ProjectionLayer, CellLayer, ConvLayer}
+"""Layers whose moment of a side is of the side's tensor alone, so that layers of a form may be the
+groups of a layer. Layers of derived classes stay alone: a derived class may compute otherwise."""
 
 
 def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:

@@ -6,7 +6,9 @@ column; with groups, a matrix per group, `[groups, outputs, inputs]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -17,13 +19,11 @@ from torch import Tensor, nn
 from mpikfac.numerics import (
     Copies,
     factor_scales,
-    linear_input_sum,
-    linear_input_vector,
-    linear_output_sum,
-    linear_output_vector,
     listen,
     squares,
+    sum_of,
     vector_scales,
+    with_bias,
 )
 from mpikfac.plan import LayerShape, Normalization
 
@@ -75,6 +75,7 @@ class Layer:
     of_batch = True
     of_part = False
     group: int | None = None
+    _last = -2  # the last dimension before the vectors
 
     def __init__(
         self, name: str, module: nn.Module, given: Sequence[Tensor | None] | None = None
@@ -166,11 +167,11 @@ class Layer:
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return the vectors `a` `[batch, shared, inputs]`, without the bias's 1."""
-        return x.reshape(len(x), -1, x.shape[-1])
+        return x.reshape(len(x), -1, *x.shape[self._last + 1 :])
 
     def outputs(self, g: Tensor) -> Tensor:
         """Return the vectors `g` `[batch, shared, outputs]` of the gradient at the output."""
-        return g.reshape(len(g), -1, g.shape[-1])
+        return g.reshape(len(g), -1, *g.shape[self._last + 1 :])
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the tensor for input statistics, made from a whole batch of inputs."""
@@ -178,10 +179,13 @@ class Layer:
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """Return `sum(a a^T)` or `sum(g g^T)` of a call, in the form that `shape` gives `side`."""
+        diagonal = side in self.shape.diagonal
         if self.shape.sharing == "reduce":
             rows = self.input_means(x) if side == "A" else self.output_totals(g)
-            return squares(rows, side in self.shape.diagonal)
-        if side in self.shape.diagonal:
+            if diagonal:
+                return sum_of(rows.square()).view(-1, 1, 1)
+            return squares(rows.movedim(0, -1))
+        if diagonal:
             return self.sum_of_squares(side, x, g).view(-1, 1, 1)
         return self.input_sum(x) if side == "A" else self.output_sum(g)
 
@@ -194,24 +198,26 @@ class Layer:
     def sum_of_squares(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """Return the sum of the squared elements of `a` `[inputs]`, or of `g` `[outputs]`."""
         if side == "A":
-            return linear_input_vector(self.inputs(x).square(), self.bias)
-        return linear_output_vector(self.outputs(g).square())
+            return sum_of(self.inputs(x).square().flatten(0, self._last), self.bias)
+        return sum_of(self.outputs(g).square().flatten(0, self._last))
 
     def input_sum(self, x: Tensor) -> Tensor:
         """Return `sum(a a^T)` `[inputs, inputs]` of a forward call's input."""
-        return linear_input_sum(self.inputs(x), self.bias)
+        rows = self.inputs(x).flatten(0, self._last)
+        total = squares(rows.movedim(0, -1))
+        return with_bias(total, sum_of(rows, bias=True)) if self.bias else total
 
     def output_sum(self, g: Tensor) -> Tensor:
         """Return `sum(g g^T)` `[outputs, outputs]` of the gradient at the call's output."""
-        return linear_output_sum(self.outputs(g))
+        return squares(self.outputs(g).flatten(0, self._last).movedim(0, -1))
 
     def input_vector(self, x: Tensor) -> Tensor:
         """Return `sum(a)` `[inputs]` of a forward call's input."""
-        return linear_input_vector(self.inputs(x), self.bias)
+        return sum_of(self.inputs(x).flatten(0, self._last), self.bias)
 
     def output_vector(self, g: Tensor) -> Tensor:
         """Return `sum(g)` `[outputs]` of the gradient at the call's output."""
-        return linear_output_vector(self.outputs(g))
+        return sum_of(self.outputs(g).flatten(0, self._last))
 
     def input_means(self, x: Tensor) -> Tensor:
         """Return every example's mean of `a` over positions, `[batch, inputs]`."""
@@ -220,6 +226,20 @@ class Layer:
     def output_totals(self, g: Tensor) -> Tensor:
         """Return every example's sum of `g` over positions, `[batch, outputs]`."""
         return self.outputs(g).sum(1)
+
+    def form(self, side: str) -> Hashable:
+        """Return what layers share whose moments of a side are computed alike, beside sizes."""
+        return type(self), side, self.shape.groups, self.shape.sharing, side in self.shape.diagonal
+
+    def with_groups(self, count: int) -> Layer:
+        """Return a layer with `count` layers of a form as groups, for the moments of one side."""
+        layer = copy.copy(self)
+        layer.shape, layer._last = replace(self.shape, groups=count * self.shape.groups), -3
+        return layer
+
+    def side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the inputs, or gradients, of `with_groups` from those of the layers."""
+        return torch.stack(tuple(tensors), -2)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors `a`, with the bias's 1, and `g`, position by position.

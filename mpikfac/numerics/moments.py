@@ -27,12 +27,18 @@ paper's published code takes `sum(g) / (B S)`, and a damping is then `B^2 S` tim
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mpikfac.numerics.products import product
 from mpikfac.plan import Normalization
+
+ADDED_IN_FLOAT32 = frozenset(() if torch.version.hip else (torch.bfloat16, torch.float16))
+"""Dtypes of numbers whose products are exact in float32, and add up there with CUDA."""
 
 
 def factor_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
@@ -50,40 +56,20 @@ def vector_scales(normalization: Normalization, batch: int, shared: float) -> tu
     return math.sqrt(a / (batch * shared)), math.sqrt(g / (batch * shared))
 
 
-def linear_input_sum(x: Tensor, bias: bool) -> Tensor:
-    """Return `sum(a a^T)` `[inputs, inputs]` of a linear layer's input `[..., features]`."""
-    rows = x.reshape(-1, x.shape[-1])
-    total = product(rows.T, rows)
-    return with_bias(total, linear_input_vector(x, bias)) if bias else total
+def squares(columns: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = product) -> Tensor:
+    """Return `sum(v v^T)` `[..., n, n]` over vectors `v`, the columns of `[..., n, vectors]`.
 
-
-def linear_output_sum(g: Tensor) -> Tensor:
-    """Return `sum(g g^T)` `[outputs, outputs]` of gradients `[..., outputs]`."""
-    rows = g.reshape(-1, g.shape[-1])
-    return product(rows.T, rows)
-
-
-def linear_input_vector(x: Tensor, bias: bool) -> Tensor:
-    """Return `sum(a)` `[inputs]` of a linear layer's input `[..., features]`."""
-    rows = x.reshape(-1, x.shape[-1])
-    return with_count(rows.sum(0), len(rows)) if bias else rows.sum(0)
-
-
-def linear_output_vector(g: Tensor) -> Tensor:
-    """Return `sum(g)` `[outputs]` of gradients `[..., outputs]`."""
-    return g.reshape(-1, g.shape[-1]).sum(0)
-
-
-def squares(rows: Tensor, diagonal: bool = False) -> Tensor:
-    """Return `sum(v v^T)` over `rows` `[batch, n]`, or by group over `rows` `[batch, groups, n]`.
-
-    The shape is `[n, n]` or `[groups, n, n]`; for a diagonal, all elements as `[count, 1, 1]`.
+    On a GPU, numbers rounded to 16 bits are multiplied as they are, and add up in float32.
     """
-    if diagonal:
-        return rows.square().sum(0).view(-1, 1, 1)
-    if rows.dim() == 2:
-        return product(rows.T, rows)
-    return rows.permute(1, 2, 0) @ rows.transpose(0, 1)
+    if columns.is_cuda and columns.dtype in ADDED_IN_FLOAT32:
+        multiply = partial(torch.mm if columns.dim() == 2 else torch.bmm, out_dtype=torch.float32)
+    return multiply(columns, columns.mT)
+
+
+def sum_of(rows: Tensor, bias: bool = False) -> Tensor:
+    """Return `sum(a)` `[..., n]` over `rows` `[vectors, ..., n]`, for a bias with a 1 in each."""
+    total = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
+    return F.pad(total, (0, 1), value=len(rows)) if bias else total
 
 
 def with_bias(total: Tensor, vector: Tensor) -> Tensor:
@@ -98,8 +84,3 @@ def with_bias(total: Tensor, vector: Tensor) -> Tensor:
     grown[..., :n, :n] = total
     grown[..., n, :] = grown[..., :, n] = vector
     return grown
-
-
-def with_count(vector: Tensor, count: int) -> Tensor:
-    """Return `sum(a)` `[..., n + 1]` after appending a 1 to all of the `count` vectors `a`."""
-    return torch.cat([vector, vector.new_full((*vector.shape[:-1], 1), count)], -1)

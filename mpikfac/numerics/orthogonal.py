@@ -11,7 +11,7 @@ from mpikfac.numerics.products import product
 
 STEPS = 5
 FIRST, THIRD, FIFTH = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5 [Muon]
-LEAST = 64  # order up to which a GPU takes all squares for one stack
+LEAST = 64  # order of the smallest squares on a GPU, where few orders have few kernels
 
 
 def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -27,29 +27,23 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     Args:
         matrices: `[..., outputs, inputs]` each; leading dimensions count matrices.
     """
-    stacks, places = list(map(_wide, matrices)), dict[int, list[int]]()
-    for place, stack in enumerate(stacks):
-        order = stack.shape[-2]
-        if not stack.is_cpu:  # few orders have few kernels
-            order = max(LEAST, 1 << (order - 1).bit_length())
-        places.setdefault(order, []).append(place)
+    stacks, places = list[Tensor](), dict[int, list[int]]()
+    for place, matrix in enumerate(matrices):
+        stack, order = matrix.reshape(-1, *matrix.shape[-2:]), min(matrix.shape[-2:])
+        stacks.append(stack.mT if stack.shape[1] > stack.shape[2] else stack)  # the wide form
+        few = order if matrix.is_cpu else max(LEAST, 1 << (order - 1).bit_length())
+        places.setdefault(few, []).append(place)
     for order, chosen in places.items():
         counts = [len(stacks[place]) for place in chosen]
         squares = stacks[chosen[0]].new_zeros(sum(counts), order, order)
         for place, room in zip(chosen, squares.split(counts)):
-            stack, n = stacks[place], stacks[place].shape[-2]
+            stack, n = stacks[place], stacks[place].shape[1]
             product(stack, stack.mT, out=room[:, :n, :n])  # beside zeros, which stay zeros
         for place, polynomial in zip(chosen, _polynomials(squares).split(counts)):
-            stack, n = stacks[place], stacks[place].shape[-2]
+            stack, n = stacks[place], stacks[place].shape[1]
             stacks[place] = product(polynomial[:, :n, :n], stack)
     pairs = zip(matrices, stacks)
     return [(y if x.shape[-1] == y.shape[-1] else y.mT).reshape(x.shape) for x, y in pairs]
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    """Return `matrix` `[..., rows, columns]` in the wide form, as a stack `[k, n, m]`."""
-    wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
-    return wide.flatten(0, -3) if wide.dim() > 2 else wide[None]
 
 
 def _polynomials(squares: Tensor) -> Tensor:

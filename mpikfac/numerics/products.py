@@ -1,9 +1,11 @@
-"""Multiply matrices, and a layer's gradient by matrices or diagonals from both sides."""
+"""Multiply matrices in a precision, and gradients by matrices or diagonals from both sides."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import torch
@@ -14,20 +16,100 @@ LARGE = 2**24  # multiplications of a product of two matrices that oneDNN pays o
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b`, computed by the faster of two libraries.
+    """Return `a @ b` in the precision of `multiplying`, or else by the faster of two libraries.
 
     `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
     as MKL, one matrix at a time. oneDNN takes the second matrix transposed, so a copy of the matrix
     has to pay off, too.
+
+    Args:
+        a: `[..., m, k]`.
+        b: `[..., k, n]`, with the same dimensions in front.
+        out: is filled with the product.
     """
-    large = a.is_cpu and a.dtype == torch.float32 and math.prod(a.shape[-2:]) * b.shape[-1] >= LARGE
-    if large and a.dim() == b.dim() == 3:
+    if (coarse := _coarse.get()) is not None:
+        return coarse(a, b, out)
+    work = math.prod(a.shape[-2:]) * b.shape[-1]
+    if not a.is_cpu or a.dtype != torch.float32 or work < LARGE:
+        return torch.matmul(a, b, out=out)
+    if a.dim() == b.dim() == 3:
         found = torch.stack(list(map(product, a, b)))
-    elif large and a.dim() == 2 and (b.T.is_contiguous() or len(a) >= 256):
+    elif a.dim() == 2 and (b.T.is_contiguous() or len(a) >= 256):
         found = F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
     else:
-        return torch.matmul(a, b, out=out)
+        found = a @ b
     return found if out is None else out.copy_(found)
+
+
+# -- precision ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def multiplying(precision: str) -> Iterator[None]:
+    """Let `product` multiply in a precision of `PRECISIONS`, on the calling thread."""
+    before = _coarse.set(PRECISIONS[precision])
+    try:
+        yield
+    finally:
+        _coarse.reset(before)
+
+
+def usual_precision(device: torch.device, in_background: bool) -> str:
+    """Return the precision of directions on a device, where the program chooses none.
+
+    Args:
+        in_background: a thread of the rank multiplies at the same time. Torch's setting of TF32 is
+            the whole process's, and would round products of the thread by chance.
+    """
+    on_tensor_cores = device.type == "cuda" and torch.version.cuda and not in_background
+    return "tf32" if on_tensor_cores else "float32"
+
+
+def in_tf32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return `a @ b`; operands of float32 are rounded to 10 bits of mantissa, sums are not.
+
+    Torch has a setting for the whole process, which is in force for this product alone.
+    """
+    if a.dtype != torch.float32:
+        return torch.matmul(a, b, out=out)
+    if not _has_tensor_cores(a):
+        return torch.matmul(rounded_to_tf32(a), rounded_to_tf32(b), out=out)
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
+    try:
+        return torch.matmul(a, b, out=out)
+    finally:
+        settings.fp32_precision = before
+
+
+def in_bfloat16(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return `a @ b` in float32; operands are rounded to bfloat16, but not operands of float64."""
+    if a.dtype == torch.float64:
+        return torch.matmul(a, b, out=out)
+    a, b = a.bfloat16(), b.bfloat16()
+    if not _has_tensor_cores(a):
+        return torch.matmul(a.float(), b.float(), out=out)
+    if a.dim() == 2:
+        found = torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        stacks = a.flatten(0, -3), b.flatten(0, -3)
+        found = torch.bmm(*stacks, out_dtype=torch.float32).unflatten(0, a.shape[:-2])
+    return found if out is None else out.copy_(found)
+
+
+def rounded_to_tf32(x: Tensor) -> Tensor:
+    """Return `x` with mantissas of 10 bits, rounded to the nearest, ties away from zero."""
+    bits = x.contiguous().view(torch.int32)
+    return torch.where(x.isfinite(), ((bits + 0x1000) & ~0x1FFF).view(torch.float32), x)
+
+
+def _has_tensor_cores(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.version.cuda is not None
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+PRECISIONS = {"float32": None, "tf32": in_tf32, "bfloat16": in_bfloat16}
+_coarse = ContextVar[Multiply | None]("coarse", default=None)
 
 
 # -- a layer's gradient between its factors -------------------------------------------------------
@@ -90,22 +172,22 @@ def _values(block: Tensor) -> int:
 def _block_from_left(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
     if block.dim() < matrix.dim():
         return block[..., :, None] * matrix
-    order, vectors = block.shape[-2:]
-    if vectors == order:
+    if block.shape[-2] == block.shape[-1]:
         return product(block.mT if transpose else block, matrix)
     if transpose:
         return torch.cat([matrix, product(block.mT, matrix)], -2)
+    order = _rows(block)
     return matrix[..., :order, :] + product(block, matrix[..., order:, :])
 
 
 def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
     if block.dim() < matrix.dim():
         return matrix * block[..., None, :]
-    order, vectors = block.shape[-2:]
-    if vectors == order:
+    if block.shape[-2] == block.shape[-1]:
         return product(matrix, block.mT if transpose else block)
     if not transpose:
         return torch.cat([matrix, product(matrix, block)], -1)
+    order = _rows(block)
     return matrix[..., :order] + product(matrix[..., order:], block.mT)
 
 

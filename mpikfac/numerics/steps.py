@@ -19,6 +19,9 @@ class AdamSteps(dict[str, Tensor]):
 
     Beside an average, the sum of the average's weights, which tends to 1. The optimizer adds the
     momentum [Kingma & Ba 2015].
+
+    Attributes:
+        even: whether all averages have the same weight, as they have until a gradient is left out.
     """
 
     def __init__(self, gradients: Arena, names: Sequence[str]) -> None:
@@ -33,33 +36,29 @@ class AdamSteps(dict[str, Tensor]):
         self._divisors = weights.to(gradients.flat.device)
         self._gradients = [gradients[name] for name in names]
         self._averages = [averages[name] for name in names]
-
-    @property
-    def even(self) -> bool:
-        """Whether all averages have the same weight, as they have until a gradient is left out."""
-        return len(set(self._weights.tolist())) <= 1
+        self.even = True
+        self._sound = list(range(len(names)))  # places of names in the batch that was counted last
 
     def count(self, broken: Collection[str]) -> None:
         """Count a batch in the weights of the averages, but for names of `broken`."""
-        sound = [place for place, name in enumerate(self._names) if name not in broken]
-        self._weights[sound] = DECAY * self._weights[sound] + (1 - DECAY)
+        self._sound = [place for place, name in enumerate(self._names) if name not in broken]
+        self._weights[self._sound] = DECAY * self._weights[self._sound] + (1 - DECAY)
         self._divisors.copy_(self._weights, non_blocking=True)
+        self.even = len(set(self._weights.tolist())) <= 1
 
-    def take(self, broken: Collection[str], numerators: list[Tensor] | None = None) -> list[Tensor]:
+    def take(self, numerators: list[Tensor] | None = None) -> list[Tensor]:
         """Take the gradients into the averages; return `gradient / (sqrt(average) + eps)` of each.
 
-        `count` has to count the batch before.
+        `count` has to count the batch before; names that it leaves out stay out of the averages.
 
         Args:
-            broken: names of gradients that the averages leave out, as `count` did.
             numerators: tensors to divide in the place of the gradients, such as momenta.
         """
         if not self._names:
             return []
-        sound = [place for place, name in enumerate(self._names) if name not in broken]
-        if sound:
-            gradients = [self._gradients[place] for place in sound]
-            averages = [self._averages[place] for place in sound]
+        if self._sound:
+            gradients = [self._gradients[place] for place in self._sound]
+            averages = [self._averages[place] for place in self._sound]
             torch._foreach_mul_(averages, DECAY)
             torch._foreach_addcmul_(averages, gradients, gradients, 1 - DECAY)
         divisors: Any = self._divisors[0] if self.even else self._divisors.unbind()

@@ -10,6 +10,7 @@ from mpikfac.plan.choices import NAMED as NAMED
 from mpikfac.plan.choices import NORMALIZATIONS as NORMALIZATIONS
 from mpikfac.plan.choices import SPLIT as SPLIT
 from mpikfac.plan.choices import STRATEGY as STRATEGY
+from mpikfac.plan.choices import Above as Above
 from mpikfac.plan.choices import Asynchrony as Asynchrony
 from mpikfac.plan.choices import AtLeast as AtLeast
 from mpikfac.plan.choices import Channels as Channels

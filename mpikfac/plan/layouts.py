@@ -19,10 +19,10 @@ class Layouts:
     """The layouts of a rank's arenas.
 
     Attributes:
-        statistics: a batch's factors, each a sum beside its number of examples; model order, or
-            owner by owner if owners reduce.
+        statistics: a batch's factors, each a sum beside its number of examples; `by_form`, or owner
+            by owner if owners reduce.
         squares: statistics as square matrices, if squares travel; else nothing.
-        averages: running averages.
+        averages: running averages, `by_form`.
         bases: decompositions: a segment per row of the column, and a segment of factors decomposed
             by every worker.
         denominators: damped products of eigenvalues of the layers to precondition.
@@ -50,7 +50,7 @@ def of_statistics(
     Args:
         square: factors are square matrices, not packed.
     """
-    factors = by_turn(factors)
+    factors = by_form(factors)
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in factors]
     counts: list[Block] = [(factor.counted, (1,)) for factor in factors]
     # Counts stand beside their sums, or behind all sums if sums travel encoded.
@@ -64,7 +64,7 @@ def of_statistics(
 
 def of_averages(factors: Iterable[Factor]) -> Layout:
     """Return the layout of running averages of factors."""
-    return lay_out([[(factor.name, factor.packed) for factor in by_turn(factors)]])
+    return lay_out([[(factor.name, factor.packed) for factor in by_form(factors)]])
 
 
 def of_blocks(segments: Iterable[Iterable[Factor]]) -> Layout:
@@ -128,3 +128,13 @@ def by_kind(
 def by_turn(factors: Iterable[Factor]) -> Sequence[Factor]:
     """Return factors in model order, but factors of an earlier turn of a refresh first."""
     return sorted(factors, key=lambda factor: factor.turn)
+
+
+def by_form(factors: Iterable[Factor]) -> Sequence[Factor]:
+    """Return factors by turn and message, and in a message with factors of one form side by side.
+
+    Side by side, factors are a stack: one kernel of a GPU takes them all.
+    """
+    factors = list(factors)
+    first = {factor.packed: place for place, factor in reversed(list(enumerate(factors)))}
+    return sorted(factors, key=lambda f: (f.turn, f.fused, first[f.packed]))

@@ -47,6 +47,7 @@ class Factor(FactorShape):
         column: the layer's column.
         owner: the rank to decompose the factor for the column.
         turn: the layer's turn in a refresh.
+        fused: number of the layer's message in a stage.
         replicated: every worker of the layer decomposes the factor itself, and nothing is sent.
         packed: the shape to record, keep and send the factor in.
         blocks: the decomposition's blocks; the first block multiplies gradients.
@@ -61,6 +62,7 @@ class Factor(FactorShape):
     column: int
     owner: int
     turn: int
+    fused: int
     replicated: bool
     packed: Shape
     blocks: tuple[Block, ...]
@@ -213,8 +215,9 @@ def with_roles(
     def planned(layer: LayerShape, number: int) -> PlannedLayer:
         form, column = forms[layer.name], placed.columns_of[layer.name]
         turn = turns_of[layer.name]
+        when = turn, number
         factors = tuple(
-            _factor(shape, side, layer, form, column, placed.owners[shape.name], turn, strategy)
+            _factor(shape, side, layer, form, column, placed.owners[shape.name], when, strategy)
             for side in layer.sides
             for shape in layer.side(side)
         )
@@ -230,7 +233,7 @@ def _factor(
     form: Form,
     column: int,
     owner: int,
-    turn: int,
+    when: tuple[int, int],
     strategy: Strategy,
 ) -> Factor:
     name = shape.name
@@ -249,7 +252,8 @@ def _factor(
         solver=form,
         column=column,
         owner=owner,
-        turn=turn,
+        turn=when[0],
+        fused=when[1],
         replicated=replicated,
         packed=shape.block(1) if form.vector else shape.triangle,
         blocks=tuple(blocks),

@@ -174,8 +174,7 @@ def in_levels(
 
 def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
     """Return the message of a stage, by number, of every factor of a turn."""
-    layers = (layer for layer in rank.layers if turn in (None, layer.turn))
-    return {factor.name: layer.fused for layer in layers for factor in layer.factors}
+    return {factor.name: factor.fused for factor in rank.factors if turn in (None, factor.turn)}
 
 
 # -- encodings ------------------------------------------------------------------------------------

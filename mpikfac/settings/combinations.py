@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpikfac.plan import Combination, OneOf, Same
+from mpikfac.plan import AtLeast, Combination, OneOf, Same
 
 SETTINGS: tuple[Combination, ...] = (
     Combination(
@@ -44,6 +44,13 @@ SETTINGS: tuple[Combination, ...] = (
         None,
         {"basis_wire": None},
         "decompositions that are kept in a dtype also travel in the dtype",
+    ),
+    Combination(
+        "precision",
+        ("tf32",),
+        {"delay": 0, "curvature_ranks": AtLeast(1)},
+        "TF32 is a setting of the process, and a thread that decomposes would round by chance",
+        any_of=True,
     ),
 )
 """The needs of the settings of `KFAC`; the needs of a solver stand in the solver's file."""

@@ -10,12 +10,14 @@ from mpikfac.settings.schedule import Schedule, in_force
 from mpikfac.settings.usual import TRUST
 
 Source = Literal["orthogonal", "adam", "sgd", "own", "quadratic"]
+Precision = Literal["float32", "tf32", "bfloat16"]
 SOURCES: tuple[Source, ...] = ("orthogonal", "adam", "sgd", "own", "quadratic")
+PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a step.
+    """The length of a step, and the precision of directions.
 
     `source` gives the length of each layer's direction; a bound may then shorten the directions of
     all layers together. A bound is a number, or a schedule (a function of the step). At most one of
@@ -49,10 +51,16 @@ class Length:
         capture: whether directions are recorded as a CUDA graph, and their kernels then started by
             one call, in steps whose numbers are those of the step before. Needs a GPU of NVIDIA,
             and has not run on one yet.
+        precision: how products round that precondition gradients and make directions orthogonal.
+            "float32": not at all; on a GPU, as torch's settings say. "tf32": operands to 10 bits of
+            mantissa. "bfloat16": operands to 7 bits. Sums are in float32, and models in float64
+            round nothing. Tensor cores of an NVIDIA GPU multiply so; other devices round, and save
+            no time. None: "tf32" on an NVIDIA GPU without a `delay`, else "float32".
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to
-            1, a momentum beside another source or a bound, or a trust that is not positive.
+            1, a momentum beside another source or a bound, a trust that is not positive, or an
+            unknown precision.
     """
 
     source: Source | None = None
@@ -62,6 +70,7 @@ class Length:
     momentum: float | Schedule = 0.0
     trust: float = TRUST
     capture: bool = False
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -80,6 +89,7 @@ class Length:
             )
         self._check_momentum()
         check_positive("trust", self.trust)
+        one_of("precision", self.precision, (None, *PRECISIONS))
 
     def _check_momentum(self) -> None:
         if callable(self.momentum):

@@ -125,14 +125,12 @@ class Settings:
             "adapted": self.damping.adapted,
             "length": self.length.source,
             "trust": self.length.trust,
+            "precision": self.length.precision,
         }
 
     def _numbers(self) -> dict[str, float | Schedule | None]:
         return {
-            "damping": self.damping.number,
-            "factor_every": self.factor_every,
-            "basis_every": self.basis_every,
-            "decay": self.decay,
-            "momentum": self.length.momentum,
-            **self.length.bounds,
+            **{"damping": self.damping.number, "factor_every": self.factor_every},
+            **{"basis_every": self.basis_every, "decay": self.decay},
+            **{"momentum": self.length.momentum, **self.length.bounds},
         }

@@ -2,6 +2,7 @@
 
 from mpikfac.solvers.decompose import decomposed as decomposed
 from mpikfac.solvers.decompose import decomposed_together as decomposed_together
+from mpikfac.solvers.decompose import renewed_together as renewed_together
 from mpikfac.solvers.eigen import Eigen as Eigen
 from mpikfac.solvers.eigen import eigenbasis as eigenbasis
 from mpikfac.solvers.eigen import products_of_values as products_of_values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,39 @@ def decomposed_together(
         for place, factor in enumerate(factors)
         for name, kind, _ in factor.blocks
     }
+
+
+def renewed_together(
+    factors: Sequence[Factor],
+    solver: Solver,
+    packed: Tensor,
+    older: Sequence[Mapping[str, Tensor]],
+    added: Tensor | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return renewed blocks of factors of one order, by name, and misfits `[factors]`.
+
+    Args:
+        packed: the factors as triangles, `[factors, ...]`.
+        older: the decompositions in use, by kind.
+        added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
+    """
+    blocks = {
+        kind: _of_solver(torch.stack([blocks[kind] for blocks in older]).to(packed.dtype), dims)
+        for kind, dims in solver.form.blocks.items()
+    }
+    damping = None if added is None else _of_solver(added, 0)
+    renewed, misfits = solver.renew(_of_solver(unfold_triangle(packed), 2), blocks, damping)
+    return {
+        block.name: renewed[block.kind].view(len(factors), *block.shape)[place]
+        for place, factor in enumerate(factors)
+        for block in factor.blocks
+        if block.kind in renewed
+    }, misfits.view(len(factors), -1).amax(1)
+
+
+def _of_solver(stack: Tensor, dims: int) -> Tensor:
+    """Return numbers of factors as a solver takes them: `[count, ...]`, or of a single matrix."""
+    return stack.flatten(0, -dims - 1).squeeze(0)
 
 
 def decomposed(

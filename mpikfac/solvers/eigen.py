@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side, alike, from_left, from_right, of_coordinates, product
-from mpikfac.plan import Combination, Form, few
+from mpikfac.plan import Above, Combination, Form, check_count, few
 from mpikfac.solvers.solver import Held, Solver
 
 ITERATIONS = 4  # products with a factor that lead to the range of its leading eigenvectors
@@ -26,6 +26,13 @@ LOW_RANK = Combination(
     {"solver": "eigen", "basis_wire": None, "basis_dtype": None},
     "some eigenvectors are kept, and only orthogonal eigenvectors say what the others do",
 )
+RENEWED = Combination(
+    "eigen.iterations",
+    None,
+    {"tolerance": Above(0.0)},
+    "eigenvectors with a larger misfit are decomposed anew",
+    default=0,
+)
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,25 @@ class Eigen(Solver):
 
     Attributes:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
+        iterations: the number of orthogonal iterations that lead older eigenvectors towards those
+            of a new factor. The result is used if its misfit is at most the strategy's
+            `tolerance`; otherwise the factor is decomposed. 0: older eigenvectors are kept as they
+            are.
     """
 
     dtype: torch.dtype | None = None
+    iterations: int = 0
     form: ClassVar[Form] = Form(
-        "eigen", {"vectors": 2, "values": 1}, denominators=True, products=2, needs=(LOW_RANK,)
+        "eigen",
+        {"vectors": 2, "values": 1},
+        denominators=True,
+        products=2,
+        needs=(LOW_RANK, RENEWED),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("iterations", self.iterations, 0)
 
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
@@ -50,10 +70,13 @@ class Eigen(Solver):
 
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
-    ) -> tuple[dict[str, Tensor], float]:
-        """Return the eigenvalues that the older eigenvectors give, and the vectors' misfit."""
-        values, misfit = values_in_basis(factor, blocks["vectors"])
-        return {"values": values}, misfit
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return iterated eigenvectors, the eigenvalues that vectors give, and the misfit."""
+        vectors = blocks["vectors"]
+        for _ in range(self.iterations):
+            vectors = iterated(factor, vectors)
+        values, misfit = values_in_basis(factor, vectors)
+        return {"values": values} | ({"vectors": vectors} if self.iterations else {}), misfit
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
         """Write the damped products of eigenvalues of layers to their `denominators`."""
@@ -247,12 +270,26 @@ def _with_mean(factor: Tensor, values: Tensor) -> Tensor:
     return torch.cat([(others / (order - rank)).clamp_(min=0), values], -1)
 
 
-def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, float]:
-    """Return eigenvalues `[n]` by older eigenvectors, and the misfit of the eigenvectors.
+def iterated(factor: Tensor, vectors: Tensor) -> Tensor:
+    """Return vectors after an orthogonal iteration: orthonormal, and nearer to eigenvectors.
+
+    The vectors with the largest eigenvalues come first, as a column of a QR decomposition loses its
+    parts along all columns before. An iteration reduces the part of the j-th eigenvector in the
+    i-th vector by the ratio of the eigenvalues, `values[j] / values[i]` for j > i [Golub & Van Loan
+    2013, 8.2.4]. Exact eigenvectors keep their directions; signs may change.
+    """
+    image = product(factor, vectors)
+    order = image.norm(dim=-2, keepdim=True).argsort(-1, descending=True)
+    return torch.linalg.qr(image.take_along_dim(order, -1)).Q
+
+
+def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues `[n]` by older eigenvectors, and the misfit `[]` of the eigenvectors.
 
     The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of the matrix
     off the diagonal, relative to the factor's norm: 0 for exact eigenvectors. One product is
-    enough, as an orthogonal matrix changes no norm.
+    enough, as an orthogonal matrix changes no norm. Several factors, `[count, n, n]`, have values
+    and misfits `[count, ...]`.
 
     For leading eigenvectors `[n, rank]` the values are `[1 + rank]`, with the mean of the remaining
     values first. The misfit grows by the excess of an eigenvalue outside over the smallest kept
@@ -260,12 +297,13 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, float]:
     """
     rotated = product(factor, vectors)
     values = (rotated * vectors).sum(-2)
-    left_over = rotated.sub_(vectors * values[..., None, :]).norm()
+    left_over = rotated.sub_(vectors * values[..., None, :]).norm(dim=(-2, -1))
     values.clamp_(min=0)
     if vectors.shape[-1] < factor.shape[-1]:
-        left_over = torch.hypot(left_over, _grown(factor, vectors, values).norm())
+        left_over = torch.hypot(left_over, _grown(factor, vectors, values))
         values = _with_mean(factor, values)
-    return values, (left_over / factor.norm()).item()
+    norm = factor.norm(dim=(-2, -1)).clamp(min=torch.finfo(factor.dtype).tiny)  # zeros fit
+    return values, left_over / norm
 
 
 def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:

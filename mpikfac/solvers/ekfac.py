@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_right, product
 from mpikfac.plan import Combination, Form, OneOf, Same
-from mpikfac.solvers.eigen import Eigen
+from mpikfac.solvers.eigen import RENEWED, Eigen
 
 EVERYWHERE = Combination(
     "solver",
@@ -43,7 +43,7 @@ class Ekfac(Eigen):
         rescaled=True,
         products=2,
         timed_as="eigen",
-        needs=(EVERYWHERE, AS_THEY_ARE),
+        needs=(EVERYWHERE, AS_THEY_ARE, replace(RENEWED, choice="ekfac.iterations")),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpikfac.numerics import Side, from_left, from_right, product
+from mpikfac.numerics import from_left, from_right, product
 from mpikfac.plan import Combination, Form
 from mpikfac.solvers.eigen import damping_unit
 from mpikfac.solvers.solver import Held, Means, Solver
@@ -67,21 +67,16 @@ class Inverse(Solver):
 
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
-    ) -> tuple[dict[str, Tensor], float]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return no blocks, and the error of directions by the older inverse."""
         assert damping is not None
         return {}, error_of_inverse(damp(factor, damping), blocks["inverse"])
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
-        """Return `G^-1 gradient A^-1`, all `[outputs, inputs]`, with damped inverses."""
-        return precondition_by_inverse(gradient, held.a["inverse"], held.g["inverse"])
-
-
-def precondition_by_inverse(gradient: Tensor, input_inverse: Side, output_inverse: Side) -> Tensor:
-    """Return `G^-1 gradient A^-1` `[outputs, inputs]`, in the dtype of the damped inverses."""
-    dtype = (*input_inverse, *output_inverse)[0].dtype
-    # The input inverse is symmetric: its transpose is what `product` takes without a copy.
-    return from_right(from_left(output_inverse, gradient.to(dtype)), input_inverse, transpose=True)
+        """Return `G^-1 gradient A^-1` `[outputs, inputs]`, with damped inverses in their dtype."""
+        a, g = held.a["inverse"], held.g["inverse"]
+        # The input inverse is symmetric: its transpose is what `product` takes without a copy.
+        return from_right(from_left(g, gradient.to((*a, *g)[0].dtype)), a, transpose=True)
 
 
 LEAF = 192  # order up to which a block is left to LAPACK
@@ -130,22 +125,22 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
     projected = product(coupling, leading)
     trailing = _inverse_by_blocks(matrix[half:, half:] - product(projected, coupling.T))
     lower = product(trailing, projected)
+    leading = product(projected.T, lower).add_(leading)
     inverse = torch.empty_like(matrix)
-    inverse[half:, half:] = trailing
-    inverse[half:, :half] = lower.neg()
-    inverse[:half, half:] = inverse[half:, :half].T
-    inverse[:half, :half] = product(projected.T, lower).add_(leading)
+    torch.cat([leading, -lower.T], 1, out=inverse[:half])
+    torch.cat([-lower, trailing], 1, out=inverse[half:])
     return inverse
 
 
-def error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
-    """Return the relative error of `inverse @ v` for typical `v`: residual of a few fixed vectors.
+def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
+    """Return the relative error `[]` of `inverse @ v` for typical `v`, by a few fixed vectors.
 
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
     # Fixed and without a pattern; torch's generator belongs to the program.
-    probes = torch.arange(8.0 * matrix.shape[-1]).square_().sin_().view(8, -1).to(matrix)
-    return ((probes @ matrix @ inverse - probes).norm() / probes.norm()).item()
+    probes = torch.arange(8.0 * matrix.shape[-1], device=matrix.device).square_().sin_()
+    probes = probes.view(8, -1).to(matrix)
+    return (probes @ matrix @ inverse - probes).norm(dim=(-2, -1)) / probes.norm()
 
 
 def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:

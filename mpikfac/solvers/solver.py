@@ -110,16 +110,17 @@ class Solver:
 
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
-    ) -> tuple[dict[str, Tensor], float]:
-        """Return blocks that change without a new decomposition, and the misfit of older blocks.
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return blocks that change without a new decomposition, and the misfit `[]` of all blocks.
 
         The misfit is relative; a solver without a cheap misfit returns NaN, which fits nothing.
 
         Args:
+            factor: `[n, n]`, or `[count, n, n]`, with misfits `[count]`.
             blocks: the older decomposition, by kind.
             damping: the result of `added`; None for a form that is not damped.
         """
-        return {}, float("nan")
+        return {}, factor.new_full(factor.shape[:-2], torch.nan)
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
         """Write damped products of eigenvalues of all layers of the solver to `denominators`.

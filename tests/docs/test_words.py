@@ -19,6 +19,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/guide/check.md": 450,
     "docs/guide/checkpoint.md": 1000,
     "docs/guide/clusters.md": 2500,
+    "docs/guide/compile.md": 400,
     "docs/guide/data.md": 1200,
     "docs/guide/decision.md": 850,  # 200 of them in tables that the simulator prints
     "docs/guide/long_runs.md": 1500,

@@ -40,20 +40,26 @@ def place() -> str:
 
 
 def steps_of(
-    name: str, size: int, batch: int = 4, momentum: float = 0.9, **settings: object
+    name: str,
+    size: int,
+    batch: int = 4,
+    momentum: float = 0.9,
+    stored: torch.memory_format = torch.contiguous_format,
+    **settings: object,
 ) -> dict[str, Step]:
     """Return the steps of K-FAC with a network and a batch of images, by kind.
 
     Args:
         momentum: of SGD.
+        stored: the order of the elements of images and weights.
     """
     comm = mpikfac.world()
     device = mpikfac.device(comm, "cuda")
     torch.manual_seed(0)
-    model = models.build(name, classes=10).to(device)
+    model = models.build(name, classes=10).to(device, memory_format=stored)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     kfac = mpikfac.KFAC(model, optimizer, comm, **EVERY, **settings)
-    images = torch.randn(batch, 3, size, size).to(device)
+    images = torch.randn(batch, 3, size, size).to(device, memory_format=stored)
     labels = torch.randint(10, (batch,)).to(device)
     waits: Counter[str] = Counter()
     kernels = 0

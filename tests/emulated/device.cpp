@@ -675,6 +675,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
   return {of_input, of_hidden, gradient * keep, sum(of_input), sum(of_hidden)};
 }
 
+// Products of rounded numbers that add up in float32, which the CPU lacks.
+at::Tensor mm(const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {
+  return at::mm(a.to(type), b.to(type));
+}
+at::Tensor bmm(const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {
+  return at::bmm(a.to(type), b.to(type));
+}
+
 // -- torch's view of the device ------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -845,6 +853,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     else if (op.name.starts_with("aten::_foreach"))
       m.impl(
           c10::toString(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&launch>());
+}
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("mm.dtype", TORCH_FN(mm));
+  m.impl("bmm.dtype", TORCH_FN(bmm));
 }
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&launch>());

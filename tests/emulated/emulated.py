@@ -92,7 +92,9 @@ cuda.is_initialized = lambda: cuda._initialized
 cuda.is_available = lambda: True
 cuda.device_count = lambda: _device.emulated_devices()
 cuda.is_current_stream_capturing = lambda: False
+cuda.is_bf16_supported = lambda *choices: True
 cuda.get_device_name = lambda device=None: "emulated device"
+cuda.is_bf16_supported = lambda including_emulation=True: True
 cuda.manual_seed_all = cuda.manual_seed = _seed
 cuda.get_rng_state, cuda.set_rng_state = _random_state, _set_random_state
 cuda._exchange_device = torch._C._accelerator_exchangeDevice

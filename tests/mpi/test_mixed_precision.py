@@ -195,3 +195,33 @@ def test_bfloat16_models_stay_alike(comm, strategy):
     assert state.isfinite().all()
     assert not torch.equal(state, first)
     assert {p.dtype for p in one.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("strategy", ALL[1:], ids=problem.label)
+def test_ranks_step_alike_in_any_precision(comm, strategy):
+    """Oracle: weights of all ranks, to the last bit, near the weights of float32."""
+    weights = {}
+    for precision in ("float32", "tf32", "bfloat16"):
+        model = problem.network().float()
+        settings = {**SETTINGS, "damping": 0.1, "precision": precision}
+        kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **settings)
+        for number in range(3):
+            images, labels = problem.shards(number, comm.size)[comm.rank]
+            kfac.optimizer.zero_grad()
+            F.cross_entropy(model(images.float()), labels).backward()
+            kfac.step()
+        weights[precision] = problem.state(model)
+        assert all(torch.equal(weights[precision], w) for w in comm.allgather(weights[precision]))
+    far = {name: (w - weights["float32"]).norm().item() for name, w in weights.items()}
+    assert 0 < far["tf32"] < far["bfloat16"] < 1e-2
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank cannot disagree")
+def test_ranks_with_other_precisions_are_refused(comm):
+    """Oracle: the line, the same on all ranks."""
+    model = problem.network()
+    length = mpikfac.Length(precision=("tf32", "bfloat16")[comm.rank > 0])
+    with pytest.raises(mpikfac.UserError) as caught:
+        mpikfac.KFAC(model, problem.sgd(model), comm, length=length)
+    assert "ranks disagree on precision: 'tf32' on rank 0, 'bfloat16' on rank" in str(caught.value)
+    assert "\n" not in str(caught.value) and len(set(comm.allgather(str(caught.value)))) == 1

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from pytest import MonkeyPatch
 from torch import Tensor
 
 from mpikfac import KFAC, Asynchronous, DataParallel
 from mpikfac.comm import Grid
 from mpikfac.engine import Bases, Directions, Gradients, Nonfinite
-from mpikfac.engine.curvature import capture
+from mpikfac.engine.curvature import capture, preconditioner
 from mpikfac.engine.curvature.directions import clip_scale
+from mpikfac.engine.curvature.recording import Recorder, Together, together
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.extensions import curvature_ranks
 from mpikfac.extensions import scales as scales_of_examples
@@ -28,6 +30,7 @@ from mpikfac.settings import Settings
 
 __all__ = [
     "PLACES",
+    "RECORDERS",
     "TOLERATED",
     "Nonfinite",
     "bases",
@@ -40,10 +43,12 @@ __all__ = [
     "gradients",
     "grid",
     "layers",
+    "let_wait",
     "look",
     "memory",
     "of_copies",
     "predicted_change",
+    "record",
     "records_scales",
     "replicas",
     "scale_sums",
@@ -53,6 +58,7 @@ __all__ = [
     "settle",
     "settled",
     "statistics",
+    "waiting",
     "weights",
     "whole_factors",
 ]
@@ -242,3 +248,21 @@ def look(trainer: Trainer) -> None:
     """Compare the trained parameters of the model with those of the last step."""
     numbers = trainer.built.method.numbers(trainer.steps)
     trainer.built.gradients.look(trainer._compared(numbers))
+
+
+RECORDERS = {"at once": Recorder, "together": Together}
+
+
+def record(monkeypatch: MonkeyPatch, way: str) -> None:
+    """Let further trainers compute moments "at once" or "together", also on a CPU."""
+    monkeypatch.setattr(preconditioner, "Recorder", RECORDERS[way])
+
+
+def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:
+    """Let calls of at most so many bytes wait for the end of a backward pass."""
+    monkeypatch.setattr(together, "MOST_BYTES", most)
+
+
+def waiting(kfac: KFAC) -> int:
+    """Return the number of moments that wait."""
+    return len(getattr(kfac.preconditioner.recorder, "_waiting", ()))

@@ -33,7 +33,8 @@ EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
 
 LENGTH = {
     **{"kl_clip": "kl", "norm_clip": "norm", "fisher_clip": "fisher", "length": "source"},
-    **{"momentum": "momentum", "trust": "trust", "capture": "capture"},
+    **{"momentum": "momentum", "trust": "trust"},
+    **{"precision": "precision", "capture": "capture"},
 }
 
 

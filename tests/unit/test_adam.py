@@ -57,7 +57,7 @@ def test_steps_are_adams(left_out):
             broken = name in left_out[step]
             gradients[name].copy_(batch[name].fill_(math.nan) if broken else batch[name])
         adam.count(left_out[step])
-        taken = dict(zip(NAMES, adam.take(left_out[step])))
+        taken = dict(zip(NAMES, adam.take()))
         for name in set(NAMES).difference(left_out[step]):
             torch.testing.assert_close(taken[name], expected[name][step])
 
@@ -81,9 +81,9 @@ def test_many_gradients_take_the_calls_of_two():
     for names in (["0", "1"], [str(number) for number in range(50)]):
         steps = AdamSteps(arena(dict.fromkeys(names, (5, 3))), names)
         steps.count(())
-        steps.take(())
+        steps.take()
         with Calls() as calls:
             steps.count(())
-            steps.take(())
+            steps.take()
         counts.append(calls.count)
     assert counts[0] == counts[1]

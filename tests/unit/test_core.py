@@ -11,10 +11,10 @@ from support.launch import PROGRAMS, launch
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "executed lines": 1157,
-    "functions": 325,
+    "executed lines": 1156,
+    "functions": 322,
     "files": 50,
-    "reading path, lines": 1864,
+    "reading path, lines": 1849,
     "reading path, files": 40,
 }
 """The most that a reader of a default step has to read; the numbers may only fall."""

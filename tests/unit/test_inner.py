@@ -253,7 +253,7 @@ def test_a_graph_without_the_product_is_refused_by_name(comm):
     """Oracle: a forward pass of another kind."""
     model = nn.RNNCell(3, 3)
     model.forward = lambda x: x @ (2 * model.weight_hh)
-    problem.kfac(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+    _kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
     with pytest.raises(TypeError, match="layer '[ih]h': no product with the weight is in autograd"):
         model(torch.randn(2, 3))
 

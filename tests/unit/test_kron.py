@@ -5,7 +5,7 @@ import torch
 
 from mpikfac.numerics import products, triangles
 from mpikfac.plan.layout import triangle_shape
-from mpikfac.solvers import eigen, inverse, rank_one
+from mpikfac.solvers import Held, eigen, inverse, rank_one
 from support import inside, oracles
 
 
@@ -92,7 +92,7 @@ def test_damped_inverses_are_factored_tikhonov(outputs, inputs, damping):
     ratio = a.diagonal().mean() / g.diagonal().mean()
     a_inverse = inverse.damped_inverse(a, inverse.tikhonov_share(ratio, damping))
     g_inverse = inverse.damped_inverse(g, inverse.tikhonov_share(1 / ratio, damping))
-    out = inverse.precondition_by_inverse(gradient, [a_inverse], [g_inverse])
+    out = by_inverses(gradient, [a_inverse], [g_inverse])
     expected = oracles.tikhonov_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
@@ -106,6 +106,10 @@ def test_preconditioning_by_vectors_is_the_dense_solve(outputs, inputs, damping)
     found = rank_one.precondition_by_vectors(gradient, [a], [g], damping)
     expected = oracles.rank_one_solve(gradient, a, g, damping)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def by_inverses(gradient, a, g):
+    return inverse.Inverse().direction(gradient, Held({"inverse": a}, {"inverse": g}))
 
 
 def side(form, order):
@@ -129,7 +133,7 @@ def test_products_with_each_form_of_a_side(a_form, g_form):
     """Oracle: products with the whole matrices."""
     (a, whole_a), (g, whole_g) = side(a_form, 5), side(g_form, 4)
     gradient = torch.randn(4, 5, dtype=torch.float64)
-    found = inverse.precondition_by_inverse(gradient, a, g)
+    found = by_inverses(gradient, a, g)
     torch.testing.assert_close(found, whole_g @ gradient @ whole_a)
 
 
@@ -154,8 +158,8 @@ def test_groups_are_preconditioned_one_by_one():
     """Oracle: every group alone."""
     a, g = (torch.stack([symmetric(n) for _ in range(3)]) for n in (4, 2))
     gradient = torch.randn(3, 2, 4, dtype=torch.float64)
-    found = inverse.precondition_by_inverse(gradient, [a], [g])
-    one_by_one = [inverse.precondition_by_inverse(x, [y], [z]) for x, y, z in zip(gradient, a, g)]
+    found = by_inverses(gradient, [a], [g])
+    one_by_one = [by_inverses(x, [y], [z]) for x, y, z in zip(gradient, a, g)]
     torch.testing.assert_close(found, torch.stack(one_by_one))
     packed = a.new_zeros(3, *triangle_shape(4))
     triangles.add_triangle(packed, a)

@@ -444,3 +444,33 @@ def test_strategies_by_name():
     halves = Strategy.hybrid(6, workers=3), Strategy.hybrid(6, fraction=0.5)
     assert halves == (Strategy(3), Strategy(3))
     assert len(set(itertools.chain(halves, [Strategy(2)]))) == 2
+
+
+def resnet50():
+    """Return the layers of ResNet-50."""
+    layers, inputs = [LayerShape("stem", 3 * 49, 64)], 64
+    for stage, (width, blocks) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)]):
+        for block in range(blocks):
+            name, outputs = f"{stage}.{block}", 4 * width
+            layers += [
+                LayerShape(f"{name}.1", inputs, width),
+                LayerShape(f"{name}.2", 9 * width, width),
+                LayerShape(f"{name}.3", width, outputs),
+            ]
+            if block == 0:
+                layers.append(LayerShape(f"{name}.shortcut", inputs, outputs))
+            inputs = outputs
+    return [*layers, LayerShape("head", inputs + 1, 1000)]
+
+
+@pytest.mark.parametrize("stagger", [1, 2, 3, 4, 5, 10, 25])
+def test_turns_share_resnet50_evenly_as_far_as_layers_allow(stagger):
+    """Oracle: no turn can be less than the mean turn or the largest layer; cubes of orders."""
+    work = {x.name: x.inputs**3 + x.outputs**3 for x in resnet50()}
+    plan = make_plan(resnet50(), 1, Strategy().changed(stagger=stagger))
+    turns = [0] * stagger
+    for layer in plan.of(0).layers:
+        turns[layer.turn] += work[layer.name]
+    total = sum(work.values())
+    assert max(turns) <= 1.001 * max(total / stagger, *work.values())
+    assert max(work.values()) / total == pytest.approx(0.216, abs=1e-3)

@@ -16,4 +16,4 @@ from mpikfac.engine.curvature.lengths import Own as Own
 from mpikfac.engine.curvature.lengths import Stack as Stack
 from mpikfac.engine.curvature.preconditioner import Curvature as Curvature
 from mpikfac.engine.curvature.preconditioner import Preconditioner as Preconditioner
-from mpikfac.engine.curvature.recorder import Recorder as Recorder
+from mpikfac.engine.curvature.recording import Recorder as Recorder

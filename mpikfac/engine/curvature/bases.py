@@ -181,7 +181,7 @@ class Bases(Part):
         self.site.nonfinite.note("decomposition", failed, step, instead, tried)
         sound = {n: b for n, b in blocks.items() if not self.ready or factor_of[n] not in failed}
         copy_all((self.arena[name], block) for name, block in sound.items())
-        # The first block is made by a decomposition alone; others may be renewed without one.
+        # A factor counts if its first block is new; others may be renewed without a decomposition.
         factors = [d.factor for d in self._decompositions]
         first = {factor.blocks[0].name for factor in factors if not factor.solver.vector}
         return sum(name in first and factor_of[name] not in failed for name in blocks)

@@ -6,7 +6,7 @@ at once, on a thread of the rank, or on ranks that do not train.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mpikfac.engine.site import Site
-from mpikfac.numerics import Arena, alike, each_finite, not_finite, unfold_triangle
+from mpikfac.numerics import Arena, alike, each_finite, not_finite
 from mpikfac.plan import Factor
-from mpikfac.solvers import Solver, decomposed, decomposed_together
+from mpikfac.solvers import Solver, decomposed, decomposed_together, renewed_together
 
 Blocks = dict[str, Tensor]
 
@@ -107,65 +107,63 @@ class AtOnce:
         """Return the changed blocks of the arena."""
         sums = self.site.dtype
         dtypes = {n: torch.float64 if request.precise.get(n) else sums for n in request.packed}
-        blocks, sound = self._in_stacks(request, dtypes)
+        renewed, fitting = self._renewed(request, dtypes)
+        blocks, sound = self._in_stacks(request, dtypes, fitting)
         singles: Blocks = {}
         for decomposition in request.decompositions:
-            name = decomposition.factor.name
-            if name not in sound:
-                packed = request.packed[name].to(dtypes[name])
-                singles |= self._single(decomposition, packed, request)
-        return Decomposed(blocks | singles, self.checked(singles).failed)
+            factor, solver = decomposition.factor, decomposition.solver
+            if factor.name not in fitting | sound:
+                packed = request.packed[factor.name].to(dtypes[factor.name])
+                singles |= decomposed(factor, solver, packed, request.added.get(factor.name))
+        return Decomposed(renewed | blocks | singles, self.checked(singles).failed)
 
     def checked(self, blocks: Blocks) -> Decomposed:
         """Return decompositions with the names of the factors that failed."""
         failed = dict.fromkeys(self._factor_of[name] for name in not_finite(blocks))
         return Decomposed(blocks, list(failed))
 
-    def _in_stacks(
+    def _renewed(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Blocks, set[str]]:
+        """Return renewed blocks, and the names of the factors that need no new decomposition."""
+        if request.first or not self._tolerance:
+            return {}, set()
+        blocks: Blocks = {}
+        tried: list[str] = []
+        misfits: list[Tensor] = []
+        for stack in _stacks(request, dtypes):
+            older = [decomposition.blocks for decomposition in stack.decompositions]
+            of_stack, misfit = renewed_together(
+                stack.factors, stack.solver, stack.packed, older, stack.added
+            )
+            blocks |= of_stack
+            tried += [factor.name for factor in stack.factors]
+            misfits.append(misfit.double())
+        found = zip(tried, torch.cat(misfits).tolist() if misfits else [])
+        return blocks, {name for name, misfit in found if misfit <= self._tolerance}  # not if NaN
+
+    def _in_stacks(
+        self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
+    ) -> tuple[Blocks, set[str]]:
         """Return blocks of factors on a GPU, by a call for each order, and the finite factors."""
-        if self.site.device.type == "cpu" or (self._tolerance and not request.first):
+        if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}
         tried: list[str] = []
         sums: list[Tensor] = []
-        of = {d.factor.name: d for d in request.decompositions if not d.factor.solver.vector}
-        packed, dtype = request.packed, self._arena.flat.dtype
-        for names in alike({name: packed[name] for name in of}):
-            for stacked in _of_one_kind([of[name] for name in names], dtypes):
-                factors = [decomposition.factor for decomposition in stacked]
-                stacked_names = [factor.name for factor in factors]
-                added = (
-                    torch.stack([request.added[n] for n in stacked_names])
-                    if stacked_names[0] in request.added
-                    else None
-                )
-                stack = torch.stack([packed[name] for name in stacked_names])
-                arguments = stacked[0].solver, stack.to(dtypes[stacked_names[0]]), added, dtype
-                if of_stack := decomposed_together(factors, *arguments):
-                    blocks |= of_stack
-                    tried += stacked_names
-                    sums.append(stack.flatten(1).sum(1, dtype=dtype))
+        dtype = self._arena.flat.dtype
+        for stack in _stacks(request, dtypes, fitting):
+            arguments = stack.factors, stack.solver, stack.packed, stack.added, dtype
+            if of_stack := decomposed_together(*arguments):
+                blocks |= of_stack
+                tried += [factor.name for factor in stack.factors]
+                sums.append(stack.packed.flatten(1).sum(1, dtype=dtype))
         if not blocks:
             return {}, set()
         names = [*(self._factor_of[name] for name in blocks), *tried]
         finite = each_finite([*blocks.values(), *torch.cat(sums)]).tolist()
         doubtful = {name for name, sound in zip(names, finite) if not sound}
         return blocks, set(tried) - doubtful
-
-    def _single(
-        self, decomposition: Decomposition, packed: Tensor, request: FactorRequest
-    ) -> Blocks:
-        """Return the changed blocks of a factor: all, or few if the older blocks still fit."""
-        factor, solver = decomposition.factor, decomposition.solver
-        added = request.added.get(factor.name)
-        if self._tolerance and not request.first:
-            older = {kind: block.to(packed.dtype) for kind, block in decomposition.blocks.items()}
-            renewed, misfit = solver.renew(unfold_triangle(packed), older, added)
-            if misfit <= self._tolerance:  # not if the misfit is NaN
-                return {b.name: renewed[b.kind] for b in factor.blocks if b.kind in renewed}
-        return decomposed(factor, solver, packed, added)
 
 
 class InBackground(AtOnce):
@@ -211,13 +209,42 @@ class Background:
             return result
 
 
-def _of_one_kind(
-    decompositions: Sequence[Decomposition], dtypes: Mapping[str, torch.dtype]
-) -> list[list[Decomposition]]:
-    """Return decompositions of one order in lists that a single call can make."""
-    kinds: dict[object, list[Decomposition]] = {}
-    for decomposition in decompositions:
-        factor = decomposition.factor
-        kind = decomposition.solver, factor.rank, factor.groups, dtypes[factor.name]
-        kinds.setdefault(kind, []).append(decomposition)
-    return list(kinds.values())
+class Stack(NamedTuple):
+    """Factors of one solver and order, for a single call; on the CPU each factor alone.
+
+    Attributes:
+        packed: the factors, `[factors, ...]`, in the dtype to decompose in.
+        added: the damping that is part of decompositions, `[factors, ...]`, or None.
+    """
+
+    decompositions: Sequence[Decomposition]
+    packed: Tensor
+    added: Tensor | None
+
+    @property
+    def factors(self) -> list[Factor]:
+        """The factors, in the order of `packed`."""
+        return [decomposition.factor for decomposition in self.decompositions]
+
+    @property
+    def solver(self) -> Solver:
+        """The solver of all factors."""
+        return self.decompositions[0].solver
+
+
+def _stacks(
+    request: FactorRequest, dtypes: Mapping[str, torch.dtype], without: Collection[str] = ()
+) -> Iterator[Stack]:
+    """Yield the factors to decompose in stacks, `without` vectors and factors of these names."""
+    of = {d.factor.name: d for d in request.decompositions if not d.factor.solver.vector}
+    packed = {name: request.packed[name] for name in of if name not in without}
+    for equal in alike(packed):
+        kinds: dict[object, list[str]] = {}
+        for name in equal:
+            factor = of[name].factor
+            kind = of[name].solver, factor.rank, factor.groups, dtypes[name]
+            kinds.setdefault(kind, []).append(name)
+        for names in kinds.values():
+            stack = torch.stack([packed[name] for name in names]).to(dtypes[names[0]])
+            added = [request.added[name] for name in names if name in request.added]
+            yield Stack([of[name] for name in names], stack, torch.stack(added) if added else None)

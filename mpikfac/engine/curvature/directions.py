@@ -18,7 +18,7 @@ from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.part import Item, Part
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
-from mpikfac.numerics import together
+from mpikfac.numerics import copy_all, multiplying, together, usual_precision
 from mpikfac.plan import PlannedLayer, stages
 from mpikfac.plan.names import DAMPING, PRECONDITION
 from mpikfac.settings import Numbers, Settings
@@ -54,6 +54,8 @@ class Directions(Part):
         self._stacks = [self._place(layers, held) for layers, held in bases.stacks]
         kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
         self.length = kind(settings.length, gradients, self._stacks, model, optimizer)
+        usual = usual_precision(self.site.device, self.plan.strategy.refresh.delay > 0)
+        self._precision = settings.length.precision or usual
         self._run: Region = self._compute
         if settings.length.capture:
             self._run = Captured(self._compute, self._key, self.site.device)
@@ -84,19 +86,20 @@ class Directions(Part):
 
     def precondition(self, numbers: Numbers) -> None:
         """Precondition the gradients of the rank's layers, and give directions their lengths."""
-        with self.site.trace.stage(PRECONDITION):
+        with self.site.trace.stage(PRECONDITION), multiplying(self._precision):
             self.bases.damp(numbers.damping)
             self.length.count()
             self._run(numbers)
-            for name in set(self.gradients.broken).intersection(self.arena):
-                self.arena[name].zero_()
 
     def _compute(self, numbers: Numbers) -> None:
-        """Go from the averaged gradients to the directions of the rank's layers, on the device."""
+        """Go from the averaged gradients to the directions of the rank's layers, on the device.
+
+        Directions of broken gradients are not finite, and nobody takes them.
+        """
+        copy_all(self.length.apart)
         self.length.smooth(numbers.momentum)
         dtype, pairs = self.arena.flat.dtype, zip(self._stacks, self.length.sources)
-        found = [stack.solver.direction(source, stack.held).to(dtype) for stack, source in pairs]
-        self.length.write(found)
+        self.length.write([stack.solver.direction(x, stack.held).to(dtype) for stack, x in pairs])
 
     def _key(self, numbers: Numbers) -> Hashable:
         """Return what `_compute` reads on the host."""

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
-_HOLDERS: weakref.WeakSet[object] = weakref.WeakSet()
-_STANCES: list[Any] = []
+_HOLDERS: set[Eagerly] = set()
+_STANCES: list[Any] = []  # the last that was taken here
 
 
-def run_eagerly(holder: object, on: bool) -> None:
-    """Let all compiled models of the process run eagerly while a holder lives and is `on`.
+class Eagerly:
+    """Let all compiled models of the process run eagerly until `remove`.
 
     A compiled model does not look for new hooks. The stance of torch's compiler is one for the
-    process, so several holders share the stance.
+    process, so several holders share the stance. A stance that the program takes meanwhile stays.
     """
-    if on and holder not in _HOLDERS:
-        _HOLDERS.add(holder)
-        weakref.finalize(holder, _follow)
-    elif not on:
-        _HOLDERS.discard(holder)
-    torch.compiler.disable(_follow)()  # no stance changes inside of compiled code
+
+    def __init__(self) -> None:
+        torch.compiler.disable(self._hold)()  # no stance changes inside of compiled code
+
+    def remove(self) -> None:
+        """Let compiled models run as before, once the last holder is removed."""
+        torch.compiler.disable(self._release)()
+
+    def _hold(self) -> None:
+        _HOLDERS.add(self)
+        if not _is_taken():
+            _STANCES[:] = [torch.compiler.set_stance("force_eager")]
+
+    def _release(self) -> None:
+        _HOLDERS.discard(self)
+        if not _HOLDERS and _is_taken():
+            _STANCES.pop().__exit__(None, None, None)
 
 
-def _follow() -> None:
-    """Take the stance that the living holders need."""
-    eager = any(True for _ in _HOLDERS)
-    if eager and not _STANCES:
-        _STANCES.append(torch.compiler.set_stance("force_eager"))
-    elif not eager and _STANCES:
-        _STANCES.pop().__exit__(None, None, None)
+def _is_taken() -> bool:
+    """Return whether the stance in force was taken here; torch has no public question."""
+    return any(taken.stance is torch._dynamo.eval_frame._stance for taken in _STANCES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ FORMS = {"matrix": FACTOR_ITEMS, "vector": VECTORS}  # of averages in the state
 
 @dataclass(frozen=True)
 class Running:
-    """A running average, and a batch's sum beside the average; all are views of arenas.
+    """A running average, and a batch's sum beside the average; or a stack of both.
 
     Attributes:
-        total: the batch's sum over examples.
-        count: `[1]`, the number of examples in the sum.
-        weight: `[1]`, the number of examples in the average.
+        total: the batch's sum over examples; of a stack, `[factors, elements]`.
+        count: `[factors]`, the number of examples in the sum; `[1]` without a stack.
+        weight: `[factors]`, the number of examples in the average.
     """
 
     name: str
@@ -53,11 +54,12 @@ def merge(running: Sequence[Running], decay: float) -> None:
     """
     if not running:
         return
-    counts = torch.cat([each.count for each in running])
-    weights = decay * torch.cat([each.weight for each in running]) + (1 - decay) * counts
-    copy_all(zip([each.weight for each in running], weights.split(1)))
-    shares = torch.where(counts > 0, (1 - decay) * counts / weights, 0).split(1)
-    divisors = torch.where(counts > 0, counts, 1).split(1)
+    of_counts, of_weights = [x.count for x in running], [x.weight for x in running]
+    counts, sizes = torch.cat(of_counts), list(map(len, of_counts))
+    weights = decay * torch.cat(of_weights) + (1 - decay) * counts
+    copy_all(zip(of_weights, weights.split(sizes)))
+    shares = torch.where(counts > 0, (1 - decay) * counts / weights, 0)[:, None].split(sizes)
+    divisors = torch.where(counts > 0, counts, 1)[:, None].split(sizes)
     for each, divisor, share in zip(running, divisors, shares):
         mean = each.total.div_(divisor)
         precise = each.average.to(mean.dtype)  # the average itself if dtypes are the same
@@ -117,8 +119,11 @@ class Factors(Part):
         weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
         self.weights = dict(zip(self.averages, weights.split(1)))
         self._factors = {factor.name: factor for factor in self.plan.factors}
-        recorded = [factor for factor in self.plan.recorded if factor.name in self.averages]
-        self._running = {factor.name: self._running_of(factor) for factor in recorded}
+        recorded = [name for name in self.averages if name in self.statistics]
+        self._running = {name: self._running_of(self._factors[name]) for name in recorded}
+        forms = [list(equal) for _, equal in groupby(recorded, self._form)]
+        of_forms = zip(forms, weights[: len(recorded)].split(list(map(len, forms))))
+        self._stacks = [stack for form in of_forms for stack in self._stacks_of(*form)]
         self._of_layer = {layer.name: layer.factors for layer in self.plan.layers}
         messages = {turn: stages.reduce_statistics(self.plan, turn) for turn in self.plan.turns}
         self.sender = self._sender(messages)
@@ -132,6 +137,20 @@ class Factors(Part):
         name = factor.name
         total, count = self.statistics[name], self.statistics[factor.counted]
         return Running(name, total, count, self.averages[name], self.weights[name])
+
+    def _form(self, name: str) -> Hashable:
+        """Return what neighbours share that are a stack; on a CPU, every average is alone."""
+        return name if self.averages.flat.is_cpu else self.averages[name].shape
+
+    def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
+        """Yield running averages of one form as a stack, or alone where they lie apart."""
+        total, average = self.statistics.stack(names), self.averages.stack(names)
+        count = self.statistics.stack([self._factors[name].counted for name in names])
+        if total is None or count is None or average is None:
+            for name, weight in zip(names, weights.split(1)):
+                yield from self._stacks_of([name], weight)
+        else:
+            yield Running(names[0], total.flatten(1), count[:, 0], average.flatten(1), weights)
 
     def _sender(self, messages: Turns) -> Sender:
         if self.plan.layouts.squares.size:
@@ -231,7 +250,7 @@ class Factors(Part):
         """Take the sums over a batch into the averages, weighed by numbers of examples."""
         for running in self._at_identity:
             running.weight.copy_(torch.where(running.weight > 0, running.weight, running.count))
-        merge(list(self._running.values()), decay)
+        merge(self._stacks, decay)
 
     # -- averages --------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class Own:
     Attributes:
         stacks: the layers to precondition on the rank.
         sources: the gradients to precondition, for each stack.
+        apart: copies of gradients into the sources that are no views of the gradients' arena.
         uncovered: the uncovered parameters with steps, which lie in the arena of gradients.
         predicted: whether K-FAC's quadratic model predicts the change of the loss.
     """
@@ -69,13 +70,13 @@ class Own:
     ) -> None:
         self.length, self.gradients, self.stacks = length, gradients, stacks
         self.model, self.optimizer = model, optimizer
-        self.sources, self._apart = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        self.sources, self.apart = list[Tensor](), list[tuple[Tensor, Tensor]]()
         for stack in stacks:
             blocks = [gradients.arena[name] for name in stack.names]
             source = blocks[0] if len(blocks) == 1 else gradients.arena.stack(stack.names)
             if source is None:  # on a GPU with several ranks; the owners of equal layers differ
                 source = torch.stack(blocks)
-                self._apart += zip(source, blocks)
+                self.apart += zip(source, blocks)
             self.sources.append(source)
         self.uncovered: list[Slot] = []
         self._counts = [len(stack.names) for stack in stacks]
@@ -103,8 +104,7 @@ class Own:
         return None
 
     def smooth(self, momentum: float) -> None:
-        """Bring the `sources` up to date with the batch's gradients."""
-        copy_all(self._apart)
+        """Bring the `sources` up to date by momentum."""
 
     def write(self, found: Sequence[Tensor]) -> None:
         """Write the rank's directions with their lengths to the arena of directions.
@@ -179,7 +179,7 @@ class OfAdam(Own):
         layout = lay_out([shapes] if length.momentum else [])
         self._momenta, self._means = gradients.site.arena(layout), gradients.site.arena(layout)
         if length.momentum:
-            self.sources, self._apart = [together(self._means, x.names) for x in stacks], []
+            self.sources, self.apart = [together(self._means, x.names) for x in stacks], []
         steps = gradients.arena | self._means  # of uncovered parameters
         self._numerators = [gradients.arena[name] for name in layers]
         self._numerators += [steps[name] for name in uncovered]
@@ -200,7 +200,6 @@ class OfAdam(Own):
         Means begin with momenta of 0: the first steps of uncovered parameters are shorter than
         Adam's.
         """
-        super().smooth(momentum)
         if not self._momenta:
             return
         broken, means = self.gradients.broken, list(self._means.values())
@@ -213,24 +212,19 @@ class OfAdam(Own):
     def write(self, found: Sequence[Tensor]) -> None:
         """Write directions with the lengths of Adam's steps; step uncovered parameters by Adam.
 
-        Parameters of another optimizer keep their gradients.
+        Lengths are at most `trust` times the norm of a layer's weights; weights that are all 0 have
+        no limit, so that the layer can begin to learn. Parameters of another optimizer keep their
+        gradients.
         """
         super().write(found)
-        steps = self._adam.take(self.gradients.broken, self._numerators)
+        steps = self._adam.take(self._numerators)
         if self.stacks:
-            self._scale(self._limited(norms(steps[: self._covered])))
+            lengths = norms(steps[: self._covered])
+            of_weights = norms([weight.detach() for weight in self._weights]).to(lengths.dtype)
+            limits = self.length.trust * of_weights[self._of_layer].norm(dim=1)
+            self._scale(torch.where(limits > 0, lengths.minimum(limits), lengths))
         own, pairs = members(self.optimizer), zip(self.uncovered, steps[self._covered :])
         copy_all((s.parts[0], step) for s, step in pairs if s.block.parameters[0] in own)
-
-    def _limited(self, lengths: Tensor) -> Tensor:
-        """Return lengths of at most `trust` times the norms of the layers' weights, `[layers]`.
-
-        A layer whose weights are all 0 takes Adam's length, so that the layer can begin to learn.
-        `math.inf` times 0 is NaN, which is no limit.
-        """
-        of_weights = norms([weight.detach() for weight in self._weights]).to(lengths.dtype)
-        limits = self.length.trust * of_weights[self._of_layer].norm(dim=1)
-        return torch.where(limits > 0, lengths.minimum(limits), lengths)
 
     def items(self) -> Iterator[Item]:
         """Return the averages of squared gradients, and the momenta."""
@@ -247,9 +241,9 @@ class Orthogonal(OfAdam):
 
     def write(self, found: Sequence[Tensor]) -> None:
         """Orthogonalise directions that are matrices [Muon], and write them as Adam's."""
-        places = [place for place, stack in enumerate(self.stacks) if stack.matrix]
-        turned = dict(zip(places, orthogonalised([found[place] for place in places])))
-        super().write([turned.get(place, one) for place, one in enumerate(found)])
+        pairs = list(zip(self.stacks, found))
+        turned = iter(orthogonalised([one for stack, one in pairs if stack.matrix]))
+        super().write([next(turned) if stack.matrix else one for stack, one in pairs])
 
 
 def norms(tensors: list[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from mpikfac.engine.curvature.bases import Bases, Decomposer
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
 from mpikfac.engine.curvature.directions import Directions
 from mpikfac.engine.curvature.factors import FACTORS, Factors
-from mpikfac.engine.curvature.recorder import Recorder
+from mpikfac.engine.curvature.recording import Recorder, Together
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import FirstOrder, Method, described
 from mpikfac.engine.nonfinite import Cautions
@@ -70,7 +70,8 @@ class Preconditioner(FirstOrder):
     """
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = FACTORS
-    RECORDER: ClassVar[type[Recorder]] = Recorder
+    RECORDERS: ClassVar[Mapping[bool, type[Recorder]]] = {True: Recorder, False: Together}
+    """By whether a call of a layer is added up at once."""
 
     def __init__(
         self,
@@ -96,7 +97,9 @@ class Preconditioner(FirstOrder):
         self.of_solver = list(_parts_of_solvers(solvers, self.bases))
         observers = [part.record for part in self.of_solver]
         layers = gradients.layers
-        self.recorder = self.RECORDER(model, layers, self.factors, estimator, observers)
+        at_once = site.device.type == "cpu" or self.factors.sender.early
+        recorder = self.RECORDERS[at_once]
+        self.recorder = recorder(model, layers, self.factors, estimator, observers)
         self.directions = Directions(gradients, self.bases, model, optimizer, settings)
         self._cautions = Cautions()
         # Factors first: no thread may add up statistics that are forgotten.
@@ -348,6 +351,7 @@ class Curvature(Method):
         run = next(iter(self.solvers.values()))
         layer_shapes = [layer.shape for layer in layers]
         choices = {
+            **{f"{run.name}.{field}": value for field, value in vars(run).items()},
             **strategy.choices(),
             **vars(self.estimator),
             **self.settings.described(),

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from mpikfac.layers.convolution.window import Window
+from mpikfac.numerics import squares
 
 
 def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
-    """Return `sum(x x^T)` `[groups, c, c]` over pixels; `x` `[batch, channels, height, width]`."""
+    """Return `sum(x x^T)` `[groups, c, c]` over pixels of images `[batch, channels, *size]`."""
+    x = x.unsqueeze(2).flatten(2, -2)  # of two dimensions
     channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
     if groups > 1 and channels == 1:
         return x.square().sum((0, 2, 3)).view(groups, 1, 1)
@@ -31,12 +33,12 @@ def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
         return _correlate(x, x, (1, 1), groups).flatten(2)
     if groups > 1:
         rows = x.unflatten(1, (groups, channels)).permute(1, 2, 0, 3, 4).flatten(2)
-        return torch.bmm(rows, rows.transpose(1, 2))
+        return squares(rows)
     if apart and channels <= pixels:
         rows = x.flatten(2)
-        return torch.bmm(rows, rows.transpose(1, 2)).sum(0, keepdim=True)
+        return squares(rows).sum(0, keepdim=True)
     columns = x.permute(0, 2, 3, 1).reshape(-1, channels)
-    return (columns.T @ columns)[None]
+    return squares(columns.T, torch.mm)[None]
 
 
 def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +89,15 @@ class ConvLayer(Layer):
         totals = g.flatten(2).sum(2)
         groups = self.shape.groups
         return totals if groups == 1 else totals.view(len(g), groups, -1)
+
+    def form(self, side: str) -> Hashable:
+        """Return what convolutions share whose moments are computed alike, beside sizes."""
+        window = (self._window, self.rounded_to) if side == "A" else ()
+        return super().form(side), window
+
+    def side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return images with the channels of all layers."""
+        return torch.cat(tuple(tensors), 1)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return patches, and the gradients of the output pixels made from the patches."""

@@ -8,6 +8,7 @@ convolution's weight: channel, then kernel.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mpikfac.layers.convolution.autocorrelation import (
@@ -18,7 +19,7 @@ from mpikfac.layers.convolution.autocorrelation import (
     worth_correlating,
 )
 from mpikfac.layers.convolution.window import Window, every, patches, planar
-from mpikfac.numerics import product, with_bias, with_count
+from mpikfac.numerics import squares, with_bias
 
 
 def output_sum(g: Tensor, groups: int = 1) -> Tensor:
@@ -26,7 +27,7 @@ def output_sum(g: Tensor, groups: int = 1) -> Tensor:
 
     By group, `[groups, channels / groups, channels / groups]`.
     """
-    total = _pixel_sum(g, groups)
+    total = pixel_sum(g, groups)
     return total if groups > 1 else total[0]
 
 
@@ -51,7 +52,7 @@ def input_sum(
             accumulate in float32.
     """
     pixels = x if rounded_to is None else _rounded(x, rounded_to)
-    total = _patch_sum(pixels, window, groups).to(x.dtype)
+    total = _patch_sum(pixels, window, groups).to(torch.promote_types(x.dtype, torch.float32))
     total = total if groups > 1 else total[0]
     return with_bias(total, input_vector(x, window, bias, groups)) if bias else total
 
@@ -72,29 +73,24 @@ def input_vector(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tens
     views = patches(_batch_sum(x), window)
     positions = views.shape[1 : x.dim() - 1].numel()
     total = _by_group(views.sum(tuple(range(x.dim() - 1))).flatten(), groups)
-    return with_count(total, len(x) * positions) if bias else total
+    return F.pad(total, (0, 1), value=len(x) * positions) if bias else total
 
 
 def input_means(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tensor:
     """Return examples' means of `a` over positions `[batch, inputs]`; `[batch, groups, inputs]`."""
     means = patches(x, window).mean(tuple(range(1, x.dim() - 1))).flatten(1)
     means = _by_group(means, groups)
-    return with_count(means, 1) if bias else means
+    return F.pad(means, (0, 1), value=1.0) if bias else means
 
 
 def _patch_sum(x: Tensor, window: Window, groups: int) -> Tensor:
     """Return `sum(a a^T)` `[groups, inputs, inputs]`, without the bias."""
     if not any(window.reach) and not any(map(any, window.padding)):
-        return _pixel_sum(x[every(window.stride)], groups)
+        return pixel_sum(x[every(window.stride)], groups)
     image, plane = planar(x, window)
     if can_correlate(image, plane) and worth_correlating(image, plane):
         return by_correlation(image, plane, groups)
     return by_patches(image, plane, groups)
-
-
-def _pixel_sum(x: Tensor, groups: int) -> Tensor:
-    """Return `sum(x x^T)` `[groups, c, c]` over pixels of an image of any dimensions."""
-    return pixel_sum(x.unsqueeze(2).flatten(2, -2), groups)
 
 
 def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
@@ -102,12 +98,12 @@ def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
     if groups > 1:
         views = patches(x.contiguous(), window).unflatten(3, (groups, -1))
         rows = views.permute(3, 4, 5, 6, 0, 1, 2).flatten(1, 3).flatten(2)
-        return torch.bmm(rows, rows.transpose(1, 2))
+        return squares(rows)
     channels, (kh, kw) = x.shape[1], window.kernel
     views = patches(channels_last(x), window)
     if views[..., 0, 0, 0].numel() < channels * kh * kw:
         rows = views.flatten(3).flatten(0, 2)
-        return product(rows.T, rows)[None]
+        return squares(rows.T)[None]
     # Patches as pixels with more channels, offsets before channels, are copied in long runs.
     pixels = views.permute(0, 1, 2, 4, 5, 3).flatten(3).permute(0, 3, 1, 2)
     total = pixel_sum(pixels).view(kh, kw, channels, kh, kw, channels)
@@ -116,10 +112,10 @@ def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
 
 def _batch_sum(x: Tensor) -> Tensor:
     """Return the sum of all images, `[1, channels, *size]`."""
-    pixels = x.movedim(1, -1)
+    pixels, dtype = x.movedim(1, -1), torch.promote_types(x.dtype, torch.float32)
     if pixels.is_contiguous():  # torch sums 30 times as slowly if strides are not descending
-        return pixels.sum(0, keepdim=True).movedim(-1, 1).contiguous()
-    return x.sum(0, keepdim=True)
+        return pixels.sum(0, keepdim=True, dtype=dtype).movedim(-1, 1).contiguous()
+    return x.sum(0, keepdim=True, dtype=dtype)
 
 
 def _by_group(vectors: Tensor, groups: int) -> Tensor:

@@ -1,4 +1,6 @@
 """Linear layers inside a module that multiplies by several weights of its own."""
 
+from mpikfac.layers.inner.attention import ProjectionLayer as ProjectionLayer
 from mpikfac.layers.inner.attention import attention_layers as attention_layers
+from mpikfac.layers.inner.cell import CellLayer as CellLayer
 from mpikfac.layers.inner.cell import cell_layers as cell_layers

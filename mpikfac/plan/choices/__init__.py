@@ -15,6 +15,7 @@ from mpikfac.plan.choices.checks import make_plain as make_plain
 from mpikfac.plan.choices.checks import one_of as one_of
 from mpikfac.plan.choices.checks import plain as plain
 from mpikfac.plan.choices.combinations import STRATEGY as STRATEGY
+from mpikfac.plan.choices.combinations import Above as Above
 from mpikfac.plan.choices.combinations import AtLeast as AtLeast
 from mpikfac.plan.choices.combinations import Choices as Choices
 from mpikfac.plan.choices.combinations import Combination as Combination

@@ -22,6 +22,13 @@ class AtLeast:
 
 
 @dataclass(frozen=True)
+class Above:
+    """A need: a number above `least`."""
+
+    least: float
+
+
+@dataclass(frozen=True)
 class OneOf:
     """A need: any of some values."""
 
@@ -42,7 +49,8 @@ class Combination:
     Attributes:
         choice: the name of the choice.
         values: the values with the needs; None for all values but `default`.
-        needs: by name, the required value of a choice, or an `AtLeast`, `OneOf`, `Same`.
+        needs: by name, the required value of a choice, or an `AtLeast`, `Above`, `OneOf`,
+            `Same`.
         why: the reason, as the end of a sentence.
         default: the value without needs, where `values` is None.
         any_of: a single met need is enough.
@@ -94,6 +102,8 @@ def shown(name: str, need: object, choices: Choices | None = None) -> str:
     """Return a need in words: "delay >= 1", "reduction='owners'"."""
     if isinstance(need, AtLeast):
         return f"{name} >= {need.least}"
+    if isinstance(need, Above):
+        return f"{name} > {need.least:g}"
     if isinstance(need, OneOf):
         return f"{name}=" + " or ".join(map(repr, need.values))
     if isinstance(need, Same):
@@ -104,6 +114,8 @@ def shown(name: str, need: object, choices: Choices | None = None) -> str:
 def _fits(need: object, value: Any, choices: Choices) -> bool:
     if isinstance(need, AtLeast):
         return bool(value is not None and value >= need.least)
+    if isinstance(need, Above):
+        return bool(value > need.least)
     if isinstance(need, OneOf):
         return value in need.values
     return bool(value == (choices[need.name] if isinstance(need, Same) else need))

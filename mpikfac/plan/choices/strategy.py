@@ -135,8 +135,9 @@ class Refresh:
             the layers.
         tolerance: the relative error up to which a refresh keeps the last decomposition of a
             factor. The error of eigenvectors is the norm off the diagonal, the error of inverses is
-            the error of typical directions. Eigenvalues are always renewed. The owner decides;
-            messages stay the same. 0: every factor is decomposed.
+            the error of typical directions. Eigenvalues are always renewed, and eigenvectors by
+            `Eigen(iterations=1)`. The owner decides; messages stay the same. 0: every factor is
+            decomposed.
         curvature_ranks: the number of ranks that do not train, and decompose for the ranks that
             train [LBANN]. 0: each rank decomposes in its own background, with the same numbers.
     """

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mpikfac.numerics import product
+from mpikfac.numerics import from_left, from_right, product
 from mpikfac.plan import Form, check_positive
 from mpikfac.solvers.eigen import damping_unit, eigenbasis
 from mpikfac.solvers.gradient.needs import needs_of
-from mpikfac.solvers.inverse import damp, precondition_by_inverse
+from mpikfac.solvers.inverse import damp
 from mpikfac.solvers.solver import Held, Means, Solver
 
 
@@ -69,4 +69,5 @@ class Shampoo(Solver):
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `(L + e I)^-p gradient (R + e I)^-p`, `[outputs, inputs]`."""
-        return precondition_by_inverse(gradient, held.a["root"], held.g["root"])
+        a, g = held.a["root"], held.g["root"]
+        return from_right(from_left(g, gradient.to((*a, *g)[0].dtype)), a, transpose=True)

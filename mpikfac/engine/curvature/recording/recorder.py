@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 
-from mpikfac.engine.curvature.eager import run_eagerly
+from mpikfac.engine.curvature.eager import Eagerly
 from mpikfac.engine.curvature.factors import Factors
 from mpikfac.engine.part import Part
-from mpikfac.layers import Attached, Hook, Layer
+from mpikfac.layers import SIDE_BY_SIDE, Attached, Hook, Layer
 from mpikfac.numerics import (
+    ADDED_IN_FLOAT32,
     add_triangle,
     at_end_of_backward,
     in_backward,
@@ -65,12 +67,13 @@ class SideSums:
 
     Attributes:
         quadratic: sums are of squares of gradients; else of inputs alone.
-        moment: returns the moment of a call, from the side, inputs and output gradients.
+        moment: the layer's method that returns the moment of a call.
     """
 
+    layer: Layer
     side: str
     quadratic: bool
-    moment: Callable[[str, Tensor, Tensor], Tensor]
+    moment: Literal["first_moment", "second_moment"]
     sums: Sequence[Sum]
 
 
@@ -100,6 +103,7 @@ class LayerSums:
     Attributes:
         distance: the distance of the examples to take from a call; None for `usual_distance`.
         order: the number of rows of the layer's largest factor.
+        rounded: dtypes that products take as they are; other dtypes become that of the sums.
         complete: whether the backward pass has passed the layer.
     """
 
@@ -107,6 +111,7 @@ class LayerSums:
     vector: bool
     distance: int | None
     order: int
+    rounded: Collection[torch.dtype]
     sides: Sequence[SideSums]
     counts: ExampleCounts = field(default_factory=ExampleCounts)
     complete: bool = False
@@ -117,8 +122,8 @@ def bound(
 ) -> LayerSums:
     """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
     vector = planned.solver.vector
-    moment = layer.first_moment if vector else layer.second_moment
-    sides = []
+    moment: Literal["first_moment", "second_moment"]
+    sides, moment = [], "first_moment" if vector else "second_moment"
     for side in layer.shape.sides:
         factors, start, sums = planned.side(side), 0, []
         for factor in factors:
@@ -130,11 +135,14 @@ def bound(
                     total = total.unflatten(0, (planned.shape.groups, -1))[layer.group]
                 sums.append(Sum(factor, block, total, count))
         if sums:
-            sides.append(SideSums(side, side in layer.quadratic, moment, sums))
+            sides.append(SideSums(layer, side, side in layer.quadratic, moment, sums))
     all_examples = vector or planned.shape.diagonal or planned.rescaled
     distance = 1 if subsample is None and all_examples else subsample
     order = max(factor.order for side in planned.shape.sides for factor in planned.side(side))
-    return LayerSums(layer, vector, distance, order, sides)
+    products = layer.shape.sharing == "expand" and layer.shape.maps_vectors and not vector
+    exact = products and type(layer) in SIDE_BY_SIDE and layer.parameters[0].is_cuda
+    rounded = ADDED_IN_FLOAT32 if exact and not planned.rescaled else ()
+    return LayerSums(layer, vector, distance, order, rounded, sides)
 
 
 def _bound_layers(
@@ -193,16 +201,19 @@ class Recorder(Part):
         self._running = self._interrupted = False  # backward passes that count
         self._turn: Turn | None = None
         self._hooks: list[Attached] = []
+        finalize(self, _remove, self._hooks)
+        self._stage: Callable[[], AbstractContextManager[None]]  # of a call
+        self._stage = partial(self.site.trace.stage, STATISTICS)
 
     def listen(self) -> None:
         """Add hooks to the model and its layers: from here on, passes count."""
         if self.recording or self._detached:
             return
         self.recording = True
-        run_eagerly(self, True)
-        self._hooks.append(self._model.register_forward_pre_hook(Hook(self._on_pass)))
+        own = ref(self)  # a model may outlive the recorder
+        self._hooks += [Eagerly(), self._model.register_forward_pre_hook(Hook(self._on_pass, own))]
         for sums in self._sums():
-            hook = Hook(self._on_forward, sums.layer)
+            hook = Hook(self._on_forward, own, sums.layer)
             for module in sums.layer.modules:
                 self._hooks += sums.layer.attach(module, hook)
 
@@ -210,9 +221,7 @@ class Recorder(Part):
         """Remove the hooks: until `listen`, the model is as without K-FAC."""
         if self.recording:
             self.recording = False
-            run_eagerly(self, False)
-            while self._hooks:
-                self._hooks.pop().remove()
+            _remove(self._hooks)
 
     def detach(self) -> None:
         """Remove the hooks for good: a step with new factors finds no pass."""
@@ -358,25 +367,24 @@ class Recorder(Part):
         finally:
             self._turn = None
 
-    def _on_pass(self, *_: object) -> None:
-        if not self.paused and torch.is_grad_enabled():
-            self._begin_pass()
+    @staticmethod
+    def _on_pass(own: ref[Recorder], *_: object) -> None:
+        self = own()
+        if self is not None and not self.paused and torch.is_grad_enabled():
+            self._passes, self._between = self._passes + 1, False
 
-    def _begin_pass(self) -> None:
-        self._passes, self._between = self._passes + 1, False
-
-    def _on_forward(
-        self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
-    ) -> None:
+    @staticmethod
+    def _on_forward(own: ref[Recorder], layer: Layer, module: nn.Module, *called: Any) -> None:
+        self = own()
         trained = any(parameter.requires_grad for parameter in layer.parameters)
-        if not (module.training and trained) or self.paused:
+        if not (module.training and trained) or self is None or self.paused:
             return
         if (self._between or self._running) and not in_backward():
             self._interrupted |= self._running
             self._running = False
             if self._between:  # parts of the model are called, not the model
-                self._begin_pass()
-        call = layer.watch(inputs, named, output)
+                self._passes, self._between = self._passes + 1, False
+        call = layer.watch(*called)
         if call is not None:
             x, listen = call
             sums = self._layers[layer.name][layer.group or 0]
@@ -398,18 +406,10 @@ class Recorder(Part):
             inputs.clear()
             return
         if not inputs:
-            raise RuntimeError(
-                f"layer {layer.name!r}: a second backward pass through one forward pass has no "
-                f"statistics of its own; add the losses and call backward once, give the outputs "
-                f"of all heads to one record(), and put passes for derivatives of gradients, "
-                f"forward and backward, in paused()"
-            )
+            raise _second_pass(layer)
         x = inputs.pop() if turn.last else inputs[0]
         if version >= 0 and x._version != version and not layer.bias_alone:
-            raise RuntimeError(
-                f"layer {layer.name!r}: the input was changed in place after the call, and before "
-                f"backward; give the layer a clone of its own, or change a clone"
-            )
+            raise changed_in_place(layer, "the input", "backward")
         self._between = True
         if not self._running:
             self._running = True
@@ -422,7 +422,7 @@ class Recorder(Part):
         self._recorded.add(layer.name)
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
-        with self.site.trace.stage(STATISTICS), torch.no_grad():
+        with self._stage(), torch.no_grad():
             if len(x):  # an empty batch counts 0 examples
                 self._add(sums, x, g, forward_pass)
             sums.complete = turn.last
@@ -434,15 +434,16 @@ class Recorder(Part):
     def _add(self, sums: LayerSums, x: Tensor, g: Tensor, forward_pass: int) -> None:
         """Add one call's moments to the sums of a layer."""
         layer, turn = sums.layer, self._turn or Turn()
+        dtype = g.dtype if g.dtype in sums.rounded else self.site.dtype
         if x.is_floating_point():  # under autocast, the layer multiplied rounded inputs
-            x = x.to(g.dtype).to(self.site.dtype)
-        g = g.to(self.site.dtype)
-        vectors = layer.positions(g)
+            x = x.to(g.dtype).to(dtype)
+        g = g.to(dtype)
+        vectors, prepared = layer.positions(g), layer.prepared(x, g)
         if turn.first:
             sums.counts.add(len(x), vectors, forward_pass)
         distance = sums.distance or usual_distance(len(x), vectors, self._pooled, sums.order)
         chosen = slice(int(self.begin * min(distance, len(x))), None, distance)
-        chosen_x, chosen_g = layer.prepared(x, g)[chosen], g[chosen]
+        chosen_x, chosen_g = prepared[chosen], g[chosen]
         weight = len(x) / max(1, len(chosen_x))
         of_squares = turn.weight * weight
         rows = turn.rows if layer.of_batch else len(x)
@@ -451,13 +452,40 @@ class Recorder(Part):
         else:
             power = (0.5 if sums.vector else 1.0) * (2 if layer.of_part else 1)
             of_squares *= self.estimator.loss_positions**power
-        for side in sums.sides:
-            if side.quadratic or turn.first:
-                moment = side.moment(side.side, chosen_x, chosen_g)
-                for factor_sum in side.sums:
-                    factor_sum.add(moment, of_squares if side.quadratic else weight)
+        sides = [side for side in sums.sides if side.quadratic or turn.first]
+        self._take(sides, chosen_x, chosen_g, weight, of_squares)
         for observe in self._observers:
             observe(layer, chosen_x, chosen_g, of_squares)
+
+    def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:
+        """Add a call's moments of inputs and of squares, times their `weights`, to the sums."""
+        for side in sides:
+            moment = getattr(side.layer, side.moment)(side.side, x, g)
+            for factor_sum in side.sums:
+                factor_sum.add(moment, weights[side.quadratic])
+
+
+def changed_in_place(layer: Layer, what: str, before: str) -> RuntimeError:
+    """Return the error of a tensor that has changed too early."""
+    return RuntimeError(
+        f"layer {layer.name!r}: {what} was changed in place after the call, and before {before}; "
+        f"give the layer a clone of its own, or change a clone"
+    )
+
+
+def _second_pass(layer: Layer) -> RuntimeError:
+    """Return the error of a forward pass whose statistics are taken."""
+    return RuntimeError(
+        f"layer {layer.name!r}: a second backward pass through one forward pass has no statistics "
+        f"of its own; add the losses and call backward once, give the outputs of all heads to one "
+        f"record(), and put passes for derivatives of gradients, forward and backward, in paused()"
+    )
+
+
+def _remove(hooks: list[Attached]) -> None:
+    """Take all hooks away from the model."""
+    while hooks:
+        hooks.pop().remove()
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:

@@ -1,0 +1,166 @@
+"""Compute moments of many layers together, after a backward pass: as many kernels as of one layer.
+
+A GPU spends as long on the start of a small kernel as on the kernel. Calls wait until the backward
+pass has ended; then inputs of one shape, of layers of a form, are the groups of one layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.engine.curvature.factors import Factors
+from mpikfac.engine.curvature.recording.recorder import (
+    Observer,
+    Recorder,
+    SideSums,
+    Sum,
+    changed_in_place,
+)
+from mpikfac.layers import SIDE_BY_SIDE, Layer
+from mpikfac.numerics import add_triangle, without_autocast
+from mpikfac.settings import Estimator
+
+MOST_BYTES = 2**30
+"""Bytes of waiting calls, with the patches that moments need: from here on, no call waits."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A side of a call; inputs and gradients are the program's, without a copy.
+
+    Attributes:
+        tensors: what the moment is of: inputs or gradients; or both, of other kinds of layers.
+        weight: of the moment in the sums.
+        versions: of the tensors, as torch counts changes in place.
+    """
+
+    side: SideSums
+    tensors: Sequence[Tensor]
+    weight: float
+    versions: Sequence[int]
+
+    def check(self) -> None:
+        """Return if the tensors are as they were in the call.
+
+        Raises:
+            RuntimeError: a tensor was changed in place.
+        """
+        if [_version(tensor) for tensor in self.tensors] != self.versions:
+            what = "the input, or the gradient of the output,"
+            raise changed_in_place(self.side.layer, what, "the end of the backward pass")
+
+    def form(self) -> Hashable:
+        """Return what calls share whose moments are computed together."""
+        side, (tensor, *_) = self.side, self.tensors
+        if type(side.layer) not in SIDE_BY_SIDE:
+            return id(side)
+        blocks = ((each.block.start, each.total.shape) for each in side.sums)
+        form = side.layer.form(side.side), side.moment, *blocks
+        return *form, tensor.shape, tensor.dtype, self.weight
+
+
+class Together(Recorder):
+    """A recorder that adds moments to the sums when a backward pass has ended.
+
+    Sums with overlap have to leave inside the backward pass: there, a `Recorder` adds at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[Layer],
+        factors: Factors,
+        estimator: Estimator,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        super().__init__(model, layers, factors, estimator, observers)
+        self._stage, self._stage_of_all = nullcontext, self._stage
+        self._waiting: list[Waiting] = []
+        self._bytes = 0
+
+    def clear(self) -> None:
+        """Forget the passes since the last `finish`."""
+        super().clear()
+        self._waiting.clear()
+        self._bytes = 0
+
+    forget = clear
+
+    def finish(self) -> dict[str, bool]:
+        """Turn the sums into factors, also those of a backward pass that was interrupted."""
+        self._add_waiting()
+        return super().finish()
+
+    def _on_end(self) -> None:
+        super()._on_end()
+        self._add_waiting()
+
+    def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:
+        for side in sides:
+            alone = type(side.layer) not in SIDE_BY_SIDE
+            tensors = (x, g) if alone else (x if side.side == "A" else g,)
+            versions = [_version(tensor) for tensor in tensors]
+            self._waiting.append(Waiting(side, tensors, weights[side.quadratic], versions))
+            vectors = side.layer.positions(g) * side.layer.shape.groups
+            order = side.layer.shape.inputs if side.side == "A" else side.layer.shape.outputs
+            self._bytes += sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+            self._bytes += vectors * order * g.itemsize
+        if self._bytes > MOST_BYTES:
+            self._add_waiting()
+
+    @without_autocast
+    def _add_waiting(self) -> None:
+        """Add the moments of the calls that wait."""
+        if not self._waiting:
+            return
+        stacks: dict[Hashable, list[Waiting]] = {}
+        calls: Counter[int] = Counter()
+        while self._waiting:
+            waiting = self._waiting.pop()
+            waiting.check()
+            calls[id(waiting.side)] += 1  # a stack adds to a sum once
+            stacks.setdefault((waiting.form(), calls[id(waiting.side)]), []).append(waiting)
+        self._bytes = 0
+        with self._stage_of_all(), torch.no_grad():
+            while stacks:  # the memory of a stack is free before the next
+                _add_stack(stacks.popitem()[1])
+
+
+def _add_stack(stack: Sequence[Waiting]) -> None:
+    """Add the moments of calls of one form to their sums."""
+    side, weight = stack[0].side, stack[0].weight
+    if len(stack) == 1:
+        (tensors,) = (waiting.tensors for waiting in stack)
+        moment = getattr(side.layer, side.moment)(side.side, tensors[0], tensors[-1])
+        for factor_sum in side.sums:
+            factor_sum.add(moment, weight)
+        return
+    layer = side.layer.with_groups(len(stack))
+    tensor = layer.side_by_side([waiting.tensors[0] for waiting in stack])
+    moments = getattr(layer, side.moment)(side.side, tensor, tensor)
+    moments = moments.unflatten(0, (len(stack), -1))
+    for sums in zip(*(waiting.side.sums for waiting in stack)):
+        _add_all(sums, moments, weight)
+
+
+def _add_all(sums: Sequence[Sum], moments: Tensor, weight: float) -> None:
+    """Add each sum's block of the sum's own moment, `[sums, ...]`, times `weight`."""
+    totals, block, factor = [each.total for each in sums], sums[0].block, sums[0].factor
+    shape = len(sums), *totals[0].shape
+    if factor.solver.vector:
+        added = moments[..., block].reshape(shape) * weight
+    else:
+        added = moments.new_zeros(shape)
+        squares = moments[..., block, block].reshape(*shape[:-2], factor.order, factor.order)
+        add_triangle(added, squares, weight)
+    torch._foreach_add_(totals, list(added))
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
