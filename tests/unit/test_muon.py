@@ -117,7 +117,7 @@ def test_a_table_of_entries_is_left_out_by_name(comm):
     with pytest.raises(ValueError, match="of layer '0' needs diagonal='', .*leave the layer out"):
         muon(model, comm)
     kfac = muon(model, comm, coverage=Coverage(skip=["0"]))
-    assert [layer.name for layer in kfac.layers] == ["2"]
+    assert [layer.name for layer in kfac.plan.layers] == ["2"]
 
 
 def test_no_decomposition_has_a_dtype():

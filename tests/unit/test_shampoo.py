@@ -234,3 +234,10 @@ def test_an_exponent_is_positive():
     """Oracle: the text of the error."""
     with pytest.raises(ValueError, match="exponent=0"):
         Shampoo(0)
+
+
+def test_the_optimizer_of_a_script_takes_the_solvers_usual_values(comm):
+    """Oracle: the values of the solver; the momentum is that of the optimizer."""
+    kfac = mpikfac.KFACOptimizer(gradients.network("linear"), comm=comm, solver="shampoo").trainer
+    assert inside.settings(kfac).length.source == "adam"
+    assert inside.settings(kfac).at(0).momentum == 0.9
