@@ -1,7 +1,8 @@
 """Factors of the averaged gradient: made by owners, without hooks and messages.
 
-R, in the place of A, is the running mean of `G' G`, and L, in the place of G, of `G G'`, where G is
-the averaged gradient `[outputs, inputs]`. Everything behind the factors is as in K-FAC.
+A, also called R, is the running mean of `X' X`, and G, also called L, of `Y Y'`, where a solver
+makes X and Y of the averaged gradient `[outputs, inputs]`, see `Solver.squared`. Everything behind
+the factors is as in K-FAC.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm import summed
-from mpikfac.engine import Factors, Gradients, Item, Part, Preconditioner, Recorder, Running, merge
+from mpikfac.engine import (
+    Bases,
+    Factors,
+    Gradients,
+    Item,
+    Part,
+    Preconditioner,
+    Recorder,
+    Running,
+    merge,
+)
 from mpikfac.numerics import add_triangle, product
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.plan.names import GRADIENT_FACTORS, GRADIENT_WEIGHTS, LEARNED
@@ -29,30 +40,32 @@ class GradientFactors(Factors):
 
     MARK = LEARNED
 
-    def take(self, gradients: Gradients, decay: float) -> None:
+    def take(self, gradients: Gradients, bases: Bases, decay: float) -> None:
         """Take the averaged gradients into the averages; gradients that are not finite count not.
 
         Collective over: none.
         """
         for layer in self.plan.layers:
-            gradient = gradients.arena.get(layer.name)
-            if gradient is not None and layer.name not in gradients.broken:
-                merge(list(self._moments(layer, gradient)), decay)
+            factors = [factor for factor in layer.factors if factor.name in self.averages]
+            if factors and layer.name not in gradients.broken:
+                held = bases.hold([layer]) if bases.ready else None
+                solver, gradient = bases.solvers[layer.solver.name], gradients.arena[layer.name]
+                x, y = solver.squared(gradient, held)
+                merge([*self._moments(layer, "A", x.mT), *self._moments(layer, "G", y)], decay)
         self.started, self.lacking = True, False
 
-    def _moments(self, layer: PlannedLayer, gradient: Tensor) -> Iterator[Running]:
-        """Yield the factors of a layer on the rank, with the moments of the gradient."""
-        for side in layer.shape.sides:
-            rows, start = gradient.mT if side == "A" else gradient, 0
-            for factor in layer.side(side):
-                name, stop = factor.name, start + factor.order
-                if (average := self.averages.get(name)) is not None:
-                    total = torch.zeros_like(average, dtype=gradient.dtype)
-                    whole = len(layer.side(side)) == 1
-                    add_triangle(total, moment(rows if whole else rows[..., start:stop, :], factor))
-                    weight = self.weights[name]
-                    yield Running(name, total, torch.ones_like(weight), average, weight)
-                start = stop
+    def _moments(self, layer: PlannedLayer, side: str, rows: Tensor) -> Iterator[Running]:
+        """Yield the factors of a side on the rank, with the moments of `rows` `[..., n, m]`."""
+        factors, start = layer.side(side), 0
+        for factor in factors:
+            name, stop = factor.name, start + factor.order
+            if (average := self.averages.get(name)) is not None:
+                total = torch.zeros_like(average, dtype=rows.dtype)
+                block = rows[..., start:stop, :] if len(factors) > 1 else rows
+                add_triangle(total, moment(block, factor))
+                weight = self.weights[name]
+                yield Running(name, total, torch.ones_like(weight), average, weight)
+            start = stop
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -124,5 +137,5 @@ class OfGradient(Preconditioner):
 
     def _average_statistics(self, numbers: Numbers) -> None:
         """Take the averaged gradients into the factors."""
-        self.factors.take(self.gradients, numbers.decay)
+        self.factors.take(self.gradients, self.bases, numbers.decay)
         self.intact = False

@@ -10,7 +10,7 @@ import torch
 from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
 from mpikfac.solvers.eigen import Eigen
 from mpikfac.solvers.ekfac import Ekfac
-from mpikfac.solvers.gradient import Muon, Shampoo
+from mpikfac.solvers.gradient import KLShampoo, Muon, Shampoo
 from mpikfac.solvers.inverse import Inverse
 from mpikfac.solvers.rank_one import RankOne
 from mpikfac.solvers.solver import Solver
@@ -23,6 +23,7 @@ SOLVERS: dict[SolverName, Solver] = {
     "unsplit-inverse": Inverse(split=False),
     "rank-one": RankOne(),
     "shampoo": Shampoo(),
+    "kl-shampoo": KLShampoo(),
     "muon": Muon(),
 }
 

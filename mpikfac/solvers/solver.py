@@ -92,6 +92,17 @@ class Solver:
         """
         raise NotImplementedError(f"solver {self.name!r} is damped but does not define added()")
 
+    def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
+        """Return X and Y of a layer's averaged gradient: A is the mean of `X^T X`, G of `Y Y^T`.
+
+        Only a solver whose form is `of` the gradient is asked.
+
+        Args:
+            gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as X and Y.
+            held: the decompositions in use; None before the first.
+        """
+        return gradient, gradient
+
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:

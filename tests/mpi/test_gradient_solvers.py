@@ -15,7 +15,7 @@ from mpikfac.plan import NAMED
 from support import gradients, problem
 
 RANKS = mpikfac.world().size
-SOLVERS = ("shampoo", "muon")
+SOLVERS = ("shampoo", "kl-shampoo", "muon")
 KINDS = tuple(gradients.NETWORKS)
 STEPS, STOP = range(8), 4
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}

@@ -28,23 +28,16 @@ class Mistake(NamedTuple):
 TABLE = (
     # -- solvers whose factors come from the averaged gradient
     Mistake(
-        "factors of the gradient: rows and columns are exchanged",
-        "extensions/gradient_factors.py",
-        'rows, start = gradient.mT if side == "A" else gradient, 0',
-        'rows, start = gradient.mT if side == "G" else gradient, 0',
-        "tests/unit/test_shampoo.py",
-    ),
-    Mistake(
         "factors of the gradient: a gradient that is not finite counts",
         "extensions/gradient_factors.py",
-        "if gradient is not None and layer.name not in gradients.broken:",
-        "if gradient is not None:",
+        "if factors and layer.name not in gradients.broken:",
+        "if factors:",
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
         "factors of the gradient: all blocks are of the first rows",
         "extensions/gradient_factors.py",
-        "                start = stop\n",
+        "            start = stop\n",
         "",
         "tests/unit/test_shampoo.py",
     ),
@@ -106,6 +99,27 @@ TABLE = (
         "updaters = {layer.name: placed.owners[layer.owned[0]] for layer in layers}",
         "updaters = {layer.name: 0 for layer in layers}",
         "tests/unit/test_muon.py",
+    ),
+    Mistake(
+        "KL-Shampoo: a factor takes the root of its own side",
+        "solvers/gradient/kl_shampoo.py",
+        "x, y = between(g, gradient, ()), between((), gradient, a)",
+        "x, y = between((), gradient, a), between(g, gradient, ())",
+        "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
+        "KL-Shampoo: moments are no means over the opposite side",
+        "solvers/gradient/kl_shampoo.py",
+        "y.to(gradient.dtype) / math.sqrt(inputs)",
+        "y.to(gradient.dtype)",
+        "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
+        "KL-Shampoo: A and G are made of each other's matrices",
+        "extensions/gradient_factors.py",
+        "x, y = solver.squared(gradient, held)",
+        "y, x = solver.squared(gradient, held)",
+        "tests/unit/test_shampoo.py",
     ),
     # -- the main path
     Mistake(

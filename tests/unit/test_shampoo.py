@@ -48,6 +48,24 @@ class ByHand:
         return vectors @ np.diag(values**-self.exponent) @ vectors.T
 
 
+class KLByHand(ByHand):
+    """KL-Shampoo's direction of a matrix in numpy."""
+
+    def __call__(self, name: str, g: np.ndarray) -> np.ndarray:
+        t = self.counts[name] = self.counts.get(name, 0) + 1
+        outputs, inputs = g.shape
+        left, right = self.roots.get(name, (np.eye(outputs), np.eye(inputs)))
+        moment_left = g @ right @ right @ g.T / inputs
+        moment_right = g.T @ left @ left @ g / outputs
+        self.left[name] = DECAY * self.left.get(name, 0) + (1 - DECAY) * moment_left
+        self.right[name] = DECAY * self.right.get(name, 0) + (1 - DECAY) * moment_right
+        if t % EVERY == 1:
+            corrected = [side[name] / (1 - DECAY**t) for side in (self.left, self.right)]
+            self.roots[name] = [self.root(matrix) for matrix in corrected]
+        left, right = self.roots[name]
+        return left @ g @ right
+
+
 def shampoo(model, comm, *, solver="shampoo", strategy=None, relative=False, rate=RATE, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=rate)
     damping = Damping(**{"relative" if relative else "value": DAMPING})
@@ -68,6 +86,17 @@ def test_shampoo_steps_as_the_formulas_do(comm, kind, exponent, relative):
     expected = gradients.by_hand(kind, STEPS, in_groups(ByHand(exponent, relative)), rate)
     solver = Shampoo(exponent)
     kfac = shampoo(gradients.network(kind), comm, solver=solver, relative=relative, rate=rate)
+    gradients.train(kfac, kind, range(STEPS), comm)
+    torch.testing.assert_close(vector(kfac.model), vector(expected), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("kind", gradients.NETWORKS)
+def test_kl_shampoo_steps_as_the_formulas_do(comm, kind, relative):
+    """Oracle: the formulas in numpy, with moments whitened by the roots before, for 20 steps."""
+    expected = gradients.by_hand(kind, STEPS, in_groups(KLByHand(0.5, relative)), RATE / 50)
+    network, settings = gradients.network(kind), {"relative": relative, "rate": RATE / 50}
+    kfac = shampoo(network, comm, solver="kl-shampoo", **settings)
     gradients.train(kfac, kind, range(STEPS), comm)
     torch.testing.assert_close(vector(kfac.model), vector(expected), rtol=1e-8, atol=1e-9)
 
