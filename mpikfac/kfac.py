@@ -31,7 +31,6 @@ from mpikfac.model import (
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
 from mpikfac.plan import Strategy, one_of, strategy_of
 from mpikfac.settings import (
-    FOR_VECTORS,
     Damping,
     Estimator,
     Length,
@@ -76,8 +75,11 @@ class KFAC(Trainer):
             "ekfac": the same with eigenvalues of the gradients of examples [George et al. 2018].
             "unsplit-inverse": inverses with all of the damping added to each, as published codes
             do. "rank-one": mean vectors, with A and G as squares of vectors, a different estimator
-            [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's.
-        length: the length of a step, and the precision of directions; `Length()` if None.
+            [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's. "shampoo": roots of factors of
+            the averaged gradient [Gupta et al. 2018]. "muon": the averaged gradient, without
+            factors, for orthogonal directions [Muon].
+        length: the length of a step, and the precision of directions; None: what the solver takes,
+            for most `Length()`.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of factors.
         trace: times the stages; a new trace if None.
@@ -121,17 +123,20 @@ class KFAC(Trainer):
         team = Team.of(comm)
         strategy, settings = strategy_of(strategy, team.trains.size)
         check_synchronous(strategy)
-        length, estimator = length or Length(), estimator or Estimator()
+        solvers = solvers_by_name(solver or settings.get("solver", "inverse"))
+        of_solver = next(iter(solvers.values())).usual
+        length = length or Length(**of_solver.get("length", {}))
+        estimator = estimator or Estimator()
         if length.source == "quadratic":
             check_plain(optimizer)
-        solvers = solvers_by_name(solver or settings.get("solver", "inverse"))
         coverage = coverage or Coverage()
-        if damping is None and next(iter(solvers.values())).form.vector:
-            damping = FOR_VECTORS
+        if damping is None:
+            damping = Damping(**of_solver.get("damping", {}))
         damping = damping if isinstance(damping, Damping) else Damping(damping)
         usual = usual_intervals(strategy.refresh.stagger)
+        often = of_solver.get("factor_every", usual.factor_every)
         intervals = (
-            usual.factor_every if factor_every is None else factor_every,
+            often if factor_every is None else factor_every,
             settings.get("basis_every", usual.basis_every) if basis_every is None else basis_every,
         )
         self.settings = Settings(damping, *intervals, estimator.decay, length)

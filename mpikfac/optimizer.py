@@ -18,6 +18,7 @@ from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
 from mpikfac.plan import Strategy, check_size, plain
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Length
+from mpikfac.solvers import named_solver
 from mpikfac.trainer import Trainer
 
 MODEL = "model/"  # names of items of the model in a trainer's state
@@ -215,7 +216,8 @@ class KFACOptimizer(Optimizer):
         _check_names(settings)
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
-        length = settings.pop("length", None) or Length()
+        usual = named_solver(settings.get("solver") or "inverse").usual
+        length = settings.pop("length", None) or Length(**usual.get("length", {}))
         length = replace(length, momentum=descent.momentum if momentum else 0.0)
         super().__init__(
             KFAC(model, descent, comm, strategy, length=length, **settings), max_norm=max_norm

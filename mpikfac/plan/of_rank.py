@@ -96,13 +96,22 @@ class RankPlan:
         return tuple(factor for layer in self.layers for factor in layer.factors)
 
     @cached_property
+    def of_gradient(self) -> bool:
+        """Whether owners make factors from the averaged gradient, and no statistics are needed."""
+        return any(layer.solver.of == "gradient" for layer in self.layers)
+
+    @cached_property
     def recorded(self) -> tuple[Factor, ...]:
         """Factors with statistics of the rank's own batch."""
+        if self.of_gradient:
+            return ()
         return self.owned if self.strategy.reduction == "none" else self.factors
 
     @cached_property
     def averaged(self) -> tuple[Factor, ...]:
         """Factors with running averages on the rank."""
+        if self.of_gradient:
+            return self.decomposed()
         to_owners = self.strategy.reduction == "owners" and not self.late
         return self.owned if to_owners else self.recorded
 

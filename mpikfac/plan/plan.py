@@ -187,9 +187,12 @@ def plan_for(
     of_split = {"ways": split.distribution.ways, "handed_on": bool(layers and split.handed_on)}
     check(SPLIT, strategy.choices() | of_split)
     of_layers = _forms_of(layers, forms)
+    layers = [
+        layer if of_layers[layer.name].blocks else replace(layer, sides="") for layer in layers
+    ]
     turns_of = deal(layers, of_layers, strategy.refresh.stagger)
     placed = place(layers, of_layers, ranks, strategy, turns_of)
-    updaters = {layer.name: placed.owners[layer.factors[0].name] for layer in layers}
+    updaters = {layer.name: placed.owners[layer.owned[0]] for layer in layers}
     uncovered = tuple((name, tuple(shape)) for name, shape in uncovered)
     used = dict.fromkeys(form.name for form in (*forms[:1], *of_layers.values()))
     return Plan(
@@ -248,6 +251,13 @@ def _check_layers(
         if layer.rank is not None and layer.rank < 1:
             raise ValueError(
                 f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None"
+            )
+    sources = {form.name: form.of for form in forms}
+    for layer in layers:
+        if (solver := layer.solver or names[0]) and sources[solver] != sources[names[0]]:
+            raise ValueError(
+                f"layer {layer.name!r}: solver={solver!r} needs a run with factors of the same "
+                f"kind, and those of solver={names[0]!r} come from the {sources[names[0]]}"
             )
     choices = strategy.choices() | {"ranks": ranks, "solver": names[0] if names else ""}
     check_layers([need for form in forms for need in form.needs], layers, choices)

@@ -190,7 +190,7 @@ class Placed(NamedTuple):
 
     Attributes:
         columns_of: column of every layer.
-        owners: rank to decompose a factor ("conv1.A").
+        owners: rank to decompose a factor ("conv1.A"), or to precondition a layer without factors.
     """
 
     columns_of: dict[str, int]
@@ -305,7 +305,7 @@ def place(
         columns_of[layer.name] = owner % columns
         load[owner] += cost
         placed |= dict.fromkeys(names, owner)
-    order = [factor.name for layer in layers for factor in layer.factors]
+    order = [name for layer in layers for name in layer.owned]
     return Placed(columns_of, {name: placed[name] for name in order})
 
 
@@ -339,7 +339,11 @@ def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) 
 def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:
     """Return the load of every factor: order to the `power`, less if the solver works less.
 
-    A vector is not decomposed; the load is the number of elements.
+    A vector is not decomposed; the load is the number of elements. The load of a layer without
+    factors is the work to make the direction orthogonal, or the direction's size.
     """
+    if not layer.factors:
+        works = sum(layer.orthogonalising()) if power == 3 else 0
+        return {layer.name: works or math.prod(layer.gradient)}
     power = min(power, forms[layer.name].work)
     return {factor.name: factor.work(power) for factor in layer.factors}

@@ -19,7 +19,10 @@ class Form:
     Attributes:
         name: the solver's name, for example "eigen".
         blocks: names of the blocks of a decomposition, and the number of dimensions of the factor's
-            order in a block. Gradients are multiplied by the first block.
+            order in a block. Gradients are multiplied by the first block. Without blocks, a solver
+            has no factors.
+        of: where factors come from: "statistics" of the passes, summed over ranks, or the averaged
+            "gradient", of which owners make the factors without messages.
         keeps: "matrix": sums and averages of a factor are packed triangles. "vector": sums and
             averages are vectors, with the factor as the vector's square; vectors are used as blocks
             without a decomposition.
@@ -35,6 +38,7 @@ class Form:
 
     name: str
     blocks: Mapping[str, int]
+    of: Literal["statistics", "gradient"] = "statistics"
     keeps: Literal["matrix", "vector"] = "matrix"
     damped: bool = False
     both: bool = False
@@ -117,7 +121,8 @@ class LayerShape:
         outputs: order of the output factor G.
         groups: parts of the layer without common weights; every group has factors of the orders
             `inputs` and `outputs`.
-        sides: the factors of the layer; the identity replaces a missing factor.
+        sides: the factors of the layer; the identity replaces a missing factor. "" is for solvers
+            without factors.
         diagonal: the sides with only the diagonal kept.
         largest: order above which a factor falls into equal blocks along the diagonal; blocks are
             factors, decomposed apart. None for no limit.
@@ -135,7 +140,7 @@ class LayerShape:
     inputs: int
     outputs: int
     groups: int = 1
-    sides: Literal["AG", "A", "G"] = "AG"
+    sides: Literal["AG", "A", "G", ""] = "AG"
     diagonal: Literal["", "A", "G", "AG"] = ""
     largest: int | None = None
     rank: int | None = None
@@ -164,6 +169,11 @@ class LayerShape:
     def factors(self) -> tuple[FactorShape, ...]:
         """All factors, A's before G's."""
         return tuple(factor for side in self.sides for factor in self.side(side))
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """The names of what has an owner: the factors, or the layer if the layer has none."""
+        return tuple(factor.name for factor in self.factors) or (self.name,)
 
     def side(self, side: str) -> tuple[FactorShape, ...]:
         """Return the factors of A or of G; none for the identity."""
@@ -218,14 +228,15 @@ def _elements(factor: FactorShape) -> int:
 def check_layers(
     table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
 ) -> None:
-    """Return if `choices`, with every layer's solver and rank, meet the needs of `table`.
+    """Return if `choices`, with every layer's solver, rank and diagonal, meet `table`.
 
     Raises:
-        ValueError: see `check`; the text names a layer with an own solver or rank.
+        ValueError: see `check`; the text names a layer with an own solver, rank or diagonal.
     """
     for layer in layers:
         of_layer = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
-        usual = of_layer == {"solver": choices["solver"], "rank": None}
+        of_layer |= {"diagonal": layer.diagonal}
+        usual = of_layer == {"solver": choices["solver"], "rank": None, "diagonal": ""}
         check(table, {**choices, **of_layer}, "" if usual else f" of layer {layer.name!r}")
 
 

@@ -219,13 +219,17 @@ def precondition_seconds(
     if network.precondition is None:
         rates = ((flops, interpolated(machine.products, order)) for order, flops in products)
         return seconds + sum(flops / rate for flops, rate in rates)
-    measured = (replace(layer, largest=None, rank=None) for layer in plan.layers)
+    measured = (
+        replace(layer, sides=layer.sides or "AG", largest=None, rank=None) for layer in plan.layers
+    )
     everything = sum(flops for layer in measured for _, flops in _products(layer))
     return seconds + network.precondition * sum(flops for _, flops in products) / everything
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
     """Return the seconds of a batch's statistics on `rank`, by the elements of the rank's factors.
+
+    Factors of the averaged gradient take products of the gradient with itself instead.
 
     Raises:
         ValueError: the plan has vectors, and the machine has no times of vectors.
@@ -234,10 +238,17 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
     total = 0.0
     for vector, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
-        factors = [f for f in plan.of(rank).recorded if f.solver.vector == vector]
-        everything = sum(factor.work(power) for factor in plan.factors.values())
-        total += seconds * sum(factor.work(power) for factor in factors) / everything
-    return total
+        if factors := [f for f in plan.of(rank).recorded if f.solver.vector == vector]:
+            everything = sum(factor.work(power) for factor in plan.factors.values())
+            total += seconds * sum(factor.work(power) for factor in factors) / everything
+    return total + (_moment_seconds(plan, rank, machine) if plan.of(rank).of_gradient else 0.0)
+
+
+def _moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
+    """Return the seconds in which `rank` makes factors of the averaged gradient."""
+    gradients = {layer.name: math.prod(layer.gradient) for layer in plan.layers}
+    multiplications = [f.order * gradients[f.layer] for f in plan.of(rank).averaged]
+    return sum(2 * n / interpolated(machine.products, n ** (1 / 3)) for n in multiplications)
 
 
 def _solver_of_vectors(plan: Plan) -> str:

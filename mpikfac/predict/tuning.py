@@ -135,4 +135,4 @@ def replicated_below(
         send = costs.basis_seconds(size, plan, machine)
         if costs.factor_seconds(factor, machine) >= send:
             return order
-    return max(order for order, *_ in factors) + 1
+    return max((order for order, *_ in factors), default=0) + 1

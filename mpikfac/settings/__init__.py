@@ -1,7 +1,6 @@
 """The numbers and choices of K-FAC as values that check themselves."""
 
 from mpikfac.settings.combinations import SETTINGS as SETTINGS
-from mpikfac.settings.damping import FOR_VECTORS as FOR_VECTORS
 from mpikfac.settings.damping import Damping as Damping
 from mpikfac.settings.damping import LevenbergMarquardt as LevenbergMarquardt
 from mpikfac.settings.estimator import Estimator as Estimator

@@ -10,7 +10,6 @@ from mpikfac.settings.schedule import Schedule, in_force
 from mpikfac.settings.usual import SHARE
 
 GOOD, POOR = 3 / 4, 1 / 4
-FOR_VECTORS = 0.003  # vectors have no eigenvalues to take a share of
 
 
 @dataclass

@@ -11,6 +11,9 @@ from mpikfac.solvers.eigenvalues import mean_eigenvalues as mean_eigenvalues
 from mpikfac.solvers.eigenvalues import repeated as repeated
 from mpikfac.solvers.ekfac import Ekfac as Ekfac
 from mpikfac.solvers.ekfac import squares_in_bases as squares_in_bases
+from mpikfac.solvers.gradient import KLShampoo as KLShampoo
+from mpikfac.solvers.gradient import Muon as Muon
+from mpikfac.solvers.gradient import Shampoo as Shampoo
 from mpikfac.solvers.inverse import Inverse as Inverse
 from mpikfac.solvers.inverse import damped_inverse as damped_inverse
 from mpikfac.solvers.inverse import error_of_inverse as error_of_inverse

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class RankOne(Solver):
     """Mean vectors of inputs and of output gradients; nothing is decomposed."""
 
     form: ClassVar[Form] = Form("rank-one", {"vector": 1}, keeps="vector", work=1, needs=NEEDS)
+    # Vectors have no eigenvalues to take a share of.
+    usual: ClassVar[Mapping[str, Any]] = {"damping": {"value": 0.003}}
 
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None

@@ -10,6 +10,7 @@ import torch
 from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
 from mpikfac.solvers.eigen import Eigen
 from mpikfac.solvers.ekfac import Ekfac
+from mpikfac.solvers.gradient import KLShampoo, Muon, Shampoo
 from mpikfac.solvers.inverse import Inverse
 from mpikfac.solvers.rank_one import RankOne
 from mpikfac.solvers.solver import Solver
@@ -21,6 +22,9 @@ SOLVERS: dict[SolverName, Solver] = {
     "inverse": Inverse(),
     "unsplit-inverse": Inverse(split=False),
     "rank-one": RankOne(),
+    "shampoo": Shampoo(),
+    "kl-shampoo": KLShampoo(),
+    "muon": Muon(),
 }
 
 
@@ -38,7 +42,7 @@ def named_solver(solver: SolverName | Solver, dtype: torch.dtype | None = None) 
         solver = SOLVERS[solver]
     if dtype is None:
         return solver
-    if solver.form.vector or not is_dataclass(solver):
+    if solver.form.vector or not solver.form.blocks or not is_dataclass(solver):
         raise ValueError(f"solver={solver.name!r} has no decompositions to keep in {dtype}")
     return replace(solver, dtype=dtype)
 

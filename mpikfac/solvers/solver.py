@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,9 +61,12 @@ class Solver:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
         part: the place of a class ("package.module:Class") that keeps a state of the solver's own
             beside the decompositions, made with the `Bases`; "" for none.
+        usual: what `KFAC` takes in the place of usual values, by name: "damping" and "length" with
+            fields of `Damping` and `Length`, and "factor_every".
     """
 
     part: ClassVar[str] = ""
+    usual: ClassVar[Mapping[str, Any]] = {}
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +91,17 @@ class Solver:
             relative: damping is relative to mean eigenvalues.
         """
         raise NotImplementedError(f"solver {self.name!r} is damped but does not define added()")
+
+    def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
+        """Return X and Y of a layer's averaged gradient: A is the mean of `X^T X`, G of `Y Y^T`.
+
+        Only a solver whose form is `of` the gradient is asked.
+
+        Args:
+            gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as X and Y.
+            held: the decompositions in use; None before the first.
+        """
+        return gradient, gradient
 
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None

@@ -255,7 +255,8 @@ RECORDERS = {"at once": Recorder, "together": Together}
 
 def record(monkeypatch: MonkeyPatch, way: str) -> None:
     """Let further trainers compute moments "at once" or "together", also on a CPU."""
-    monkeypatch.setattr(preconditioner, "Recorder", RECORDERS[way])
+    chosen = dict.fromkeys((True, False), RECORDERS[way])
+    monkeypatch.setattr(preconditioner.Preconditioner, "RECORDERS", chosen)
 
 
 def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:

@@ -294,3 +294,19 @@ def test_the_slowest_of_many():
     draws = np.random.default_rng(0).standard_normal((2000, 1024))
     times = np.exp(0.05 * draws - 0.05**2 / 2).max(axis=1)
     assert costs.expected_slowest(0.05, 1024) == pytest.approx(times.mean(), rel=3e-3)
+
+
+def test_factors_of_the_gradient_take_products_and_no_statistics():
+    """Oracle: by hand: 2 x 3 x 3 x 4 and 2 x 3 x 4 x 4 operations at 2 a second; Muon makes none.
+
+    Muon's share of K-FAC's 24 seconds is that of the orthogonal products.
+    """
+    layer, network = LayerShape("fc", 4, 3), MACHINE.networks[0]
+    plan = make_plan([layer], 1, Strategy(), solver="shampoo")
+    seconds = costs.statistics_seconds(plan, 0, MACHINE, network)
+    assert seconds == pytest.approx(3 * 3 * 4 + 3 * 4 * 4)
+    plan = make_plan([layer], 1, Strategy(), solver="muon")
+    assert costs.statistics_seconds(plan, 0, MACHINE, network) == 0
+    orthogonal, kfac = sum(layer.orthogonalising()), sum(layer.products())
+    found = costs.precondition_seconds(plan, 0, MACHINE, network)
+    assert found == pytest.approx(24 * orthogonal / (orthogonal + kfac))

@@ -14,7 +14,10 @@ from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, changes, choice, inline, listed, section
 
 # The names of tables whose code needs torch; the tests compare the names with the tables.
-SOLVERS = ("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one")
+SOLVERS = (
+    *("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"),
+    *("shampoo", "kl-shampoo", "muon"),
+)
 """The names in `mpikfac.solvers.SOLVERS`."""
 DATASETS = (
     *("digits", "cifar10", "cifar100", "curves", "patches", "synthetic", "folder", "packed"),
@@ -175,8 +178,10 @@ class KfacOptions:
         solver: the way to precondition gradients. "inverse": damped inverses, with the damping
             split between both factors; "unsplit-inverse": inverses with the whole damping in each
             factor; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients of
-            single images; "rank-one": mean vectors in the place of factors, as Eva. null: the
-            solver of the strategy (inverse for most strategies).
+            single images; "rank-one": mean vectors in the place of factors, as Eva; "shampoo",
+            "kl-shampoo": roots of factors of the averaged gradient, with length=adam; "muon": the
+            gradient, without factors. null: the solver of the strategy (inverse for most
+            strategies).
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.
         momentum_of: where `momentum` is taken. "gradients": Nesterov's momentum of the averaged

@@ -126,7 +126,8 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
     """Return lines about the load of decompositions over ranks, and the bound on the speed-up."""
     works = {name: f.work() for name, f in plan.factors.items() if not f.solver.vector}
     if not works:
-        return ["Load of the decompositions: none, because factors are vectors"]
+        none = "factors are vectors" if plan.factors else "there are no factors"
+        return [f"Load of the decompositions: none, because {none}"]
     busiest = most_loaded(plan)
     total, longest = sum(works.values()), plan.load(busiest)
     idle = plan.ranks - len(set(plan.owners.values()))

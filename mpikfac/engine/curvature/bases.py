@@ -66,7 +66,7 @@ class Bases(Part):
         self._factor_of = {
             block.name: d.factor.name for d in self._decompositions for block in d.factor.blocks
         }
-        self.stacks = [(layers, self._hold(layers)) for layers in self._alike()]
+        self.stacks = [(layers, self.hold(layers)) for layers in self._alike()]
         self._messages = {turn: stages.publish_bases(self.plan, turn) for turn in self.plan.turns}
         self.decomposer = decomposer(site, self.arena, self._factor_of)
         self.ready = False
@@ -92,7 +92,8 @@ class Bases(Part):
             kinds.setdefault(key, []).append(layer)
         return list(kinds.values())
 
-    def _hold(self, layers: Sequence[PlannedLayer]) -> Held:
+    def hold(self, layers: Sequence[PlannedLayer]) -> Held:
+        """Return the decompositions of a layer of the rank, or of equal layers as a stack."""
         names, kinds = [layer.name for layer in layers], layers[0].solver.blocks
         a, g = ({kind: self._side(layers, side, kind) for kind in kinds} for side in "AG")
         denominators, scales = (

@@ -119,9 +119,10 @@ class Factors(Part):
         weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
         self.weights = dict(zip(self.averages, weights.split(1)))
         self._factors = {factor.name: factor for factor in self.plan.factors}
-        self._running = {name: self._running_of(self._factors[name]) for name in self.averages}
-        forms = [list(equal) for _, equal in groupby(self.averages, self._form)]
-        of_forms = zip(forms, weights.split(list(map(len, forms))))
+        recorded = [name for name in self.averages if name in self.statistics]
+        self._running = {name: self._running_of(self._factors[name]) for name in recorded}
+        forms = [list(equal) for _, equal in groupby(recorded, self._form)]
+        of_forms = zip(forms, weights[: len(recorded)].split(list(map(len, forms))))
         self._stacks = [stack for form in of_forms for stack in self._stacks_of(*form)]
         self._of_layer = {layer.name: layer.factors for layer in self.plan.layers}
         messages = {turn: stages.reduce_statistics(self.plan, turn) for turn in self.plan.turns}

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,12 +30,31 @@ from mpikfac.layers import Coverage, Layer, Other, cover
 from mpikfac.model import check_rates, groups_of
 from mpikfac.numerics import Scaler
 from mpikfac.plan import Plan, Split, Strategy, check_layers, forward_only, plan_for
-from mpikfac.plan.names import BASES, DECOMPOSE, DECOMPOSITIONS, DUE, SCALE_WEIGHTS, SCALES, SOLVER
+from mpikfac.plan.names import (
+    BASES,
+    DECOMPOSE,
+    DECOMPOSITIONS,
+    DUE,
+    GRADIENT_FACTORS,
+    GRADIENT_WEIGHTS,
+    LEARNED,
+    SCALE_WEIGHTS,
+    SCALES,
+    SOLVER,
+)
 from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings
 from mpikfac.solvers import Solver
 
-OF_SOLVER = (SOLVER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS)
+OF_SOLVER = (
+    *(SOLVER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS),
+    *(LEARNED, GRADIENT_FACTORS, GRADIENT_WEIGHTS),
+)
 """Kinds of items that only the solver that made them can use."""
+PRECONDITIONERS = {
+    "statistics": "mpikfac.engine.curvature.preconditioner:Preconditioner",
+    "gradient": "mpikfac.extensions.gradient_factors:OfGradient",
+}
+"""The places of preconditioners, by where the factors come from: see `Form.of`."""
 ON_CURVATURE_RANKS = "mpikfac.extensions.curvature_ranks:OnCurvatureRanks"
 
 
@@ -49,6 +68,10 @@ class Preconditioner(FirstOrder):
         directions: preconditioned gradients.
         of_solver: the parts that a solver brings, such as the scales of EKFAC.
     """
+
+    FACTORS: ClassVar[Mapping[str, type[Factors]]] = FACTORS
+    RECORDERS: ClassVar[Mapping[bool, type[Recorder]]] = {True: Recorder, False: Together}
+    """By whether a call of a layer is added up at once."""
 
     def __init__(
         self,
@@ -66,7 +89,7 @@ class Preconditioner(FirstOrder):
         self.site, self.plan, self.settings, self.estimator = site, site.plan, settings, estimator
         transport, refresh = self.plan.strategy.transport, self.plan.strategy.refresh
         dtype, at_identity = estimator.factor_dtype or site.dtype, estimator.start == "identity"
-        self.factors: Factors = FACTORS[transport.reduce_at](site, dtype, at_identity)
+        self.factors: Factors = self.FACTORS[transport.reduce_at](site, dtype, at_identity)
         decomposer: Decomposer = InBackground if refresh.delay else AtOnce
         if refresh.curvature_ranks:
             decomposer = partial(resolve_name(ON_CURVATURE_RANKS), plan, solvers, team)
@@ -75,7 +98,7 @@ class Preconditioner(FirstOrder):
         observers = [part.record for part in self.of_solver]
         layers = gradients.layers
         at_once = site.device.type == "cpu" or self.factors.sender.early
-        recorder = Recorder if at_once else Together
+        recorder = self.RECORDERS[at_once]
         self.recorder = recorder(model, layers, self.factors, estimator, observers)
         self.directions = Directions(gradients, self.bases, model, optimizer, settings)
         self._cautions = Cautions()
@@ -369,7 +392,9 @@ class Curvature(Method):
     ) -> Preconditioner:
         """Return the preconditioner of the model as it is now."""
         values = self.settings, self.estimator, self.solvers
-        return Preconditioner(gradients, model, optimizer, *values, team, plan)
+        kind = resolve_name(PRECONDITIONERS[next(iter(self.solvers.values())).form.of])
+        preconditioner: Preconditioner = kind(gradients, model, optimizer, *values, team, plan)
+        return preconditioner
 
 
 def check_joins(link: Any, ranks: int) -> None:

@@ -95,14 +95,16 @@ def split_layers(
         return mpikfac.split_layers(model, comm, distribution, trace)
 
 
-def in_words(options: Options) -> str:
+def in_words(options: Options, solver: mpikfac.solvers.Solver) -> str:
     """Return the numbers of a run with K-FAC that matter most."""
-    kfac = options.kfac
-    relative = "relative " * kfac.damping.is_relative
+    kfac, damping = options.kfac, options.kfac.damping
+    if damping == mpikfac.Damping():
+        damping = mpikfac.Damping(**solver.usual.get("damping", {}))
+    relative = "relative " * damping.is_relative
     return (
         f"learning rate {options.rate:g}, momentum {options.momentum:g} of {options.momentum_of}, "
         f"weight decay {options.weight_decay:g}, length {kfac.length.source}, "
-        f"{relative}damping {kfac.damping.number}"
+        f"{relative}damping {damping.number}"
     )
 
 
@@ -134,8 +136,8 @@ def make_training(
         name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
         check_momenta(options, strategy)
         log.info("strategy %s: %s", name, differences(strategy))
-        log.info("K-FAC with %s", in_words(options))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
+        log.info("K-FAC with %s", in_words(options, settings["solver"]))
         preconditioning = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
         kind = QuadraticTraining if options.quadratic else KfacTraining
         return kind(problem, preconditioning)

@@ -1,0 +1,141 @@
+"""Factors of the averaged gradient: made by owners, without hooks and messages.
+
+A, also called R, is the running mean of `X' X`, and G, also called L, of `Y Y'`, where a solver
+makes X and Y of the averaged gradient `[outputs, inputs]`, see `Solver.squared`. Everything behind
+the factors is as in K-FAC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm import summed
+from mpikfac.engine import (
+    Bases,
+    Factors,
+    Gradients,
+    Item,
+    Part,
+    Preconditioner,
+    Recorder,
+    Running,
+    merge,
+)
+from mpikfac.numerics import add_triangle, product
+from mpikfac.plan import Factor, PlannedLayer
+from mpikfac.plan.names import GRADIENT_FACTORS, GRADIENT_WEIGHTS, LEARNED
+from mpikfac.settings import Numbers
+
+
+class GradientFactors(Factors):
+    """Running averages of the factors that the rank decomposes.
+
+    A batch counts as one example: the weight of an average is `1 - decay^n` after n batches, so an
+    average is without bias from the first batch on.
+    """
+
+    MARK = LEARNED
+
+    def take(self, gradients: Gradients, bases: Bases, decay: float) -> None:
+        """Take the averaged gradients into the averages; gradients that are not finite count not.
+
+        Collective over: none.
+        """
+        for layer in self.plan.layers:
+            factors = [factor for factor in layer.factors if factor.name in self.averages]
+            if factors and layer.name not in gradients.broken:
+                held = bases.hold([layer]) if bases.ready else None
+                solver, gradient = bases.solvers[layer.solver.name], gradients.arena[layer.name]
+                x, y = solver.squared(gradient, held)
+                merge([*self._moments(layer, "A", x.mT), *self._moments(layer, "G", y)], decay)
+        self.started, self.lacking = True, False
+
+    def _moments(self, layer: PlannedLayer, side: str, rows: Tensor) -> Iterator[Running]:
+        """Yield the factors of a side on the rank, with the moments of `rows` `[..., n, m]`."""
+        factors, start = layer.side(side), 0
+        for factor in factors:
+            name, stop = factor.name, start + factor.order
+            if (average := self.averages.get(name)) is not None:
+                total = torch.zeros_like(average, dtype=rows.dtype)
+                block = rows[..., start:stop, :] if len(factors) > 1 else rows
+                add_triangle(total, moment(block, factor))
+                weight = self.weights[name]
+                yield Running(name, total, torch.ones_like(weight), average, weight)
+            start = stop
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def _items_of(self, factor: Factor) -> Iterator[Item]:
+        yield Item(GRADIENT_FACTORS + factor.name, self.averages.get(factor.name))
+        yield Item(GRADIENT_WEIGHTS + factor.name, self.weights.get(factor.name))
+
+    def marks(self) -> dict[str, Any]:
+        """Return whether any average has begun."""
+        return {LEARNED: 1} if self.started else {}
+
+    def _in_state(self, names: Collection[str]) -> Iterable[Factor]:
+        """Return factors with averages in a state with `names`."""
+        return [f for f in self.plan.factors if GRADIENT_FACTORS + f.name in names]
+
+    def take_over(self, before: Factors) -> set[str]:
+        """Take over the averages of layers that have the same factors as before.
+
+        Collective over: world.
+        """
+        same = Part.take_over(self, before)
+        (anew,) = summed(self.site.grid.world, [2 * len(self.averages) - len(same)])
+        self.started, self.lacking = before.started, before.lacking or anew > 0
+        return same
+
+
+def moment(rows: Tensor, factor: Factor) -> Tensor:
+    """Return `rows rows'` `[..., n, n]` in the form of a factor, of rows `[..., n, m]`."""
+    if factor.order == 1:  # a diagonal, also of several groups
+        return rows.square().sum(-1).reshape(-1, 1, 1)
+    return product(rows, rows.mT)
+
+
+class NoRecorder(Recorder):
+    """No hooks and no statistics; `recording` tells whether the step makes new factors."""
+
+    def __init__(self, model: Any, layers: Any, *further: Any) -> None:
+        super().__init__(model, (), *further)
+
+    def listen(self) -> None:
+        """Make new factors in this step."""
+        self.recording = True
+
+    def rest(self) -> None:
+        """Make no factors in this step."""
+        self.recording = False
+
+
+class OfGradient(Preconditioner):
+    """The preconditioner of solvers whose factors come from the averaged gradient."""
+
+    FACTORS: ClassVar[Mapping[str, type[Factors]]] = {"factors": GradientFactors}
+    RECORDERS: ClassVar[Mapping[bool, type[Recorder]]] = dict.fromkeys((True, False), NoRecorder)
+    factors: GradientFactors
+
+    def collect(self) -> None:
+        """Collect nothing of a part of a batch: the gradients' parts are enough."""
+
+    def learn(self, numbers: Numbers) -> None:
+        """Learn nothing from the batch before gradients are averaged; see `make_directions`."""
+
+    def make_directions(self, numbers: Numbers) -> None:
+        """Learn from averaged gradients, and precondition the gradients.
+
+        Collective over: world and column.
+        """
+        super().learn(numbers)
+        super().make_directions(numbers)
+
+    def _average_statistics(self, numbers: Numbers) -> None:
+        """Take the averaged gradients into the factors."""
+        self.factors.take(self.gradients, self.bases, numbers.decay)
+        self.intact = False

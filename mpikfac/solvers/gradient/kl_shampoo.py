@@ -1,0 +1,46 @@
+"""KL-Shampoo: Shampoo whose factors are whitened by each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mpikfac.plan import Form
+from mpikfac.solvers.gradient.needs import needs_of
+from mpikfac.solvers.gradient.shampoo import Roots, between
+from mpikfac.solvers.solver import Held
+
+
+@dataclass(frozen=True)
+class KLShampoo(Roots):
+    """The square roots of running means of `G R^-1 G' / inputs` and `G' L^-1 G / outputs`.
+
+    `R kron L` is then the nearest to the gradient's second moment in the Kullback-Leibler
+    divergence [Lin et al. 2025]. Inverses are the squares of the damped roots in use; before the
+    first decomposition, inverses are the identity.
+
+    Attributes:
+        dtype: roots are kept, sent and multiplied in this dtype; None for the model's.
+    """
+
+    dtype: torch.dtype | None = None
+    exponent = 0.5
+    form: ClassVar[Form] = Form(
+        "kl-shampoo",
+        {"root": 2},
+        of="gradient",
+        damped=True,
+        timed_as="eigen",
+        needs=needs_of("kl-shampoo", "adam", "sgd", "own"),
+    )
+
+    def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
+        """Return `L^-1/2 gradient / sqrt(outputs)` and `gradient R^-1/2 / sqrt(inputs)`."""
+        a, g = (held.a["root"], held.g["root"]) if held else ((), ())
+        outputs, inputs = gradient.shape[-2:]
+        x, y = between(g, gradient, ()), between((), gradient, a)
+        return x.to(gradient.dtype) / math.sqrt(outputs), y.to(gradient.dtype) / math.sqrt(inputs)

@@ -1,0 +1,46 @@
+"""Muon: the gradient without its singular values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mpikfac.plan import Combination, Form
+from mpikfac.solvers.gradient.needs import needs_of
+from mpikfac.solvers.solver import Held, Solver
+
+NEEDS = (
+    *needs_of("muon", "orthogonal"),
+    Combination(
+        "solver",
+        ("muon",),
+        {"diagonal": ""},
+        "a table of entries and a scale are no matrices; leave the layer out by skip, and the "
+        "layer takes Adam's step",
+    ),
+    Combination(
+        "solver",
+        ("muon",),
+        {"replicate_below": 0, "delay": 0, "stagger": 1},
+        "nothing is decomposed",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Muon(Solver):
+    """The gradient, or its momentum, as it is: `Length("orthogonal")` makes the polar factor.
+
+    Nothing is kept of a layer; owners share out the products that make directions orthogonal. A
+    bias is a column of the matrix [Jordan et al. 2024].
+    """
+
+    form: ClassVar[Form] = Form("muon", {}, of="gradient", needs=NEEDS)
+    usual: ClassVar[Mapping[str, Any]] = {"length": {"source": "orthogonal", "momentum": 0.95}}
+
+    def direction(self, gradient: Tensor, held: Held) -> Tensor:
+        """Return the gradient, `[outputs, inputs]`."""
+        return gradient

@@ -1,0 +1,88 @@
+"""Shampoo: inverse roots of the second moments of the gradient's rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpikfac.numerics import Side, from_left, from_right, product
+from mpikfac.plan import Form, check_positive
+from mpikfac.solvers.eigen import damping_unit, eigenbasis
+from mpikfac.solvers.gradient.needs import needs_of
+from mpikfac.solvers.inverse import damp
+from mpikfac.solvers.solver import Held, Means, Solver
+
+
+class Roots(Solver):
+    """The base of solvers with inverse roots of damped factors.
+
+    Attributes:
+        exponent: p of the roots `(L + e I)^-p` and `(R + e I)^-p`. The damping e is in units of a
+            factor's mean eigenvalue if the damping is relative.
+    """
+
+    exponent: float
+    usual: ClassVar[Mapping[str, Any]] = {
+        "damping": {"relative": 1e-3},
+        "length": {"source": "adam"},
+        "factor_every": 1,
+    }
+
+    def added(self, means: Means, damping: float, relative: bool) -> Tensor:
+        """Return the damping of a factor, `[]` or `[groups]`."""
+        unit = damping_unit(means.factor) if relative else torch.ones_like(means.factor)
+        return unit * damping
+
+    def decompose(
+        self, factor: Tensor, damping: float | Tensor, rank: int | None
+    ) -> dict[str, Tensor]:
+        """Return the inverse root of a damped factor."""
+        values, vectors = eigenbasis(damp(factor, damping))
+        roots = values.pow(-self.exponent)
+        return {"root": product(vectors * roots[..., None, :], vectors.mT)}
+
+    def direction(self, gradient: Tensor, held: Held) -> Tensor:
+        """Return `(L + e I)^-p gradient (R + e I)^-p`, `[outputs, inputs]`."""
+        return between(held.g["root"], gradient, held.a["root"])
+
+
+def between(left: Side, gradient: Tensor, right: Side) -> Tensor:
+    """Return `left gradient right` `[outputs, inputs]`, in the dtype of the symmetric sides."""
+    dtype = (*left, *right, gradient)[0].dtype
+    return from_right(from_left(left, gradient.to(dtype)), right, transpose=True)
+
+
+@dataclass(frozen=True)
+class Shampoo(Roots):
+    """The roots of running means of `G G'` and `G' G`.
+
+    G is the averaged gradient `[outputs, inputs]`, R stands in the place of A, and L in the place
+    of G [Gupta et al. 2018; Anil et al. 2020].
+
+    Attributes:
+        exponent: of each factor: 1/4 as published, or 1/2 [Morwani et al. 2024]. A layer with one
+            factor, such as a scale, has the same exponent.
+        dtype: roots are kept, sent and multiplied in this dtype; None for the model's.
+
+    Raises:
+        ValueError: an exponent that is not positive.
+    """
+
+    exponent: float = 0.25
+    dtype: torch.dtype | None = None
+    form: ClassVar[Form] = Form(
+        "shampoo",
+        {"root": 2},
+        of="gradient",
+        damped=True,
+        timed_as="eigen",
+        needs=needs_of("shampoo", "adam", "sgd", "own"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("exponent", self.exponent)

@@ -1,0 +1,218 @@
+"""Solvers whose factors come from the averaged gradient: the numbers of one process, the bytes."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Damping, Length, Strategy
+from mpikfac.plan import NAMED
+from support import gradients, problem
+
+RANKS = mpikfac.world().size
+SOLVERS = ("shampoo", "kl-shampoo", "muon")
+KINDS = tuple(gradients.NETWORKS)
+STEPS, STOP = range(8), 4
+OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+CHOICES = {
+    "comm-opt": {"workers": RANKS},
+    "hybrid": {"workers": 2 if RANKS % 2 == 0 else 1},
+    "mem-opt": {"workers": 1},
+    "factors apart": {"workers": 1, "colocate": False},
+    "owner-stepped": OWNERS,
+    "owner-stepped by Alltoall": {**OWNERS, "sums": "alltoall"},
+    "owner-stepped, many workers": {**OWNERS, "workers": RANKS},
+    "layer by layer": {"workers": 1, "fusion": 1},
+    "small factors everywhere": {"workers": RANKS, "replicate_below": 10},
+    "overlapped": {"workers": RANKS, "overlap": True, "fusion": 1},
+    "overlapped to owners": {**OWNERS, "overlap": True, "fusion": 1},
+    "delayed": {"workers": RANKS, "delay": 1},
+    "staggered": {"workers": RANKS, "stagger": 2},
+    "staggered and delayed": {**OWNERS, "stagger": 2, "delay": 1},
+    "in parts": {"workers": 1, "parts": RANKS},
+}
+if RANKS == 4:  # as two nodes of two
+    CHOICES |= {
+        "in nodes": {"ranks_per_node": 2, "workers": RANKS},
+        "in nodes to owners": {"ranks_per_node": 2, **OWNERS},
+    }
+STRATEGIES = {name: Strategy().changed(**choices) for name, choices in CHOICES.items()}
+OF_FACTORS = ("delayed", "staggered", "staggered and delayed", "small factors everywhere")
+PAIRS = [
+    (name, solver)
+    for name in STRATEGIES
+    for solver in SOLVERS
+    if solver != "muon" or name not in OF_FACTORS
+]
+
+
+def trainer(comm, solver, strategy, kind="convolutional"):
+    model = gradients.network(kind)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    length = Length("orthogonal" if solver == "muon" else "adam", momentum=0.9)
+    settings = {"length": length, "damping": Damping(relative=0.01), "basis_every": 4}
+    return mpikfac.KFAC(model, sgd, comm, strategy, solver=solver, factor_every=1, **settings)
+
+
+def run(kfac, comm, steps, kind="convolutional"):
+    """Train on the rank's shares of the batches; return all weights."""
+    for step in steps:
+        inputs, labels = (part.chunk(comm.size)[comm.rank] for part in gradients.batch(kind, step))
+        kfac.optimizer.zero_grad()
+        F.cross_entropy(kfac.model(inputs), labels).backward()
+        if kfac.plan.strategy.transport.parts:
+            kfac.collect()
+        kfac.step()
+    return nn.utils.parameters_to_vector(kfac.model.parameters()).detach().clone()
+
+
+def planned(kfac, step):
+    """Return the planned bytes of a step without a bound, by stage."""
+    bytes_of = problem.planned(kfac, step)
+    del bytes_of["clip"]
+    return bytes_of
+
+
+def alone(strategy):
+    """Return a single process's strategy with the same times."""
+    refresh = strategy.refresh
+    return Strategy().changed(delay=refresh.delay, stagger=refresh.stagger)
+
+
+@problem.by_one_process
+def trained(own, solver, strategy, kind):
+    """Return the weights after each step of one process with the joined batches."""
+    kfac = trainer(own, solver, strategy, kind)
+    return [run(kfac, own, [step], kind) for step in STEPS]
+
+
+@pytest.mark.parametrize(("name", "solver"), PAIRS)
+def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name, solver):
+    """Oracle: a single process with the joined batch; the plan, which has no statistics.
+
+    Every strategy and number of ranks tests another network.
+    """
+    strategy = STRATEGIES[name]
+    kind = KINDS[(list(STRATEGIES).index(name) + RANKS) % len(KINDS)]
+    kfac = trainer(comm, solver, strategy, kind)
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, trained(solver, alone(strategy), kind)):
+        found = run(kfac, comm, [step], kind)
+        sent += planned(kfac, step)
+        if strategy.refresh.delay == 0 and not strategy.transport.overlap:
+            assert +collections.Counter(kfac.trace.sent) == sent
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert "reduce statistics" not in kfac.trace.sent
+    assert RANKS == 1 or sent["reduce gradients"]
+    kfac.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [pair for pair in PAIRS if pair[0] in ("comm-opt", "mem-opt", "owner-stepped", OF_FACTORS[2])],
+)
+def test_a_run_goes_on_to_the_last_bit(comm, name, solver):
+    """Oracle: the uninterrupted run."""
+    first, second = (trainer(comm, solver, STRATEGIES[name]) for _ in range(2))
+    run(first, comm, range(STOP + 1))
+    state = problem.whole_state(first, comm)
+    assert not first.missing(state)
+    expected = run(first, comm, range(STOP + 1, STEPS.stop))
+    second.load_state_dict(state)
+    assert torch.equal(run(second, comm, range(STOP + 1, STEPS.stop)), expected)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_run_goes_on_with_other_ranks_and_another_strategy(comm, solver):
+    """Oracle: the uninterrupted run of one process; from 1 rank to all, and from all to 1."""
+    expected = trained(solver, Strategy(), "convolutional")[-1]
+    own, owners = comm.Split(comm.rank), STRATEGIES["owner-stepped"]
+    serial, many = trainer(own, solver, Strategy()), trainer(comm, solver, owners)
+    run(serial, own, range(STOP + 1))
+    many.load_state_dict(serial.state_dict())
+    found = run(many, comm, range(STOP + 1, STEPS.stop))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    many = trainer(comm, solver, STRATEGIES["mem-opt"])
+    run(many, comm, range(STOP + 1))
+    serial = trainer(own, solver, Strategy())
+    serial.load_state_dict(problem.whole_state(many, comm))
+    found = run(serial, own, range(STOP + 1, STEPS.stop))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_another_solver_takes_weights_and_lengths_alone(comm, solver):
+    """Oracle: the items: factors of K-FAC are no factors of the gradient, nor the reverse."""
+    gradient = trainer(comm, solver, STRATEGIES["mem-opt"])
+    run(gradient, comm, range(2))
+    model = gradients.network("convolutional")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    kfac = mpikfac.KFAC(model, sgd, comm, length=Length("adam", momentum=0.9))
+    run(kfac, comm, range(2))
+    states = [problem.whole_state(one, comm) for one in (gradient, kfac)]
+    kfac.load_state_dict(states[0])
+    gradient.load_state_dict(states[1])
+    for one in (kfac, gradient):
+        assert run(one, comm, range(2, 4)).isfinite().all()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "power-sgd"])
+def test_wires_of_gradients_and_directions_send_what_is_planned(comm, wire, solver):
+    """Oracle: the plan's bytes, and a finite end; all ranks hold the same weights."""
+    kfac = trainer(comm, solver, Strategy().changed(workers=1, gradient_wire=wire))
+    sent = collections.Counter()
+    for step in range(5):
+        found = run(kfac, comm, [step])
+        sent += planned(kfac, step)
+    assert +collections.Counter(kfac.trace.sent) == sent
+    assert all(torch.equal(found, other) for other in comm.allgather(found))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_uneven_shares_weigh_by_their_examples(comm, solver):
+    """Oracle: a single process with the joined batch; rank 0 has 12 - 2 (ranks - 1) examples."""
+    kfac = trainer(comm, solver, STRATEGIES["mem-opt"], "linear")
+    counts = [12 - 2 * (comm.size - 1), *[2] * (comm.size - 1)]
+    for step, expected in zip(range(3), trained(solver, Strategy(), "linear")):
+        inputs, labels = (part.split(counts)[comm.rank] for part in gradients.batch("linear", step))
+        kfac.optimizer.zero_grad()
+        F.cross_entropy(kfac.model(inputs), labels).backward()
+        kfac.step(examples=len(inputs))
+        found = nn.utils.parameters_to_vector(kfac.model.parameters()).detach()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_layer_that_is_frozen_and_trained_again_starts_anew(comm, solver):
+    """Oracle: finite weights, alike on all ranks; the other layers' factors stay."""
+    kfac = trainer(comm, solver, STRATEGIES["owner-stepped"], "linear")
+    run(kfac, comm, range(2), "linear")
+    for trains in (False, True):
+        kfac.model[0].requires_grad_(trains)
+        found = run(kfac, comm, range(2, 5), "linear")
+        assert found.isfinite().all()
+        assert all(torch.equal(found, other) for other in comm.allgather(found))
+
+
+def test_named_strategies_run_or_are_refused_in_a_line(comm):
+    """Oracle: by hand, the strategies whose choices make no sense without statistics."""
+    refused = set()
+    for name, named in NAMED.items():
+        if name != "eva":  # a solver of its own
+            try:
+                kfac = trainer(comm, "shampoo", named.make(comm.size))
+            except ValueError as refusal:
+                assert "\n" not in str(refusal)
+                refused |= {name} if str(refusal).startswith("solver='shampoo' needs") else set()
+            else:
+                assert run(kfac, comm, range(1)).isfinite().all()
+                kfac.close()
+    late, rounded = {"late", "late-owner"}, {"comm-opt-bf16", "comm-opt-int8"}
+    assert refused >= late | rounded | {"dp-kfac", "event-driven", "curvature-ranks", "local-sgd"}
+    assert not refused & {"comm-opt", "mem-opt", "hybrid", "owner-stepped", "delayed", "power-sgd"}

@@ -1,0 +1,126 @@
+"""Muon, a solver without factors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpikfac
+from mpikfac import KFAC, Coverage, Length, Strategy
+from mpikfac.plan import LayerShape
+from mpikfac.solvers import Muon, named_solver
+from support import gradients, inside
+
+STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
+
+
+class ByHand:
+    """Muon's direction by singular values, as long as Adam's step of the gradient.
+
+    Groups of a layer are matrices of their own; the length is of the layer, and so of all groups.
+    """
+
+    def __init__(self) -> None:
+        self.momenta, self.squares = {}, {}
+
+    def polar(self, name: str, g: np.ndarray) -> np.ndarray:
+        """Return `U f(S) V'` of Nesterov's momentum, with five steps of the polynomial f."""
+        self.momenta[name] = MOMENTUM * self.momenta.get(name, 0) + g
+        left, values, right = np.linalg.svd(g + MOMENTUM * self.momenta[name], full_matrices=False)
+        values = values / np.linalg.norm(values)
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        return left @ np.diag(values) @ right
+
+    def adam(self, name: str, g: np.ndarray, t: int) -> np.ndarray:
+        self.squares[name] = 0.999 * self.squares.get(name, 0) + 0.001 * g**2
+        return g / (np.sqrt(self.squares[name] / (1 - 0.999**t)) + 1e-8)
+
+
+def muon(model, comm, strategy=None, **choices):
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    length = Length("orthogonal", momentum=MOMENTUM, trust=math.inf)
+    return KFAC(model, sgd, comm, strategy, solver="muon", **{"length": length} | choices)
+
+
+@pytest.mark.parametrize("kind", gradients.NETWORKS)
+def test_muon_steps_as_the_formulas_do(comm, kind):
+    """Oracle: singular values in numpy, with Muon's polynomial and momentum, for 20 steps."""
+    hand, counts = ByHand(), {}
+
+    def direction(name, matrices):
+        t = counts[name] = counts.get(name, 0) + 1
+        polar = np.stack([hand.polar(f"{name} {n}", g) for n, g in enumerate(matrices)])
+        return polar * np.linalg.norm(hand.adam(name, matrices, t)) / np.linalg.norm(polar)
+
+    expected = gradients.by_hand(kind, STEPS, direction, RATE)
+    kfac = muon(gradients.network(kind), comm)
+    gradients.train(kfac, kind, range(STEPS), comm)
+    found, right = (nn.utils.parameters_to_vector(m.parameters()) for m in (kfac.model, expected))
+    torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-9)
+
+
+def test_muon_takes_momentum_of_gradients_by_default(comm):
+    """Oracle: the defaults of Muon's authors."""
+    model = gradients.network("linear")
+    usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="muon")
+    assert inside.settings(usual).length == Length("orthogonal", momentum=0.95)
+
+
+def test_nothing_is_kept_of_a_layer_but_the_lengths(comm):
+    """Oracle: the plan's memory, and the names of the state."""
+    kfac = muon(gradients.network("convolutional"), comm)
+    gradients.train(kfac, "convolutional", range(2), comm)
+    memory = kfac.plan.memory(0)
+    empty = {"statistics", "averages", "bases", "denominators"}
+    assert {kind for kind in empty if memory[kind]} == set()
+    names = {name.split("/")[1] for name in kfac.state_dict() if name.startswith("kfac/")}
+    assert names == {"graft", "momentum", "learned", "solver"}
+
+
+def test_owners_share_out_the_work_of_polar_products():
+    """Oracle: the least largest load of two ranks, by hand: the wide layer against all others."""
+    layers = [LayerShape("a", 64, 64), LayerShape("wide", 128, 96), LayerShape("b", 64, 64)]
+    plan = mpikfac.make_plan(layers, 2, Strategy(workers=1), solver="muon")
+    assert plan.owners == {"a": 1, "wide": 0, "b": 1}
+    updates = Strategy(reduction="owners", update="owner")
+    plan = mpikfac.make_plan(layers, 2, updates, solver="muon")
+    assert {name: plan.updaters[name] for name in ("a", "wide", "b")} == plan.owners
+    stages = [message.stage for message in plan.messages(0, True, True, False)]
+    assert stages == ["reduce gradients", "publish weights"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "needs"),
+    [
+        ({"length": Length("adam")}, "length='orthogonal'"),
+        ({"strategy": Strategy().changed(reduce_at="bases")}, "reduce_at='factors'"),
+        ({"strategy": Strategy().changed(exchanged="weights")}, "exchanged='gradients'"),
+        ({"strategy": Strategy().changed(stagger=2)}, "stagger=1"),
+    ],
+)
+def test_choices_without_sense_are_refused(comm, choices, needs):
+    """Oracle: the text of the error names the need."""
+    with pytest.raises(ValueError, match="solver='muon' needs .*") as refusal:
+        muon(gradients.network("linear"), comm, **choices)
+    assert needs in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_table_of_entries_is_left_out_by_name(comm):
+    """Oracle: the text of the error; without the table, the step is Adam's for the table."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).double()
+    with pytest.raises(ValueError, match="of layer '0' needs diagonal='', .*leave the layer out"):
+        muon(model, comm)
+    kfac = muon(model, comm, coverage=Coverage(skip=["0"]))
+    assert [layer.name for layer in kfac.plan.layers] == ["2"]
+
+
+def test_no_decomposition_has_a_dtype():
+    """Oracle: the text of the error."""
+    with pytest.raises(ValueError, match="solver='muon' has no decompositions"):
+        named_solver(Muon(), torch.bfloat16)
