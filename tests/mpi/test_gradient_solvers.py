@@ -68,7 +68,7 @@ def run(kfac, comm, steps, kind="convolutional"):
         if kfac.plan.strategy.transport.parts:
             kfac.collect()
         kfac.step()
-    return nn.utils.parameters_to_vector(kfac.model.parameters()).detach().clone()
+    return nn.utils.parameters_to_vector(kfac.model.parameters()).detach().cpu().clone()
 
 
 def planned(kfac, step):
@@ -184,7 +184,7 @@ def test_uneven_shares_weigh_by_their_examples(comm, solver):
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(inputs), labels).backward()
         kfac.step(examples=len(inputs))
-        found = nn.utils.parameters_to_vector(kfac.model.parameters()).detach()
+        found = nn.utils.parameters_to_vector(kfac.model.parameters()).detach().cpu()
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac import KFAC
+from support import problem
 
 Matrix = np.ndarray
 
@@ -51,14 +52,16 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def network(kind: str) -> nn.Module:
     """Return a network in float64, the same at every call."""
     torch.manual_seed(3)
-    return NETWORKS[kind]().double()
+    with torch.device("cpu"):  # the same numbers on any device
+        return NETWORKS[kind]().double().to(problem.DEVICE)
 
 
 def batch(kind: str, step: int) -> tuple[Tensor, Tensor]:
     """Return 12 inputs and labels; equal labels at step 3, so that gradients are of low rank."""
     generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(12, *INPUTS[kind], generator=generator).double()
-    labels = torch.randint(0, 3, (12,), generator=generator)
+    with torch.device("cpu"):
+        inputs = torch.randn(12, *INPUTS[kind], generator=generator).double().to(problem.DEVICE)
+        labels = torch.randint(0, 3, (12,), generator=generator).to(problem.DEVICE)
     return (inputs, labels) if step != 3 else (inputs[:1].expand_as(inputs), labels[:1].expand(12))
 
 
