@@ -153,13 +153,13 @@ def test_a_detached_model_sends_nothing(comm):
 
 def test_nothing_runs_beside_a_trainer_that_was_closed(comm):
     """Oracle: the threads before; the averages contain the last pending factors."""
-    before = threading.active_count()
+    before = set(threading.enumerate())  # threads of trainers that were dropped may end meanwhile
     kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
     problem.run(kfac, comm, range(3))
-    assert threading.active_count() == before + (RANKS > 1)
+    assert len(set(threading.enumerate()) - before) == (RANKS > 1)
     used = kfac.communicators
     kfac.close()
-    assert threading.active_count() == before
+    assert before.issuperset(threading.enumerate())
     assert inside.settled(kfac)
     assert not any(used)  # MPI's null communicators
 
