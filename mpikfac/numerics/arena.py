@@ -64,11 +64,14 @@ class Arena(dict[str, Tensor]):
         return slice(start, start + self[name].numel())
 
     def stack(self, names: Sequence[str]) -> Tensor | None:
-        """Return equal blocks at even distances as a view `[names, ...]`; None if blocks differ."""
+        """Return equal blocks at even distances as a view `[names, ...]`; None if they are not.
+
+        A view goes forward: names have to be in the order of the blocks.
+        """
         first, starts = self[names[0]], [self.layout.offsets[name] for name in names]
         distance = starts[1] - starts[0] if len(names) > 1 else first.numel()
         even = starts == [starts[0] + place * distance for place in range(len(names))]
-        if not even or any(self[name].shape != first.shape for name in names):
+        if not even or distance < 0 or any(self[name].shape != first.shape for name in names):
             return None
         shape, strides = (len(names), *first.shape), (distance, *first.stride())
         return self.flat.as_strided(shape, strides, starts[0])
