@@ -129,15 +129,16 @@ def schedule(step):
     return 0.1 / (1 + step // 4)
 
 
+@pytest.mark.parametrize(("damping", "momentum"), [(schedule, 0.9), (0.1, schedule)])
 @pytest.mark.parametrize("solver", ["eigen", "rank-one"])
-def test_schedules_are_in_force(comm, recorder, solver):
-    """Oracle: the same training without replays; a damping of the host is part of no replay."""
+def test_schedules_are_in_force(comm, recorder, solver, damping, momentum):
+    """Oracle: the same training without replays; a number of the host is part of no replay."""
     model_states = []
     for capture in (True, False):
         model = problem.network()
-        length = mpikfac.Length("adam", momentum=schedule, capture=capture)
+        length = mpikfac.Length("adam", momentum=momentum, capture=capture)
         kfac = mpikfac.KFAC(
-            model, problem.plain_sgd(model), comm, solver=solver, damping=schedule, length=length
+            model, problem.plain_sgd(model), comm, solver=solver, damping=damping, length=length
         )
         model_states.append(problem.run(kfac, comm, range(STEPS)))
     assert recorder.replays > 0
