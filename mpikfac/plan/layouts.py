@@ -125,11 +125,6 @@ def by_kind(
     return [layer for alike in kinds.values() for layer in alike]
 
 
-def by_turn(factors: Iterable[Factor]) -> Sequence[Factor]:
-    """Return factors in model order, but factors of an earlier turn of a refresh first."""
-    return sorted(factors, key=lambda factor: factor.turn)
-
-
 def by_form(factors: Iterable[Factor]) -> Sequence[Factor]:
     """Return factors by turn and message, and in a message with factors of one form side by side.
 

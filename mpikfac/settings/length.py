@@ -59,8 +59,8 @@ class Length:
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to
-            1, a momentum beside another source or a bound, a trust that is not positive, or an
-            unknown precision.
+            1, a momentum beside another source or a bound, a trust that is not positive, an
+            unknown precision, or a capture that is no bool.
     """
 
     source: Source | None = None
@@ -90,6 +90,7 @@ class Length:
         self._check_momentum()
         check_positive("trust", self.trust)
         one_of("precision", self.precision, (None, *PRECISIONS))
+        one_of("capture", self.capture, (False, True))
 
     def _check_momentum(self) -> None:
         if callable(self.momentum):

@@ -151,3 +151,9 @@ def test_a_device_without_graphs_is_refused(comm, monkeypatch):
     model = problem.network()
     with pytest.raises(ValueError, match="capture=True needs a model on a GPU of NVIDIA, not on"):
         problem.kfac(model, problem.plain_sgd(model), comm, capture=True)
+
+
+def test_capture_is_a_bool():
+    """Oracle: the line."""
+    with pytest.raises(ValueError, match="capture='yes' "):
+        mpikfac.Length(capture="yes")

@@ -209,7 +209,7 @@ class Background:
             return result
 
 
-class Stack(NamedTuple):
+class FactorStack(NamedTuple):
     """Factors of one solver and order, for a single call; on the CPU each factor alone.
 
     Attributes:
@@ -234,7 +234,7 @@ class Stack(NamedTuple):
 
 def _stacks(
     request: FactorRequest, dtypes: Mapping[str, torch.dtype], without: Collection[str] = ()
-) -> Iterator[Stack]:
+) -> Iterator[FactorStack]:
     """Yield the factors to decompose in stacks, `without` vectors and factors of these names."""
     of = {d.factor.name: d for d in request.decompositions if not d.factor.solver.vector}
     packed = {name: request.packed[name] for name in of if name not in without}
@@ -247,4 +247,5 @@ def _stacks(
         for names in kinds.values():
             stack = torch.stack([packed[name] for name in names]).to(dtypes[names[0]])
             added = [request.added[name] for name in names if name in request.added]
-            yield Stack([of[name] for name in names], stack, torch.stack(added) if added else None)
+            of_names = [of[name] for name in names]
+            yield FactorStack(of_names, stack, torch.stack(added) if added else None)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.plan import Form
-from mpikfac.solvers.gradient.needs import needs_of
-from mpikfac.solvers.gradient.shampoo import Roots, between
+from mpikfac.solvers.gradient.shampoo import Roots, between, form_of
 from mpikfac.solvers.solver import Held
 
 
@@ -29,14 +28,7 @@ class KLShampoo(Roots):
 
     dtype: torch.dtype | None = None
     exponent = 0.5
-    form: ClassVar[Form] = Form(
-        "kl-shampoo",
-        {"root": 2},
-        of="gradient",
-        damped=True,
-        timed_as="eigen",
-        needs=needs_of("kl-shampoo", "adam", "sgd", "own"),
-    )
+    form: ClassVar[Form] = form_of("kl-shampoo")
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
         """Return `L^-1/2 gradient / sqrt(outputs)` and `gradient R^-1/2 / sqrt(inputs)`."""

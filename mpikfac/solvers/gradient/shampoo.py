@@ -50,6 +50,12 @@ class Roots(Solver):
         return between(held.g["root"], gradient, held.a["root"])
 
 
+def form_of(name: str) -> Form:
+    """Return the description of a solver with roots for the plan."""
+    needs = needs_of(name, "adam", "sgd", "own")
+    return Form(name, {"root": 2}, of="gradient", damped=True, timed_as="eigen", needs=needs)
+
+
 def between(left: Side, gradient: Tensor, right: Side) -> Tensor:
     """Return `left gradient right` `[outputs, inputs]`, in the dtype of the symmetric sides."""
     dtype = (*left, *right, gradient)[0].dtype
@@ -74,14 +80,7 @@ class Shampoo(Roots):
 
     exponent: float = 0.25
     dtype: torch.dtype | None = None
-    form: ClassVar[Form] = Form(
-        "shampoo",
-        {"root": 2},
-        of="gradient",
-        damped=True,
-        timed_as="eigen",
-        needs=needs_of("shampoo", "adam", "sgd", "own"),
-    )
+    form: ClassVar[Form] = form_of("shampoo")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,21 +10,19 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mpikfac.engine.curvature.factors import Factors
 from mpikfac.engine.curvature.recording.recorder import (
-    Observer,
     Recorder,
     SideSums,
     Sum,
     changed_in_place,
 )
-from mpikfac.layers import SIDE_BY_SIDE, Layer
+from mpikfac.layers import SIDE_BY_SIDE
 from mpikfac.numerics import add_triangle, without_autocast
-from mpikfac.settings import Estimator
 
 MOST_BYTES = 2**30
 """Bytes of waiting calls, with the patches that moments need: from here on, no call waits."""
@@ -71,15 +69,9 @@ class Together(Recorder):
     Sums with overlap have to leave inside the backward pass: there, a `Recorder` adds at once.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Iterable[Layer],
-        factors: Factors,
-        estimator: Estimator,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        super().__init__(model, layers, factors, estimator, observers)
+    def __init__(self, *bound: Any) -> None:
+        """Bind the layers as a `Recorder` does."""
+        super().__init__(*bound)
         self._stage, self._stage_of_all = nullcontext, self._stage
         self._waiting: list[Waiting] = []
         self._bytes = 0
@@ -129,24 +121,20 @@ class Together(Recorder):
         self._bytes = 0
         with self._stage_of_all(), torch.no_grad():
             while stacks:  # the memory of a stack is free before the next
-                _add_stack(stacks.popitem()[1])
+                self._add_stack(stacks.popitem()[1])
 
-
-def _add_stack(stack: Sequence[Waiting]) -> None:
-    """Add the moments of calls of one form to their sums."""
-    side, weight = stack[0].side, stack[0].weight
-    if len(stack) == 1:
-        (tensors,) = (waiting.tensors for waiting in stack)
-        moment = getattr(side.layer, side.moment)(side.side, tensors[0], tensors[-1])
-        for factor_sum in side.sums:
-            factor_sum.add(moment, weight)
-        return
-    layer = side.layer.with_groups(len(stack))
-    tensor = layer.side_by_side([waiting.tensors[0] for waiting in stack])
-    moments = getattr(layer, side.moment)(side.side, tensor, tensor)
-    moments = moments.unflatten(0, (len(stack), -1))
-    for sums in zip(*(waiting.side.sums for waiting in stack)):
-        _add_all(sums, moments, weight)
+    def _add_stack(self, stack: Sequence[Waiting]) -> None:
+        """Add the moments of calls of one form to their sums."""
+        side, tensors, weight = stack[0].side, stack[0].tensors, stack[0].weight
+        if len(stack) == 1:
+            super()._take([side], tensors[0], tensors[-1], weight, weight)
+            return
+        layer = side.layer.with_groups(len(stack))
+        tensor = layer.side_by_side([waiting.tensors[0] for waiting in stack])
+        moments = getattr(layer, side.moment)(side.side, tensor, tensor)
+        moments = moments.unflatten(0, (len(stack), -1))
+        for sums in zip(*(waiting.side.sums for waiting in stack)):
+            _add_all(sums, moments, weight)
 
 
 def _add_all(sums: Sequence[Sum], moments: Tensor, weight: float) -> None:
