@@ -157,18 +157,16 @@ def state(
     kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), damping=relative, solver=solver)
     F.cross_entropy(model(batch[0].double()), batch[1]).backward()
     kfac.step()
-    bases = inside.decompositions(kfac)
-    return {name: inside.gradients(kfac)[name] for name in bases.held}, kfac
+    return {name: inside.gradients(kfac)[name] for name in inside.held(kfac)}, kfac
 
 
 def both(
     gradients: Directions, kfac: mpikfac.KFAC, dtype: torch.dtype
 ) -> tuple[Directions, Directions]:
     """Return directions as preconditioned, and with equal singular values, of rounded values."""
-    bases = inside.decompositions(kfac)
     plain = {
-        name: bases.solver_of[name].direction(gradients[name].to(dtype), in_dtype(held, dtype))
-        for name, held in bases.held.items()
+        name: solver.direction(gradients[name].to(dtype), in_dtype(held, dtype))
+        for name, (solver, held) in inside.held(kfac).items()
     }
     matrices = [layer.name for layer in kfac.plan.layers if layer.maps_vectors]
     return plain, dict(zip(matrices, orthogonalised([plain[name] for name in matrices])))

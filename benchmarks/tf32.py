@@ -152,19 +152,19 @@ def numbers(
     images, labels = batch[0].to(device, dtype), batch[1].to(device)
     F.cross_entropy(model(images), labels).backward()
     kfac.step()
-    bases = inside.decompositions(kfac)
-    own = {name: inside.gradients(kfac)[name] for name in bases.held}
+    of_layers = inside.held(kfac)
+    own = {name: inside.gradients(kfac)[name] for name in of_layers}
     gradients = own if gradients is None else gradients
     found = {
         "factors": {n: unfold_triangle(one) for n, one in inside.factors(kfac).items()},
         "inverses": {
             f"{name}.{side}": inverse(kinds, damping)
-            for name, held in bases.held.items()
+            for name, (_, held) in of_layers.items()
             for side, kinds in (("A", held.a), ("G", held.g))
         },
         "directions": {
-            name: bases.solver_of[name].direction(gradients[name].to(device, dtype), held)
-            for name, held in bases.held.items()
+            name: solver.direction(gradients[name].to(device, dtype), held)
+            for name, (solver, held) in of_layers.items()
         },
         "gradients": dict(gradients),
     }

@@ -11,7 +11,7 @@ from mpikfac.numerics.products import product
 
 STEPS = 5
 FIRST, THIRD, FIFTH = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5 [Muon]
-LEAST = 64  # order of the smallest squares on a GPU, where few orders have few kernels
+LEAST = 128  # order of the smallest squares on a GPU, where few orders have few kernels
 
 
 def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -49,23 +49,22 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
 def _polynomials(squares: Tensor) -> Tensor:
     """Return what orthogonalises matrices: the product of all F, over the norm, `[k, n, n]`.
 
+    F is `FIRST I + H` with `H = (THIRD I + FIFTH S) S`. Identities stay out of the products, which
+    may round; a square S is `size` times what is kept, and H is `ratio FIRST` times.
+
     Args:
         squares: `X X^T` of matrices of any norm.
     """
     traces = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # squares of norms
     traces.clamp_min_(torch.finfo(squares.dtype).tiny)
-    squares = squares / traces
-    third = THIRD * torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
-    result = polynomial = _polynomial(squares, third)
-    for _ in range(STEPS - 1):  # F commutes with the square
-        squares = product(product(polynomial, squares), polynomial)
-        polynomial = _polynomial(squares, third)
-        result = product(polynomial, result)
+    squares, size, ratio = squares / traces, 1.0, THIRD / FIRST
+    higher = torch.add(squares, product(squares, squares), alpha=FIFTH / THIRD)
+    result = higher * (FIRST**STEPS * ratio)
+    result.diagonal(dim1=-2, dim2=-1).add_(FIRST**STEPS)
+    for _ in range(STEPS - 1):
+        for _ in range(2):  # F commutes with the square
+            squares = torch.add(squares, product(higher, squares), alpha=ratio)
+        size, ratio = size * FIRST**2, ratio * FIRST**2
+        higher = torch.add(squares, product(squares, squares), alpha=size * FIFTH / THIRD)
+        result = torch.add(result, product(higher, result), alpha=ratio)
     return result / traces.sqrt()
-
-
-def _polynomial(squares: Tensor, third: Tensor) -> Tensor:
-    """Return `F = FIRST I + (THIRD I + FIFTH S) S`, from squares S."""
-    polynomial = product(torch.add(third, squares, alpha=FIFTH), squares)
-    polynomial.diagonal(dim1=-2, dim2=-1).add_(FIRST)
-    return polynomial

@@ -27,6 +27,7 @@ from mpikfac.extensions.scales import Scales
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena
 from mpikfac.settings import Settings
+from mpikfac.solvers import Held, Solver
 
 __all__ = [
     "PLACES",
@@ -42,6 +43,7 @@ __all__ = [
     "factors",
     "gradients",
     "grid",
+    "held",
     "layers",
     "let_wait",
     "look",
@@ -217,8 +219,15 @@ def records_scales(kfac: KFAC) -> bool:
 
 
 def decompositions(kfac: KFAC) -> Bases:
-    """Return the part that decomposes: `held`, `solver_of`, `sides` and `decompose`."""
+    """Return the part that decomposes: `sides` and `decompose`."""
     return kfac.preconditioner.bases
+
+
+def held(kfac: KFAC) -> dict[str, tuple[Solver, Held]]:
+    """Return the solver and the decompositions of every layer to precondition on the rank."""
+    bases = decompositions(kfac)
+    layers = bases.plan.preconditioned
+    return {x.name: (bases.solvers[x.solver.name], bases.hold([x])) for x in layers}
 
 
 def replicas(trainer: Trainer) -> Copies:

@@ -219,8 +219,8 @@ class OfAdam(Own):
         super().write(found)
         steps = self._adam.take(self._numerators)
         if self.stacks:
-            lengths = norms(steps[: self._covered])
-            of_weights = norms([weight.detach() for weight in self._weights]).to(lengths.dtype)
+            both = norms([*steps[: self._covered], *(x.detach() for x in self._weights)])
+            lengths, of_weights = both[: self._covered], both[self._covered :]
             limits = self.length.trust * of_weights[self._of_layer].norm(dim=1)
             self._scale(torch.where(limits > 0, lengths.minimum(limits), lengths))
         own, pairs = members(self.optimizer), zip(self.uncovered, steps[self._covered :])
