@@ -295,7 +295,7 @@ class Gradients:
         numbers = [self.arena.flat.sum(0, keepdim=True)]
         if not self.plan.owner_updates:
             numbers.append(self.votes.counted(self.arena[self.votes.name]))
-        total, *votes = self.site.flags.read(torch.cat(numbers))
+        total, *votes = self.site.flags.read(*numbers)
         self.votes.heard = votes
         if not math.isfinite(total):
             stepped = [slot.block.name for slot in self.slots if slot.steps]

@@ -85,11 +85,11 @@ class Flags:
         """Keep `numbers` `[n]`; the next `read` calls `report` with the numbers."""
         self._waiting.append((numbers, report))
 
-    def read(self, numbers: Tensor) -> list[float]:
-        """Return `numbers` `[n]`, and report all waiting numbers, in order."""
+    def read(self, *numbers: Tensor) -> list[float]:
+        """Return all `numbers`, `[n]` each, and report all waiting numbers, in order."""
         waiting, self._waiting = self._waiting, []
-        sizes = [len(numbers), *(len(flags) for flags, _ in waiting)]
-        values = torch.cat([numbers, *(flags.to(numbers.dtype) for flags, _ in waiting)]).tolist()
+        sizes = [sum(map(len, numbers)), *(len(flags) for flags, _ in waiting)]
+        values = torch.cat([*numbers, *(x.to(numbers[0].dtype) for x, _ in waiting)]).tolist()
         ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
         for (_, report), start, stop in zip(waiting, ends, ends[1:]):
             report(values[start:stop])

@@ -457,7 +457,7 @@ TABLE = (
     Mistake(
         "grafting: a direction keeps a length of its own",
         "engine/curvature/lengths.py",
-        "scales = lengths / (norms + (norms == 0))",
+        "scales = lengths / norms.clamp_min(torch.finfo(norms.dtype).tiny ** 0.5)",
         "scales = torch.ones_like(norms)",
         "tests/unit/test_step_length.py",
     ),

@@ -8,10 +8,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac.numerics import multiplying, product, products, usual_precision
+from mpikfac.numerics import multiplying, orthogonalised, product, products, usual_precision
 from support import inside, problem
 
 DEVICE = problem.DEVICE
@@ -256,3 +257,15 @@ def test_precision_beside_a_thread_that_decomposes_is_refused(comm):
     text = "precision='tf32' needs delay=0 or curvature_ranks >= 1, not 1 and 0: TF32 is a setting"
     with pytest.raises(ValueError, match=re.escape(text)):
         directions(comm, "tf32", strategy=strategy)
+
+
+@pytest.mark.parametrize(("precision", "least"), [("tf32", 0.99), ("bfloat16", 0.8)])
+def test_polynomials_round_little_of_a_matrix_of_low_rank(precision, least):
+    """Oracle: the polynomials in float64; identities are in no product that rounds."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (torch.randn(n, 8, generator=generator) for n in (64, 576))
+    matrix = rows @ columns.T
+    (exact,) = orthogonalised([matrix.double()])
+    with multiplying(precision):
+        (found,) = orthogonalised([matrix])
+    assert F.cosine_similarity(found.double().flatten(), exact.flatten(), dim=0) > least

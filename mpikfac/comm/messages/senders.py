@@ -82,7 +82,7 @@ class Sender:
         Raises:
             ValueError: parts of the batch are missing.
         """
-        if self.divided:
+        if self.divided and self.grid.world.size > 1:
             torch._foreach_div_(self.divided, self.grid.world.size)
         self.grid.exchange(self.messages[turn], self.arena.flat)
 

@@ -121,7 +121,7 @@ class Own:
     def _scale(self, lengths: Tensor) -> None:
         """Give directions in the arena their lengths, `[layers]`; zeros stay zeros."""
         norms = self._norms([stack.direction for stack in self.stacks])
-        scales = lengths / (norms + (norms == 0))
+        scales = lengths / norms.clamp_min(torch.finfo(norms.dtype).tiny ** 0.5)
         for stack, scale in zip(self.stacks, scales.split(self._counts)):
             stack.direction.mul_(scale.view(stack.each))
 
