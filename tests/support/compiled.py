@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,7 +78,12 @@ class Counter:
 
 
 def fresh(backend: str = "eager") -> Counter:
-    """Return a counter of a compiler that has compiled nothing so far."""
+    """Return a counter of a compiler that has compiled nothing so far.
+
+    Trainers that other tests have dropped may wait for Python's garbage collector, and until then
+    keep compiled models from running.
+    """
+    gc.collect()
     torch.compiler.reset()
     counters.clear()
     return Counter(backend)
