@@ -79,3 +79,5 @@ FACTORS, VECTORS, WEIGHTS = "factors/", "vectors/", "weights/"
 BASES, DECOMPOSITIONS = "bases/", "decompositions/"
 SCALES, SCALE_WEIGHTS = "scales/", "scale-weights/"
 GRAFT, MOMENTUM = "graft/", "momentum/"
+ROWS, ROTATED = "rows/", "rotated/"
+OF_LENGTHS = GRAFT, MOMENTUM, ROWS, ROTATED

@@ -15,7 +15,13 @@ from mpikfac.plan import NAMED
 from support import gradients, problem
 
 RANKS = mpikfac.world().size
-SOLVERS = ("shampoo", "kl-shampoo", "muon")
+LENGTHS = {
+    **{"shampoo": "adam", "kl-shampoo": "adam", "soap": "rotated"},
+    **{"muon": "orthogonal", "normuon": "rows"},
+}
+SOLVERS = tuple(LENGTHS)
+LENGTHS["newton-muon"] = "orthogonal"
+WITHOUT_FACTORS = ("muon", "normuon")
 KINDS = tuple(gradients.NETWORKS)
 STEPS, STOP = range(8), 4
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
@@ -47,14 +53,14 @@ PAIRS = [
     (name, solver)
     for name in STRATEGIES
     for solver in SOLVERS
-    if solver != "muon" or name not in OF_FACTORS
+    if solver not in WITHOUT_FACTORS or name not in OF_FACTORS
 ]
 
 
 def trainer(comm, solver, strategy, kind="convolutional"):
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    length = Length("orthogonal" if solver == "muon" else "adam", momentum=0.9)
+    length = Length(LENGTHS[solver], momentum=0.9)
     settings = {"length": length, "damping": Damping(relative=0.01), "basis_every": 4}
     return mpikfac.KFAC(model, sgd, comm, strategy, solver=solver, factor_every=1, **settings)
 
@@ -202,6 +208,22 @@ def test_a_layer_that_is_frozen_and_trained_again_starts_anew(comm, solver):
         found = run(kfac, comm, range(2, 5), "linear")
         assert found.isfinite().all()
         assert all(torch.equal(found, other) for other in comm.allgather(found))
+
+
+@pytest.mark.parametrize("name", [*CHOICES])
+def test_newton_muon_trains_as_one_process_does_and_sends_what_is_planned(comm, name):
+    """Oracle: a single process with the joined batch; the plan, which has A alone."""
+    strategy, solver = STRATEGIES[name], "newton-muon"
+    kind = KINDS[(list(STRATEGIES).index(name) + RANKS) % len(KINDS)]
+    kfac = trainer(comm, solver, strategy, kind)
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, trained(solver, alone(strategy), kind)):
+        found = run(kfac, comm, [step], kind)
+        sent += planned(kfac, step)
+        if strategy.refresh.delay == 0 and not strategy.transport.overlap:
+            assert +collections.Counter(kfac.trace.sent) == sent
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    kfac.close()
 
 
 def test_named_strategies_run_or_are_refused_in_a_line(comm):
