@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, DataParallel, Estimator, KFACOptimizer, Length, schedule
+from mpikfac import (
+    KFAC,
+    DataParallel,
+    DistributedMuon,
+    DistributedShampoo,
+    Estimator,
+    KFACOptimizer,
+    Length,
+    schedule,
+)
 from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY
 
@@ -170,6 +179,21 @@ def test_an_unknown_argument_is_named(wrong, right):
     text = f"KFACOptimizer has no argument '{wrong}'; did you mean {right}"
     with pytest.raises(TypeError, match=text):
         KFACOptimizer(network(), **{wrong: 0.1})
+
+
+def test_a_named_optimizer_takes_no_solver_and_its_own_momentum():
+    """Oracle: the lines; Muon's momentum of 0.95 [Jordan 2024], and a number that is given."""
+    line = r"solver='eigen' is no argument of DistributedMuon, which is solver='muon'; leave it"
+    with pytest.raises(ValueError, match=line):
+        DistributedMuon(network(), solver="eigen")
+    with pytest.raises(
+        TypeError, match="DistributedShampoo has no argument 'dampng'; did you"
+    ):
+        DistributedShampoo(network(), dampng=0.1)
+    made = [DistributedMuon(network()), KFACOptimizer(network(), solver="muon")]
+    made += [DistributedShampoo(network()), DistributedMuon(network(), momentum=0.5)]
+    momenta = [optimizer.param_groups[0]["momentum"] for optimizer in made]
+    assert momenta == [0.95, 0.95, MOMENTUM, 0.5]
 
 
 def test_parameters_are_no_model():
