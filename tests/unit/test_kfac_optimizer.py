@@ -186,9 +186,7 @@ def test_a_named_optimizer_takes_no_solver_and_its_own_momentum():
     line = r"solver='eigen' is no argument of DistributedMuon, which is solver='muon'; leave it"
     with pytest.raises(ValueError, match=line):
         DistributedMuon(network(), solver="eigen")
-    with pytest.raises(
-        TypeError, match="DistributedShampoo has no argument 'dampng'; did you"
-    ):
+    with pytest.raises(TypeError, match="DistributedShampoo has no argument 'dampng'; did you"):
         DistributedShampoo(network(), dampng=0.1)
     made = [DistributedMuon(network()), KFACOptimizer(network(), solver="muon")]
     made += [DistributedShampoo(network()), DistributedMuon(network(), momentum=0.5)]
