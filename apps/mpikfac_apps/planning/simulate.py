@@ -140,8 +140,8 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
         "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",
         "  rank does nothing but communicate, and wait, for slower ranks.",
-        "MiB kept for K-FAC, without the model, by the fullest rank; MiB sent by a rank in a mean",
-        "  step",
+        "MiB kept by the fullest rank, without model, momenta and averages of lengths; MiB sent by",
+        "  a rank in a mean step",
         "* upper bounds: as if no core were free for the background and all factors had changed",
     ]
     if machine.between is None:
