@@ -133,7 +133,7 @@ def go_on(run, *more: str) -> str:
 def test_the_log_shows_what_is_in_force_and_a_restart_keeps_it(run):
     """Oracle: the lines, by hand."""
     words = (
-        "K-FAC with learning rate 0.0075, momentum 0.9 of gradients, weight decay 0.0005, "
+        "solver shampoo with learning rate 0.0075, momentum 0.9 of gradients, weight decay 0.0005, "
         "length adam, relative damping 0.001"
     )
     assert words in (run / "log.txt").read_text()
@@ -151,7 +151,11 @@ def test_another_solver_takes_its_own_usual_values(run):
         *("kfac.factor_every 1 -> null", "kfac.relative_damping 0.001 -> 10.0"),
     )
     assert sorted(line.partition("checkpoint: ")[2].split(", ")) == sorted(changed)
-    assert "weight decay 0.01" in text
+    assert "weight decay 0.01" in text and "damping 10" not in text.partition("solver muon")[2]
+    line = "goes on: lengths, momenta; starts anew: nothing; left out: decompositions, factors\n"
+    assert line in text
+    again = go_on(run, "--max_steps=5", "--kfac.solver=kl-shampoo")
+    assert "starts anew: decompositions, factors; left out: nothing\n" in again
 
 
 def test_vectors_of_earlier_versions_keep_the_damping_that_was_in_force():
