@@ -132,10 +132,7 @@ def plan_of(
 def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:
     """Return lines with the job, the machine and the meaning of the columns."""
     lines = [
-        f"{options.model}, {options.batch_per_rank} images per rank, "
-        f"solver {options.solver}, "
-        f"factors every {options.kfac.lasting_factor_every} steps, "
-        f"bases every {options.basis_every}",
+        job_in_words(options),
         f"Machine: {machine.name}; predicted, not measured",
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
         "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",
@@ -149,6 +146,18 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     if settings := ", ".join(uncounted(options.kfac)):
         lines.append(f"Not counted: {settings}")
     return lines
+
+
+def job_in_words(options: SimulateOptions) -> str:
+    """Return model, batch, solver and intervals of the runs to predict."""
+    words = f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}"
+    solver = mpikfac.solvers.SOLVERS.get(options.solver)
+    if solver is not None and not solver.form.blocks:
+        return f"{words}, without factors"
+    return (
+        f"{words}, factors every {number(options.kfac.lasting_factor_every, 'step')}, "
+        f"bases every {options.basis_every}"
+    )
 
 
 def uncounted(kfac: KfacOptions) -> Iterator[str]:
