@@ -28,6 +28,13 @@ class Mistake(NamedTuple):
 TABLE = (
     # -- optimizers of a solver by name
     Mistake(
+        "optimizers by name: nobody is told of Shampoo's own length",
+        "model/checks.py",
+        'if unbounded and solver.of == "gradient":',
+        'if unbounded and solver.of == "nothing":',
+        "tests/unit/test_kfac_optimizer.py",
+    ),
+    Mistake(
         "optimizers by name: the momentum is K-FAC's",
         "optimizer.py",
         'momentum = usual.get("length", {}).get("momentum", MOMENTUM)',

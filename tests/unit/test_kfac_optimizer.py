@@ -290,6 +290,31 @@ def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
     assert len(texts) == bool(warning)
 
 
+@pytest.mark.parametrize("solver", ["shampoo", "kl-shampoo"])
+@pytest.mark.parametrize("bound", [None, 1.0])
+def test_the_first_roots_of_one_gradient_make_long_directions(caplog, solver, bound):
+    """Oracle: the warning, and what it warns of: the second direction, beside the first; a bound.
+
+    The first roots are of the first gradient alone, and stretch all of the second that is new.
+    """
+    model = network()
+    length, sgd = Length("own", norm=bound), torch.optim.SGD(model.parameters(), 0.0)
+    kfac = KFAC(model, sgd, solver=solver, length=length, basis_every=5)
+    norms = []
+    for step in range(2):
+        loss_of(model, step).backward()
+        kfac.step()
+        gradients = [p.grad for p in model.parameters()]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        kfac.optimizer.zero_grad()
+    line = f"the factors of '{solver}' begin with a single gradient"
+    assert (line in caplog.text) == (bound is None)
+    if bound is None:
+        assert norms[1] > 2 * norms[0]
+    else:
+        assert max(norms) < 1 + 1e-9
+
+
 @pytest.mark.parametrize(
     "taken", [copy.copy, copy.deepcopy, pickle.dumps, lambda it: torch.save(it, io.BytesIO())]
 )
