@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from mpikfac.comm import Comm, Team, agree, world
+from mpikfac.errors import UserError
 from mpikfac.kfac import KFAC
 from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
@@ -157,7 +158,15 @@ class Optimizer(torch.optim.Optimizer):
         present = self.trainer.state_dict()
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
         # Copied, as a state of this trainer shares its memory, which loading clears.
-        self.trainer.load_state_dict(copy.deepcopy(dict(state_dict)) | model)
+        try:
+            self.trainer.load_state_dict(copy.deepcopy(dict(state_dict)) | model)
+        except UserError as error:
+            if "missing" not in str(error) or self.trainer.grid.world.size == 1:
+                raise
+            raise UserError(
+                f"{error}; a state_dict may be the share of a rank: load each rank's own file, or "
+                f"take save_checkpoint and load_checkpoint"
+            ) from error
 
 
 class KFACOptimizer(Optimizer):

@@ -221,6 +221,19 @@ def test_a_named_optimizer_trains_all_ranks_as_one_process(comm, solver):
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
+def test_the_state_of_rank_0_alone_is_refused_where_owners_step(comm):
+    """Oracle: the line names the remedy; the state before."""
+    if comm.size == 1:
+        return
+    optimizer = DistributedMuon(problem.network())
+    learn(comm, optimizer.trainer.model, optimizer, range(2))
+    before = weights(optimizer.trainer.model)
+    line = "is missing; .* load each rank's own file, or take save_checkpoint"
+    with pytest.raises(UserError, match=line):
+        optimizer.load_state_dict(comm.bcast(stored(optimizer.state_dict())))
+    assert torch.equal(weights(optimizer.trainer.model), before)
+
+
 def test_a_scaler_on_one_rank_lets_all_ranks_skip(comm):
     """Oracle: the weights before; each rank's scaler follows the rank's own gradients."""
     optimizer = KFACOptimizer(problem.network())
