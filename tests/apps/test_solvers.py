@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,15 @@ def test_planned_runs_have_the_same_usual_values():
     for found in (plan, SIMULATE.read(machine).kfac):
         assert (found.damping, found.factor_every) == (of_run.damping, of_run.factor_every)
         assert found.length.source == of_run.length.source
+
+
+def test_any_usual_value_of_a_solver_replaces_a_default(monkeypatch):
+    """Oracle: by hand: of a solver with a number of each kind; what is given, stays."""
+    usual = {"estimator": {"fisher": "forward-only", "decay": 0.5}, "basis_every": 3}
+    monkeypatch.setitem(SOLVERS, "eigen", SimpleNamespace(usual=usual))
+    kfac = TRAIN.read(["--kfac.solver=eigen", "--kfac.decay=0.95"]).kfac
+    assert (kfac.estimator.fisher, kfac.estimator.decay) == ("forward-only", 0.95)
+    assert kfac.basis_every == 3
 
 
 # -- runs and restarts -----------------------------------------------------------------------------
