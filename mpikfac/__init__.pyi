@@ -30,6 +30,8 @@ from .layers import KINDS as KINDS
 from .layers import NORMS as NORMS
 from .layers import Coverage as Coverage
 from .layers import Layer as Layer
+from .optimizer import DistributedMuon as DistributedMuon
+from .optimizer import DistributedShampoo as DistributedShampoo
 from .optimizer import KFACOptimizer as KFACOptimizer
 from .optimizer import Optimizer as Optimizer
 from .plan import Distribution as Distribution

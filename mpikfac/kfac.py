@@ -150,7 +150,8 @@ class KFAC(Trainer):
             uncovered = self.built.gradients.uncovered
             ways = offers(model, uncovered, coverage)
             report_uncovered(model, self.layers, uncovered, optimizer, ways)
-            for warning in check_habits(optimizer, length, estimator.fisher):
+            form = next(iter(solvers.values())).form
+            for warning in check_habits(optimizer, length, estimator.fisher, form):
                 log.warning("%s", warning)
 
     def __repr__(self) -> str:

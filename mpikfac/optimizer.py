@@ -7,12 +7,13 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, distributed, nn
 
 from mpikfac.comm import Comm, Team, agree, world
+from mpikfac.errors import UserError
 from mpikfac.kfac import KFAC
 from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
@@ -157,7 +158,15 @@ class Optimizer(torch.optim.Optimizer):
         present = self.trainer.state_dict()
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
         # Copied, as a state of this trainer shares its memory, which loading clears.
-        self.trainer.load_state_dict(copy.deepcopy(dict(state_dict)) | model)
+        try:
+            self.trainer.load_state_dict(copy.deepcopy(dict(state_dict)) | model)
+        except UserError as error:
+            if "missing" not in str(error) or self.trainer.grid.world.size == 1:
+                raise
+            raise UserError(
+                f"{error}; a state_dict may be the share of a rank: load each rank's own file, or "
+                f"take save_checkpoint and load_checkpoint"
+            ) from error
 
 
 class KFACOptimizer(Optimizer):
@@ -181,7 +190,7 @@ class KFACOptimizer(Optimizer):
         params: the parameters to train, or groups of parameters with an `lr`, `momentum` or
             `weight_decay` of their own, as of any torch optimizer; all of the model's if None.
         momentum: of the averaged gradients, by Nesterov. Schedulers may change the number, in all
-            groups alike.
+            groups alike. None: 0.9, or the solver's usual momentum, such as 0.95 of "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step shrinks weights by
             `lr * weight_decay`.
         max_norm: the largest norm of the averaged gradient; None for no bound.
@@ -192,7 +201,12 @@ class KFACOptimizer(Optimizer):
     Raises:
         ValueError: an argument is wrong, or choices cannot work together.
         UserError: ranks disagree on model, plan, settings or versions.
+
+    Attributes:
+        solver: the solver of a class with a solver of its own; None for the argument.
     """
+
+    solver: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -200,7 +214,7 @@ class KFACOptimizer(Optimizer):
         lr: float = RATE,
         *,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
-        momentum: float = MOMENTUM,
+        momentum: float | None = None,
         weight_decay: float = WEIGHT_DECAY,
         max_norm: float | None = None,
         comm: Comm | Team | None = None,
@@ -213,10 +227,20 @@ class KFACOptimizer(Optimizer):
                 f"parameters to train may follow as params"
             )
         check_kind("length", settings.get("length"), Length)
-        _check_names(settings)
+        name = type(self).__name__
+        _check_names(name, settings)
+        if self.solver is not None:
+            if "solver" in settings:
+                raise ValueError(
+                    f"solver={settings['solver']!r} is no argument of {name}, which is "
+                    f"solver={self.solver!r}; leave it out, or take KFACOptimizer(solver=...)"
+                )
+            settings["solver"], strategy = self.solver, strategy or "owner-stepped"
+        usual = named_solver(settings.get("solver") or "inverse").usual
+        if momentum is None:
+            momentum = usual.get("length", {}).get("momentum", MOMENTUM)
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
-        usual = named_solver(settings.get("solver") or "inverse").usual
         length = settings.pop("length", None) or Length(**usual.get("length", {}))
         length = replace(length, momentum=descent.momentum if momentum else 0.0)
         super().__init__(
@@ -224,8 +248,41 @@ class KFACOptimizer(Optimizer):
         )
 
 
-def _check_names(settings: Mapping[str, Any]) -> None:
-    """Return if `KFAC` takes the settings of a `KFACOptimizer`.
+class DistributedMuon(KFACOptimizer):
+    """Muon on all ranks: `KFACOptimizer(solver="muon")`, and owners step.
+
+        optimizer = mpikfac.DistributedMuon(model, lr=0.0075)
+
+    Arguments are those of `KFACOptimizer`, but for `solver`. The rank that owns a layer gets the
+    sum of the layer's gradients, makes the polar factor and steps the layer; the new weights go to
+    all ranks, and a step sends no more bytes than averaging gradients. `state_dict` then is the
+    share of the rank: each rank keeps a file, or `save_checkpoint` writes the whole. With
+    `strategy="comm-opt"` every rank makes every polar factor, and the state of rank 0 is the whole.
+    `coverage=Coverage(skip=[...])` leaves layers to Adam's step. See [Muon].
+
+    Collective over: comm.
+    """
+
+    solver = "muon"
+
+
+class DistributedShampoo(KFACOptimizer):
+    """Shampoo on all ranks: `KFACOptimizer(solver="shampoo")`, and owners step.
+
+        optimizer = mpikfac.DistributedShampoo(model, lr=0.0075)
+
+    Arguments are those of `KFACOptimizer`, but for `solver`; strategy and state are as of
+    `DistributedMuon`: the owner of a layer also keeps the factors, and takes the roots every
+    `basis_every` steps [Gupta et al. 2018].
+
+    Collective over: comm.
+    """
+
+    solver = "shampoo"
+
+
+def _check_names(name: str, settings: Mapping[str, Any]) -> None:
+    """Return if `KFAC` takes the settings of a `KFACOptimizer`, or of the derived class `name`.
 
     Raises:
         TypeError: a name is unknown.
@@ -233,11 +290,9 @@ def _check_names(settings: Mapping[str, Any]) -> None:
     further = inspect.signature(KFAC).parameters.values()
     taken = [argument.name for argument in further if argument.kind is argument.KEYWORD_ONLY]
     own = [name for name in inspect.signature(KFACOptimizer).parameters if name != "settings"]
-    for name in settings.keys() - set(taken):
-        near = get_close_matches(name, [*own, *taken], n=1) or [*own, *taken]
-        raise TypeError(
-            f"KFACOptimizer has no argument {name!r}; did you mean {' or '.join(near)}?"
-        )
+    for wrong in settings.keys() - set(taken):
+        near = get_close_matches(wrong, [*own, *taken], n=1) or [*own, *taken]
+        raise TypeError(f"{name} has no argument {wrong!r}; did you mean {' or '.join(near)}?")
 
 
 def _check_processes() -> None:

@@ -22,7 +22,7 @@ from mpikfac.errors import UserError
 from mpikfac.layers import Layer, Other, in_words
 from mpikfac.model.descent import Descent
 from mpikfac.model.state import group_settings
-from mpikfac.plan import Fisher, Strategy
+from mpikfac.plan import Fisher, Form, Strategy
 from mpikfac.settings import Length, Schedule
 
 Block = Layer | Other
@@ -257,9 +257,18 @@ def taking_up() -> Iterator[None]:
         ) from error
 
 
-def check_habits(optimizer: Optimizer, length: Length, fisher: Fisher) -> Iterator[str]:
+def check_habits(
+    optimizer: Optimizer, length: Length, fisher: Fisher, solver: Form
+) -> Iterator[str]:
     """Yield warnings of settings that fit other methods, and let K-FAC lose without a word."""
-    if (length.source, length.bound, fisher) == ("own", "", "empirical"):
+    unbounded = (length.source, length.bound) == ("own", "")
+    if unbounded and solver.of == "gradient":
+        yield (
+            f"Length('own') without a bound may diverge: the factors of {solver.name!r} begin with "
+            f"a single gradient, and the next directions are long; give a bound, such as "
+            f"Length(norm=1.0), or take Length('adam')"
+        )
+    elif unbounded and fisher == "empirical":
         yield (
             "Length('own') without a bound may diverge: with the empirical Fisher, directions grow "
             "as gradients shrink; give a bound, such as Length(kl=0.001), or take Length()"

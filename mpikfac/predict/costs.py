@@ -186,7 +186,13 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
     """
     if factor.solver.vector:
         return 0.0
-    full = machine.decomposition(factor.solver.timed_as or factor.solver.name, factor.order)
+    solver, timed = factor.solver.name, factor.solver.timed_as or factor.solver.name
+    if timed not in machine.decompositions and timed != solver:
+        raise ValueError(
+            f"machine {machine.name!r} has no times of solver={timed!r}, whose decompositions "
+            f"solver={solver!r} takes; calibrate a machine"
+        )
+    full = machine.decomposition(timed, factor.order)
     return full * (factor.work() / factor.order**3)
 
 
@@ -232,7 +238,7 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     Factors of the averaged gradient take products of the gradient with itself instead.
 
     Raises:
-        ValueError: the plan has vectors, and the machine has no times of vectors.
+        ValueError: the machine has no times of what the plan needs, vectors or products.
     """
     vectors = _solver_of_vectors(plan)
     of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
@@ -245,9 +251,18 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
 
 
 def _moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds in which `rank` makes factors of the averaged gradient."""
+    """Return the seconds in which `rank` makes factors of the averaged gradient.
+
+    Raises:
+        ValueError: the machine has no times of products.
+    """
     gradients = {layer.name: math.prod(layer.gradient) for layer in plan.layers}
     multiplications = [f.order * gradients[f.layer] for f in plan.of(rank).averaged]
+    if multiplications and not machine.products:
+        raise ValueError(
+            f"machine {machine.name!r} has no times of products, which make factors of the "
+            f"gradient; calibrate the machine again"
+        )
     return sum(2 * n / interpolated(machine.products, n ** (1 / 3)) for n in multiplications)
 
 

@@ -105,7 +105,7 @@ class Machine:
             than 1 if ranks have no spare core, below 0 if overlapping costs more than sending in
             turn.
         products: order and rate of a matrix product, in operations per second, ascending; empty
-            if preconditioning was measured.
+            if not known.
     """
 
     name: str

@@ -53,15 +53,19 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
 
 
 @pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse", "shampoo", "kl-shampoo"])
 def test_conditions_are_those_of_what_each_solver_inverts(solver, relative):
-    """Oracle: NumPy's condition number of the dense matrix, the damping shared as documented."""
+    """Oracle: NumPy's condition number of the dense matrix, the damping shared as documented.
+
+    Shampoo takes fourth roots of each factor, KL-Shampoo square roots.
+    """
+    power = {"shampoo": 1 / 4, "kl-shampoo": 1 / 2}.get(solver, 1)
     generator = torch.Generator().manual_seed(0)
     a, g = (torch.randn(n, 3 * n, generator=generator).double() for n in (6, 4))
     a, g = (a @ a.T).numpy(), (g @ g.T).numpy() / 100
     means = np.trace(a) / 6, np.trace(g) / 4
-    share = {"eigen": (0, 0), "unsplit-inverse": (0.1, 0.1)}.get(solver)
-    if share is None:
+    share = (0, 0) if solver == "eigen" else (0.1, 0.1)
+    if solver == "inverse":
         pi = 1 if relative else np.sqrt(means[0] / means[1])
         share = pi * np.sqrt(0.1), np.sqrt(0.1) / pi
     if relative:
@@ -70,7 +74,26 @@ def test_conditions_are_those_of_what_each_solver_inverts(solver, relative):
     if solver == "eigen":
         dense += 0.1 * (means[0] * means[1] if relative else 1) * np.eye(24)
     spectrum = spectra.Spectrum("layer", *map(spectra.eigenvalues, map(torch.from_numpy, (a, g))))
-    assert spectrum.condition(solver, 0.1, relative) == pytest.approx(np.linalg.cond(dense))
+    expected = np.linalg.cond(dense) ** power
+    assert spectrum.condition(solver, 0.1, relative) == pytest.approx(expected)
+
+
+def test_factors_of_the_gradient_are_factors():
+    """Oracle: the state of the trainer."""
+    model, (inputs, labels) = network(), problem.batch(0)
+    kfac = mpikfac.KFAC(model, sgd(model), solver="shampoo")
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    kfac.step()
+    state, kind = kfac.state_dict(), "kfac/gradient-factors/"
+    averages = {n.removeprefix(kind): v for n, v in state.items() if n.startswith(kind)}
+    found = {
+        f"{layer}.{side}": factor
+        for layer in spectra.layers(state)
+        for side, factor in spectra.factors(state, layer).items()
+    }
+    assert found.keys() == averages.keys() and len(found) == 6
+    for name, factor in found.items():
+        assert torch.equal(factor, mpikfac.numerics.unfold_triangle(averages[name]))
 
 
 def test_a_singular_layer_without_damping_has_an_infinite_condition():

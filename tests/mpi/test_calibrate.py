@@ -70,7 +70,7 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     orders = sorted({order for layer in layers for order in (layer.inputs, layer.outputs)})
     assert [order for order, _ in machine.decompositions["eigen"]] == orders
     strategy = mpikfac.Strategy.comm_opt(comm.size)
-    for solver in ("inverse", "rank-one"):
+    for solver in ("inverse", "rank-one", "shampoo", "muon"):
         plan = mpikfac.make_plan(layers, comm.size, strategy, others, solver)
         prediction = mpikfac.predict.simulate(plan, machine, mpikfac.predict.Job("digits_cnn", 4))
         assert prediction.mean.seconds > prediction.mean.exposed > 0

@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpikfac import DataParallel, KFACOptimizer, Optimizer, Strategy, UserError
+from mpikfac import (
+    DataParallel,
+    DistributedMuon,
+    DistributedShampoo,
+    KFACOptimizer,
+    Optimizer,
+    Strategy,
+    UserError,
+)
 from support import problem
 
 STRATEGIES = {
@@ -160,6 +168,70 @@ def test_the_constructor_trains_all_ranks_as_one_process(comm, strategy):
     pairs = zip(together.trainer.model.parameters(), alone.trainer.model.parameters())
     for weights, expected in pairs:
         torch.testing.assert_close(weights, expected, rtol=1e-8, atol=1e-10)
+
+
+NAMED = {"muon": DistributedMuon, "shampoo": DistributedShampoo}
+
+
+def learn_scaled(comm, optimizer, steps):
+    """Take steps with a scaler and a schedule, as a program of one process does."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in steps:
+        images, labels = problem.shards(step, comm.size)[comm.rank]
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(optimizer.trainer.model(images), labels)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+
+
+@pytest.mark.parametrize("strategy", [None, "comm-opt"])
+@pytest.mark.parametrize("solver", NAMED)
+def test_a_named_optimizer_is_its_solver_stepped_by_owners(comm, solver, strategy):
+    """Oracle: `KFACOptimizer` with the choices by hand, to the last bit, also after a restart."""
+    by_name, again = (NAMED[solver](problem.network(), strategy=strategy) for _ in range(2))
+    chosen = {"solver": solver, "strategy": strategy or "owner-stepped"}
+    by_hand = KFACOptimizer(problem.network(), **chosen)
+    for optimizer in (by_name, by_hand):
+        learn_scaled(comm, optimizer, range(4))
+    again.trainer.model.load_state_dict(by_name.trainer.model.state_dict())
+    again.load_state_dict(stored(by_name.state_dict()))
+    for optimizer in (by_name, by_hand, again):
+        learn_scaled(comm, optimizer, range(4, 6))
+    expected = weights(by_hand.trainer.model)
+    assert torch.equal(weights(by_name.trainer.model), expected)
+    assert torch.equal(weights(again.trainer.model), expected)
+    assert not torch.equal(expected, weights(problem.network()))
+    assert by_name.trainer.plan.strategy.update == ("everyone" if strategy else "owner")
+
+
+@pytest.mark.parametrize("solver", NAMED)
+def test_a_named_optimizer_trains_all_ranks_as_one_process(comm, solver):
+    """Oracle: the same optimizer on a single process, with the batches of all ranks."""
+    alone = NAMED[solver](problem.network(), comm=comm.Split(comm.rank))
+    together = NAMED[solver](problem.network())
+    for step in range(problem.STEPS):
+        shard = problem.shards(step, comm.size)[comm.rank]
+        for optimizer, (images, labels) in ((alone, problem.batch(step)), (together, shard)):
+            optimizer.zero_grad()
+            F.cross_entropy(optimizer.trainer.model(images), labels).backward()
+            optimizer.step()
+    found, expected = (weights(one.trainer.model) for one in (together, alone))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_state_of_rank_0_alone_is_refused_where_owners_step(comm):
+    """Oracle: the line names the remedy; the state before."""
+    if comm.size == 1:
+        return
+    optimizer = DistributedMuon(problem.network())
+    learn(comm, optimizer.trainer.model, optimizer, range(2))
+    before = weights(optimizer.trainer.model)
+    line = "is missing; .* load each rank's own file, or take save_checkpoint"
+    with pytest.raises(UserError, match=line):
+        optimizer.load_state_dict(comm.bcast(stored(optimizer.state_dict())))
+    assert torch.equal(weights(optimizer.trainer.model), before)
 
 
 def test_a_scaler_on_one_rank_lets_all_ranks_skip(comm):

@@ -26,6 +26,29 @@ class Mistake(NamedTuple):
 
 
 TABLE = (
+    # -- optimizers of a solver by name
+    Mistake(
+        "optimizers by name: nobody is told of Shampoo's own length",
+        "model/checks.py",
+        'if unbounded and solver.of == "gradient":',
+        'if unbounded and solver.of == "nothing":',
+        "tests/unit/test_kfac_optimizer.py",
+    ),
+    Mistake(
+        "optimizers by name: the momentum is K-FAC's",
+        "optimizer.py",
+        'momentum = usual.get("length", {}).get("momentum", MOMENTUM)',
+        "momentum = MOMENTUM",
+        "tests/unit/test_kfac_optimizer.py",
+    ),
+    Mistake(
+        "optimizers by name: every rank steps all layers",
+        "optimizer.py",
+        'settings["solver"], strategy = self.solver, strategy or "owner-stepped"',
+        'settings["solver"] = self.solver',
+        "tests/mpi/test_optimizer.py",
+        2,
+    ),
     # -- solvers whose factors come from the averaged gradient
     Mistake(
         "factors of the gradient: a gradient that is not finite counts",

@@ -305,6 +305,15 @@ def test_factors_of_the_gradient_take_products_and_no_statistics():
     plan = make_plan([layer], 1, Strategy(), solver="shampoo")
     seconds = costs.statistics_seconds(plan, 0, MACHINE, network)
     assert seconds == pytest.approx(3 * 3 * 4 + 3 * 4 * 4)
+    with pytest.raises(
+        ValueError, match="no times of products, which make factors of the gradient"
+    ):
+        costs.statistics_seconds(plan, 0, dataclasses.replace(MACHINE, products=()), network)
+    untimed = dataclasses.replace(
+        MACHINE, decompositions={"inverse": MACHINE.decompositions["inverse"]}
+    )
+    with pytest.raises(ValueError, match="solver='eigen', whose decompositions solver='shampoo'"):
+        costs.decompose_seconds(plan, 0, untimed)
     plan = make_plan([layer], 1, Strategy(), solver="muon")
     assert costs.statistics_seconds(plan, 0, MACHINE, network) == 0
     orthogonal, kfac = sum(layer.orthogonalising()), sum(layer.products())

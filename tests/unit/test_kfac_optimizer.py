@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, DataParallel, Estimator, KFACOptimizer, Length, schedule
+from mpikfac import (
+    KFAC,
+    DataParallel,
+    DistributedMuon,
+    DistributedShampoo,
+    Estimator,
+    KFACOptimizer,
+    Length,
+    schedule,
+)
 from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY
 
@@ -172,6 +181,19 @@ def test_an_unknown_argument_is_named(wrong, right):
         KFACOptimizer(network(), **{wrong: 0.1})
 
 
+def test_a_named_optimizer_takes_no_solver_and_its_own_momentum():
+    """Oracle: the lines; Muon's momentum of 0.95 [Jordan 2024], and a number that is given."""
+    line = r"solver='eigen' is no argument of DistributedMuon, which is solver='muon'; leave it"
+    with pytest.raises(ValueError, match=line):
+        DistributedMuon(network(), solver="eigen")
+    with pytest.raises(TypeError, match="DistributedShampoo has no argument 'dampng'; did you"):
+        DistributedShampoo(network(), dampng=0.1)
+    made = [DistributedMuon(network()), KFACOptimizer(network(), solver="muon")]
+    made += [DistributedShampoo(network()), DistributedMuon(network(), momentum=0.5)]
+    momenta = [optimizer.param_groups[0]["momentum"] for optimizer in made]
+    assert momenta == [0.95, 0.95, MOMENTUM, 0.5]
+
+
 def test_parameters_are_no_model():
     """Oracle: the line."""
     with pytest.raises(ValueError, match=r"model=generator must be a torch.nn.Module"):
@@ -266,6 +288,31 @@ def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
     texts = [record.getMessage() for record in caplog.records]
     assert [text for text in texts if text.startswith(warning)] == texts
     assert len(texts) == bool(warning)
+
+
+@pytest.mark.parametrize("solver", ["shampoo", "kl-shampoo"])
+@pytest.mark.parametrize("bound", [None, 1.0])
+def test_the_first_roots_of_one_gradient_make_long_directions(caplog, solver, bound):
+    """Oracle: the warning, and what it warns of: the second direction, beside the first; a bound.
+
+    The first roots are of the first gradient alone, and stretch all of the second that is new.
+    """
+    model = network()
+    length, sgd = Length("own", norm=bound), torch.optim.SGD(model.parameters(), 0.0)
+    kfac = KFAC(model, sgd, solver=solver, length=length, basis_every=5)
+    norms = []
+    for step in range(2):
+        loss_of(model, step).backward()
+        kfac.step()
+        gradients = [p.grad for p in model.parameters()]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        kfac.optimizer.zero_grad()
+    line = f"the factors of '{solver}' begin with a single gradient"
+    assert (line in caplog.text) == (bound is None)
+    if bound is None:
+        assert norms[1] > 2 * norms[0]
+    else:
+        assert max(norms) < 1 + 1e-9
 
 
 @pytest.mark.parametrize(

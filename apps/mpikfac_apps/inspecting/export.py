@@ -3,7 +3,7 @@
     mpikfac export runs/a --weights model.pt --factors factors.npz
 
 `torch.load("model.pt", weights_only=True)` returns the model's state_dict. `np.load("factors.npz")`
-returns the running averages of K-FAC's factors as "<layer>.A" and "<layer>.G".
+returns the running averages of factors as "<layer>.A" and "<layer>.G".
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:
     """
     layers = spectra.layers(checkpoint)
     if not layers:
-        raise ValueError(f"{checkpoint.path} has no factors; it is not of K-FAC")
+        raise ValueError(f"{checkpoint.path} has no factors; its run kept none")
     return {
         f"{layer}.{side}": factor.numpy()
         for layer in layers

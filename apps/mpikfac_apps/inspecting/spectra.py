@@ -1,4 +1,4 @@
-"""Compute and draw eigenvalues of K-FAC's factors, and condition numbers."""
+"""Compute and draw eigenvalues of factors, and condition numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tqdm import tqdm
 import mpikfac
 from mpikfac import files
 
-FACTORS = "kfac/factors/"
+FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # begin the names of averages
 NONE = torch.empty(0, dtype=torch.float64)
 COLUMNS = 200  # of the picture of a spectrum
 FLOOR = 1e-8  # of the picture, relative to the largest: float32 holds nothing smaller
@@ -40,8 +40,9 @@ class Spectrum:
 
         For "ekfac", the matrix has the products that the solver's eigenvalues start from. Rounding
         leaves eigenvalues below 0, which count as 0. For a layer of several groups, the number
-        covers all pairs of an A and a G: an upper bound.
+        covers all pairs of an A and a G: an upper bound. A solver with roots inverts powers.
         """
+        exponent = getattr(mpikfac.solvers.SOLVERS.get(solver), "exponent", None)
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
         unit_a, unit_g = (v.mean() if len(v) and relative else 1.0 for v in (self.a, self.g))
         if solver in ("eigen", "ekfac") or not (len(self.a) and len(self.g)):
@@ -49,19 +50,20 @@ class Spectrum:
         elif relative:
             share = math.sqrt(damping) if solver == "inverse" else damping
             damped = (a + share * unit_a) * (g + share * unit_g)
-        elif solver == "unsplit-inverse":
+        elif solver == "unsplit-inverse" or exponent:
             damped = (a + damping) * (g + damping)
         else:
             means = self.a.mean(), self.g.mean()
             a += mpikfac.solvers.tikhonov_share(means[0] / means[1], damping)
             g += mpikfac.solvers.tikhonov_share(means[1] / means[0], damping)
             damped = a * g
-        return (damped[1] / damped[0]).item()
+        condition: float = (damped[1] / damped[0]).item() ** (exponent or 1)
+        return condition
 
 
 def layers(names: Iterable[str]) -> list[str]:
     """Return the layers whose factors are among a checkpoint's items, in natural order."""
-    factor_names = (name.removeprefix(FACTORS) for name in names if name.startswith(FACTORS))
+    factor_names = (name.split("/", 2)[2] for name in names if name.startswith(FACTORS))
     return sorted({name.rpartition(".")[0] for name in factor_names}, key=natural)
 
 
@@ -76,12 +78,12 @@ def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
     The shape is `[count, n, n]` if the layer has groups or a factor is a diagonal. "A0", "A1" and
     so on are blocks along the diagonal of A.
     """
-    layer_and_side = (name.rpartition(".") for name in checkpoint)
-    layer_sides = [side for name, _, side in layer_and_side if name == f"{FACTORS}{layer}"]
-    packed = {
-        side: checkpoint[f"{FACTORS}{layer}.{side}"] for side in sorted(layer_sides, key=natural)
+    own = tuple(f"{kind}{layer}" for kind in FACTORS)
+    names = {name.rpartition(".")[2]: name for name in checkpoint if name.rpartition(".")[0] in own}
+    return {
+        side: mpikfac.numerics.unfold_triangle(checkpoint[names[side]])
+        for side in sorted(names, key=natural)
     }
-    return {side: mpikfac.numerics.unfold_triangle(factor) for side, factor in packed.items()}
 
 
 def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:

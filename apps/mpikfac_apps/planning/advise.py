@@ -17,11 +17,12 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
+from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.planning.options import ADVISE, SGD, AdviseOptions
-from mpikfac_apps.planning.simulate import BOUNDED, both_shapes, predictions
+from mpikfac_apps.planning.simulate import BOUNDED, both_shapes, job_in_words, predictions
 from mpikfac_apps.text import MIB, number, show, table
 
-GROWING = ("forward", "backward", "statistics")  # computing that grows with the batch
+PASSES = ("forward", "backward")
 FLOAT32 = 4  # bytes
 WIDTH = 96
 
@@ -45,7 +46,7 @@ def advise(options: AdviseOptions) -> int:
         options.distribution, change={"overlap": True} | dict(options.distribution.change)
     )
     options = replace(options, distribution=distribution)
-    rows = [row | needs(row, options.batch_per_rank) for row in predictions(options, machine)]
+    rows = [row | needs(row, options) for row in predictions(options, machine)]
     sections = [heading(options, machine)]
     for ranks in dict.fromkeys(options.ranks):
         candidates = [row for row in rows if row["ranks"] == ranks]
@@ -76,12 +77,20 @@ def servers_to_hide(size: float, clients: int, bandwidth: float, computing: floa
     return max(1, math.ceil(2 * size * clients / (bandwidth * computing) - 1e-9))
 
 
-def needs(row: Row, images: int) -> Row:
+def growing(options: AdviseOptions) -> tuple[str, ...]:
+    """Return the stages whose computing grows with the batch; factors of the gradient do not."""
+    solver = mpikfac.solvers.SOLVERS.get(options.solver)
+    of_gradient = solver is not None and solver.form.of == "gradient"
+    return PASSES if of_gradient else (*PASSES, "statistics")
+
+
+def needs(row: Row, options: AdviseOptions) -> Row:
     """Return the computing of an image and the images needed, for a predicted row."""
     if "left_out" in row:
         return {}
     stages = row["mean"]["stages"]
-    per_image = sum(stages.get(stage, 0.0) for stage in GROWING) / images
+    computing = sum(stages.get(stage, 0.0) for stage in growing(options))
+    per_image = computing / options.batch_per_rank
     return {
         "per_image": per_image,
         "images": images_to_cover(row["mean"]["overlapped"], per_image),
@@ -115,9 +124,7 @@ def _place(name: str) -> int:
 def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
     """Return lines with the job, the machine and the meaning of the columns."""
     return [
-        f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}, "
-        f"factors every {options.kfac.lasting_factor_every} steps, "
-        f"bases every {options.basis_every}",
+        job_in_words(options),
         f"Machine: {machine.name}; predicted, not measured",
         "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",
         "  further messages, which no batch hides; step, exposed: the step played by the model,",
@@ -144,7 +151,7 @@ def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
 def of_batch(row: Row, options: AdviseOptions) -> list[str]:
     """Return the arithmetic of the mini-batch lemma for a strategy."""
     step, images, batch = row["mean"], row["images"], options.batch_per_rank
-    parts = [f"{stage} {ms(step['stages'].get(stage, 0.0))}" for stage in GROWING]
+    parts = [f"{stage} {ms(step['stages'].get(stage, 0.0))}" for stage in growing(options)]
     least = step["overlapped"] / row["per_image"]
     taken = max(images, batch)
     choice = {"strategy": (row["strategy"],), "ranks": (row["ranks"],), "batch_per_rank": taken}
@@ -168,6 +175,10 @@ def words_for(row: Row, options: AdviseOptions) -> str:
     first_order, name = row["strategy"].startswith("sgd"), row["strategy"].removeprefix(SGD)
     words = ["--optimizer sgd"] if first_order else []
     words += [f"--strategy {name}"] if name != "sgd" else []
+    if not first_order:
+        _, solver = strategy_of(name, row["ranks"], options.solver)
+        usual = mpikfac.plan.NAMED[name].settings.get("solver", "inverse")
+        words += [f"--kfac.solver {solver}"] if solver != usual else []
     words += [f"--workers {row['workers']}"] if name == "hybrid" else []
     overlap = options.distribution.change["overlap"]
     return " ".join([*words, f"--overlap {str(overlap).lower()}"])

@@ -115,6 +115,7 @@ def measured(
     orders = sorted({order for network in networks for order in network.orders})
     inverse = ladder(comm, device, orders, lambda a: mpikfac.solvers.damped_inverse(a, 0.03))
     eigen = ladder(comm, device, orders, mpikfac.solvers.eigenbasis)
+    products = ladder(comm, device, orders, lambda a: a @ a)
     watchdog.enter("steps", 3)
     visit(comm, networks)
     levels = [
@@ -130,6 +131,7 @@ def measured(
         ranks_per_node=max(map(hosts.count, hosts)) if across else None,
         samples=tuple(samples),
         decompositions={"inverse": inverse, "eigen": eigen},
+        products=tuple((order, 2 * order**3 / seconds) for order, seconds in products),
         networks=tuple(network.seconds(comm) for network in networks),
         about=environment(hosts, device) | _way(device),
     )

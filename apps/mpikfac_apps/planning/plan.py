@@ -5,12 +5,14 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import Any
 
 import mpikfac
 from mpikfac_apps import cli
-from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.options import KfacOptions, Options
 from mpikfac_apps.options.strategy import (
     coverage,
     for_machine,
@@ -40,8 +42,7 @@ def print_plan(options: PlanOptions) -> int:
     plan = plan_of(options)
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
-    sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in KINDS_OF_STEP)]
-    show(sections)
+    show([*sections, memory(plan, options.kfac), messages(plan), *steps(plan)])
     return 0
 
 
@@ -99,7 +100,10 @@ def grid(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def owners(plan: mpikfac.plan.Plan) -> list[str]:
-    """Return lines about the owners of the factors of each layer."""
+    """Return lines about the owners of the factors of each layer, or of the layers."""
+    if not plan.factors:
+        columns = [f"{name} c{column}" for name, column in plan.columns_of.items()]
+        return ["Layers without factors, and the columns that make directions", *in_lines(columns)]
     if len(plan.layers) > TABLE:
         return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
     rows: list[tuple[str, ...]] = [("layer", "order A", "order G", "column", "owner A", "owner G")]
@@ -145,14 +149,29 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
     ]
 
 
-def memory(plan: mpikfac.plan.Plan) -> list[str]:
-    """Return lines about the memory of a rank for K-FAC, without the model."""
-    held = [plan.memory(rank) for rank in looked_at(plan)]
+def memory(plan: mpikfac.plan.Plan, kfac: KfacOptions) -> list[str]:
+    """Return lines about the memory of a rank for the solver, without the model."""
+    held = [plan.memory(rank) | of_lengths(plan, kfac, rank) for rank in looked_at(plan)]
     held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
     rows = [("", "least", "median", "most")]
     for kind in held[0]:
-        rows.append((kind, *spread([kinds[kind] for kinds in held])))
+        if any(sizes := [kinds[kind] for kinds in held]):
+            rows.append((kind, *spread(sizes)))
     return [f"Memory of a rank, MiB{sample_note(plan)}", *table(rows)]
+
+
+def of_lengths(plan: mpikfac.plan.Plan, kfac: KfacOptions, rank: int) -> dict[str, int]:
+    """Return the bytes of Adam's averages, and of momenta and means by momenta, on a rank."""
+    if not kfac.length.by_adam:
+        return {}
+    of_rank, momenta = (
+        plan.of(rank),
+        0 if kfac.length.bound or kfac.momentum_of == "directions" else 2,
+    )
+    shapes = [layer.shape.gradient for layer in of_rank.preconditioned]
+    shapes += [shape for name, shape in plan.uncovered if of_rank.steps(name)]
+    size = plan.itemsize * sum(map(math.prod, shapes))
+    return {"lengths": size, "momenta": momenta * size}
 
 
 def messages(plan: mpikfac.plan.Plan) -> list[str]:
@@ -167,6 +186,17 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
         "  if MPI uses a ring",
         *apart,
     ]
+
+
+def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
+    """Yield lines about each kind of step, in full if the messages are other ones."""
+    kinds = KINDS_OF_STEP if plan.factors or not plan.layers else [("Every step", False, False)]
+    told: dict[Any, str] = {}
+    for title, *kind in kinds:
+        sent = tuple(tuple(plan.messages(rank, *kind)) for rank in looked_at(plan))
+        before = told.setdefault(sent, title)
+        alike = f"{title}: the messages of {before!r}"
+        yield traffic(plan, title, *kind) if title == before or not any(sent) else [alike]
 
 
 def traffic(plan: mpikfac.plan.Plan, title: str, statistics: bool, refresh: bool) -> list[str]:

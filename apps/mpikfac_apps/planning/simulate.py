@@ -132,16 +132,13 @@ def plan_of(
 def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:
     """Return lines with the job, the machine and the meaning of the columns."""
     lines = [
-        f"{options.model}, {options.batch_per_rank} images per rank, "
-        f"solver {options.solver}, "
-        f"factors every {options.kfac.lasting_factor_every} steps, "
-        f"bases every {options.basis_every}",
+        job_in_words(options),
         f"Machine: {machine.name}; predicted, not measured",
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
         "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",
         "  rank does nothing but communicate, and wait, for slower ranks.",
-        "MiB kept for K-FAC, without the model, by the fullest rank; MiB sent by a rank in a mean",
-        "  step",
+        "MiB kept by the fullest rank, without model, momenta and averages of lengths; MiB sent by",
+        "  a rank in a mean step",
         "* upper bounds: as if no core were free for the background and all factors had changed",
     ]
     if machine.between is None:
@@ -149,6 +146,18 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     if settings := ", ".join(uncounted(options.kfac)):
         lines.append(f"Not counted: {settings}")
     return lines
+
+
+def job_in_words(options: SimulateOptions) -> str:
+    """Return model, batch, solver and intervals of the runs to predict."""
+    words = f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}"
+    solver = mpikfac.solvers.SOLVERS.get(options.solver)
+    if solver is not None and not solver.form.blocks:
+        return f"{words}, without factors"
+    return (
+        f"{words}, factors every {number(options.kfac.lasting_factor_every, 'step')}, "
+        f"bases every {options.basis_every}"
+    )
 
 
 def uncounted(kfac: KfacOptions) -> Iterator[str]:

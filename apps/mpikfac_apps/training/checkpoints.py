@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import mpikfac
 from mpikfac import files
+from mpikfac.plan.names import (
+    BASES,
+    FACTORS,
+    GRADIENT_FACTORS,
+    GRAFT,
+    MOMENTUM,
+    OF_KFAC,
+    VECTORS,
+)
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
@@ -17,7 +26,14 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import run_directory
 
 RECORDS = {"run/seconds": float, "run/metrics_bytes": int, "run/metrics_waiting": str}
-MOMENTA = "kfac/momentum/"  # begins the names of the items of a momentum of gradients
+MOMENTA = OF_KFAC + MOMENTUM  # begins the names of the items of a momentum of gradients
+KINDS = {
+    "factors": (FACTORS, VECTORS, GRADIENT_FACTORS),
+    "decompositions": (BASES,),
+    "lengths": (GRAFT,),
+    "momenta": (MOMENTUM,),
+}
+"""What K-FAC keeps, in words, and how the names of the items begin behind `OF_KFAC`."""
 
 log = logging.getLogger("mpikfac.train")
 
@@ -195,6 +211,35 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
         raise ValueError(f"it is of step {steps}; this run ends at step {end}: raise {limit}")
+
+
+def carried(
+    comm: mpikfac.comm.Comm, trainer: mpikfac.KFAC, items: Mapping[str, Any]
+) -> tuple[str, str, str]:
+    """Return what goes on, starts anew and is left, after the load of another solver's state.
+
+    Collective over: comm.
+
+    Args:
+        items: the items of the checkpoint.
+    """
+    shares = comm.allgather([*trainer.state_dict()])
+    now, before = _kinds(set().union(*shares)), _kinds(items)
+    forms = [layer.solver for layer in trainer.plan.of(comm.rank).layers]
+    kept = {"factors"} if trainer.plan.factors else set()
+    kept |= {"decompositions"} if any(form.blocks for form in forms) else set()
+    parts = now & before, kept - now, before - now - kept
+    going, anew, left = (", ".join(sorted(part)) or "nothing" for part in parts)
+    return going, anew, left
+
+
+def _kinds(names: Collection[str]) -> set[str]:
+    """Return the kinds of items of K-FAC among names, in words."""
+    return {
+        word
+        for word, prefixes in KINDS.items()
+        if any(name.startswith(tuple(OF_KFAC + prefix for prefix in prefixes)) for name in names)
+    }
 
 
 def check_momentum(options: Options, items: Mapping[str, Any]) -> None:

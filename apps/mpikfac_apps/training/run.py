@@ -419,4 +419,8 @@ class Run:
                 if self.comm.rank == 0:
                     mpikfac.checkpoint.note_start(checkpoint)
         log.info("going on from %s", checkpoint.path)
+        before = settings.saved_run(checkpoint).get("settings", {}).get("kfac.solver")
+        if isinstance(self.trainer, mpikfac.KFAC) and before != self.trainer.plan.solver:
+            parts = checkpoints.carried(self.comm, self.trainer, items)
+            log.info("another solver: goes on: %s; starts anew: %s; left out: %s", *parts)
         return metrics

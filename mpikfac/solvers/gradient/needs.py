@@ -23,7 +23,7 @@ def needs_of(name: str, *lengths: str) -> tuple[Combination, ...]:
     one, usual = (name,), {"tolerance": 0, "adapted": None, "rank": None}
     return (
         Combination("solver", one, NO_STATISTICS, "no statistics of the passes are recorded"),
-        Combination("solver", one, NOT_SENT, "owners make factors without messages of factors"),
+        Combination("solver", one, NOT_SENT, "factors are not sent"),
         Combination(
             "solver",
             one,

@@ -96,16 +96,14 @@ def split_layers(
 
 
 def in_words(options: Options, solver: mpikfac.solvers.Solver) -> str:
-    """Return the numbers of a run with K-FAC that matter most."""
-    kfac, damping = options.kfac, options.kfac.damping
-    if damping == mpikfac.Damping():
-        damping = mpikfac.Damping(**solver.usual.get("damping", {}))
+    """Return the numbers of a run with K-FAC or another solver that matter most."""
+    damping = options.kfac.damping
     relative = "relative " * damping.is_relative
-    return (
+    words = (
         f"learning rate {options.rate:g}, momentum {options.momentum:g} of {options.momentum_of}, "
-        f"weight decay {options.weight_decay:g}, length {kfac.length.source}, "
-        f"{relative}damping {damping.number}"
+        f"weight decay {options.weight_decay:g}, length {options.kfac.length.source}"
     )
+    return words + (f", {relative}damping {damping.number}" if solver.form.blocks else "")
 
 
 def make_training(
@@ -137,7 +135,9 @@ def make_training(
         check_momenta(options, strategy)
         log.info("strategy %s: %s", name, differences(strategy))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
-        log.info("K-FAC with %s", in_words(options, settings["solver"]))
+        log.info(
+            "solver %s with %s", settings["solver"].name, in_words(options, settings["solver"])
+        )
         preconditioning = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
         kind = QuadraticTraining if options.quadratic else KfacTraining
         return kind(problem, preconditioning)
