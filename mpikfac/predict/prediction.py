@@ -17,6 +17,8 @@ class Job:
         batch: images per rank.
         stragglers: standard deviation of the logarithm of a rank's computing time.
         orthogonal: whether K-FAC's directions are made orthogonal (`Length`).
+        by_adam: whether Adam's steps give the lengths, and averages for the steps are kept.
+        momentum: whether a length by Adam's steps takes the momentum of gradients.
     """
 
     model: str
@@ -25,6 +27,8 @@ class Job:
     basis_every: int = BASIS_EVERY
     stragglers: float = 0.0
     orthogonal: bool = True
+    by_adam: bool = False
+    momentum: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Prediction:
         ordinary: a step without new factors.
         factors: a step with new factors.
         refresh: a step with new factors and new bases.
-        memory: bytes of the plan's arenas on the fullest rank.
+        memory: bytes of the plan's arenas, and of lengths, on the fullest rank.
         clients: of asynchronous clients; otherwise None.
     """
 

@@ -12,7 +12,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Damping, Length, Strategy
 from mpikfac.plan import NAMED
-from support import gradients, problem
+from support import gradients, inside, problem
 
 RANKS = mpikfac.world().size
 SOLVERS = ("shampoo", "kl-shampoo", "muon")
@@ -51,10 +51,10 @@ PAIRS = [
 ]
 
 
-def trainer(comm, solver, strategy, kind="convolutional"):
+def trainer(comm, solver, strategy, kind="convolutional", momentum=0.9):
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    length = Length("orthogonal" if solver == "muon" else "adam", momentum=0.9)
+    length = Length("orthogonal" if solver == "muon" else "adam", momentum=momentum)
     settings = {"length": length, "damping": Damping(relative=0.01), "basis_every": 4}
     return mpikfac.KFAC(model, sgd, comm, strategy, solver=solver, factor_every=1, **settings)
 
@@ -125,6 +125,22 @@ def test_a_run_goes_on_to_the_last_bit(comm, name, solver):
     expected = run(first, comm, range(STOP + 1, STEPS.stop))
     second.load_state_dict(state)
     assert torch.equal(run(second, comm, range(STOP + 1, STEPS.stop)), expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [pair for pair in PAIRS if pair[0] in ("comm-opt", "hybrid", "mem-opt", "owner-stepped")],
+)
+def test_memory_is_the_plans(comm, name, solver, momentum):
+    """Oracle: the bytes of all buffers on the rank."""
+    kfac = trainer(comm, solver, STRATEGIES[name], momentum=momentum)
+    run(kfac, comm, range(2))
+    found, planned = inside.memory(kfac), kfac.plan.memory(comm.rank)
+    assert {kind: found.get(kind, 0) for kind in planned} == planned
+    of_lengths = mpikfac.plan.memory_of_lengths(kfac.plan.of(comm.rank), momentum > 0)
+    assert inside.memory_of_length(kfac) == of_lengths
+    assert of_lengths["lengths"] > 0
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

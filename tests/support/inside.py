@@ -134,6 +134,15 @@ def predicted_change(kfac: KFAC) -> Tensor:
     return kfac.preconditioner.directions.expected
 
 
+def memory_of_length(kfac: KFAC) -> dict[str, int]:
+    """Return the bytes that a length by Adam's steps keeps, by the names of `memory_of_lengths`."""
+    length: Any = kfac.length
+    averages = {x.untyped_storage().data_ptr(): x for x in length._adam._averages}
+    momenta = length._momenta.flat.nbytes + length._means.flat.nbytes
+    nbytes = sum(average.untyped_storage().nbytes() for average in averages.values())
+    return {"lengths": nbytes, "momenta": momenta}
+
+
 def memory(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of all buffers, by the names of `plan.memory`.
 

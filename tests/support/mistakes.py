@@ -124,14 +124,14 @@ TABLE = (
     Mistake(
         "prediction: factors of the gradient cost nothing",
         "predict/costs.py",
-        "(_moment_seconds(plan, rank, machine) if plan.of(rank).of_gradient else 0.0)",
+        "sum(product_seconds(multiplications, machine) for multiplications in moments(plan, rank))",
         "0.0",
         "tests/unit/test_costmodel.py",
     ),
     Mistake(
         "prediction: all of K-FAC's products are Muon's",
         "predict/costs.py",
-        'replace(layer, sides=layer.sides or "AG", largest=None, rank=None)',
+        'replace(layer, sides="AG", largest=None, rank=None)',
         "replace(layer, largest=None, rank=None)",
         "tests/unit/test_costmodel.py",
     ),

@@ -5,11 +5,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
 from mpikfac.plan import stages
 from mpikfac.predict import Level, Machine, Network, Sample, costs
+from support import gradients, inside
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 # No latency to speak of; a byte takes 1 s inside a node and, for all ranks of a node, 10 s between.
@@ -299,14 +302,53 @@ def test_the_slowest_of_many():
 def test_factors_of_the_gradient_take_products_and_no_statistics():
     """Oracle: by hand: 2 x 3 x 3 x 4 and 2 x 3 x 4 x 4 operations at 2 a second; Muon makes none.
 
+    A factor in two blocks multiplies half of the rows with themselves, twice. KL-Shampoo multiplies
+    the gradient by both sides before.
+
     Muon's share of K-FAC's 24 seconds is that of the orthogonal products.
     """
     layer, network = LayerShape("fc", 4, 3), MACHINE.networks[0]
-    plan = make_plan([layer], 1, Strategy(), solver="shampoo")
-    seconds = costs.statistics_seconds(plan, 0, MACHINE, network)
-    assert seconds == pytest.approx(3 * 3 * 4 + 3 * 4 * 4)
+
+    def seconds(layer, solver):
+        plan = make_plan([layer], 1, Strategy(), solver=solver)
+        assert costs.statistics_seconds(plan, 0, MACHINE, network) == 0
+        return costs.moment_seconds(plan, 0, MACHINE)
+
+    of_a, of_g = 3 * 4 * 4, 3 * 3 * 4
+    assert seconds(layer, "shampoo") == pytest.approx(of_a + of_g)
+    blocks = dataclasses.replace(layer, largest=3)
+    assert seconds(blocks, "shampoo") == pytest.approx(of_a / 2 + of_g)
+    assert seconds(layer, "kl-shampoo") == pytest.approx(2 * (of_a + of_g))
+    assert seconds(layer, "muon") == 0
     plan = make_plan([layer], 1, Strategy(), solver="muon")
-    assert costs.statistics_seconds(plan, 0, MACHINE, network) == 0
     orthogonal, kfac = sum(layer.orthogonalising()), sum(layer.products())
     found = costs.precondition_seconds(plan, 0, MACHINE, network)
     assert found == pytest.approx(24 * orthogonal / (orthogonal + kfac))
+
+
+COUNTED = ("inverse", "eigen", "shampoo", "kl-shampoo", "muon")
+
+
+@pytest.mark.parametrize("kind", gradients.NETWORKS)
+@pytest.mark.parametrize("solver", COUNTED)
+def test_products_of_a_step_are_those_that_run(comm, solver, kind):
+    """Oracle: torch's counter of operations, in a step with new factors, without a refresh."""
+    model = gradients.network(kind)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    kfac = mpikfac.KFAC(model, sgd, comm, solver=solver, factor_every=1, basis_every=100)
+    gradients.train(kfac, kind, range(1), comm)
+    inputs, labels = gradients.batch(kind, 1)
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    with FlopCounterMode(display=False) as counter:
+        kfac.step()
+    orthogonal = inside.settings(kfac).length.source == "orthogonal"
+    products = [*costs.moments(kfac.plan, 0), *costs.directions(kfac.plan, 0, orthogonal)]
+    assert counter.get_total_flops() == 2 * sum(products)
+
+
+def test_a_machine_without_rates_of_products_makes_no_factors_of_gradients():
+    """Oracle: the text of the error, of a machine as older calibrations wrote it."""
+    plan = make_plan(LAYERS, 1, Strategy(), solver="shampoo")
+    older = dataclasses.replace(MACHINE, products=())
+    with pytest.raises(ValueError, match="'made up' has no rates of products; calibrate it anew"):
+        costs.moment_seconds(plan, 0, older)

@@ -139,6 +139,8 @@ def job_of(options: Options, ranks: int, basis_every: int) -> Job:
         options.kfac.lasting_factor_every,
         basis_every,
         orthogonal=options.kfac.length.source == "orthogonal",
+        by_adam=options.kfac.length.by_adam,
+        momentum=options.momentum_of_gradients,
     )
 
 

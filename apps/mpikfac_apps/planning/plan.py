@@ -14,6 +14,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     coverage,
     for_machine,
+    job_of,
     make_plan,
     make_strategy,
     solver_of,
@@ -40,7 +41,7 @@ def print_plan(options: PlanOptions) -> int:
     plan = plan_of(options)
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
-    sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in KINDS_OF_STEP)]
+    sections += [memory(plan, job_of(run_of(options), options.ranks, 1)), messages(plan), *(traffic(plan, *step) for step in KINDS_OF_STEP)]
     show(sections)
     return 0
 
@@ -56,12 +57,16 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
     strategy, settings = make_strategy(
         options.distribution, options.kfac, options.ranks, options.parts
     )
+    _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
+    return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
+
+
+def run_of(options: PlanOptions) -> Options:
+    """Return the options of a run with the plan."""
     batch = options.batch_per_rank * options.ranks
-    run = Options(
+    return Options(
         model=options.model, batch=batch, distribution=options.distribution, kfac=options.kfac
     )
-    _, strategy = for_machine(run, shapes, options.ranks, strategy, settings)
-    return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
 
 
 def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
@@ -145,9 +150,9 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
     ]
 
 
-def memory(plan: mpikfac.plan.Plan) -> list[str]:
+def memory(plan: mpikfac.plan.Plan, job: mpikfac.predict.Job) -> list[str]:
     """Return lines about the memory of a rank for K-FAC, without the model."""
-    held = [plan.memory(rank) for rank in looked_at(plan)]
+    held = [mpikfac.predict.memory(plan, rank, job) for rank in looked_at(plan)]
     held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
     rows = [("", "least", "median", "most")]
     for kind in held[0]:

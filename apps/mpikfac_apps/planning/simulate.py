@@ -15,7 +15,7 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
-from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.options.options import KfacOptions, Options
 from mpikfac_apps.options.strategy import (
     Shapes,
     coverage,
@@ -69,6 +69,8 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
         options.basis_every,
         options.stragglers,
         options.kfac.length.source == "orthogonal",
+        options.kfac.length.by_adam,
+        Options(kfac=options.kfac).momentum_of_gradients,
     )
     shapes = both_shapes(options)
     rows: list[dict[str, Any]] = []
