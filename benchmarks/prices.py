@@ -1,6 +1,6 @@
 """Predict what preconditioners send, keep and take, each under its best strategy. No MPI, no GPU.
 
-    PYTHONPATH=tests python benchmarks/prices.py                   # ResNet-50, ViT-B/16, GPT-2 small
+    PYTHONPATH=tests python benchmarks/prices.py         # ResNet-50, ViT-B/16, GPT-2 small
     PYTHONPATH=tests python benchmarks/prices.py --machine v100-edr --json prices.json
 
 timm and transformers have to be installed; networks are without weights. A published machine knows
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mpikfac
 from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY, NAMED
-from mpikfac.predict import Job, Machine, costs
+from mpikfac.predict import Job, Machine
 from mpikfac.solvers import SOLVERS
 from mpikfac_apps.problems import models
 from support.torchvision import stand_in
@@ -191,9 +190,7 @@ def price(machine: Machine, name: str, work: Work, method: Method, ranks: int) -
         forms = mpikfac.solvers.forms(method.solver)
         arguments = work.layers, work.uncovered, ranks
         strategy, chosen = mpikfac.predict.choose(*arguments, machine, job, forms)
-        plan = mpikfac.make_plan(
-            work.layers, ranks, chosen, work.uncovered, solver=method.solver
-        )
+        plan = mpikfac.make_plan(work.layers, ranks, chosen, work.uncovered, solver=method.solver)
     found = mpikfac.predict.simulate(plan, machine, job)
     counts = plan.of(0).layouts.gradients.counts()
     stepped = max(counts) / sum(counts) if plan.of(0).owner_updates else 1.0
@@ -251,9 +248,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "|---" * (len(ranks) + 3) + "|"
     for method in dict.fromkeys(row["method"] for row in rows):
         own = {row["ranks"]: row for row in rows if row["method"] == method}
-        times = " | ".join(
-            f"{1e3 * own[n]['seconds']:.1f} `{way(own[n])}`" for n in ranks
-        )
+        times = " | ".join(f"{1e3 * own[n]['seconds']:.1f} `{way(own[n])}`" for n in ranks)
         sent, kept = own[middle]["sent"] / 1e6, own[middle]["memory"] / 1e6
         yield f"| {method} | {times} | {sent:.0f} | {kept:.0f} |"
 

@@ -213,9 +213,7 @@ def precondition_seconds(
     products = directions(plan, rank, orthogonal)
     if network.precondition is None:
         return seconds + sum(product_seconds(product, machine) for product in products)
-    measured = (
-        replace(layer, sides="AG", largest=None, rank=None) for layer in plan.layers
-    )
+    measured = (replace(layer, sides="AG", largest=None, rank=None) for layer in plan.layers)
     everything = sum(product for layer in measured for product in _products(layer))
     return seconds + network.precondition * sum(products) / everything
 

@@ -41,7 +41,11 @@ def print_plan(options: PlanOptions) -> int:
     plan = plan_of(options)
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
-    sections += [memory(plan, job_of(run_of(options), options.ranks, 1)), messages(plan), *(traffic(plan, *step) for step in KINDS_OF_STEP)]
+    sections += [
+        memory(plan, job_of(run_of(options), options.ranks, 1)),
+        messages(plan),
+        *(traffic(plan, *step) for step in KINDS_OF_STEP),
+    ]
     show(sections)
     return 0
 
