@@ -50,15 +50,10 @@ class Roots(Solver):
         return between(held.g["root"], gradient, held.a["root"])
 
 
-def form_of(name: str, whitened: bool = False) -> Form:
-    """Return the description of a solver with roots for the plan.
-
-    Args:
-        whitened: see `Form`.
-    """
+def form_of(name: str) -> Form:
+    """Return the description of a solver with roots for the plan."""
     needs = needs_of(name, "adam", "sgd", "own")
-    common = {"of": "gradient", "damped": True, "timed_as": "shampoo", "needs": needs}
-    return Form(name, {"root": 2}, whitened=whitened, **common)
+    return Form(name, {"root": 2}, of="gradient", damped=True, timed_as="shampoo", needs=needs)
 
 
 def between(left: Side, gradient: Tensor, right: Side) -> Tensor:
