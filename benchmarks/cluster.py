@@ -140,9 +140,9 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
 def job_of(name: str, options: argparse.Namespace) -> mpikfac.predict.Job:
     """Return the training that a strategy's prediction is for."""
     solver = mpikfac.solvers.SOLVERS[name.rpartition(":")[0] or "inverse"]
-    orthogonal = solver.usual.get("length", {}).get("source", "orthogonal") == "orthogonal"
+    length = solver.usual.get("length", {}).get("source", "orthogonal")
     model, batch, interval = options.model, options.batch, options.basis_every
-    return mpikfac.predict.Job(model, batch, 1, interval, orthogonal=orthogonal)
+    return mpikfac.predict.Job(model, batch, 1, interval, length=length)
 
 
 def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, float]:

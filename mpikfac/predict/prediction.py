@@ -16,9 +16,8 @@ class Job:
     Attributes:
         batch: images per rank.
         stragglers: standard deviation of the logarithm of a rank's computing time.
-        orthogonal: whether K-FAC's directions are made orthogonal (`Length`).
-        by_adam: whether Adam's steps give the lengths, and averages for the steps are kept.
-        momentum: whether a length by Adam's steps takes the momentum of gradients.
+        length: the source of the directions' lengths (`Length`).
+        momentum: whether the length takes the momentum of gradients.
     """
 
     model: str
@@ -26,9 +25,13 @@ class Job:
     factor_every: int = FACTOR_EVERY
     basis_every: int = BASIS_EVERY
     stragglers: float = 0.0
-    orthogonal: bool = True
-    by_adam: bool = False
+    length: str = "orthogonal"
     momentum: bool = False
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether directions are made orthogonal."""
+        return self.length in ("orthogonal", "rows")
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,7 @@ def cheapest(
 
 def memory(plan: Plan, rank: int, job: Job) -> dict[str, int]:
     """Return the bytes of every arena on `rank`, those of lengths included, by kind."""
-    if not (plan.layers and job.by_adam):
-        return plan.memory(rank)
-    return plan.memory(rank) | memory_of_lengths(plan.of(rank), job.momentum)
+    return plan.memory(rank) | memory_of_lengths(plan.of(rank), job.length, job.momentum)
 
 
 def representatives(plan: Plan) -> list[int]:

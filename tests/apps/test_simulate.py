@@ -38,7 +38,7 @@ def test_numbers_are_the_librarys(capsys, tmp_path):
     layers, others = models.shapes_of("resnet50")
     plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy.mem_opt(), others)
     machine = mpikfac.predict.load_machine("v100-edr")
-    job = mpikfac.predict.Job("resnet50", 32, 5, 20, 0.1, by_adam=True, momentum=True)
+    job = mpikfac.predict.Job("resnet50", 32, 5, 20, 0.1, momentum=True)
     found = mpikfac.predict.simulate(plan, machine, job)
     kinds = found.mean, found.ordinary, found.factors, found.refresh
     milliseconds = [*(kind.seconds for kind in kinds), found.mean.exposed, found.mean.waiting]
@@ -63,7 +63,7 @@ def test_a_model_of_ones_own_is_predicted_once_it_is_measured(capsys, tmp_path):
     assert simulate.main([*asked, "--machine", str(tmp_path / "machine.json")]) == 0
     layers, others = mpikfac.layers.covered_shapes(torch.nn.Linear(400, 300))
     machine = mpikfac.predict.load_machine(str(tmp_path / "machine.json"))
-    job = mpikfac.predict.Job(name, 32, by_adam=True, momentum=True)
+    job = mpikfac.predict.Job(name, 32, momentum=True)
     strategy = mpikfac.predict.tuned(
         mpikfac.Strategy.comm_opt(4),
         layers,

@@ -144,7 +144,8 @@ def test_memory_is_the_plans(comm, name, solver, momentum):
     run(kfac, comm, range(2))
     found, planned = inside.memory(kfac), kfac.plan.memory(comm.rank)
     assert {kind: found.get(kind, 0) for kind in planned} == planned
-    of_lengths = mpikfac.plan.memory_of_lengths(kfac.plan.of(comm.rank), momentum > 0)
+    plan, source = kfac.plan.of(comm.rank), LENGTHS[solver]
+    of_lengths = mpikfac.plan.memory_of_lengths(plan, source, momentum > 0)
     assert inside.memory_of_length(kfac) == of_lengths
     assert of_lengths["lengths"] > 0
 

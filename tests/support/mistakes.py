@@ -174,10 +174,17 @@ TABLE = (
     Mistake(
         "plan: a length keeps averages of what another rank steps",
         "plan/extensions/lengths.py",
-        "for name, shape in trained if rank.steps(name)]",
-        "for name, shape in trained]",
+        "*(block for block in trained if rank.steps(block[0]))",
+        "*trained",
         "tests/mpi/test_gradient_solvers.py",
         2,
+    ),
+    Mistake(
+        "plan: rows of the length are numbers for each column",
+        "plan/extensions/lengths.py",
+        "[(name, shape[:-1]) for",
+        "[(name, shape[1:]) for",
+        "tests/mpi/test_gradient_solvers.py",
     ),
     Mistake(
         "prediction: all of K-FAC's products are Muon's",

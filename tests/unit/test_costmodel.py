@@ -326,7 +326,9 @@ def test_factors_of_the_gradient_take_products_and_no_statistics():
     assert found == pytest.approx(24 * orthogonal / (orthogonal + kfac))
 
 
-COUNTED = ("inverse", "eigen", "shampoo", "kl-shampoo", "muon")
+COUNTED = (
+    *("inverse", "eigen", "shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
+)
 
 
 @pytest.mark.parametrize("kind", gradients.NETWORKS)
@@ -341,8 +343,8 @@ def test_products_of_a_step_are_those_that_run(comm, solver, kind):
     torch.nn.functional.cross_entropy(model(inputs), labels).backward()
     with FlopCounterMode(display=False) as counter:
         kfac.step()
-    orthogonal = inside.settings(kfac).length.source == "orthogonal"
-    products = [*costs.moments(kfac.plan, 0), *costs.directions(kfac.plan, 0, orthogonal)]
+    job = mpikfac.predict.Job("net", 12, length=inside.settings(kfac).length.source)
+    products = [*costs.moments(kfac.plan, 0), *costs.directions(kfac.plan, 0, job.orthogonal)]
     assert counter.get_total_flops() == 2 * sum(products)
 
 

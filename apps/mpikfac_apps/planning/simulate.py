@@ -68,8 +68,7 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
         options.kfac.lasting_factor_every,
         options.basis_every,
         options.stragglers,
-        options.kfac.length.source == "orthogonal",
-        options.kfac.length.by_adam,
+        str(options.kfac.length.source),
         Options(kfac=options.kfac).momentum_of_gradients,
     )
     shapes = both_shapes(options)
