@@ -1,7 +1,7 @@
 """Predict what preconditioners send, keep and take, each under its best strategy. No MPI, no GPU.
 
     PYTHONPATH=tests python benchmarks/prices.py         # ResNet-50, ViT-B/16, GPT-2 small
-    PYTHONPATH=tests python benchmarks/prices.py --machine v100-edr --json prices.json
+    PYTHONPATH=tests python benchmarks/prices.py --json prices.json --picture prices.svg
 
 timm and transformers have to be installed; networks are without weights. A published machine knows
 ResNet-50. The seconds of other networks are scaled from ResNet-50's: passes by operations of
@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -249,15 +254,35 @@ def prices(name: str, asked: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a network's table, in Markdown."""
     ranks = list(dict.fromkeys(row["ranks"] for row in rows))
-    middle = ranks[len(ranks) // 2]
-    steps = " | ".join(f"ms, {count} ranks" for count in ranks)
-    yield f"| method | {steps} | MB sent, {middle} ranks | MB kept, {middle} ranks |"
+    count = middle(ranks)
+    steps = " | ".join(f"ms, {number} ranks" for number in ranks)
+    yield f"| method | {steps} | MB sent, {count} ranks | MB kept, {count} ranks |"
     yield "|---" * (len(ranks) + 3) + "|"
     for method in dict.fromkeys(row["method"] for row in rows):
         own = {row["ranks"]: row for row in rows if row["method"] == method}
         times = " | ".join(f"{1e3 * own[n]['seconds']:.1f} `{way(own[n])}`" for n in ranks)
-        sent, kept = own[middle]["sent"] / 1e6, own[middle]["memory"] / 1e6
+        sent, kept = own[count]["sent"] / 1e6, own[count]["memory"] / 1e6
         yield f"| {method} | {times} | {sent:.0f} | {kept:.0f} |"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of one table of all networks of a machine, in Markdown."""
+    ranks = list(dict.fromkeys(row["ranks"] for row in rows))
+    names = list(dict.fromkeys(row["network"] for row in rows))
+    cells = (f"{NETWORKS[name].title.partition(',')[0]}, ms | sent | kept" for name in names)
+    yield f"| method | {' | '.join(cells)} |"
+    yield "|---" * (3 * len(names) + 1) + "|"
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = (numbers([r for r in rows if r["network"] == n], method, ranks) for n in names)
+        yield f"| {method} | {' | '.join(cells)} |"
+
+
+def numbers(rows: Sequence[dict[str, Any]], method: str, ranks: Sequence[int]) -> str:
+    """Return milliseconds by ranks, and MB sent and kept, of a method and network."""
+    own = {row["ranks"]: row for row in rows if row["method"] == method}
+    times = "/".join(f"{1e3 * own[count]['seconds']:.0f}" for count in ranks)
+    row = own[middle(ranks)]
+    return f"{times} | {row['sent'] / 1e6:.0f} | {row['memory'] / 1e6:.0f}"
 
 
 def way(row: dict[str, Any]) -> str:
@@ -265,24 +290,65 @@ def way(row: dict[str, Any]) -> str:
     return row["strategy"] + (f" {row['workers']}" if row["strategy"] == "hybrid" else "")
 
 
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw steps in units of SGD's step over memory, a panel for each network."""
+    names = list(dict.fromkeys(row["network"] for row in rows))
+    figure, panels = plt.subplots(1, len(names), figsize=(11, 4), layout="constrained")
+    for name, panel in zip(names, panels):
+        own = [row for row in rows if row["network"] == name]
+        sgd = own[0]["seconds"]
+        points = {row["method"]: (row["memory"] / 1e6, row["seconds"] / sgd) for row in own}
+        panel.scatter(*zip(*points.values()), s=18)
+        for (x, y), near in neighbours(points).items():
+            text = ", ".join(near)
+            panel.annotate(text, (x, y), (0, 5), textcoords="offset points", ha="center", size=8)
+        panel.set(xscale="log", title=NETWORKS[name].title.partition(",")[0])
+        panel.set(xlabel="MB kept by a rank", ylim=(0.97, 1.08 * panel.get_ylim()[1] - 0.05))
+        panel.margins(x=0.25)
+    panels[0].set_ylabel(f"predicted step / SGD's, {rows[0]['ranks']} ranks")
+    plt.rcParams["svg.hashsalt"] = "prices"
+    figure.savefig(path, metadata={"Date": None})
+
+
+def neighbours(points: Mapping[str, tuple[float, float]]) -> dict[tuple[float, float], list[str]]:
+    """Return the names of points that lie close together, by the first of the points."""
+    groups: dict[tuple[float, float], list[str]] = {}
+    for name, (x, y) in points.items():
+        near = (at for at in groups if abs(x / at[0] - 1) < 0.1 and abs(y / at[1] - 1) < 0.05)
+        groups.setdefault(next(near, (x, y)), []).append(name)
+    return groups
+
+
 def main() -> None:
-    """Print a table for each network, and write all rows."""
+    """Print a table for each machine and network; write all rows, and draw the first machine's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--machine", default="a100-hdr", help="a published machine")
+    parser.add_argument("--machines", nargs="*", default=["a100-hdr"], help="published machines")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--ranks", nargs="*", type=int, default=[8, 64, 512])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    machine, ranks, names = options.machine, options.ranks, options.networks
+    pairs = list(itertools.product(options.machines, options.networks))
     with ProcessPoolExecutor() as pool:
-        made = [pool.submit(prices, name, machine, ranks) for name in names]
+        made = [pool.submit(prices, name, machine, options.ranks) for machine, name in pairs]
         rows = [future.result() for future in made]
-    for name, of_network in zip(names, rows):
+    for (machine, name), of_network in zip(pairs, rows):
         print(f"\n{NETWORKS[name].title}, {machine}, predicted, not measured\n")
         print("\n".join(table(of_network)), flush=True)
+    every = [row for of_network in rows for row in of_network]
+    for machine in options.machines:
+        print(f"\n{machine}\n")
+        print("\n".join(summary([row for row in every if row["machine"] == machine])))
     if options.json:
-        content = [row for of_network in rows for row in of_network]
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        options.json.write_text("[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
+    if options.picture:
+        first, count = options.machines[0], middle(options.ranks)
+        draw([r for r in every if (r["machine"], r["ranks"]) == (first, count)], options.picture)
+
+
+def middle(ranks: Sequence[int]) -> int:
+    """Return the number of ranks of the columns of bytes."""
+    return ranks[len(ranks) // 2]
 
 
 if __name__ == "__main__":
