@@ -6,7 +6,7 @@ interface first: states, messages, plans, refusals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pytest import MonkeyPatch
@@ -26,6 +26,7 @@ from mpikfac.extensions.copies.copies import of_copies
 from mpikfac.extensions.scales import Scales
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena
+from mpikfac.plan import PlannedLayer
 from mpikfac.settings import Settings
 from mpikfac.solvers import Held, Solver
 
@@ -276,6 +277,18 @@ def record(monkeypatch: MonkeyPatch, way: str) -> None:
     """Let further trainers compute moments "at once" or "together", also on a CPU."""
     chosen = dict.fromkeys((True, False), RECORDERS[way])
     monkeypatch.setattr(preconditioner.Preconditioner, "RECORDERS", chosen)
+
+
+def stack(monkeypatch: MonkeyPatch) -> None:
+    """Let equal layers be preconditioned together, also on a CPU."""
+
+    def alike(bases: Bases) -> list[list[PlannedLayer]]:
+        kinds: dict[Hashable, list[PlannedLayer]] = {}
+        for layer in bases.plan.preconditioned:
+            kinds.setdefault(layer.kind, []).append(layer)
+        return list(kinds.values())
+
+    monkeypatch.setattr(Bases, "_alike", alike)
 
 
 def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:

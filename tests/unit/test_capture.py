@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from support import inside, problem
 from support.replay import Recorder
 
 SOLVERS = "inverse", "unsplit-inverse", "eigen", "ekfac", "rank-one"
-LENGTHS = "own", "sgd", "adam", "orthogonal"
+LENGTHS = "own", "sgd", "adam", "orthogonal", "rows"
+OF_GRADIENT = [
+    ("shampoo", "adam"),
+    ("soap", "rotated"),
+    ("muon", "orthogonal"),
+    ("normuon", "rows"),
+]
 STEPS = 14
 
 
@@ -48,8 +55,7 @@ def trained(comm, capture, happen=lambda step, kfac, scaler: None, scaler=None, 
     return problem.state(model)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("solver", "length"), [*itertools.product(SOLVERS, LENGTHS), *OF_GRADIENT])
 def test_replays_change_no_bit(comm, recorder, solver, length):
     """Oracle: the same training without replays."""
     settings = {"solver": solver, "length": length}
@@ -62,6 +68,8 @@ def test_replays_change_no_bit(comm, recorder, solver, length):
     "settings",
     [
         {"length": "orthogonal", "momentum": 0.9},
+        {"length": "rows", "momentum": 0.9},
+        {"length": "rotated", "momentum": 0.9, "solver": "soap"},
         {"length": "adam", "momentum": 0.9, "trust": 0.01},
         {"length": "own", "kl_clip": 0.001},
         {"length": "orthogonal", "norm_clip": 0.1},
@@ -70,9 +78,10 @@ def test_replays_change_no_bit(comm, recorder, solver, length):
 )
 def test_momentum_and_bounds_are_right_in_replays(comm, recorder, settings):
     """Oracle: the same training without replays."""
-    found = trained(comm, True, solver="eigen", **settings)
+    settings = {"solver": "eigen"} | settings
+    found = trained(comm, True, **settings)
     assert recorder.replays == STEPS - 2
-    assert torch.equal(found, trained(comm, False, solver="eigen", **settings))
+    assert torch.equal(found, trained(comm, False, **settings))
 
 
 def breaks(step, kfac, _):
@@ -106,12 +115,15 @@ def overflows(step, kfac, scaler):
 
 
 @pytest.mark.parametrize("happen", [breaks, freezes, loads, moves])
-@pytest.mark.parametrize("length", ["adam", "orthogonal"])
-def test_unusual_steps_run_beside_replays(comm, recorder, happen, length):
+@pytest.mark.parametrize(
+    ("solver", "length"), [("inverse", "adam"), ("inverse", "orthogonal"), *OF_GRADIENT[1::2]]
+)
+def test_unusual_steps_run_beside_replays(comm, recorder, happen, solver, length):
     """Oracle: the same training without replays."""
-    found = trained(comm, True, happen, length=length, trust=0.01)
+    settings = {"solver": solver, "length": length, "trust": 0.01}
+    found = trained(comm, True, happen, **settings)
     assert 0 < recorder.replays < STEPS - 2 or happen is loads
-    assert torch.equal(found, trained(comm, False, happen, length=length, trust=0.01))
+    assert torch.equal(found, trained(comm, False, happen, **settings))
 
 
 def test_skipped_steps_of_a_scaler(comm, recorder):
@@ -130,15 +142,21 @@ def schedule(step):
 
 
 @pytest.mark.parametrize(("damping", "momentum"), [(schedule, 0.9), (0.1, schedule)])
-@pytest.mark.parametrize("solver", ["eigen", "rank-one"])
+@pytest.mark.parametrize("solver", ["eigen", "rank-one", "soap"])
 def test_schedules_are_in_force(comm, recorder, solver, damping, momentum):
     """Oracle: the same training without replays; a number of the host is part of no replay."""
     model_states = []
     for capture in (True, False):
         model = problem.network()
-        length = mpikfac.Length("adam", momentum=momentum, capture=capture)
+        source = "rotated" if solver == "soap" else "adam"
+        length = mpikfac.Length(source, momentum=momentum, capture=capture)
         kfac = mpikfac.KFAC(
-            model, problem.plain_sgd(model), comm, solver=solver, damping=damping, length=length
+            model,
+            problem.plain_sgd(model),
+            comm,
+            solver=solver,
+            length=length,
+            damping=mpikfac.Damping(relative=damping) if solver == "soap" else damping,
         )
         model_states.append(problem.run(kfac, comm, range(STEPS)))
     assert recorder.replays > 0

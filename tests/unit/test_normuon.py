@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import KFAC, Length
+from mpikfac import KFAC, Length, Strategy
 from support import gradients, inside
 
 STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
@@ -53,3 +55,68 @@ def test_normuon_takes_momentum_of_gradients_by_default(comm):
     model = gradients.network("linear")
     usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="normuon")
     assert inside.settings(usual).length == Length("rows", momentum=0.95)
+
+
+def test_a_gradient_that_is_not_finite_stays_out_of_the_averages(comm):
+    """Oracle: the state before; the other layer's averages of rows change."""
+    model = gradients.network("linear")
+    kfac = normuon(model, comm)
+    gradients.train(kfac, "linear", range(2), comm)
+    before = copy.deepcopy(kfac.state_dict())
+    kfac.optimizer.zero_grad()
+    inputs, labels = gradients.batch("linear", 2)
+    F.cross_entropy(model(inputs), labels).backward()
+    model[0].weight.grad[0, 0] = torch.nan
+    kfac.step()
+    now = kfac.state_dict()
+    same = [torch.equal(now[name], before[name]) for name in ("kfac/rows/0", "kfac/rows/2")]
+    assert same == [True, False]
+
+
+def test_rows_without_a_gradient_do_not_move(comm):
+    """Oracle: by hand: the second output has no gradient; the other rows move."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    before = model[0].weight.detach().clone()
+    kfac = normuon(model, comm)
+    model(torch.ones(2, 4).double())[:, ::2].square().sum().backward()
+    kfac.step()
+    moved = (model[0].weight.detach() != before).any(1)
+    assert moved.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen", "newton-muon"])
+def test_directions_of_kfac_have_rows_of_equal_lengths_at_first(comm, solver):
+    """Oracle: by hand: the first average of a row is a share of the row's own mean square."""
+    model = gradients.network("linear")
+    before = gradients.stacked(list(model[0].parameters()), 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    kfac = KFAC(model, sgd, comm, solver=solver, length=Length("rows", trust=math.inf))
+    gradients.train(kfac, "linear", range(1), comm)
+    moves = gradients.stacked(list(model[0].parameters()), 1)[0] - before[0]
+    rows = np.linalg.norm(moves, axis=1)
+    np.testing.assert_allclose(rows, rows.mean(), rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("choices", "needs"),
+    [
+        ({"length": Length("orthogonal")}, "needs length='rows', not 'orthogonal'"),
+        ({"strategy": Strategy().changed(delay=1)}, "needs delay=0, not 1"),
+        ({"solver": "muon"}, "solver='muon' needs length='orthogonal', not 'rows'"),
+    ],
+)
+def test_choices_without_sense_are_refused(comm, choices, needs):
+    """Oracle: the text of the error names the need."""
+    model, usual = gradients.network("linear"), {"solver": "normuon", "length": Length("rows")}
+    with pytest.raises(ValueError, match=needs) as refusal:
+        KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, **usual | choices)
+    assert "\n" not in str(refusal.value)
+
+
+def test_nothing_is_kept_of_a_layer_but_lengths_and_rows(comm):
+    """Oracle: the names and shapes of the state; groups have rows of their own."""
+    kfac = normuon(gradients.network("convolutional"), comm)
+    gradients.train(kfac, "convolutional", range(1), comm)
+    rows = {n: tuple(x.shape) for n, x in kfac.state_dict().items() if n.startswith("kfac/rows/")}
+    assert rows == {"kfac/rows/0": (2, 2), "kfac/rows/2": (3,), "kfac/rows/4": (3,)}

@@ -1,0 +1,79 @@
+"""Solvers of the averaged gradient beside published optimizers, on a layer in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mpikfac
+from mpikfac import KFAC, Damping, Estimator, Length
+
+published = pytest.importorskip(
+    "pytorch_optimizer",
+    reason="pytorch_optimizer is not installed; run pip install pytorch_optimizer",
+)
+STEPS, RATE, ORDER = 8, 0.01, 6
+
+
+def layer(columns: int = ORDER) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(columns, ORDER, bias=False).double())
+
+
+def gradient(step: int, columns: int = ORDER) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ORDER, columns, generator=generator, dtype=torch.float64)
+
+
+def moves(model: nn.Module, optimizer, steps) -> list[torch.Tensor]:
+    """Return the changes of the weight in steps by given gradients."""
+    (weight,), found = model.parameters(), []
+    for step in steps:
+        before = weight.detach().clone()
+        weight.grad = gradient(step, weight.shape[1])
+        optimizer.step()
+        found.append(weight.detach() - before)
+    return found
+
+
+def ours(solver: str, length: Length, columns: int = ORDER, **settings) -> list[torch.Tensor]:
+    model = layer(columns)
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    kfac = KFAC(model, sgd, mpikfac.world(), solver=solver, length=length, **settings)
+    return moves(model, kfac, range(STEPS))
+
+
+def test_soap_in_fixed_bases_is_the_published_soap():
+    """Oracle: SOAP of pytorch_optimizer, which makes bases of the first gradient and skips a step.
+
+    Without momentum, as ours is Nesterov's and begins at 0; without small eigenvalues; and without
+    a second refresh, which is a step of a power iteration there. The small number beside roots is
+    added before a bias is corrected there.
+    """
+    model = layer()
+    settings = {"betas": (0.0, 0.95), "weight_decay": 0.0, "precondition_frequency": 1000}
+    soap = published.SOAP(model.parameters(), lr=RATE, **settings)
+    moves(model, soap, [0])
+    expected = moves(model, soap, range(STEPS))
+    length = Length("rotated", trust=math.inf)
+    choices = {"damping": Damping(relative=1e-9), "basis_every": 1000}
+    found = ours("soap", length, estimator=Estimator(decay=0.95), **choices)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("columns", [4, 9])
+@pytest.mark.parametrize(
+    ("solver", "name", "length"), [("muon", "Muon", "orthogonal"), ("normuon", "NorMuon", "rows")]
+)
+def test_directions_without_factors_are_the_published(solver, name, length, columns):
+    """Oracle: Muon and NorMuon of pytorch_optimizer, which multiply in bfloat16; any length."""
+    model = layer(columns)
+    group = {"params": list(model.parameters()), "use_muon": True, "weight_decay": 0.0}
+    optimizer = getattr(published, name)([group], lr=RATE, momentum=0.95)
+    expected = moves(model, optimizer, range(STEPS))
+    found = ours(solver, Length(length, momentum=0.95, trust=math.inf), columns)
+    for move, right in zip(found, expected):
+        assert (move / move.norm() - right / right.norm()).norm() < 0.05
