@@ -139,7 +139,7 @@ NETWORKS = {
 class Work(NamedTuple):
     """The layers of a network, and the work of a step."""
 
-    layers: Sequence[mpikfac.LayerShape]
+    matrices: Sequence[mpikfac.LayerShape]
     uncovered: Sequence[tuple[str, tuple[int, ...]]]
     bare: Sequence[tuple[str, tuple[int, ...]]]
     forward: int
@@ -199,7 +199,7 @@ def price(machine: Machine, name: str, work: Work, method: Method, ranks: int) -
         strategy, plan, machine = first_order(machine, work, method, ranks, job)
     else:
         forms = mpikfac.solvers.forms(method.solver)
-        layers = method.factors(work.layers)
+        layers = method.factors(work.matrices)
         arguments = layers, work.uncovered, ranks
         strategy, chosen = mpikfac.predict.choose(*arguments, machine, job, forms)
         plan = mpikfac.make_plan(layers, ranks, chosen, work.uncovered, solver=method.solver)

@@ -235,15 +235,17 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
     """Return the seconds of a batch's statistics on `rank`, by the elements of the rank's factors.
 
+    A measurement is of both factors of every layer.
+
     Raises:
         ValueError: the plan has vectors, and the machine has no times of vectors.
     """
     vectors = _solver_of_vectors(plan)
     of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
-    total = 0.0
+    measured, total = [replace(layer, sides="AG") for layer in plan.layers], 0.0
     for vector, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
         if factors := [f for f in plan.of(rank).recorded if f.solver.vector == vector]:
-            everything = sum(factor.work(power) for factor in plan.factors.values())
+            everything = sum(f.work(power) for layer in measured for f in layer.factors)
             total += seconds * sum(factor.work(power) for factor in factors) / everything
     return total
 

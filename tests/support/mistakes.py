@@ -263,6 +263,13 @@ TABLE = (
         "tests/unit/test_simulator.py",
     ),
     Mistake(
+        "prediction: statistics of A alone take the time of A and G",
+        "predict/costs.py",
+        'measured, total = [replace(layer, sides="AG") for layer in plan.layers], 0.0',
+        "measured, total = list(plan.layers), 0.0",
+        "tests/unit/test_costmodel.py",
+    ),
+    Mistake(
         "plan: a length keeps momenta of all layers",
         "plan/extensions/lengths.py",
         "layouts.by_kind(rank.preconditioned)",
