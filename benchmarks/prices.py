@@ -298,23 +298,25 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         own = [row for row in rows if row["network"] == name]
         sgd = own[0]["seconds"]
         points = {row["method"]: (row["memory"] / 1e6, row["seconds"] / sgd) for row in own}
+        widest, highest = (max(numbers) for numbers in zip(*points.values()))
         panel.scatter(*zip(*points.values()), s=18)
-        for (x, y), near in neighbours(points).items():
-            text = ", ".join(near)
-            panel.annotate(text, (x, y), (0, 5), textcoords="offset points", ha="center", size=8)
-        panel.set(xscale="log", title=NETWORKS[name].title.partition(",")[0])
-        panel.set(xlabel="MB kept by a rank", ylim=(0.97, 1.08 * panel.get_ylim()[1] - 0.05))
-        panel.margins(x=0.25)
+        for (x, y), near in neighbours(points, 0.08 * widest, 0.07 * (highest - 1)).items():
+            place = {"textcoords": "offset points", "va": "center", "size": 8}
+            panel.annotate("\n".join(near), (x, y), (6, 0), **place)
+        panel.set(xlim=(0, 1.35 * widest), xlabel="MB kept by a rank")
+        panel.set_title(NETWORKS[name].title.partition(",")[0])
     panels[0].set_ylabel(f"predicted step / SGD's, {rows[0]['ranks']} ranks")
     plt.rcParams["svg.hashsalt"] = "prices"
     figure.savefig(path, metadata={"Date": None})
 
 
-def neighbours(points: Mapping[str, tuple[float, float]]) -> dict[tuple[float, float], list[str]]:
+def neighbours(
+    points: Mapping[str, tuple[float, float]], wide: float, high: float
+) -> dict[tuple[float, float], list[str]]:
     """Return the names of points that lie close together, by the first of the points."""
     groups: dict[tuple[float, float], list[str]] = {}
     for name, (x, y) in points.items():
-        near = (at for at in groups if abs(x / at[0] - 1) < 0.1 and abs(y / at[1] - 1) < 0.05)
+        near = (at for at in groups if abs(x - at[0]) < wide and abs(y - at[1]) < high)
         groups.setdefault(next(near, (x, y)), []).append(name)
     return groups
 

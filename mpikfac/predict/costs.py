@@ -280,7 +280,9 @@ def product_seconds(multiplications: int, machine: Machine) -> float:
         ValueError: the machine has no rates of products.
     """
     if not machine.products:
-        raise ValueError(f"machine {machine.name!r} has no rates of products; calibrate it anew")
+        raise ValueError(
+            f"machine {machine.name!r} has no rates of products; measure them with mpikfac calibrate"
+        )
     return 2 * multiplications / interpolated(machine.products, multiplications ** (1 / 3))
 
 
