@@ -25,7 +25,7 @@ from mpikfac.plan.roles import (
     spread,
     with_roles,
 )
-from mpikfac.plan.shapes import Form, LayerShape, check_layers
+from mpikfac.plan.shapes import Form, LayerShape, check_layers, forward_only
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,7 @@ def plan_for(
     of_split = {"ways": split.distribution.ways, "handed_on": bool(layers and split.handed_on)}
     check(SPLIT, strategy.choices() | of_split)
     of_layers = _forms_of(layers, forms)
-    layers = [
-        layer if of_layers[layer.name].blocks else replace(layer, sides="") for layer in layers
-    ]
+    layers = [_with_factors(layer, of_layers[layer.name]) for layer in layers]
     turns_of = deal(layers, of_layers, strategy.refresh.stagger)
     placed = place(layers, of_layers, ranks, strategy, turns_of)
     updaters = {layer.name: placed.owners[layer.owned[0]] for layer in layers}
@@ -229,6 +227,13 @@ def _values(value: object) -> object:
     if isinstance(value, Mapping):
         return tuple((key, _values(content)) for key, content in value.items())
     return tuple(map(_values, value)) if isinstance(value, tuple) else value
+
+
+def _with_factors(layer: LayerShape, form: Form) -> LayerShape:
+    """Return the layer with the sides that have factors with the solver."""
+    if not form.blocks:
+        return replace(layer, sides="")
+    return forward_only(layer) if form.sides == "A" else layer
 
 
 def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, Form]:

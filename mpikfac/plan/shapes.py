@@ -23,6 +23,7 @@ class Form:
             has no factors.
         of: where factors come from: "statistics" of the passes, summed over ranks, or the averaged
             "gradient", of which owners make the factors without messages.
+        sides: the sides with factors. "A": the identity takes the place of G, but for a bias alone.
         keeps: "matrix": sums and averages of a factor are packed triangles. "vector": sums and
             averages are vectors, with the factor as the vector's square; vectors are used as blocks
             without a decomposition.
@@ -40,6 +41,7 @@ class Form:
     name: str
     blocks: Mapping[str, int]
     of: Literal["statistics", "gradient"] = "statistics"
+    sides: Literal["AG", "A"] = "AG"
     keeps: Literal["matrix", "vector"] = "matrix"
     damped: bool = False
     both: bool = False

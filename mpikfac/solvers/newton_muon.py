@@ -12,7 +12,7 @@ from mpikfac.solvers.inverse import BLOCKS, Inverse
 ALONE = Combination(
     "solver", ("newton-muon",), {"fisher": "forward-only"}, "the identity takes the place of G"
 )
-FORM = Form("newton-muon", BLOCKS, damped=True, timed_as="inverse", needs=(ALONE,))
+FORM = Form("newton-muon", BLOCKS, sides="A", damped=True, timed_as="inverse", needs=(ALONE,))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def items_of(own=0.9, **settings):
 
 
 def test_items_that_the_page_names_exist():
-    """Oracle: the states of five trainers; the last state as rank 2 of three ranks saves it."""
+    """Oracle: the states of seven trainers; the last state as rank 2 of three ranks saves it."""
     items = re.search(r"\*\*Items\*\*.*?\n\n(?!-)", PAGE.read_text(), re.DOTALL)
     names = re.findall(r"`([a-z]+/[^`]+)`", items[0])
     assert len(names) >= 5
@@ -36,6 +36,8 @@ def test_items_that_the_page_names_exist():
         items_of(solver="ekfac", length="adam"),
         items_of(own=0, length="orthogonal", momentum=0.9),
         items_of(solver="shampoo"),
+        items_of(own=0, solver="soap", length="rotated", relative_damping=True, damping=0.001),
+        items_of(own=0, length="rows"),
     ]
     exchange = {"exchanged": "weights", "exchange_every": 2, "outer_momentum": 0.9}
     copies = items_of(strategy=mpikfac.Strategy.comm_opt(1, **exchange))

@@ -29,7 +29,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/guide/tuning.md": 800,
     "docs/ideas/architecture.md": 2300,
     "docs/ideas/curvature.md": 3000,
-    "docs/ideas/gradient.md": 500,
+    "docs/ideas/gradient.md": 850,
     "docs/ideas/lengths.md": 1450,
     "docs/ideas/plan.md": 1200,
     "docs/ideas/strategies.md": 2500,

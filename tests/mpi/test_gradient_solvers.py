@@ -20,6 +20,7 @@ LENGTHS = {
     **{"muon": "orthogonal", "normuon": "rows"},
 }
 SOLVERS = tuple(LENGTHS)
+LENGTHS["newton-muon"] = "orthogonal"
 WITHOUT_FACTORS = ("muon", "normuon")
 KINDS = tuple(gradients.NETWORKS)
 STEPS, STOP = range(8), 4
@@ -224,6 +225,22 @@ def test_a_layer_that_is_frozen_and_trained_again_starts_anew(comm, solver):
         found = run(kfac, comm, range(2, 5), "linear")
         assert found.isfinite().all()
         assert all(torch.equal(found, other) for other in comm.allgather(found))
+
+
+@pytest.mark.parametrize("name", [*CHOICES])
+def test_newton_muon_trains_as_one_process_does_and_sends_what_is_planned(comm, name):
+    """Oracle: a single process with the joined batch; the plan, which has A alone."""
+    strategy, solver = STRATEGIES[name], "newton-muon"
+    kind = KINDS[(list(STRATEGIES).index(name) + RANKS) % len(KINDS)]
+    kfac = trainer(comm, solver, strategy, kind)
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, trained(solver, alone(strategy), kind)):
+        found = run(kfac, comm, [step], kind)
+        sent += planned(kfac, step)
+        if strategy.refresh.delay == 0 and not strategy.transport.overlap:
+            assert +collections.Counter(kfac.trace.sent) == sent
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    kfac.close()
 
 
 def test_named_strategies_run_or_are_refused_in_a_line(comm):

@@ -124,7 +124,7 @@ def test_relative_damping_under_each_placement(comm, strategy, solver):
         assert_as_one_process(comm, strategy, **choices)
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_lengths_of_adam_under_each_placement(comm, strategy, length):
     """Oracle: a single process on the joined batches."""

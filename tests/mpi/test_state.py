@@ -72,7 +72,7 @@ def test_averages_that_begin_at_the_identity_go_on(comm, workers, reduce_at):
     torch.testing.assert_close(expected, unmoved, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
 @pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
 def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy, length):
     """Oracle: the uninterrupted run; without Adam's averages of squares, the end differs."""
@@ -80,8 +80,9 @@ def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy, length):
     state, expected = interrupted(comm, strategy, **settings)
     assert torch.equal(continued(comm, state, strategy, **settings), expected)
     assert not trainer(comm, strategy, **settings).missing(state)
-    less = {name: value for name, value in state.items() if not name.startswith("kfac/graft/")}
-    assert not torch.equal(continued(comm, less, strategy, **settings), expected)
+    for kind in ("kfac/graft/", *["kfac/rows/"] * (length == "rows")):
+        less = {name: value for name, value in state.items() if not name.startswith(kind)}
+        assert not torch.equal(continued(comm, less, strategy, **settings), expected)
 
 
 @pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)

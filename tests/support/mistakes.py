@@ -214,6 +214,13 @@ TABLE = (
         "tests/unit/test_newton_muon.py",
     ),
     Mistake(
+        "Newton-Muon: a plan has factors of outputs",
+        "plan/plan.py",
+        'return forward_only(layer) if form.sides == "A" else layer',
+        "return layer",
+        "tests/unit/test_newton_muon.py",
+    ),
+    Mistake(
         "Newton-Muon: the damping is split as if there were a G",
         "solvers/inverse.py",
         "halved = self.split and means.ratio is not None",

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpikfac import KFAC, Damping, Estimator, KFACOptimizer, Length
+import mpikfac
+from mpikfac import KFAC, Damping, Estimator, KFACOptimizer, Length, Strategy
+from mpikfac.plan import LayerShape
 from support import gradients, inside
 
 STEPS, RATE, MOMENTUM, DECAY, EVERY, SHARE = 20, 0.05, 0.9, 0.9, 3, 0.2
@@ -71,6 +73,12 @@ def test_newton_muon_takes_the_published_values_by_default(comm, make):
         usual = KFACOptimizer(model, comm=comm, solver="newton-muon").trainer
     assert inside.settings(usual).damping == Damping(relative=0.2)
     assert not any(factor.name.endswith(".G") for factor in usual.plan.factors.values())
+
+
+def test_a_plan_has_no_factors_of_outputs():
+    """Oracle: the names of factors; the layer has both."""
+    plan = mpikfac.make_plan([LayerShape("a", 6, 4)], 2, Strategy(), solver="newton-muon")
+    assert [*plan.factors] == ["a.A"]
 
 
 def test_gradients_of_outputs_are_refused(comm):

@@ -76,7 +76,7 @@ def test_soap_steps_as_the_formulas_do(comm, kind, damping):
 
 
 def test_soap_takes_the_published_values_by_default(comm):
-    """Oracle: betas of 0.95 [Vyas et al. 2024]; factors at every step; the damping is Shampoo's."""
+    """Oracle: betas of 0.95 [SOAP]; factors at every step; the damping is Shampoo's."""
     model = gradients.network("linear")
     usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="soap")
     settings = inside.settings(usual)

@@ -82,7 +82,7 @@ def test_orthogonal_directions_have_kfacs_singular_vectors_and_the_length_of_ada
 
 
 @pytest.mark.parametrize("trust", [8.0, 0.3])
-@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
 def test_a_step_changes_at_most_a_share_of_the_weights(comm, length, trust):
     """Oracle: the direction without a limit, shortened to `trust` times the norm of the weights."""
     _, limited, kfac = directions(comm, length=length, trust=trust)
@@ -147,7 +147,7 @@ def test_zeros_stay_zeros_and_a_broken_matrix_harms_no_other():
     torch.testing.assert_close(sound, orthogonalised(matrices[2:])[0])
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
 def test_momentum_is_taken_before_preconditioning(comm, length):
     """Oracle: K-FAC without momentum, of sums of gradients made by hand; the length without."""
     choices = problem.SETTINGS | {"kl_clip": None, "length": length}
@@ -252,7 +252,7 @@ def test_a_scheduler_gives_no_second_momentum(comm, call):
     assert torch.equal(problem.state(model), before)
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
 def test_a_layer_without_bases_keeps_the_momentum(comm, length):
     """Oracle: Nesterov's mean of the gradients by hand, along which the layer steps."""
     model, beta = nn.Linear(4, 3, bias=False), 0.8
@@ -273,7 +273,7 @@ def test_a_layer_without_bases_keeps_the_momentum(comm, length):
     assert cosine.item() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
 @pytest.mark.parametrize("strategy", [None, Strategy(1, "owners", "owner")])
 def test_uncovered_parameters_take_adams_step(comm, strategy, length):
     """Oracle: torch's Adam, on the gradients of the same steps; a NaN counts nowhere."""
@@ -371,7 +371,7 @@ def test_without_a_choice_directions_are_orthogonal(comm):
     assert inside.settings(vectors).damping == mpikfac.Damping(0.003)
 
 
-@pytest.mark.parametrize("graft", ["sgd", "adam", "orthogonal"])
+@pytest.mark.parametrize("graft", ["sgd", "adam", "orthogonal", "rows"])
 def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, graft):
     """Oracle: the gradient, at the grafted length: own length, or the length of Adam's step."""
 

@@ -14,7 +14,7 @@ from mpikfac.solvers.gradient.muon import Muon, form_of
 class NorMuon(Muon):
     """The gradient, or its momentum, as it is: `Length("rows")` makes polar factor and rows.
 
-    Beside what Muon keeps, a number is kept for each row of a matrix [Li et al. 2025].
+    Beside what Muon keeps, a number is kept for each row of a matrix [NorMuon].
     """
 
     form: ClassVar[Form] = form_of("normuon", "rows")

@@ -33,7 +33,7 @@ NEEDS = (
 class Soap(Moments):
     """The gradient in the eigenbases of running means of `G G'` and `G' G`.
 
-    `Length("rotated")` takes Adam's step there, and turns the step back [Vyas et al. 2024]. For the
+    `Length("rotated")` takes Adam's step there, and turns the step back [SOAP]. For the
     damping, a share, see `damped_squares`.
 
     Attributes:
