@@ -59,12 +59,6 @@ class Method(NamedTuple):
         every = usual.get("factor_every", FACTOR_EVERY), usual.get("basis_every", BASIS_EVERY)
         return Job(model, batch, *every, length=source, momentum=True)
 
-    def factors(self, layers: Sequence[mpikfac.LayerShape]) -> list[mpikfac.LayerShape]:
-        """Return the layers with the factors that the solver's estimator makes."""
-        usual = SOLVERS[self.solver].usual if self.solver else {}
-        alone = usual.get("estimator", {}).get("fisher") == "forward-only"
-        return [mpikfac.plan.forward_only(layer) if alone else layer for layer in layers]
-
 
 METHODS = (
     Method("SGD", vectors=1),
@@ -199,10 +193,9 @@ def price(machine: Machine, name: str, work: Work, method: Method, ranks: int) -
         strategy, plan, machine = first_order(machine, work, method, ranks, job)
     else:
         forms = mpikfac.solvers.forms(method.solver)
-        layers = method.factors(work.matrices)
-        arguments = layers, work.uncovered, ranks
+        arguments = work.matrices, work.uncovered, ranks
         strategy, chosen = mpikfac.predict.choose(*arguments, machine, job, forms)
-        plan = mpikfac.make_plan(layers, ranks, chosen, work.uncovered, solver=method.solver)
+        plan = mpikfac.make_plan(work.matrices, ranks, chosen, work.uncovered, solver=method.solver)
     found = mpikfac.predict.simulate(plan, machine, job)
     counts = plan.of(0).layouts.gradients.counts()
     stepped = max(counts) / sum(counts) if plan.of(0).owner_updates else 1.0

@@ -281,7 +281,8 @@ def product_seconds(multiplications: int, machine: Machine) -> float:
     """
     if not machine.products:
         raise ValueError(
-            f"machine {machine.name!r} has no rates of products; measure them with mpikfac calibrate"
+            f"machine {machine.name!r} has no rates of products; "
+            f"measure them with mpikfac calibrate"
         )
     return 2 * multiplications / interpolated(machine.products, multiplications ** (1 / 3))
 
