@@ -43,7 +43,7 @@ class AdamSteps(dict[str, Tensor]):
     def count(self, broken: Collection[str]) -> None:
         """Count a batch in the weights of the averages, but for names of `broken`."""
         self._sound = [place for place, name in enumerate(self._names) if name not in broken]
-        self._weights[self._sound] += (1 - self._decay) * (1 - self._weights[self._sound])
+        self._weights[self._sound] = self._decay * self._weights[self._sound] + (1 - self._decay)
         self._divisors.copy_(self._weights, non_blocking=True)
         self.even = len(set(self._weights.tolist())) <= 1
 

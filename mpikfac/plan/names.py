@@ -81,3 +81,4 @@ BASES, DECOMPOSITIONS = "bases/", "decompositions/"
 SCALES, SCALE_WEIGHTS = "scales/", "scale-weights/"
 GRAFT, MOMENTUM = "graft/", "momentum/"
 ROWS, ROTATED = "rows/", "rotated/"
+OF_LENGTHS = GRAFT, MOMENTUM, ROWS, ROTATED

@@ -96,6 +96,18 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     assert torch.equal(*ends)
 
 
+@pytest.mark.parametrize("length", ["adam", "rows"])
+def test_each_copy_goes_on_with_its_own_lengths(comm, length):
+    """Oracle: the run that was not interrupted; averages of a copy are of the copy's directions."""
+    strategy = Strategy.comm_opt(comm.size, exchanged="weights", exchange_every=2)
+    first, second = (kfac_of(comm, strategy, length=length, kl_clip=None) for _ in range(2))
+    problem.run(first, comm, range(5))
+    first.combine()
+    second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
+    ends = [problem.run(trainer, comm, range(5, 10)) for trainer in (first, second)]
+    assert torch.equal(*ends)
+
+
 @pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
 @pytest.mark.parametrize("later", [{}, {"exchanged": "weights", "exchange_from": 100}])
 def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):

@@ -207,6 +207,14 @@ TABLE = (
         2,
     ),
     Mistake(
+        "NorMuon: copies of the model go on with the rows of the first copy",
+        "plan/names.py",
+        "OF_LENGTHS = GRAFT, MOMENTUM, ROWS, ROTATED",
+        "OF_LENGTHS = GRAFT, MOMENTUM",
+        "tests/mpi/test_replicas.py",
+        2,
+    ),
+    Mistake(
         "Newton-Muon: gradients of outputs count by default",
         "kfac.py",
         'Estimator(**of_solver.get("estimator", {}))',

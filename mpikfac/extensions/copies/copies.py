@@ -12,17 +12,16 @@ from mpikfac.engine import Gradients, Item, OneModel, Site
 from mpikfac.extensions.copies.merges import merge_of
 from mpikfac.plan import PlannedCopies
 from mpikfac.plan.names import (
-    GRAFT,
-    MOMENTUM,
     OF_COPY,
     OF_EXCHANGE,
     OF_KFAC,
+    OF_LENGTHS,
     OF_OPTIMIZER_STATE,
     STEPS,
 )
 
 # Items that differ between the copies of ranks.
-APART = (OF_OPTIMIZER_STATE, OF_KFAC + GRAFT, OF_KFAC + MOMENTUM)
+APART = (OF_OPTIMIZER_STATE, *(OF_KFAC + kind for kind in OF_LENGTHS))
 
 
 class OfCopy(Sender):
