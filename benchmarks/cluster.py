@@ -6,6 +6,9 @@
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/cluster.py --machine 1gbit.json \
         --model resnet20 --data DIRECTORY --json cluster.json
 
+"shampoo:mem-opt" is a solver under a strategy, with the settings that the solver takes by itself;
+strategies without a solver have inverses and a damping of 0.03.
+
 A round is a refresh interval of each strategy in turn. A strategy's step is the mean over an
 interval, the median over rounds. Communication is the time in communication stages on the rank that
 comes last to each stage. The communication of K-FAC is a strategy's surplus over plain SGD in the
@@ -65,7 +68,7 @@ def main() -> None:
     comm = mpikfac.world()
     images = Images(comm, options)
     made = {name: make(comm, name, options, images) for name in options.strategies}
-    network = calibrate.Network(options.model, options.batch, None, None, torch.device("cpu"))
+    network = calibrate.TimedNetwork(options.model, options.batch, None, None, torch.device("cpu"))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for _ in range(options.rounds):
         for name, (trainer, step) in made.items():
@@ -73,9 +76,8 @@ def main() -> None:
         calibrate.visit(comm, [network])
     machine = mpikfac.predict.load_machine(options.machine)
     machine = dataclasses.replace(machine, networks=(network.seconds(comm),))
-    job = mpikfac.predict.Job(options.model, options.batch, 1, options.basis_every)
     rows = [
-        row(name, found, mpikfac.predict.simulate(trainer.plan, machine, job))
+        row(name, found, mpikfac.predict.simulate(trainer.plan, machine, job_of(name, options)))
         for name, (trainer, _) in made.items()
     ]
     if comm.rank == 0:
@@ -107,19 +109,22 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     """
     torch.manual_seed(0)
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+    job = job_of(name, options)
+    asked, _, name = name.rpartition(":")
+    momentum = 0.0 if asked else 0.9  # else the solver takes the momentum it likes
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum, weight_decay=5e-4)
     machine = mpikfac.predict.load_machine(options.machine)
-    job = mpikfac.predict.Job(options.model, options.batch, 1, options.basis_every)
     trainer: Any
     if name == "sgd":
         trainer = mpikfac.DataParallel(model, optimizer, comm)
     else:
-        strategy, solver = strategy_of(name, comm.size, "inverse")
+        strategy, solver = strategy_of(name, comm.size, asked or "inverse")
         layers, others = models.shapes_of(options.model)
         forms = mpikfac.solvers.forms(solver)
         strategy = mpikfac.predict.tuned(strategy, layers, others, comm.size, machine, job, forms)
-        settings: Any = {"basis_every": options.basis_every, "solver": solver}
-        trainer = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, **settings)
+        settings: Any = {"factor_every": 1, "basis_every": options.basis_every, "solver": solver}
+        settings |= {} if asked else {"damping": 0.03}
+        trainer = mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
 
     def step() -> None:
         x, y = images.next()
@@ -130,6 +135,14 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     for _ in range(options.basis_every):
         step()
     return trainer, step
+
+
+def job_of(name: str, options: argparse.Namespace) -> mpikfac.predict.Job:
+    """Return the training that a strategy's prediction is for."""
+    solver = mpikfac.solvers.SOLVERS[name.rpartition(":")[0] or "inverse"]
+    length = solver.usual.get("length", {}).get("source", "orthogonal")
+    model, batch, interval = options.model, options.batch, options.basis_every
+    return mpikfac.predict.Job(model, batch, 1, interval, length=length)
 
 
 def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, float]:

@@ -42,6 +42,7 @@ BACKWARD = "backward"
 STATISTICS = "statistics"
 DECOMPOSE = "decompose"
 READ_GRADIENTS = "read gradients"
+MOMENTS = "moments of gradients"  # in predictions: factors of the averaged gradient
 PRECONDITION = "precondition"
 QUADRATIC_MODEL = "quadratic model"
 WRITE_BACK = "write back"

@@ -33,6 +33,7 @@ class Form:
         rescaled: eigenvalues of `G (x) A` are estimated from gradients of single examples.
         work: operations of a decomposition grow with the power `work` of the order.
         products: products of a gradient with a side in a direction.
+        whitened: factors of the gradient are made of products of the gradient with a side.
         timed_as: the name of a solver with the same measured times; "" for the solver itself.
         needs: the solver's needs of choices.
     """
@@ -48,6 +49,7 @@ class Form:
     rescaled: bool = False
     work: int = 3
     products: int = 1
+    whitened: bool = False
     timed_as: str = ""
     needs: tuple[Combination, ...] = field(default=(), repr=False)
 

@@ -9,7 +9,7 @@ converts the measurement to different numbers of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -216,54 +216,81 @@ def precondition_seconds(
         elements = sum(f.size for layer in layers if layer.solver.vector for f in layer.factors)
         everything = sum(factor.size for factor in plan.factors.values())
         seconds = _of_vectors(network.vector_precondition, machine, vectors) * elements / everything
-    matrices = (layer for layer in layers if not layer.solver.vector)
-    products = [
+    products = directions(plan, rank, orthogonal)
+    if network.precondition is None:
+        return seconds + sum(product_seconds(product, machine) for product in products)
+    measured = (replace(layer, sides="AG", largest=None, rank=None) for layer in plan.layers)
+    everything = sum(product for layer in measured for product in _products(layer))
+    return seconds + network.precondition * sum(products) / everything
+
+
+def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
+    """Return the multiplications of the products that make the directions on `rank`.
+
+    Args:
+        orthogonal: whether the directions are made orthogonal.
+    """
+    matrices = (layer for layer in plan.of(rank).preconditioned if not layer.solver.vector)
+    return [
         product
         for layer in matrices
         for product in _products(layer.shape, layer.solver.products, orthogonal)
     ]
-    if network.precondition is None:
-        rates = ((flops, interpolated(machine.products, order)) for order, flops in products)
-        return seconds + sum(flops / rate for flops, rate in rates)
-    measured = (
-        replace(layer, sides=layer.sides or "AG", largest=None, rank=None) for layer in plan.layers
-    )
-    everything = sum(flops for layer in measured for _, flops in _products(layer))
-    return seconds + network.precondition * sum(flops for _, flops in products) / everything
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
     """Return the seconds of a batch's statistics on `rank`, by the elements of the rank's factors.
 
-    Factors of the averaged gradient take products of the gradient with itself instead.
+    A measurement is of both factors of every layer.
 
     Raises:
         ValueError: the machine has no times of what the plan needs, vectors or products.
     """
     vectors = _solver_of_vectors(plan)
     of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
-    total = 0.0
+    measured, total = [replace(layer, sides="AG") for layer in plan.layers], 0.0
     for vector, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
         if factors := [f for f in plan.of(rank).recorded if f.solver.vector == vector]:
-            everything = sum(factor.work(power) for factor in plan.factors.values())
+            everything = sum(f.work(power) for layer in measured for f in layer.factors)
             total += seconds * sum(factor.work(power) for factor in factors) / everything
-    return total + (_moment_seconds(plan, rank, machine) if plan.of(rank).of_gradient else 0.0)
+    return total
 
 
-def _moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
+def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
     """Return the seconds in which `rank` makes factors of the averaged gradient.
 
     Raises:
-        ValueError: the machine has no times of products.
+        ValueError: the machine has no rates of products.
     """
-    gradients = {layer.name: math.prod(layer.gradient) for layer in plan.layers}
-    multiplications = [f.order * gradients[f.layer] for f in plan.of(rank).averaged]
-    if multiplications and not machine.products:
+    return sum(product_seconds(multiplications, machine) for multiplications in moments(plan, rank))
+
+
+def moments(plan: Plan, rank: int) -> Iterator[int]:
+    """Yield the multiplications of the products that make the factors of the gradient on `rank`.
+
+    Solvers that whiten the gradient first multiply the gradient by both sides.
+    """
+    of_rank = plan.of(rank)
+    made = {factor.name for factor in of_rank.averaged if of_rank.of_gradient}
+    for layer in of_rank.layers:
+        opposite = {"A": layer.shape.outputs, "G": layer.shape.inputs}
+        own = [factor for factor in layer.factors if factor.name in made]
+        yield from (factor.work(2) * opposite[factor.side] for factor in own)
+        yield from layer.shape.products() if own and layer.solver.whitened else ()
+
+
+def product_seconds(multiplications: int, machine: Machine) -> float:
+    """Return the seconds of a product of matrices, at the rate of a cube of as many operations.
+
+    Raises:
+        ValueError: the machine has no rates of products.
+    """
+    if not machine.products:
         raise ValueError(
-            f"machine {machine.name!r} has no times of products, which make factors of the "
-            f"gradient; calibrate the machine again"
+            f"machine {machine.name!r} has no rates of products; "
+            f"measure them with mpikfac calibrate"
         )
-    return sum(2 * n / interpolated(machine.products, n ** (1 / 3)) for n in multiplications)
+    return 2 * multiplications / interpolated(machine.products, multiplications ** (1 / 3))
 
 
 def _solver_of_vectors(plan: Plan) -> str:
@@ -296,16 +323,12 @@ def expected_slowest(spread: float, ranks: int) -> float:
     return math.fsum(math.exp(spread * z - spread**2 / 2) for z in draws) / DRAWS
 
 
-def _products(
-    layer: LayerShape, times: int = 1, orthogonal: bool = True
-) -> Iterable[tuple[float, int]]:
-    """Yield order (of a cube of as many operations) and operations of a direction's products.
+def _products(layer: LayerShape, times: int = 1, orthogonal: bool = True) -> Iterator[int]:
+    """Yield the multiplications of a direction's products.
 
     Args:
         times: how many times as many products with factors a solver needs as with inverses.
         orthogonal: whether products make the direction orthogonal.
     """
-    for multiplications in layer.products():
-        yield multiplications ** (1 / 3), times * 2 * multiplications
-    for multiplications in layer.orthogonalising() if orthogonal else ():
-        yield multiplications ** (1 / 3), 2 * multiplications
+    yield from times * layer.products()
+    yield from layer.orthogonalising() if orthogonal else ()

@@ -16,7 +16,8 @@ class Job:
     Attributes:
         batch: images per rank.
         stragglers: standard deviation of the logarithm of a rank's computing time.
-        orthogonal: whether K-FAC's directions are made orthogonal (`Length`).
+        length: the source of the directions' lengths (`Length`).
+        momentum: whether the length takes the momentum of gradients.
     """
 
     model: str
@@ -24,7 +25,13 @@ class Job:
     factor_every: int = FACTOR_EVERY
     basis_every: int = BASIS_EVERY
     stragglers: float = 0.0
-    orthogonal: bool = True
+    length: str = "orthogonal"
+    momentum: bool = False
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether directions are made orthogonal."""
+        return self.length in ("orthogonal", "rows")
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Prediction:
         ordinary: a step without new factors.
         factors: a step with new factors.
         refresh: a step with new factors and new bases.
-        memory: bytes of the plan's arenas on the fullest rank.
+        memory: bytes of the plan's arenas, and of lengths, on the fullest rank.
         clients: of asynchronous clients; otherwise None.
     """
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from mpikfac.plan import Message, Plan, names
+from mpikfac.plan import Message, Plan, memory_of_lengths, names
 from mpikfac.predict import costs
 from mpikfac.predict.clients import of_clients
 from mpikfac.predict.machine import Machine
@@ -20,9 +20,9 @@ from mpikfac.predict.prediction import Job, Prediction, Step
 STAGES = (
     *(names.FORWARD, names.BACKWARD, names.STATISTICS, names.REDUCE_SCALES),
     *(names.REDUCE_STATISTICS, names.DECOMPOSE, names.SEND_FACTORS, names.RECEIVE_BASES),
-    *(names.PUBLISH_BASES, names.GRADIENTS, names.REDUCE_GRADIENTS, names.PRECONDITION),
-    *(names.PUBLISH_DIRECTIONS, names.CLIP, names.OPTIMIZER, names.PUBLISH_WEIGHTS),
-    names.EXCHANGE_WEIGHTS,
+    *(names.PUBLISH_BASES, names.GRADIENTS, names.REDUCE_GRADIENTS, names.MOMENTS),
+    *(names.PRECONDITION, names.PUBLISH_DIRECTIONS, names.CLIP, names.OPTIMIZER),
+    *(names.PUBLISH_WEIGHTS, names.EXCHANGE_WEIGHTS),
 )
 BACKWARD = (names.BACKWARD, names.STATISTICS)
 OVERLAPPED = ("urgent", "overlapped")  # kinds of events
@@ -76,7 +76,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
         ordinary=kinds[False, False],
         factors=kinds[True, False],
         refresh=kinds[True, True],
-        memory=max(sum(plan.memory(rank).values()) for rank in ranks),
+        memory=max(sum(memory(plan, rank, job).values()) for rank in ranks),
     )
 
 
@@ -96,6 +96,11 @@ def cheapest(
     return min(fitting, key=lambda name: predictions[name].mean.seconds)
 
 
+def memory(plan: Plan, rank: int, job: Job) -> dict[str, int]:
+    """Return the bytes of every arena on `rank`, those of lengths included, by kind."""
+    return plan.memory(rank) | memory_of_lengths(plan.of(rank), job.length, job.momentum)
+
+
 def representatives(plan: Plan) -> list[int]:
     """Return a few ranks that bound a step, and the last rank, which may own nothing.
 
@@ -110,7 +115,8 @@ def representatives(plan: Plan) -> list[int]:
         columns[column] = columns.get(column, 0) + square
 
     def products(rank: int) -> int:
-        return sum(sum(layer.shape.products()) for layer in plan.of(rank).preconditioned)
+        shapes = [layer.shape for layer in plan.of(rank).preconditioned]
+        return sum(sum(shape.products()) + sum(shape.orthogonalising()) for shape in shapes)
 
     return sorted(
         {
@@ -247,7 +253,7 @@ def _step(
     overlap = plan.strategy.transport.overlap
     if overlap:
         messages.append(Event(names.REDUCE_GRADIENTS, 0.0, "wait"))
-        if statistics and refresh:
+        if refresh and (statistics or plan.of(0).of_gradient):
             messages.append(Event(names.DECOMPOSE, 0.0, "wait for all"))
         messages.sort(key=lambda event: STAGES.index(event.stage))
     events = sequence(compute, messages, overlap)
@@ -331,6 +337,7 @@ def _computations(
         statistics, refresh = kind
         if statistics:
             seconds[names.STATISTICS] = costs.statistics_seconds(plan, rank, machine, network)
+            seconds[names.MOMENTS] = costs.moment_seconds(plan, rank, machine)
         if refresh:
             seconds[names.DECOMPOSE] = costs.decompose_seconds(plan, rank, machine, turn)
     return seconds

@@ -38,7 +38,7 @@ def test_numbers_are_the_librarys(capsys, tmp_path):
     layers, others = models.shapes_of("resnet50")
     plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy.mem_opt(), others)
     machine = mpikfac.predict.load_machine("v100-edr")
-    job = mpikfac.predict.Job("resnet50", 32, 5, 20, 0.1)
+    job = mpikfac.predict.Job("resnet50", 32, 5, 20, 0.1, momentum=True)
     found = mpikfac.predict.simulate(plan, machine, job)
     kinds = found.mean, found.ordinary, found.factors, found.refresh
     milliseconds = [*(kind.seconds for kind in kinds), found.mean.exposed, found.mean.waiting]
@@ -63,7 +63,7 @@ def test_a_model_of_ones_own_is_predicted_once_it_is_measured(capsys, tmp_path):
     assert simulate.main([*asked, "--machine", str(tmp_path / "machine.json")]) == 0
     layers, others = mpikfac.layers.covered_shapes(torch.nn.Linear(400, 300))
     machine = mpikfac.predict.load_machine(str(tmp_path / "machine.json"))
-    job = mpikfac.predict.Job(name, 32)
+    job = mpikfac.predict.Job(name, 32, momentum=True)
     strategy = mpikfac.predict.tuned(
         mpikfac.Strategy.comm_opt(4),
         layers,
@@ -140,8 +140,8 @@ def test_work_that_is_not_predicted_is_named(capsys):
         ("--model resnet50 --machine v100-edr --ranks 2 --strategy best", "mem-opt"),
         ("--model resnet50 --machine v100-edr --ranks 2 --stragglers 2", "between 0 and 1"),
         (
-            "--model resnet50 --machine v100-edr --ranks 2 --strategy late --solver eigen",
-            "only of: inverse",
+            "--model resnet50 --machine v100-edr --ranks 2 --strategy late --solver rank-one",
+            "no times of solver='rank-one'",
         ),
         ("--model resnet50 --machine v100-edr --ranks 2 --json /nowhere/x", "/nowhere/x"),
         ("--model resnet50 --ranks 2", "--machine"),

@@ -24,6 +24,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/guide/decision.md": 850,  # 200 of them in tables that the simulator prints
     "docs/guide/long_runs.md": 1500,
     "docs/guide/own_script.md": 1960,
+    "docs/guide/preconditioners.md": 1200,
     "docs/guide/training.md": 2300,
     "docs/guide/tuning.md": 800,
     "docs/ideas/architecture.md": 2300,

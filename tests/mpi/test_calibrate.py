@@ -34,6 +34,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(calibrate, "ELEMENTS", [256, 1024, 2**14])
     monkeypatch.setattr(calibrate, "BUDGET", 1e-3)
     monkeypatch.setattr(calibrate, "STEPS_BUDGET", 0.0)
+    monkeypatch.setattr(calibrate, "CUBES", [16, 32])
     monkeypatch.setattr(calibrate, "LONGEST", math.inf)  # a busy machine measures all orders, too
 
 
@@ -70,7 +71,10 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     orders = sorted({order for layer in layers for order in (layer.inputs, layer.outputs)})
     assert [order for order, _ in machine.decompositions["eigen"]] == orders
     strategy = mpikfac.Strategy.comm_opt(comm.size)
-    for solver in ("inverse", "rank-one", "shampoo", "muon"):
+    assert [order for order, _ in machine.decompositions["shampoo"]] == orders
+    assert [order for order, _ in machine.products] == calibrate.CUBES
+    assert min(rate for _, rate in machine.products) > 0
+    for solver in ("inverse", "rank-one", "shampoo", "soap", "muon"):
         plan = mpikfac.make_plan(layers, comm.size, strategy, others, solver)
         prediction = mpikfac.predict.simulate(plan, machine, mpikfac.predict.Job("digits_cnn", 4))
         assert prediction.mean.seconds > prediction.mean.exposed > 0

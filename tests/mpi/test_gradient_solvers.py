@@ -12,7 +12,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Damping, Length, Strategy
 from mpikfac.plan import NAMED
-from support import gradients, problem
+from support import gradients, inside, problem
 
 RANKS = mpikfac.world().size
 LENGTHS = {
@@ -57,12 +57,13 @@ PAIRS = [
 ]
 
 
-def trainer(comm, solver, strategy, kind="convolutional"):
+def trainer(comm, solver, strategy, kind="convolutional", momentum=0.9, skip=()):
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    length = Length(LENGTHS[solver], momentum=0.9)
+    length = Length(LENGTHS[solver], momentum=momentum)
     settings = {"length": length, "damping": Damping(relative=0.01), "basis_every": 4}
-    return mpikfac.KFAC(model, sgd, comm, strategy, solver=solver, factor_every=1, **settings)
+    settings |= {"solver": solver, "coverage": mpikfac.Coverage(skip=skip)}
+    return mpikfac.KFAC(model, sgd, comm, strategy, factor_every=1, **settings)
 
 
 def run(kfac, comm, steps, kind="convolutional"):
@@ -131,6 +132,22 @@ def test_a_run_goes_on_to_the_last_bit(comm, name, solver):
     expected = run(first, comm, range(STOP + 1, STEPS.stop))
     second.load_state_dict(state)
     assert torch.equal(run(second, comm, range(STOP + 1, STEPS.stop)), expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [pair for pair in PAIRS if pair[0] in ("comm-opt", "hybrid", "mem-opt", "owner-stepped")],
+)
+def test_memory_is_the_plans(comm, name, solver, momentum):
+    """Oracle: the bytes of all buffers on the rank; a layer takes Adam's step."""
+    kfac = trainer(comm, solver, STRATEGIES[name], momentum=momentum, skip=["2"])
+    run(kfac, comm, range(2))
+    found, planned = inside.memory(kfac), kfac.plan.memory(comm.rank)
+    plan, source = kfac.plan.of(comm.rank), LENGTHS[solver]
+    of_lengths = mpikfac.plan.memory_of_lengths(plan, source, momentum > 0)
+    found = {kind: found.get(kind, 0) for kind in planned} | inside.memory_of_length(kfac)
+    assert {*comm.allgather(found == planned | of_lengths)} == {True}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

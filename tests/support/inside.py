@@ -135,6 +135,16 @@ def predicted_change(kfac: KFAC) -> Tensor:
     return kfac.preconditioner.directions.expected
 
 
+def memory_of_length(kfac: KFAC) -> dict[str, int]:
+    """Return the bytes that a length by Adam's steps keeps, by the names of `memory_of_lengths`."""
+    length: Any = kfac.length
+    further = [*getattr(length, "_sizes", ()), *getattr(length, "_squares", {}).values()]
+    flats = {x.untyped_storage().data_ptr(): x for x in [*length._adam._averages, *further]}
+    averages = sum(x.untyped_storage().nbytes() for x in flats.values())
+    momenta = length._momenta.flat.nbytes + length._means.flat.nbytes
+    return {"lengths": averages, "momenta": momenta}
+
+
 def memory(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of all buffers, by the names of `plan.memory`.
 

@@ -5,11 +5,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
 from mpikfac.plan import stages
 from mpikfac.predict import Level, Machine, Network, Sample, costs
+from support import gradients, inside
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 # No latency to speak of; a byte takes 1 s inside a node and, for all ranks of a node, 10 s between.
@@ -183,7 +186,10 @@ def test_low_rank_costs_less_by_its_work():
 
 
 def test_shares_of_a_rank():
-    """Oracle: n^2 of the factors 116, 128 and 40; elements of the gradients 48 of 48 + 64 + 16."""
+    """Oracle: n^2 of the factors 116, 128 and 40; elements of the gradients 48 of 48 + 64 + 16.
+
+    Factors A alone have 100, 64 and 36 of all elements.
+    """
 
     def statistics(plan):
         return costs.statistics_seconds(plan, 0, MACHINE, MACHINE.networks[0])
@@ -193,6 +199,8 @@ def test_shares_of_a_rank():
     assert costs.stepped_share(alone, 0) == pytest.approx(48 / 128)
     shared = make_plan(LAYERS, 2, Strategy())
     assert (statistics(shared), costs.stepped_share(shared, 0)) == (0.5, 1)
+    of_inputs = make_plan([mpikfac.plan.forward_only(layer) for layer in LAYERS], 2, Strategy())
+    assert statistics(of_inputs) == pytest.approx(0.5 * 200 / 284)
 
 
 def test_vectors_have_times_of_their_own():
@@ -299,23 +307,61 @@ def test_the_slowest_of_many():
 def test_factors_of_the_gradient_take_products_and_no_statistics():
     """Oracle: by hand: 2 x 3 x 3 x 4 and 2 x 3 x 4 x 4 operations at 2 a second; Muon makes none.
 
+    A factor in two blocks multiplies half of the rows with themselves, twice. KL-Shampoo multiplies
+    the gradient by both sides before.
+
     Muon's share of K-FAC's 24 seconds is that of the orthogonal products.
     """
     layer, network = LayerShape("fc", 4, 3), MACHINE.networks[0]
+
+    def seconds(layer, solver):
+        plan = make_plan([layer], 1, Strategy(), solver=solver)
+        assert costs.statistics_seconds(plan, 0, MACHINE, network) == 0
+        return costs.moment_seconds(plan, 0, MACHINE)
+
+    of_a, of_g = 3 * 4 * 4, 3 * 3 * 4
+    assert seconds(layer, "shampoo") == pytest.approx(of_a + of_g)
+    blocks = dataclasses.replace(layer, largest=3)
+    assert seconds(blocks, "shampoo") == pytest.approx(of_a / 2 + of_g)
+    assert seconds(layer, "kl-shampoo") == pytest.approx(2 * (of_a + of_g))
+    assert seconds(layer, "muon") == 0
     plan = make_plan([layer], 1, Strategy(), solver="shampoo")
-    seconds = costs.statistics_seconds(plan, 0, MACHINE, network)
-    assert seconds == pytest.approx(3 * 3 * 4 + 3 * 4 * 4)
-    with pytest.raises(
-        ValueError, match="no times of products, which make factors of the gradient"
-    ):
-        costs.statistics_seconds(plan, 0, dataclasses.replace(MACHINE, products=()), network)
-    untimed = dataclasses.replace(
-        MACHINE, decompositions={"inverse": MACHINE.decompositions["inverse"]}
-    )
-    with pytest.raises(ValueError, match="solver='eigen', whose decompositions solver='shampoo'"):
-        costs.decompose_seconds(plan, 0, untimed)
+    without = dataclasses.replace(MACHINE, products=(), decompositions={})
+    with pytest.raises(ValueError, match="no rates of products"):
+        costs.moment_seconds(plan, 0, without)
+    with pytest.raises(ValueError, match="no times of solver="):
+        costs.decompose_seconds(plan, 0, without)
     plan = make_plan([layer], 1, Strategy(), solver="muon")
-    assert costs.statistics_seconds(plan, 0, MACHINE, network) == 0
     orthogonal, kfac = sum(layer.orthogonalising()), sum(layer.products())
     found = costs.precondition_seconds(plan, 0, MACHINE, network)
     assert found == pytest.approx(24 * orthogonal / (orthogonal + kfac))
+
+
+COUNTED = (
+    *("inverse", "eigen", "shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
+)
+
+
+@pytest.mark.parametrize("kind", gradients.NETWORKS)
+@pytest.mark.parametrize("solver", COUNTED)
+def test_products_of_a_step_are_those_that_run(comm, solver, kind):
+    """Oracle: torch's counter of operations, in a step with new factors, without a refresh."""
+    model = gradients.network(kind)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    kfac = mpikfac.KFAC(model, sgd, comm, solver=solver, factor_every=1, basis_every=100)
+    gradients.train(kfac, kind, range(1), comm)
+    inputs, labels = gradients.batch(kind, 1)
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    with FlopCounterMode(display=False) as counter:
+        kfac.step()
+    job = mpikfac.predict.Job("net", 12, length=inside.settings(kfac).length.source)
+    products = [*costs.moments(kfac.plan, 0), *costs.directions(kfac.plan, 0, job.orthogonal)]
+    assert counter.get_total_flops() == 2 * sum(products)
+
+
+def test_a_machine_without_rates_of_products_makes_no_factors_of_gradients():
+    """Oracle: the text of the error, of a machine as older calibrations wrote it."""
+    plan = make_plan(LAYERS, 1, Strategy(), solver="shampoo")
+    older = dataclasses.replace(MACHINE, products=())
+    with pytest.raises(ValueError, match="'made up' has no rates of products; measure them with"):
+        costs.moment_seconds(plan, 0, older)

@@ -124,7 +124,8 @@ def test_a_prediction_by_hand():
         mean = sum(getattr(step, part) * share for step, share in zip(steps, (0.5, 0.25, 0.25)))
         assert getattr(found.mean, part) == pytest.approx(mean)
     assert sum(found.mean.stages.values()) == pytest.approx(found.mean.seconds)
-    assert found.memory == max(sum(plan.memory(rank).values()) for rank in (0, 1))
+    held = (mpikfac.predict.memory(plan, rank, JOB) for rank in (0, 1))
+    assert found.memory == max(sum(kinds.values()) for kinds in held)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -137,6 +138,49 @@ def test_few_ranks_stand_for_all(strategy, monkeypatch):
     everyone = mpikfac.predict.simulate(plan, MACHINE, JOB)
     assert found.mean.seconds == pytest.approx(everyone.mean.seconds, rel=1e-12)
     assert found.memory == everyone.memory
+
+
+@pytest.mark.parametrize("solver", ["muon", "shampoo", "kl-shampoo"])
+@pytest.mark.parametrize("owners", [False, True])
+def test_few_ranks_stand_for_all_that_make_factors_of_gradients(solver, owners, monkeypatch):
+    """Oracle: the same simulation with all ranks; the rank with most work is not the first."""
+    layers = [LayerShape(f"layer{order}", order, order) for order in (27, 26, 23, 22)]
+    layers.append(LayerShape("last", 23, 23))
+    strategy = Strategy(1, "owners", "owner") if owners else Strategy(1)
+    plan = make_plan(layers, 4, strategy, OTHERS, solver)
+    length = "orthogonal" if solver == "muon" else "adam"
+    machine, job = costly(MACHINE), dataclasses.replace(JOB, length=length)
+    found = mpikfac.predict.simulate(plan, machine, job)
+    monkeypatch.setattr(simulator, "representatives", lambda plan: list(range(plan.ranks)))
+    everyone = mpikfac.predict.simulate(plan, machine, job)
+    assert found.mean.seconds == pytest.approx(everyone.mean.seconds, rel=1e-12)
+
+
+def costly(machine):
+    """Return a machine whose products and roots take most of a step."""
+    networks = tuple(dataclasses.replace(n, precondition=None) for n in machine.networks)
+    roots = machine.decompositions | {"shampoo": machine.decompositions["eigen"]}
+    return dataclasses.replace(
+        machine, networks=networks, decompositions=roots, products=((1.0, 1e4),)
+    )
+
+
+def test_factors_of_gradients_are_made_behind_the_sum_of_gradients():
+    """Oracle: by hand: only the reading of gradients, or nothing, is beside the message.
+
+    A gradient of 8 x 8 numbers takes 2.56 s; its two factors take 8^3 multiplications each.
+    """
+    plan = make_plan(
+        [LayerShape("only", 8, 8)], 2, Strategy(2).changed(overlap=True), (), "shampoo"
+    )
+    machine = dataclasses.replace(costly(MACHINE), inside=Level(1e-15, 1e2))
+    machine = dataclasses.replace(machine, decompositions={"shampoo": ((8.0, 1.0),)})
+    for kind, beside in {(True, False): 0.3, (True, True): 0.0, (False, True): 0.0}.items():
+        step = simulator._step(plan, machine, JOB, [0, 1], kind, None, False)
+        assert step.stages["reduce gradients"] == pytest.approx(2.56)
+        made = step.stages.get("moments of gradients", 0.0)
+        assert made == pytest.approx(2 * 2 * 8**3 * 1e-4 * kind[0])
+        assert step.seconds == pytest.approx(sum(step.stages.values()) - beside)
 
 
 def test_without_layers_it_is_data_parallelism():

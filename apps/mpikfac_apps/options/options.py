@@ -181,17 +181,16 @@ class KfacOptions:
             split between both factors; "unsplit-inverse": inverses with the whole damping in each
             factor; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients of
             single images; "rank-one": mean vectors in the place of factors, as Eva; "shampoo",
-            "kl-shampoo": roots of factors of the averaged gradient; "soap": Adam in eigenbases of such
-            factors; "muon": the gradient, without factors; "normuon": the same, with rows of about
-            equal lengths; "newton-muon": inverses of the factors of inputs alone. Momentum is 0.95
-            with "soap" and all Muons. null: the solver of the strategy (inverse for most
-            strategies).
+            "kl-shampoo": roots of factors of the averaged gradient; "soap": Adam in eigenbases of
+            such factors; "muon": the gradient, without factors; "normuon": the same, with rows of
+            about equal lengths; "newton-muon": inverses of the factors of inputs alone. null: the
+            solver of the strategy (inverse for most strategies).
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.
         momentum_of: where `momentum` is taken. "gradients": Nesterov's momentum of the averaged
-            gradients, before K-FAC preconditions the gradients; needs length=orthogonal or adam.
+            gradients, before K-FAC preconditions the gradients; needs a length by Adam.
             "directions": by the optimizer, with smaller learning rates. null: "gradients" with
-            length=orthogonal or adam and without a bound or nesterov, else "directions".
+            such a length and without a bound or nesterov, else "directions".
         damping_adapt: the number of steps from one adaptation of the damping to the next. The
             damping follows how well the quadratic model predicted the loss; each adaptation costs a
             forward pass. null: the damping stays.

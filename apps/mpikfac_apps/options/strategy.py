@@ -138,7 +138,8 @@ def job_of(options: Options, ranks: int, basis_every: int) -> Job:
         options.step_batch // ranks,
         options.kfac.lasting_factor_every,
         basis_every,
-        orthogonal=options.kfac.length.source == "orthogonal",
+        length=str(options.kfac.length.source),
+        momentum=options.momentum_of_gradients,
     )
 
 

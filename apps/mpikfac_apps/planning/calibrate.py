@@ -36,6 +36,12 @@ ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in f
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
 ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
 SOLVERS = ("inverse", "rank-one")
+DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
+    "inverse": lambda factor: mpikfac.solvers.damped_inverse(factor, 0.03),
+    "eigen": mpikfac.solvers.eigenbasis,
+    "shampoo": lambda factor: mpikfac.solvers.Shampoo().decompose(factor, 1e-3, None),
+}
+CUBES = [2**k for k in range(4, 12)]  # orders of products
 LONGEST = 0.5  # seconds of the last message or factor: larger sizes are left out
 BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
@@ -113,9 +119,8 @@ def measured(
     visit(comm, networks)
     watchdog.enter("decompositions", 1)
     orders = sorted({order for network in networks for order in network.orders})
-    inverse = ladder(comm, device, orders, lambda a: mpikfac.solvers.damped_inverse(a, 0.03))
-    eigen = ladder(comm, device, orders, mpikfac.solvers.eigenbasis)
-    products = ladder(comm, device, orders, lambda a: a @ a)
+    decompositions = {name: ladder(comm, device, orders, work) for name, work in DECOMPOSED.items()}
+    products = rates(ladder(comm, device, CUBES, squared))
     watchdog.enter("steps", 3)
     visit(comm, networks)
     levels = [
@@ -130,8 +135,8 @@ def measured(
         between=across[-1] if across else None,
         ranks_per_node=max(map(hosts.count, hosts)) if across else None,
         samples=tuple(samples),
-        decompositions={"inverse": inverse, "eigen": eigen},
-        products=tuple((order, 2 * order**3 / seconds) for order, seconds in products),
+        decompositions=decompositions,
+        products=products,
         networks=tuple(network.seconds(comm) for network in networks),
         about=environment(hosts, device) | _way(device),
     )
@@ -300,6 +305,16 @@ def ladder(
         factor = a @ a.T / (2 * order)
         points.append((order, seconds_of(comm, device, partial(work, factor))))
     return tuple(points)
+
+
+def squared(matrix: Tensor) -> Tensor:
+    """Return the product of a matrix with itself, as the library multiplies."""
+    return mpikfac.numerics.product(matrix, matrix)
+
+
+def rates(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Return orders and operations per second, of orders and seconds of products."""
+    return tuple((order, 2 * order**3 / seconds) for order, seconds in points)
 
 
 def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:

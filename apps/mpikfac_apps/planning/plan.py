@@ -5,17 +5,17 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
 import mpikfac
 from mpikfac_apps import cli
-from mpikfac_apps.options.options import KfacOptions, Options
+from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     coverage,
     for_machine,
+    job_of,
     make_plan,
     make_strategy,
     solver_of,
@@ -42,7 +42,8 @@ def print_plan(options: PlanOptions) -> int:
     plan = plan_of(options)
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
-    show([*sections, memory(plan, options.kfac), messages(plan), *steps(plan)])
+    job = job_of(run_of(options), options.ranks, 1)
+    show([*sections, memory(plan, job), messages(plan), *steps(plan)])
     return 0
 
 
@@ -57,12 +58,16 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
     strategy, settings = make_strategy(
         options.distribution, options.kfac, options.ranks, options.parts
     )
+    _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
+    return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
+
+
+def run_of(options: PlanOptions) -> Options:
+    """Return the options of a run with the plan."""
     batch = options.batch_per_rank * options.ranks
-    run = Options(
+    return Options(
         model=options.model, batch=batch, distribution=options.distribution, kfac=options.kfac
     )
-    _, strategy = for_machine(run, shapes, options.ranks, strategy, settings)
-    return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
 
 
 def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
@@ -149,29 +154,15 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
     ]
 
 
-def memory(plan: mpikfac.plan.Plan, kfac: KfacOptions) -> list[str]:
+def memory(plan: mpikfac.plan.Plan, job: mpikfac.predict.Job) -> list[str]:
     """Return lines about the memory of a rank for the solver, without the model."""
-    held = [plan.memory(rank) | of_lengths(plan, kfac, rank) for rank in looked_at(plan)]
+    held = [mpikfac.predict.memory(plan, rank, job) for rank in looked_at(plan)]
     held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
     rows = [("", "least", "median", "most")]
     for kind in held[0]:
         if any(sizes := [kinds[kind] for kinds in held]):
             rows.append((kind, *spread(sizes)))
     return [f"Memory of a rank, MiB{sample_note(plan)}", *table(rows)]
-
-
-def of_lengths(plan: mpikfac.plan.Plan, kfac: KfacOptions, rank: int) -> dict[str, int]:
-    """Return the bytes of Adam's averages, and of momenta and means by momenta, on a rank."""
-    if not kfac.length.by_adam:
-        return {}
-    of_rank, momenta = (
-        plan.of(rank),
-        0 if kfac.length.bound or kfac.momentum_of == "directions" else 2,
-    )
-    shapes = [layer.shape.gradient for layer in of_rank.preconditioned]
-    shapes += [shape for name, shape in plan.uncovered if of_rank.steps(name)]
-    size = plan.itemsize * sum(map(math.prod, shapes))
-    return {"lengths": size, "momenta": momenta * size}
 
 
 def messages(plan: mpikfac.plan.Plan) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
-from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.options.options import KfacOptions, Options
 from mpikfac_apps.options.strategy import (
     Shapes,
     coverage,
@@ -68,7 +68,8 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
         options.kfac.lasting_factor_every,
         options.basis_every,
         options.stragglers,
-        options.kfac.length.source == "orthogonal",
+        str(options.kfac.length.source),
+        Options(kfac=options.kfac).momentum_of_gradients,
     )
     shapes = both_shapes(options)
     rows: list[dict[str, Any]] = []

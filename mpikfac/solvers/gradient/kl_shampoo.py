@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -28,7 +28,7 @@ class KLShampoo(Roots):
 
     dtype: torch.dtype | None = None
     exponent = 0.5
-    form: ClassVar[Form] = form_of("kl-shampoo")
+    form: ClassVar[Form] = replace(form_of("kl-shampoo"), whitened=True)
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
         """Return `L^-1/2 gradient / sqrt(outputs)` and `gradient R^-1/2 / sqrt(inputs)`."""

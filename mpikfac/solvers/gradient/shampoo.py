@@ -60,7 +60,7 @@ class Roots(Moments):
 def form_of(name: str) -> Form:
     """Return the description of a solver with roots for the plan."""
     needs = needs_of(name, "adam", "sgd", "own")
-    return Form(name, {"root": 2}, of="gradient", damped=True, timed_as="eigen", needs=needs)
+    return Form(name, {"root": 2}, of="gradient", damped=True, timed_as="shampoo", needs=needs)
 
 
 def between(left: Side, gradient: Tensor, right: Side) -> Tensor:
