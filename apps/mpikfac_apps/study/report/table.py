@@ -90,13 +90,11 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
 def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
     """Return a row of means over seeds for each variant and number of ranks.
 
-    Cells that are not complete do not count. A study without several seeds has no means.
+    Cells that are not complete do not count.
     """
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["variant"], row["ranks"]), []).append(row)
-    if all(len(group) == 1 for group in groups.values()):
-        return []
     to_target = ("steps_to_target", "epochs_to_target", "seconds_to_target")
     averaged = ("step_seconds", measure.key, *to_target)
     mean_rows = []
