@@ -5,17 +5,18 @@
     done
     python benchmarks/preconditioners.py
 
-Each method has three learning rates with seed 0; the rate with the best final test then has seeds 1
-and 2. The target is AdamW's final test, the mean over seeds. The program takes the runs of the
-studies into `results/preconditioners.json`, prints the tables, draws the picture, and names
-the matrices of seeds that the studies lack: `--further PROBLEM` prints the matrices alone.
-`--known` reads no runs. `--seconds ROUNDS` times steps of all methods by turns, on an idle machine.
+The program takes the runs of the studies into `results/preconditioners.json`, prints the tables and
+draws the picture; `--known` reads no runs. Each method has its rates with seed 0. The rate with the
+best end then has seeds 1 and 2: `--further PROBLEM` prints the lines that the study's file lacks.
+The target is AdamW's end, the mean over seeds. `--seconds ROUNDS` times steps of all methods by
+turns, on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -148,12 +149,11 @@ def choices(problem: str, method: str, key: str = "lr") -> list[Choice]:
 
 
 def best(problem: str, method: str) -> Choice | None:
-    """Return the rate with the best final test of seed 0, and its runs of all seeds."""
-    tried = [one for one in choices(problem, method) if SEEDS[0] in seeds(one)]
-    if not tried:
-        return None
-    least = PROBLEMS[problem][1].best(first(one)["values"][-1] for one in tried)
-    return next(one for one in tried if first(one)["values"][-1] == least)
+    """Return the rate with the best mean end, of the rates with the most seeds."""
+    tried = choices(problem, method)
+    most = max((len(one.runs) for one in tried), default=0)
+    ends = {one.final: one for one in tried if len(one.runs) == most and math.isfinite(one.final)}
+    return ends[PROBLEMS[problem][1].best(ends)] if ends else None
 
 
 def first(choice: Choice) -> Run:
@@ -161,19 +161,14 @@ def first(choice: Choice) -> Run:
     return next(run for run in choice.runs if run["seed"] == SEEDS[0])
 
 
-def seeds(choice: Choice) -> set[int]:
-    """Return the seeds of the known runs."""
-    return {run["seed"] for run in choice.runs}
-
-
 def further(problem: str) -> Iterator[str]:
-    """Yield the matrices of seeds 1 and 2 of the best rates that are missing."""
+    """Yield the matrices of the best rates with the seeds that are missing."""
     for method in METHODS:
-        chosen, rates = best(problem, method), choices(problem, method)
-        if chosen and len(rates) >= 3 and (lacking := sorted(set(SEEDS) - seeds(chosen))):
-            yield (
-                f"  - {{strategy: [{method}], lr: [{chosen.setting}], ranks: [1], seed: {lacking}}}"
-            )
+        if chosen := best(problem, method):
+            tried = {run["seed"] for run in chosen.runs}
+            if lacking := [seed for seed in SEEDS if seed not in tried]:
+                rate = f"lr: [{chosen.setting}], ranks: [1], seed: {lacking}"
+                yield f"  - {{strategy: [{method}], {rate}}}"
 
 
 # -- tables and picture --------------------------------------------------------------------------
@@ -205,8 +200,6 @@ def report(problem: str) -> None:
     for method, name in METHODS.items():
         for one in choices(problem, method, "damping"):
             print(f"{name}, damping {one.setting:g}: {measure.text(one.final, 2)}")
-    if lacking := list(further(problem)):
-        print("\n".join(["missing in the study:", *lacking]))
 
 
 def until(runs: Iterable[Run], measure: Measure, target: float) -> str:
