@@ -15,5 +15,6 @@ from mpikfac.settings.settings import Numbers as Numbers
 from mpikfac.settings.settings import Settings as Settings
 from mpikfac.settings.usual import MOMENTUM as MOMENTUM
 from mpikfac.settings.usual import RATE as RATE
+from mpikfac.settings.usual import SHARE as SHARE
 from mpikfac.settings.usual import WEIGHT_DECAY as WEIGHT_DECAY
 from mpikfac.settings.usual import usual_intervals as usual_intervals

@@ -26,7 +26,7 @@ from mpikfac.extensions.copies.copies import of_copies
 from mpikfac.extensions.scales import Scales
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena
-from mpikfac.settings import Settings
+from mpikfac.settings import Estimator, Settings
 from mpikfac.solvers import Held, Solver
 
 __all__ = [
@@ -198,6 +198,11 @@ def layers(kfac: KFAC) -> Sequence[Layer]:
 def settings(kfac: KFAC) -> Settings:
     """Return the choices of K-FAC: `damping` and `length`."""
     return kfac.settings
+
+
+def estimator(kfac: KFAC) -> Estimator:
+    """Return how factors are estimated."""
+    return kfac.estimator
 
 
 def damping(kfac: KFAC, step: int) -> float:

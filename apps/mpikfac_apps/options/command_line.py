@@ -12,7 +12,7 @@ import reprlib
 import sys
 import textwrap
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Group = TypeVar("Group", bound="DataclassInstance")
+Usual = Callable[[type, Mapping[str, Any]], Mapping[str, Any]]
 HELP = ("-h", "--help", "--help_all", "--print_config")
 
 
@@ -39,10 +40,17 @@ class CommandLine(Generic[Group]):
     group: type[Group]
     basic: Collection[str] = ()
     files: bool = False
+    usual: Usual | None = None
 
     def read(self, argv: Sequence[str] | None, kept: Mapping[str, Any] | None = None) -> Group:
         """Return the options of a command line; see `read`."""
-        return read(self.program, self.group, argv, basic=self.basic, files=self.files, kept=kept)
+        return read(
+            *(self.program, self.group, argv),
+            basic=self.basic,
+            files=self.files,
+            usual=self.usual,
+            kept=kept,
+        )
 
     def answer(self, arguments: Sequence[str]) -> None:
         """Print help if the arguments ask for help; refuse names of options that do not exist.
@@ -78,12 +86,13 @@ def read(
     *,
     basic: Collection[str] = (),
     files: bool = False,
+    usual: Usual | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> Group:
     """Return the options of a command line as the dataclass `group`.
 
-    Values come from the defaults, then from `kept`, then from files, then from the rest of the
-    command line.
+    Values come from the defaults, then from `usual`, then from `kept`, then from files, then from
+    the rest of the command line.
 
     Args:
         program: the name of the program, such as "mpikfac plan".
@@ -91,6 +100,8 @@ def read(
         basic: the options that --help shows; --help_all shows all options. Without basic options,
             --help shows all options.
         files: whether --config FILE names YAML files of options.
+        usual: returns, for `group` and the values that are given by key, the values that replace
+            defaults.
         kept: options by key, as in a YAML file; needs `files`.
 
     Raises:
@@ -114,10 +125,20 @@ def read(
         if kept:  # a value that the arguments replace may be wrong
             left = {key: v for key, v in kept.items() if f"--{key}" not in _names(arguments)}
             arguments = [f"--config={json.dumps(nested(left))}", *arguments]
+        replaced = usual(group, _given(parser, arguments)) if usual else {}
+        parser.set_defaults(dict(replaced))
         values = vars(parser.parse_args(arguments).as_flat())
     except argparse.ArgumentError as error:
         raise ValueError(_explained(str(error), options)) from error
+    values |= {key: value for key, value in replaced.items() if values[key] is None}
     return build(group, {key: _value(option, values[key]) for key, option in options.items()})
+
+
+def _given(parser: jsonargparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the values by key that command line and files give; null gives nothing."""
+    asked = [argument for argument in arguments if argument.partition("=")[0] not in HELP]
+    given = vars(parser.parse_args(asked, defaults=False).as_flat())
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _names(arguments: Sequence[str]) -> list[str]:

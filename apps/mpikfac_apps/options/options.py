@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpikfac import Damping, Estimator, Length, Strategy
-from mpikfac.plan import FACTOR_EVERY
+from mpikfac.plan import FACTOR_EVERY, NAMED
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Schedule
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.command_line import CommandLine
-from mpikfac_apps.options.fields import bounded, changes, choice, inline, listed, section
+from mpikfac_apps.options.fields import bounded, changes, choice, inline, leaves, listed, section
 
 # The names of tables whose code needs torch; the tests compare the names with the tables.
 SOLVERS = (
@@ -172,15 +172,17 @@ class KfacOptions:
 
     Args:
         factor_every: the number of steps from one update of the factors to the next. null: 10, and
-            fewer in the first 160 steps.
+            fewer in the first 160 steps; 1 with shampoo and kl-shampoo.
         basis_every: the number of steps from one decomposition of the factors to the next. null:
             the number of the strategy; for most strategies 50, and fewer in the first 160 steps.
-        solver: the way to precondition gradients. "inverse": damped inverses, with the damping
+        solver: the preconditioner of gradients; K-FAC is one of several under the same plan. A
+            solver brings usual values of damping, length, momentum and factor_every, which replace
+            defaults, and no value that is given. "inverse": damped inverses, with the damping
             split between both factors; "unsplit-inverse": inverses with the whole damping in each
             factor; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients of
             single images; "rank-one": mean vectors in the place of factors, as Eva; "shampoo",
-            "kl-shampoo": roots of factors of the averaged gradient, with length=adam; "muon": the
-            gradient, without factors. null: the solver of the strategy (inverse for most
+            "kl-shampoo": roots of factors of the averaged gradient; "muon": the gradient, without
+            factors, with momentum 0.95. null: the solver of the strategy (inverse for most
             strategies).
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.
@@ -232,8 +234,9 @@ class Options:
     """Train a network with K-FAC or a baseline; `mpikfac launch`, mpirun or srun start ranks.
 
     Args:
-        optimizer: the optimizer. "kfac": SGD with gradients that K-FAC preconditions; the rest are
-            baselines. "muon": Muon for weights of linear layers and convolutions, with filters as
+        optimizer: the optimizer. "kfac": SGD with gradients that kfac.solver preconditions, by
+            K-FAC, Shampoo, Muon and others under one plan; the rest are baselines, whose step every
+            rank repeats. "muon": Muon for weights of linear layers and convolutions, filters being
             matrices, and AdamW for the first layer, the last layer and all other parameters;
             "soap": Adam in Shampoo's eigenbases; "lars" and "lamb": SGD and Adam with steps in
             proportion to the norm of the layer's weights. "muon", "soap", "lars" and "lamb" need
@@ -279,7 +282,8 @@ class Options:
             "cosine": a fall to 0 at the end along half a cosine.
         decay_epochs: the epochs at which the learning rate falls, for schedule=step.
         decay_factor: the factor by which the learning rate falls, for schedule=step.
-        momentum: the momentum of SGD, K-FAC, Muon and LARS, or beta1 of AdamW, SOAP and LAMB.
+        momentum: the momentum of SGD, K-FAC, Muon and LARS, or beta1 of AdamW, SOAP and LAMB. With
+            kfac.solver=muon, 0.95 replaces the default.
         nesterov: the momentum of SGD and K-FAC is Nesterov's.
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.
@@ -424,4 +428,41 @@ BASIC = (
     *("kfac.relative_damping", "kfac.solver", "kfac.length", "kfac.momentum_of"),
 )
 """The options that a newcomer needs: `--help` shows these options."""
-TRAIN = CommandLine("mpikfac train", Options, BASIC, files=True)
+
+
+def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by key that the solver takes where a user gives none; see `Solver.usual`.
+
+    Args:
+        group: a dataclass with a field `kfac` of `KfacOptions`.
+        given: the values by key that a user gives.
+    """
+    paths = {leaf.path: leaf.key for leaf in leaves(group)}
+    strategy = NAMED.get(given.get("strategy", ""))
+    of_strategy = strategy.settings.get("solver") if strategy else None
+    solver = given.get("kfac.solver", given.get("solver", of_strategy))
+    if solver is None or given.get("optimizer", "kfac") != "kfac":
+        return {}
+    usual = _usual_of(solver)
+    parts = {path[1:] for path, key in paths.items() if key in given and path[0] == "kfac"}
+    if any(part[0] == "damping" for part in parts):  # one of two keys for one number
+        usual = {path: value for path, value in usual.items() if path[0] != "damping"}
+    if parts & {("length", bound) for bound in ("fisher", "kl", "norm")}:
+        usual.pop(("length", "source"), None)  # a bound says "own"
+    paths[("kfac", "length", "momentum")] = paths.get(("momentum",), "")
+    keys = {path: paths.get(("kfac", *path)) for path in usual}
+    return {key: usual[path] for path, key in keys.items() if key}
+
+
+def _usual_of(solver: str) -> dict[tuple[str, ...], Any]:
+    """Return a solver's usual values, by the names of the fields that lead to a value."""
+    from mpikfac.solvers import SOLVERS  # imports torch
+
+    values: dict[tuple[str, ...], Any] = {}
+    for name, value in SOLVERS[solver].usual.items() if solver in SOLVERS else ():
+        inner = value.items() if isinstance(value, Mapping) else [(None, value)]
+        values |= {(name, field) if field else (name,): number for field, number in inner}
+    return values
+
+
+TRAIN = CommandLine("mpikfac train", Options, BASIC, files=True, usual=usual_values)

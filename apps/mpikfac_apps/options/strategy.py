@@ -277,7 +277,7 @@ def kfac_settings(
         return dataclasses.replace(value, **numbers)
 
     return {
-        "damping": None if damping == Damping() else scheduled(damping),  # depends on the solver
+        "damping": scheduled(damping),
         "factor_every": by_step(options.factor_every, epochs),
         "basis_every": by_step(chosen.get("basis_every"), epochs),
         "solver": named_solver(solver_of(chosen), _basis_dtype(options)),

@@ -13,7 +13,13 @@ import mpikfac
 from mpikfac.plan import BASIS_EVERY
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
-from mpikfac_apps.options.options import MODELS, SOLVERS, KfacOptions, StrategyOptions
+from mpikfac_apps.options.options import (
+    MODELS,
+    SOLVERS,
+    KfacOptions,
+    StrategyOptions,
+    usual_values,
+)
 from mpikfac_apps.planning.facts import UNPLANNED
 from mpikfac_apps.text import MOST, counts
 
@@ -166,8 +172,8 @@ class CalibrateOptions:
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
 
 
-PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC)
-SIMULATE = CommandLine("mpikfac simulate", SimulateOptions, SIMULATE_BASIC)
-ADVISE = CommandLine("mpikfac advise", AdviseOptions, SIMULATE_BASIC)
+PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC, usual=usual_values)
+SIMULATE = CommandLine("mpikfac simulate", SimulateOptions, SIMULATE_BASIC, usual=usual_values)
+ADVISE = CommandLine("mpikfac advise", AdviseOptions, SIMULATE_BASIC, usual=usual_values)
 LIST = CommandLine("mpikfac strategies", StrategiesOptions)
 CALIBRATE = CommandLine("mpikfac calibrate", CalibrateOptions)

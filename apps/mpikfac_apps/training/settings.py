@@ -21,11 +21,12 @@ import torch
 
 import mpikfac
 from mpikfac import files
+from mpikfac.settings import SHARE
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.documents import flattened, loaded
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import TRAIN, Options
+from mpikfac_apps.options.options import SOLVERS, TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.problems.own import is_own
 from mpikfac_apps.training.checkpoints import root
@@ -59,7 +60,8 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     """Return the checked options of a start; a resumed run keeps what the command line leaves out.
 
     A choice that was left open stays as the checkpoint's version chose, unless the choice follows
-    from an option that changes.
+    from an option that changes. With another solver, the usual values of the solver before are left
+    out, too.
 
     Raises:
         ValueError: an option is wrong; a single line names key, value and the allowed values.
@@ -70,8 +72,10 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     before = of_checkpoint(path) if path else None
     if before is None:
         return parse(argv, ranks)
-    kept = kept_of(before.given, ["batch"] if named.batch_per_rank else [])  # see `follow`
+    left = ["batch"] if named.batch_per_rank else []  # see `follow`
     try:
+        left += _usual_before(before, TRAIN.read(argv, kept_of(before.given, left)), ranks)
+        kept = kept_of(before.given, left)
         options = parse(argv, ranks, kept)
         _check_code(flat(options), flat(named))
         pinned = _pinned(before, kept, options, ranks)
@@ -92,6 +96,16 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
     """Return the options of a run that a start keeps, without the options of `left`."""
     keys = {leaf.key for leaf in leaves(Options)} - {*OF_A_START, *left}
     return {key: value for key, value in options.items() if key in keys}
+
+
+def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
+    """Return the options with usual values of the checkpoint's solver, if the solver changes."""
+    solver = before.resolved.get("kfac.solver")
+    if solver not in SOLVERS or solver == flattened(resolved(options, ranks))["kfac.solver"]:
+        return []
+    usual = flat(TRAIN.read([f"--kfac.solver={solver}"]))
+    keys = (key for key in usual if key == "momentum" or key.startswith("kfac."))
+    return [key for key in keys if before.given.get(key) == usual[key]]
 
 
 def _pinned(
@@ -162,10 +176,14 @@ def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
     keys = [leaf.key for leaf in leaves(Options)]
     words = [key.rpartition(".")[2] for key in keys]
     now = {word: key for word, key in zip(words, keys) if words.count(word) == 1}
-    return {
+    renamed = {
         key if key in keys else now.get(key.rpartition(".")[2], key): value
         for key, value in options.items()
     }
+    damping = renamed.get("kfac.solver"), renamed.get("kfac.relative_damping")
+    if damping == ("rank-one", SHARE):  # was written, while the usual damping was in force
+        renamed |= {"kfac.damping": 0.003, "kfac.relative_damping": None}
+    return renamed
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -95,11 +95,9 @@ def split_layers(
         return mpikfac.split_layers(model, comm, distribution, trace)
 
 
-def in_words(options: Options, solver: mpikfac.solvers.Solver) -> str:
+def in_words(options: Options) -> str:
     """Return the numbers of a run with K-FAC that matter most."""
     kfac, damping = options.kfac, options.kfac.damping
-    if damping == mpikfac.Damping():
-        damping = mpikfac.Damping(**solver.usual.get("damping", {}))
     relative = "relative " * damping.is_relative
     return (
         f"learning rate {options.rate:g}, momentum {options.momentum:g} of {options.momentum_of}, "
@@ -137,7 +135,7 @@ def make_training(
         check_momenta(options, strategy)
         log.info("strategy %s: %s", name, differences(strategy))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
-        log.info("K-FAC with %s", in_words(options, settings["solver"]))
+        log.info("K-FAC with %s", in_words(options))
         preconditioning = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
         kind = QuadraticTraining if options.quadratic else KfacTraining
         return kind(problem, preconditioning)

@@ -1,0 +1,165 @@
+"""A solver by name brings its usual values to the programs, and no value that a user gives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import mpikfac
+from mpikfac.settings import MOMENTUM
+from mpikfac.solvers import SOLVERS
+from mpikfac_apps.options.fields import flat
+from mpikfac_apps.options.options import TRAIN
+from mpikfac_apps.options.parse import parse
+from mpikfac_apps.options.strategy import kfac_settings, make_strategy
+from mpikfac_apps.planning.options import PLAN, SIMULATE
+from mpikfac_apps.training import settings, train
+from support import inside
+
+QUICK = ("--batch=120", "--data.train_images=240", "--epochs=4", "--log_every=1", "--threads=1")
+OF_SHAMPOO = {
+    **{"kfac.relative_damping": 0.001, "kfac.damping": None},
+    **{"kfac.length": "adam", "kfac.factor_every": 1},
+}
+
+
+def options_of(*argv: str) -> dict:
+    return flat(parse(argv, 1))
+
+
+def part(values: dict, keys) -> dict:
+    return {key: values[key] for key in keys}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_solver_alone_means_what_it_means_to_the_library(solver):
+    """Oracle: the settings and the estimator of a KFAC with the solver and no further choice."""
+    options = parse([f"--kfac.solver={solver}"], 1)
+    _, chosen = make_strategy(options.distribution, options.kfac, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    descent = torch.optim.SGD(model.parameters(), 0.01)
+    usual = mpikfac.KFAC(model, descent, solver=solver)
+    taken = mpikfac.KFAC(model, descent, **kfac_settings(options.kfac, chosen, float))
+    expected, found = inside.settings(usual), inside.settings(taken)
+    assert (found.damping, found.length.source) == (expected.damping, expected.length.source)
+    assert in_force(found) == in_force(expected)
+    assert inside.estimator(taken) == inside.estimator(usual)
+    assert options.momentum == (expected.length.momentum or MOMENTUM)
+
+
+def in_force(settings) -> int:
+    """Return the interval of factors in the end."""
+    often = settings.factor_every
+    return often(1000) if callable(often) else often
+
+
+GIVEN = {
+    "damping": ("kfac.damping", 0.2, {"kfac.relative_damping": None}),
+    "relative damping": ("kfac.relative_damping", 10.0, {"kfac.damping": None}),
+    "length": ("kfac.length", "own", {}),
+    "bound": ("kfac.kl_clip", 0.001, {"kfac.length": "own"}),
+    "interval": ("kfac.factor_every", 3, {}),
+    "momentum": ("momentum", MOMENTUM, {}),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("by_file", [False, True], ids=["command-line", "file"])
+def test_a_value_that_a_user_gives_wins(name, by_file, tmp_path):
+    """Oracle: the value itself, and all further usual values; also where it is K-FAC's default."""
+    key, value, implied = GIVEN[name]
+    given, solver = f"--{key}={json.dumps(value)}", "muon" if key == "momentum" else "shampoo"
+    if by_file:
+        file = tmp_path / "mine.yaml"
+        group, _, last = key.rpartition(".")
+        file.write_text(f"{group}:\n  {last}: {value}\n" if group else f"{last}: {value}\n")
+        given = f"--config={file}"
+    found = options_of(given.replace('"', ""), f"--kfac.solver={solver}")
+    assert part(found, [key, *implied]) == {key: value, **implied}
+    if solver == "shampoo":
+        changed = {key, *implied} | ({"kfac.damping"} if "damping" in key else set())
+        others = OF_SHAMPOO.keys() - changed
+        assert part(found, others) == part(OF_SHAMPOO, others)
+
+
+def test_other_optimizers_and_strategies_keep_their_meaning():
+    """Oracle: by hand: a baseline takes no solver; a strategy of vectors brings a solver."""
+    assert options_of("--optimizer=sgd", "--kfac.solver=muon")["momentum"] == MOMENTUM
+    assert options_of("--strategy=eva")["kfac.damping"] == 0.003
+
+
+def test_a_printed_configuration_shows_usual_values_and_is_the_same_run(capsys, tmp_path):
+    """Oracle: the options of the same command line."""
+    argv = ["--kfac.solver=shampoo"]
+    with pytest.raises(SystemExit):
+        TRAIN.read([*argv, "--print_config"])
+    text = capsys.readouterr().out
+    assert "  length: adam\n" in text and "  relative_damping: 0.001\n" in text
+    file = tmp_path / "printed.yaml"
+    file.write_text(text)
+    assert options_of(f"--config={file}") == options_of(*argv)
+
+
+def test_planned_runs_have_the_same_usual_values():
+    """Oracle: the options of a training."""
+    of_run = parse(["--kfac.solver=shampoo"], 1).kfac
+    plan = PLAN.read(["--model=resnet20", "--ranks=2", "--solver=shampoo"]).kfac
+    machine = ["--machine=none.json", "--model=resnet20", "--ranks=2", "--solver=shampoo"]
+    for found in (plan, SIMULATE.read(machine).kfac):
+        assert (found.damping, found.factor_every) == (of_run.damping, of_run.factor_every)
+        assert found.length.source == of_run.length.source
+
+
+# -- runs and restarts -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "run"
+    begin = [*QUICK, f"--run_dir={path}", "--max_steps=2", "--kfac.solver=shampoo"]
+    assert train.main(begin) == 0
+    return path
+
+
+def go_on(run, *more: str) -> str:
+    """Resume a run, and return the new lines of the log."""
+    before = len((run / "log.txt").read_text())
+    assert train.main([f"--run_dir={run}", "--resume=auto", "--threads=1", *more]) == 0
+    return (run / "log.txt").read_text()[before:]
+
+
+def test_the_log_shows_what_is_in_force_and_a_restart_keeps_it(run):
+    """Oracle: the lines, by hand."""
+    words = (
+        "K-FAC with learning rate 0.0075, momentum 0.9 of gradients, weight decay 0.0005, "
+        "length adam, relative damping 0.001"
+    )
+    assert words in (run / "log.txt").read_text()
+    text = go_on(run, "--max_steps=4")
+    assert words in text and "changed since" not in text
+
+
+def test_another_solver_takes_its_own_usual_values(run):
+    """Oracle: by hand: the values of Shampoo go, and a value that was given at a start stays."""
+    go_on(run, "--max_steps=3", "--weight_decay=0.01", "--kfac.decay=0.9")
+    text = go_on(run, "--max_steps=4", "--kfac.solver=muon")
+    (line,) = [line for line in text.splitlines() if "changed since the checkpoint" in line]
+    changed = (
+        *("momentum 0.9 -> 0.95", "kfac.solver shampoo -> muon", "kfac.length adam -> orthogonal"),
+        *("kfac.factor_every 1 -> null", "kfac.relative_damping 0.001 -> 10.0"),
+    )
+    assert sorted(line.partition("checkpoint: ")[2].split(", ")) == sorted(changed)
+    assert "weight decay 0.01" in text
+
+
+def test_vectors_of_earlier_versions_keep_the_damping_that_was_in_force():
+    """Oracle: by hand: the options said 10, and the solver's 0.003 was in force."""
+    written = {"kfac.solver": "rank-one", "kfac.damping": None, "kfac.relative_damping": 10.0}
+    saved = {"settings": written, "open": {}}
+    kept = settings._settings(saved, None).given
+    assert part(flat(parse([], 1, kept)), written) == {
+        **written,
+        **{"kfac.damping": 0.003, "kfac.relative_damping": None},
+    }
