@@ -75,9 +75,12 @@ class KFAC(Trainer):
             "ekfac": the same with eigenvalues of the gradients of examples [George et al. 2018].
             "unsplit-inverse": inverses with all of the damping added to each, as published codes
             do. "rank-one": mean vectors, with A and G as squares of vectors, a different estimator
-            [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's. "shampoo": roots of factors of
-            the averaged gradient [Gupta et al. 2018]. "muon": the averaged gradient, without
-            factors, for orthogonal directions [Muon].
+            [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's. "newton-muon": A alone, for
+            orthogonal directions [Newton-Muon]. "shampoo": roots of factors of the averaged
+            gradient [Gupta et al. 2018]. "kl-shampoo": the same, of factors whitened by each other
+            [Lin et al. 2025]. "soap": Adam in the eigenbases of Shampoo's factors [SOAP]. "muon":
+            the averaged gradient, without factors, for orthogonal directions [Muon]. "normuon": the
+            same, with rows of about equal lengths [NorMuon].
         length: the length of a step, and the precision of directions; None: what the solver takes,
             for most `Length()`.
         estimator: how factors are estimated.
@@ -126,7 +129,7 @@ class KFAC(Trainer):
         solvers = solvers_by_name(solver or settings.get("solver", "inverse"))
         of_solver = next(iter(solvers.values())).usual
         length = length or Length(**of_solver.get("length", {}))
-        estimator = estimator or Estimator()
+        estimator = estimator or Estimator(**of_solver.get("estimator", {}))
         if length.source == "quadratic":
             check_plain(optimizer)
         coverage = coverage or Coverage()

@@ -22,9 +22,10 @@ class AdamSteps(dict[str, Tensor]):
 
     Attributes:
         even: whether all averages have the same weight, as they have until a gradient is left out.
+        gradients: what `take` squares, by place.
     """
 
-    def __init__(self, gradients: Arena, names: Sequence[str]) -> None:
+    def __init__(self, gradients: Arena, names: Sequence[str], decay: float = DECAY) -> None:
         """Begin averages of zeros for the `names` of the arena."""
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
@@ -34,15 +35,15 @@ class AdamSteps(dict[str, Tensor]):
         self.update(zip(map(count_of, names), weights.split(1)))
         self._names, self._weights = names, weights
         self._divisors = weights.to(gradients.flat.device)
-        self._gradients = [gradients[name] for name in names]
+        self.gradients = [gradients[name] for name in names]
         self._averages = [averages[name] for name in names]
-        self.even = True
+        self.even, self._decay = True, decay
         self._sound = list(range(len(names)))  # places of names in the batch that was counted last
 
     def count(self, broken: Collection[str]) -> None:
         """Count a batch in the weights of the averages, but for names of `broken`."""
         self._sound = [place for place, name in enumerate(self._names) if name not in broken]
-        self._weights[self._sound] = DECAY * self._weights[self._sound] + (1 - DECAY)
+        self._weights[self._sound] += (1 - self._decay) * (1 - self._weights[self._sound])
         self._divisors.copy_(self._weights, non_blocking=True)
         self.even = len(set(self._weights.tolist())) <= 1
 
@@ -57,15 +58,15 @@ class AdamSteps(dict[str, Tensor]):
         if not self._names:
             return []
         if self._sound:
-            gradients = [self._gradients[place] for place in self._sound]
+            gradients = [self.gradients[place] for place in self._sound]
             averages = [self._averages[place] for place in self._sound]
-            torch._foreach_mul_(averages, DECAY)
-            torch._foreach_addcmul_(averages, gradients, gradients, 1 - DECAY)
+            torch._foreach_mul_(averages, self._decay)
+            torch._foreach_addcmul_(averages, gradients, gradients, 1 - self._decay)
         divisors: Any = self._divisors[0] if self.even else self._divisors.unbind()
         steps = torch._foreach_div(self._averages, divisors)
         torch._foreach_sqrt_(steps)
         torch._foreach_add_(steps, EPSILON)
-        return list(torch._foreach_div(numerators or self._gradients, steps))
+        return list(torch._foreach_div(numerators or self.gradients, steps))
 
 
 def elastic_step(anchor: Tensor, average: Tensor, mean: Tensor, rate: float, pull: float) -> Tensor:

@@ -35,7 +35,7 @@ SETTINGS: tuple[Combination, ...] = (
         {
             "workers": Same("ranks"),
             "adapted": None,
-            "length": OneOf(("own", "orthogonal", "adam", "sgd")),
+            "length": OneOf(("own", "orthogonal", "rows", "adam", "sgd")),
         },
         "between two exchanges, a rank preconditions all layers without further messages",
     ),

@@ -9,9 +9,10 @@ from mpikfac.plan import check_fraction, check_positive, make_plain, one_of
 from mpikfac.settings.schedule import Schedule, in_force
 from mpikfac.settings.usual import TRUST
 
-Source = Literal["orthogonal", "adam", "sgd", "own", "quadratic"]
+Source = Literal["orthogonal", "rows", "rotated", "adam", "sgd", "own", "quadratic"]
 Precision = Literal["float32", "tf32", "bfloat16"]
-SOURCES: tuple[Source, ...] = ("orthogonal", "adam", "sgd", "own", "quadratic")
+BY_ADAM: tuple[Source, ...] = ("orthogonal", "rows", "rotated", "adam")
+SOURCES: tuple[Source, ...] = (*BY_ADAM, "sgd", "own", "quadratic")
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
 
 
@@ -29,12 +30,15 @@ class Length:
         source: where the length of each layer's direction comes from. "adam": the length of Adam's
             step without momentum, so that rates of Adam are right; uncovered parameters then take
             Adam's step itself. "orthogonal": the same, after all singular values of the direction
-            have been made about equal, as Muon does with the gradient [Muon]. "sgd": the length of
-            the layer's gradient [Agarwal et al. 2020]. "own": the length that preconditioning
-            gives. "quadratic": length and momentum together minimise a quadratic model of the loss,
-            with the Gauss-Newton matrix of the batch and the damping [Martens & Grosse 2015, 6.4
-            and 7], in the place of a learning rate, a momentum and a bound. None: "own" if a bound
-            is given, else "orthogonal".
+            have been made about equal, as Muon does with the gradient [Muon]. "rows": as
+            "orthogonal", after the rows of the direction have been made about as long as each
+            other, by an average over steps [NorMuon]. "rotated": Adam's step with momentum in
+            eigenbases, for the solver "soap" [SOAP]. "sgd": the length of the layer's gradient
+            [Agarwal et al. 2020]. "own": the length that preconditioning gives. "quadratic": length
+            and momentum together minimise a quadratic model of the loss, with the Gauss-Newton
+            matrix of the batch and the damping [Martens & Grosse 2015, 6.4 and 7], in the place of
+            a learning rate, a momentum and a bound. None: "own" if a bound is given, else
+            "orthogonal".
         fisher: the bound on the Fisher norm of the direction, `sqrt(sum <direction, gradient>)`;
             None for no bound.
         kl: the KL clip: the bound on the squared Fisher norm of a step [SC20, eq. 18]; None for no
@@ -42,12 +46,12 @@ class Length:
         norm: the bound on the norm of the direction; None for no bound.
         momentum: Nesterov's momentum of the gradients, before gradients are preconditioned, in the
             place of the optimizer's momentum, which has to be 0; a number, a schedule, or 0 for
-            none. Lengths of layers' directions do not depend on the momentum. Needs a source of
-            "orthogonal" or "adam".
+            none. Lengths of layers' directions do not depend on the momentum, except those of
+            "rotated". Needs a source of "orthogonal", "rows", "rotated" or "adam".
         trust: the largest length of a layer's direction, in units of the norm of the layer's
-            weights, for the lengths of "orthogonal" and "adam": a step then changes weights by at
-            most the share `lr * trust`, as in [LARS; LAMB]. `math.inf` for no limit. Weights that
-            are all 0 have no limit.
+            weights, for the lengths of "orthogonal", "rows", "rotated" and "adam": a step then
+            changes weights by at most the share `lr * trust`, as in [LARS; LAMB]. `math.inf` for no
+            limit. Weights that are all 0 have no limit.
         capture: whether directions are recorded as a CUDA graph, and their kernels then started by
             one call, in steps whose numbers are those of the step before. Needs a GPU of NVIDIA,
             and has not run on one yet.
@@ -99,8 +103,8 @@ class Length:
             check_fraction("momentum", self.momentum)
         if self.momentum and not self.by_adam:
             raise ValueError(
-                f"momentum={self.momentum!r} of gradients needs length='orthogonal' or 'adam', "
-                f"not {self.source!r}"
+                f"momentum={self.momentum!r} of gradients needs length="
+                f"{' or '.join(map(repr, BY_ADAM))}, not {self.source!r}"
             )
         if self.momentum and self.bound:
             raise ValueError(
@@ -111,12 +115,12 @@ class Length:
     @property
     def grafted(self) -> bool:
         """Whether a first-order method gives the lengths."""
-        return self.source in ("orthogonal", "adam", "sgd")
+        return self.source in (*BY_ADAM, "sgd")
 
     @property
     def by_adam(self) -> bool:
         """Whether Adam's steps give the lengths."""
-        return self.source in ("orthogonal", "adam")
+        return self.source in BY_ADAM
 
     @property
     def bounds(self) -> dict[str, float | Schedule | None]:

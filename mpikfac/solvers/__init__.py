@@ -13,11 +13,16 @@ from mpikfac.solvers.ekfac import Ekfac as Ekfac
 from mpikfac.solvers.ekfac import squares_in_bases as squares_in_bases
 from mpikfac.solvers.gradient import KLShampoo as KLShampoo
 from mpikfac.solvers.gradient import Muon as Muon
+from mpikfac.solvers.gradient import NorMuon as NorMuon
 from mpikfac.solvers.gradient import Shampoo as Shampoo
+from mpikfac.solvers.gradient import Soap as Soap
+from mpikfac.solvers.gradient import damped_squares as damped_squares
+from mpikfac.solvers.gradient import turned_back as turned_back
 from mpikfac.solvers.inverse import Inverse as Inverse
 from mpikfac.solvers.inverse import damped_inverse as damped_inverse
 from mpikfac.solvers.inverse import error_of_inverse as error_of_inverse
 from mpikfac.solvers.inverse import tikhonov_share as tikhonov_share
+from mpikfac.solvers.newton_muon import NewtonMuon as NewtonMuon
 from mpikfac.solvers.rank_one import RankOne as RankOne
 from mpikfac.solvers.registry import SOLVERS as SOLVERS
 from mpikfac.solvers.registry import SolverName as SolverName

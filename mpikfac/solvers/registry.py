@@ -10,8 +10,9 @@ import torch
 from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
 from mpikfac.solvers.eigen import Eigen
 from mpikfac.solvers.ekfac import Ekfac
-from mpikfac.solvers.gradient import KLShampoo, Muon, Shampoo
+from mpikfac.solvers.gradient import KLShampoo, Muon, NorMuon, Shampoo, Soap
 from mpikfac.solvers.inverse import Inverse
+from mpikfac.solvers.newton_muon import NewtonMuon
 from mpikfac.solvers.rank_one import RankOne
 from mpikfac.solvers.solver import Solver
 
@@ -24,7 +25,10 @@ SOLVERS: dict[SolverName, Solver] = {
     "rank-one": RankOne(),
     "shampoo": Shampoo(),
     "kl-shampoo": KLShampoo(),
+    "soap": Soap(),
     "muon": Muon(),
+    "normuon": NorMuon(),
+    "newton-muon": NewtonMuon(),
 }
 
 

@@ -61,8 +61,8 @@ class Solver:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
         part: the place of a class ("package.module:Class") that keeps a state of the solver's own
             beside the decompositions, made with the `Bases`; "" for none.
-        usual: what `KFAC` takes in the place of usual values, by name: "damping" and "length" with
-            fields of `Damping` and `Length`, and "factor_every".
+        usual: what `KFAC` takes in the place of usual values, by name: "damping", "length" and
+            "estimator" with fields of `Damping`, `Length` and `Estimator`, and "factor_every".
     """
 
     part: ClassVar[str] = ""

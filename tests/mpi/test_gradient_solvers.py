@@ -15,7 +15,12 @@ from mpikfac.plan import NAMED
 from support import gradients, problem
 
 RANKS = mpikfac.world().size
-SOLVERS = ("shampoo", "kl-shampoo", "muon")
+LENGTHS = {
+    **{"shampoo": "adam", "kl-shampoo": "adam", "soap": "rotated"},
+    **{"muon": "orthogonal", "normuon": "rows"},
+}
+SOLVERS = tuple(LENGTHS)
+WITHOUT_FACTORS = ("muon", "normuon")
 KINDS = tuple(gradients.NETWORKS)
 STEPS, STOP = range(8), 4
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
@@ -47,14 +52,14 @@ PAIRS = [
     (name, solver)
     for name in STRATEGIES
     for solver in SOLVERS
-    if solver != "muon" or name not in OF_FACTORS
+    if solver not in WITHOUT_FACTORS or name not in OF_FACTORS
 ]
 
 
 def trainer(comm, solver, strategy, kind="convolutional"):
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    length = Length("orthogonal" if solver == "muon" else "adam", momentum=0.9)
+    length = Length(LENGTHS[solver], momentum=0.9)
     settings = {"length": length, "damping": Damping(relative=0.01), "basis_every": 4}
     return mpikfac.KFAC(model, sgd, comm, strategy, solver=solver, factor_every=1, **settings)
 

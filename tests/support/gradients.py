@@ -91,18 +91,65 @@ def in_groups(direction: Callable[[str, Matrix], Matrix]) -> Callable[[str, Matr
     return of_layer
 
 
+class Momenta:
+    """Nesterov's momenta of matrices, by name: `(1 - mu) g + mu M` with means M from 0 on."""
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum, self.means = momentum, {}
+
+    def __call__(self, name: str, g: Matrix) -> Matrix:
+        mu = self.momentum
+        self.means[name] = mu * self.means.get(name, 0) + (1 - mu) * g
+        return mu * self.means[name] + (1 - mu) * g
+
+
+def polar(matrix: Matrix) -> Matrix:
+    """Return `U f(S) V'`, by singular values, with five steps of Muon's polynomial f."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / np.linalg.norm(values)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left @ np.diag(values) @ right
+
+
+class OfAdamsLength:
+    """Directions of layers as long as Adam's step of the gradient.
+
+    Groups of a layer are matrices of their own; the length is of the layer, and so of all groups.
+
+    Args:
+        direction: of a matrix, by name.
+    """
+
+    def __init__(self, direction: Callable[[str, Matrix], Matrix]) -> None:
+        self.direction, self.squares, self.counts = in_groups(direction), {}, {}
+
+    def __call__(self, name: str, gradient: Matrix) -> Matrix:
+        t = self.counts[name] = self.counts.get(name, 0) + 1
+        self.squares[name] = 0.999 * self.squares.get(name, 0) + 0.001 * gradient**2
+        step = gradient / (np.sqrt(self.squares[name] / (1 - 0.999**t)) + 1e-8)
+        found = self.direction(name, gradient)
+        return found * np.linalg.norm(step) / np.linalg.norm(found)
+
+
 def by_hand(
-    kind: str, steps: int, direction: Callable[[str, Matrix], Matrix], lr: float
+    kind: str,
+    steps: int,
+    direction: Callable[[str, Matrix], Matrix],
+    lr: float,
+    see: Callable[[nn.Module, Tensor], None] = lambda model, inputs: None,
 ) -> nn.Module:
     """Return a network after steps of SGD by directions of each layer's and group's gradient.
 
     Args:
         direction: returns the direction of a layer `[groups, outputs, inputs]`, from the layer's
             name and gradient.
+        see: is called with the network and the inputs before each step.
     """
     model = network(kind)
     for step in range(steps):
         inputs, labels = batch(kind, step)
+        see(model, inputs)
         model.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         for name, parameters, groups in weights(model):
@@ -114,6 +161,32 @@ def by_hand(
                     p -= lr * matrix[:, :width].reshape(p.shape)
                     matrix = matrix[:, width:]
     return model
+
+
+@torch.no_grad()
+def rows(model: nn.Module, x: Tensor) -> dict[str, Matrix]:
+    """Return the inputs of every layer with a 1 for the bias, `[groups, vectors, inputs]`."""
+    found = {}
+    if isinstance(model, Attending):
+        attention = model.attention
+        q, k, v = F.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
+        q, k, v = (each.unflatten(-1, (2, 2)).transpose(1, 2) for each in (q, k, v))  # of 2 heads
+        heads = ((q @ k.mT / 2**0.5).softmax(-1) @ v).transpose(1, 2).flatten(-2)
+        found["attention.in_proj"] = x.flatten(0, 1).expand(3, -1, -1)
+        found["attention.out_proj"] = heads.flatten(0, 1)[None]
+        found["last"] = attention.out_proj(heads).flatten(1)[None]
+    else:
+        for name, module in model.named_children():
+            if isinstance(module, nn.Conv2d):
+                patches = F.unfold(x, module.kernel_size, stride=module.stride)
+                columns = patches.unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
+                found[name] = columns.flatten(1, 2)
+            elif isinstance(module, nn.Linear):
+                found[name] = x[None]
+            x = module(x)
+    biased = {name for name, parameters, _ in weights(model) if len(parameters) == 2}
+    one = {n: F.pad(each, (0, 1), value=1.0) if n in biased else each for n, each in found.items()}
+    return {name: each.numpy() for name, each in one.items()}
 
 
 def train(kfac: KFAC, kind: str, steps: range, comm) -> None:

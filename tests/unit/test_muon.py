@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,29 +17,6 @@ from support import gradients, inside
 STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
 
 
-class ByHand:
-    """Muon's direction by singular values, as long as Adam's step of the gradient.
-
-    Groups of a layer are matrices of their own; the length is of the layer, and so of all groups.
-    """
-
-    def __init__(self) -> None:
-        self.momenta, self.squares = {}, {}
-
-    def polar(self, name: str, g: np.ndarray) -> np.ndarray:
-        """Return `U f(S) V'` of Nesterov's momentum, with five steps of the polynomial f."""
-        self.momenta[name] = MOMENTUM * self.momenta.get(name, 0) + g
-        left, values, right = np.linalg.svd(g + MOMENTUM * self.momenta[name], full_matrices=False)
-        values = values / np.linalg.norm(values)
-        for _ in range(5):
-            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-        return left @ np.diag(values) @ right
-
-    def adam(self, name: str, g: np.ndarray, t: int) -> np.ndarray:
-        self.squares[name] = 0.999 * self.squares.get(name, 0) + 0.001 * g**2
-        return g / (np.sqrt(self.squares[name] / (1 - 0.999**t)) + 1e-8)
-
-
 def muon(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     length = Length("orthogonal", momentum=MOMENTUM, trust=math.inf)
@@ -50,14 +26,13 @@ def muon(model, comm, strategy=None, **choices):
 @pytest.mark.parametrize("kind", gradients.NETWORKS)
 def test_muon_steps_as_the_formulas_do(comm, kind):
     """Oracle: singular values in numpy, with Muon's polynomial and momentum, for 20 steps."""
-    hand, counts = ByHand(), {}
+    momenta = gradients.Momenta(MOMENTUM)
 
-    def direction(name, matrices):
-        t = counts[name] = counts.get(name, 0) + 1
-        polar = np.stack([hand.polar(f"{name} {n}", g) for n, g in enumerate(matrices)])
-        return polar * np.linalg.norm(hand.adam(name, matrices, t)) / np.linalg.norm(polar)
+    def direction(name, g):
+        return gradients.polar(momenta(name, g))
 
-    expected = gradients.by_hand(kind, STEPS, direction, RATE)
+    of_adams_length = gradients.OfAdamsLength(direction)
+    expected = gradients.by_hand(kind, STEPS, of_adams_length, RATE)
     kfac = muon(gradients.network(kind), comm)
     gradients.train(kfac, kind, range(STEPS), comm)
     found, right = (nn.utils.parameters_to_vector(m.parameters()) for m in (kfac.model, expected))

@@ -402,7 +402,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
         ),
         (
             {"length": "lamb"},
-            "length='lamb' must be one of None, 'orthogonal', 'adam', 'sgd', 'own', 'quadratic'",
+            "length='lamb' must be one of None, 'orthogonal', 'rows', 'rotated', 'adam', 'sgd'",
         ),
     ],
 )

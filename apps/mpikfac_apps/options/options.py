@@ -16,7 +16,7 @@ from mpikfac_apps.options.fields import bounded, changes, choice, inline, leaves
 # The names of tables whose code needs torch; the tests compare the names with the tables.
 SOLVERS = (
     *("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"),
-    *("shampoo", "kl-shampoo", "muon"),
+    *("shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
 )
 """The names in `mpikfac.solvers.SOLVERS`."""
 DATASETS = (
@@ -181,8 +181,10 @@ class KfacOptions:
             split between both factors; "unsplit-inverse": inverses with the whole damping in each
             factor; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients of
             single images; "rank-one": mean vectors in the place of factors, as Eva; "shampoo",
-            "kl-shampoo": roots of factors of the averaged gradient; "muon": the gradient, without
-            factors, with momentum 0.95. null: the solver of the strategy (inverse for most
+            "kl-shampoo": roots of factors of the averaged gradient; "soap": eigenbases of such
+            factors; "muon": the gradient, without factors, with momentum 0.95; "normuon": the same,
+            with rows of about equal lengths; "newton-muon": inverses of the factors of inputs
+            alone. null: the solver of the strategy (inverse for most
             strategies).
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.

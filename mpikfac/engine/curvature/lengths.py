@@ -154,7 +154,14 @@ class OfGradients(Own):
 
 
 class OfAdam(Own):
-    """The length of Adam's step without momentum; uncovered parameters take Adam's step itself."""
+    """The length of Adam's step without momentum; uncovered parameters take Adam's step itself.
+
+    Attributes:
+        KIND: the kind of the averages' items.
+        DECAY: of the averages of squared gradients.
+    """
+
+    KIND, DECAY = GRAFT, 0.999
 
     def __init__(
         self,
@@ -170,7 +177,7 @@ class OfAdam(Own):
         layers = [name for stack in stacks for name in stack.names]
         uncovered, self._covered = [slot.block.name for slot in self.uncovered], len(layers)
         names = [*layers, *uncovered]
-        self._adam = AdamSteps(gradients.arena, names)
+        self._adam = AdamSteps(gradients.arena, names, self.DECAY)
         parameters = {layer.name: layer.parameters for layer in gradients.layers}
         weights = [weight for name in layers for weight in parameters[name]]
         self._weights = [*weights, gradients.arena.flat.new_zeros(1)]
@@ -216,8 +223,8 @@ class OfAdam(Own):
         no limit, so that the layer can begin to learn. Parameters of another optimizer keep their
         gradients.
         """
-        super().write(found)
         steps = self._adam.take(self._numerators)
+        super().write(self.turned(found, steps))
         if self.stacks:
             both = norms([*steps[: self._covered], *(x.detach() for x in self._weights)])
             lengths, of_weights = both[: self._covered], both[self._covered :]
@@ -226,12 +233,21 @@ class OfAdam(Own):
         own, pairs = members(self.optimizer), zip(self.uncovered, steps[self._covered :])
         copy_all((s.parts[0], step) for s, step in pairs if s.block.parameters[0] in own)
 
+    def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the directions for each stack, of any length.
+
+        Args:
+            found: what preconditioning gives, for each stack.
+            steps: Adam's, of each layer.
+        """
+        return found
+
     def items(self) -> Iterator[Item]:
         """Return the averages of squared gradients, and the momenta."""
         for block in self.gradients.blocks:
             if block.parameters:
                 for name in (block.name, count_of(block.name)):
-                    yield Item(GRAFT + name, self._adam.get(name))
+                    yield Item(self.KIND + name, self._adam.get(name))
                 if self.length.momentum:
                     yield Item(MOMENTUM + block.name, self._momenta.get(block.name))
 
@@ -239,11 +255,11 @@ class OfAdam(Own):
 class Orthogonal(OfAdam):
     """The length of Adam's step, after all singular values of a direction are made about equal."""
 
-    def write(self, found: Sequence[Tensor]) -> None:
-        """Orthogonalise directions that are matrices [Muon], and write them as Adam's."""
+    def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Orthogonalise directions that are matrices [Muon]."""
         pairs = list(zip(self.stacks, found))
         turned = iter(orthogonalised([one for stack, one in pairs if stack.matrix]))
-        super().write([next(turned) if stack.matrix else one for stack, one in pairs])
+        return [next(turned) if stack.matrix else one for stack, one in pairs]
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
@@ -269,6 +285,8 @@ LENGTHS: Mapping[str, str] = {
     "sgd": "mpikfac.engine.curvature.lengths:OfGradients",
     "adam": "mpikfac.engine.curvature.lengths:OfAdam",
     "orthogonal": "mpikfac.engine.curvature.lengths:Orthogonal",
+    "rows": "mpikfac.extensions.rows:Rows",
+    "rotated": "mpikfac.extensions.rotated:Rotated",
     "quadratic": "mpikfac.extensions.quadratic:Quadratic",
 }
 """The places of lengths, by the choice `Length(source)`."""

@@ -12,22 +12,26 @@ from mpikfac.plan import Combination, Form
 from mpikfac.solvers.gradient.needs import needs_of
 from mpikfac.solvers.solver import Held, Solver
 
-NEEDS = (
-    *needs_of("muon", "orthogonal"),
-    Combination(
-        "solver",
-        ("muon",),
-        {"diagonal": ""},
-        "a table of entries and a scale are no matrices; leave the layer out by skip, and the "
-        "layer takes Adam's step",
-    ),
-    Combination(
-        "solver",
-        ("muon",),
-        {"replicate_below": 0, "delay": 0, "stagger": 1},
-        "nothing is decomposed",
-    ),
-)
+
+def form_of(name: str, length: str) -> Form:
+    """Return the description of a solver without factors for the plan."""
+    needs = (
+        *needs_of(name, length),
+        Combination(
+            "solver",
+            (name,),
+            {"diagonal": ""},
+            "a table of entries and a scale are no matrices; leave the layer out by skip, and the "
+            "layer takes Adam's step",
+        ),
+        Combination(
+            "solver",
+            (name,),
+            {"replicate_below": 0, "delay": 0, "stagger": 1},
+            "nothing is decomposed",
+        ),
+    )
+    return Form(name, {}, of="gradient", needs=needs)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Muon(Solver):
     bias is a column of the matrix [Jordan et al. 2024].
     """
 
-    form: ClassVar[Form] = Form("muon", {}, of="gradient", needs=NEEDS)
+    form: ClassVar[Form] = form_of("muon", "orthogonal")
     usual: ClassVar[Mapping[str, Any]] = {"length": {"source": "orthogonal", "momentum": 0.95}}
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:

@@ -17,15 +17,12 @@ from mpikfac.solvers.inverse import damp
 from mpikfac.solvers.solver import Held, Means, Solver
 
 
-class Roots(Solver):
-    """The base of solvers with inverse roots of damped factors.
+class Moments(Solver):
+    """The base of solvers of the second moments of the gradient's rows and columns.
 
-    Attributes:
-        exponent: p of the roots `(L + e I)^-p` and `(R + e I)^-p`. The damping e is in units of a
-            factor's mean eigenvalue if the damping is relative.
+    The damping e of a factor is in units of the mean eigenvalue if the damping is relative.
     """
 
-    exponent: float
     usual: ClassVar[Mapping[str, Any]] = {
         "damping": {"relative": 1e-3},
         "length": {"source": "adam"},
@@ -36,6 +33,16 @@ class Roots(Solver):
         """Return the damping of a factor, `[]` or `[groups]`."""
         unit = damping_unit(means.factor) if relative else torch.ones_like(means.factor)
         return unit * damping
+
+
+class Roots(Moments):
+    """The base of solvers with inverse roots of damped factors.
+
+    Attributes:
+        exponent: p of the roots `(L + e I)^-p` and `(R + e I)^-p`.
+    """
+
+    exponent: float
 
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None

@@ -1,0 +1,80 @@
+"""Adam's step in eigenbases of the averaged gradient's moments [SOAP]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpikfac.engine import Gradients, OfAdam, Stack
+from mpikfac.numerics import together
+from mpikfac.plan import lay_out
+from mpikfac.plan.names import ROTATED
+from mpikfac.settings import Length
+from mpikfac.solvers import damped_squares, turned_back
+
+
+class Rotated(OfAdam):
+    """Adam's step with momentum, of a layer in the layer's eigenbases.
+
+    Momenta are kept in the basis of the weights. Averages of squares stay as they are when bases
+    change. Uncovered parameters take Adam's step, with averages as long as the layers'.
+    """
+
+    KIND, DECAY = ROTATED, 0.95  # as published
+
+    def __init__(
+        self,
+        length: Length,
+        gradients: Gradients,
+        stacks: Sequence[Stack],
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        super().__init__(length, gradients, stacks, model, optimizer)
+        names = [name for stack in stacks for name in stack.names]
+        shapes = [(name, tuple(gradients.arena[name].shape)) for name in names]
+        sizes = gradients.site.arena(lay_out([shapes]))
+        self._sizes = [together(sizes, stack.names) for stack in stacks]
+        places = slice(len(names))
+        self._adam.gradients[places] = [sizes[name] for name in names]
+        self._numerators[places] = [layer for stack in stacks for layer in _layers(stack)]
+
+    def smooth(self, momentum: float) -> None:
+        """Bring momenta up to date, and the sizes of the gradients in eigenbases."""
+        super().smooth(momentum)
+        for stack, sizes in zip(self.stacks, self._sizes):
+            gradient = _joined([self.gradients.arena[name] for name in stack.names])
+            rotated = stack.solver.direction(gradient, stack.held).to(sizes.dtype)
+            _copy_finite(damped_squares(rotated, stack.held).sqrt(), sizes)
+
+    def write(self, found: Sequence[Tensor]) -> None:
+        """Write Adam's steps, of momenta in eigenbases, as directions."""
+        for stack, rotated in zip(self.stacks, found):
+            _copy_finite(rotated, stack.direction)
+        super().write(found)
+
+    def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Turn Adam's steps back to the basis of the weights."""
+        of_layers = iter(steps)
+        in_bases = [_joined([*islice(of_layers, len(stack.names))]) for stack in self.stacks]
+        pairs = zip(self.stacks, in_bases)
+        return [turned_back(step, stack.held).to(step.dtype) for stack, step in pairs]
+
+
+def _layers(stack: Stack) -> Sequence[Tensor]:
+    """Return the directions of a stack's layers."""
+    return stack.direction.unbind() if len(stack.names) > 1 else (stack.direction,)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a tensor alone, or equal tensors as a stack."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def _copy_finite(source: Tensor, out: Tensor) -> None:
+    """Fill `out` with numbers that are finite, and 0 for others: of bases that are not there."""
+    torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)

@@ -1,0 +1,58 @@
+"""Orthogonal directions whose rows have about equal lengths [NorMuon]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn, where
+from torch.optim import Optimizer
+
+from mpikfac.engine import Gradients, Item, Orthogonal, Stack
+from mpikfac.numerics import together
+from mpikfac.plan import lay_out
+from mpikfac.plan.names import ROWS
+from mpikfac.settings import Length
+
+DECAY, EPSILON = 0.95, 1e-10  # as published
+
+
+class Rows(Orthogonal):
+    """The length of Adam's step, after each row of an orthogonal direction is divided.
+
+    The divisor is the root of a running average of the row's mean square. The average begins with
+    0 in all rows alike, and the length of the whole is given anew, so no bias is corrected.
+    """
+
+    def __init__(
+        self,
+        length: Length,
+        gradients: Gradients,
+        stacks: Sequence[Stack],
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        super().__init__(length, gradients, stacks, model, optimizer)
+        names = [name for stack in stacks if stack.matrix for name in stack.names]
+        shapes = [(name, tuple(gradients.arena[name].shape[:-1])) for name in names]
+        self._squares = gradients.site.arena(lay_out([shapes]))
+
+    def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Orthogonalise directions that are matrices, and divide their rows."""
+        pairs = zip(self.stacks, super().turned(found, steps))
+        return [self._divided(stack, polar) if stack.matrix else polar for stack, polar in pairs]
+
+    def _divided(self, stack: Stack, polar: Tensor) -> Tensor:
+        """Take the rows' mean squares into the averages; return the divided rows.
+
+        A direction that is not finite stays out of the averages.
+        """
+        averages, squares = together(self._squares, stack.names), polar.square().mean(-1)
+        averages.copy_(where(squares.isfinite(), averages.lerp(squares, 1 - DECAY), averages))
+        return polar / averages.sqrt().add_(EPSILON)[..., None]
+
+    def items(self) -> Iterator[Item]:
+        """Return the items of Adam's lengths, and the averages of the rows."""
+        yield from super().items()
+        for layer in self.gradients.layers:
+            if layer.shape.maps_vectors:
+                yield Item(ROWS + layer.name, self._squares.get(layer.name))

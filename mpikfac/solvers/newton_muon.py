@@ -1,0 +1,40 @@
+"""Newton-Muon: K-FAC's A alone, for orthogonal directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from mpikfac.plan import Combination, Form
+from mpikfac.solvers.inverse import BLOCKS, Inverse
+
+ALONE = Combination(
+    "solver", ("newton-muon",), {"fisher": "forward-only"}, "the identity takes the place of G"
+)
+FORM = Form("newton-muon", BLOCKS, damped=True, timed_as="inverse", needs=(ALONE,))
+
+
+@dataclass(frozen=True)
+class NewtonMuon(Inverse):
+    """The inverse `(A + 0.2 mean(A) I)^-1` of the inputs' second moments alone [Newton-Muon].
+
+    `mean(A)` is the mean eigenvalue. `Length("orthogonal")` makes the polar factor of the gradient
+    times the inverse. A bias without inputs keeps G.
+
+    Attributes:
+        split: never, as there is one factor.
+        dtype: inverses are kept, sent and multiplied in this dtype; None for the model's.
+    """
+
+    split: bool = field(default=False, init=False)
+    usual: ClassVar[Mapping[str, Any]] = {
+        "damping": {"relative": 0.2},
+        "length": {"source": "orthogonal", "momentum": 0.95},
+        "estimator": {"fisher": "forward-only"},
+    }
+
+    @property
+    def form(self) -> Form:
+        """The description for the plan."""
+        return FORM
