@@ -62,9 +62,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     measure, target = study.measure, study.target or _common_value(study.measure, cells)
     letters = results.estimators(study.cells)
     rows = table.rows(cells, target, letters, predictions)
-    averages, chosen = table.means(rows, measure), results.best_variants(cells)
-    best = [row for row in averages if (row["variant"], row["ranks"]) in chosen]
-    means = averages if any(row["seeds"] > 1 for row in averages) else []
+    means, best = table.means(rows, measure, results.best_variants(cells))
     many = at_ranks.section(study, cells, target)
     about = {
         **{"study": study.name, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"},
@@ -78,12 +76,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     if means:
         tables["means.csv"] = as_csv(table.parts_of_means(means))
     complete = [cell for cell in cells if cell.complete]
-    learning = [c for c in complete if not best or (c.cell.variant, c.cell.ranks) in chosen]
-    drawn = [
-        *_of_steps(complete),
-        *_of_learning(learning, measure, target),
-        *_of_pace(complete, predictions),
-    ]
+    drawn = list(_pictures(complete, best, measure, target, predictions))
     page = _template().render(
         study=study,
         about=about,
@@ -217,6 +210,25 @@ def _common_value(measure: Measure, cells: Sequence[Measured]) -> float | None:
 
 
 # -- pictures ------------------------------------------------------------------------------------
+
+
+def _pictures(
+    cells: Sequence[Measured],
+    best: Sequence[table.Row],
+    measure: Measure,
+    target: float | None,
+    predictions: Mapping[str, float],
+) -> Iterator[Picture]:
+    """Return all pictures of complete cells, also missing pictures.
+
+    Args:
+        best: the rows of the variants in the picture of learning; empty for all.
+    """
+    names = {(row["variant"], row["ranks"]) for row in best}
+    shown = [cell for cell in cells if not best or (cell.cell.variant, cell.cell.ranks) in names]
+    yield from _of_steps(cells)
+    yield from _of_learning(shown, measure, target)
+    yield from _of_pace(cells, predictions)
 
 
 def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
