@@ -8,7 +8,8 @@
 The program takes the runs of the studies into `results/preconditioners.json`, prints the tables and
 draws the picture; `--known` reads no runs. Each method has its rates with seed 0. The rate with the
 best end then has seeds 1 and 2: `--further PROBLEM` prints the lines that the study's file lacks.
-The target is AdamW's end, the mean over seeds. `--seconds ROUNDS` times steps of all methods by
+The target is AdamW's end, the mean over seeds; steps are those until the mean over a method's seeds
+is there. `--seconds ROUNDS` times steps of all methods by
 turns, on an idle machine.
 """
 
@@ -32,7 +33,7 @@ from mpikfac_apps.study import results
 from mpikfac_apps.study.measures import MEASURES, Measure
 from mpikfac_apps.study.report.style import WIDTH, figure_file, legend, styled, variant_style
 from mpikfac_apps.study.spec import Cell, Study, basis_every, read
-from mpikfac_apps.text import number, table
+from mpikfac_apps.text import table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "preconditioners.json"
@@ -88,6 +89,7 @@ def main() -> int:
         return 0
     for problem in options.problems:
         report(problem)
+    print("\n" + "\n".join(summary(options.problems)))
     draw()
     return 0
 
@@ -202,22 +204,37 @@ def report(problem: str) -> None:
             print(f"{name}, damping {one.setting:g}: {measure.text(one.final, 2)}")
 
 
-def until(runs: Iterable[Run], measure: Measure, target: float) -> str:
-    """Return the mean steps over seeds until the first test at the target, and the range."""
-    reached = [steps_to(run, measure, target) for run in runs]
-    steps = [each for each in reached if each is not None]
-    if not steps:
-        return "never"
-    if len(steps) < len(reached):
-        return f"{len(steps)} of {number(len(reached), 'seed')}"
-    least, most = min(steps), max(steps)
-    return f"{statistics.mean(steps):.0f}" + ("" if least == most else f" ({least} to {most})")
+def summary(problems: Sequence[str]) -> Iterator[str]:
+    """Yield the rows of a table of Markdown: mean ends, and steps to the target."""
+    heads = [f"{PROBLEMS[problem][0]} | steps" for problem in problems]
+    yield f"| | {' | '.join(heads)} |"
+    yield "|---" * (1 + 2 * len(problems)) + "|"
+    for method, name in METHODS.items():
+        cells = [cell for problem in problems for cell in ends(problem, method)]
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
-def steps_to(run: Run, measure: Measure, target: float) -> int | None:
-    """Return the steps until the first test that is as good as the target; None if none is."""
-    pairs = zip(run["steps"], run["values"])
-    return next((step for step, value in pairs if measure.reaches(value, target)), None)
+def ends(problem: str, method: str) -> tuple[str, str]:
+    """Return a method's mean end, bold if no method has a better, and the steps to the target."""
+    measure = PROBLEMS[problem][1]
+    chosen = {name: one for name in METHODS if (one := best(problem, name))}
+    if method not in chosen or BASE not in chosen:
+        return "", ""
+    own, most = chosen[method].final, measure.best(one.final for one in chosen.values())
+    text, steps = measure.text(own), until(chosen[method].runs, measure, chosen[BASE].final)
+    return f"**{text}**" if own == most else text, steps
+
+
+def until(runs: Sequence[Run], measure: Measure, target: float) -> str:
+    """Return the steps until the first test whose mean over seeds is as good as the target."""
+    pairs = zip(runs[0]["steps"], mean_curve(runs))
+    reached = (step for step, value in pairs if measure.reaches(value, target))
+    return str(next(reached, "never"))
+
+
+def mean_curve(runs: Sequence[Run]) -> list[float]:
+    """Return the means over seeds of all tests."""
+    return [statistics.mean(values) for values in zip(*(run["values"] for run in runs))]
 
 
 def draw() -> None:
@@ -228,8 +245,7 @@ def draw() -> None:
         for panel, (problem, (title, measure)) in zip(figure.subplots(2, 2).flat, PROBLEMS.items()):
             curves = {m: chosen for m in METHODS if (chosen := best(problem, m))}
             for method, chosen in curves.items():
-                columns = zip(*(run["values"] for run in chosen.runs))
-                means = [measure.scale * statistics.mean(column) for column in columns]
+                means = [measure.scale * value for value in mean_curve(chosen.runs)]
                 panel.plot(chosen.runs[0]["steps"], means, **styles[METHODS[method]], markersize=4)
             middles = [
                 first(one)["values"][len(one.runs[0]["values"]) // 2] for one in curves.values()
