@@ -9,8 +9,7 @@ The program takes the runs of the studies into `results/preconditioners.json`, p
 draws the picture; `--known` reads no runs. Each method has its rates with seed 0. The rate with the
 best end then has seeds 1 and 2: `--further PROBLEM` prints the lines that the study's file lacks.
 The target is AdamW's end, the mean over seeds; steps are those until the mean over a method's seeds
-is there. `--seconds ROUNDS` times steps of all methods by
-turns, on an idle machine.
+is there. `--seconds ROUNDS` times steps of all methods by turns, on an idle machine.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from training import SEEDS, by_turns
 from mpikfac_apps.study import results
 from mpikfac_apps.study.measures import MEASURES, Measure
 from mpikfac_apps.study.report.style import WIDTH, figure_file, legend, styled, variant_style
-from mpikfac_apps.study.spec import Cell, Study, basis_every, read
+from mpikfac_apps.study.spec import Cell, Study, basis_every, read, short
 from mpikfac_apps.text import table
 
 ROOT = Path(__file__).parents[1]
@@ -51,15 +50,16 @@ METHODS = {
     "soap": "SOAP",
 }
 BASE = "adamw"  # has the target
-DAMPING = "kfac.relative_damping"
+AXES = ("lr", "seed")
+"""Axes of the grids; further axes change a usual number."""
 STEPS = 60, 10  # of a timed run, and those before the clock starts
 Run = dict[str, Any]
 
 
 class Choice(NamedTuple):
-    """The runs of a setting of a method, by seed."""
+    """The runs of a learning rate of a method, by seed."""
 
-    setting: str
+    rate: float
     runs: Sequence[Run]
 
     @property
@@ -120,18 +120,19 @@ def take_over(problem: str, runs: Path) -> None:
 
 def run_of(cell: results.Measured) -> Run:
     """Return what is kept of a run."""
-    options = cell.cell.options
+    options, axes = cell.cell.options, cell.cell.axes
+    others = [f"{short(key)} {value}" for key, value in axes.items() if key not in AXES]
     return {
         **{"method": cell.cell.strategy, "lr": options.rate, "seed": options.seed},
-        **{"damping": cell.cell.axes.get(DAMPING), "steps": cell.curve.steps},
+        **{"changed": ", ".join(others), "steps": cell.curve.steps},
         "values": [float(f"{value:.5g}") for value in cell.curve.values],
     }
 
 
 def name_of(run: Run) -> str:
     """Return the name of a run in the file of results."""
-    damping = "" if run["damping"] is None else f", damping {run['damping']:g}"
-    return f"{run['method']}, lr {run['lr']:g}{damping}, seed {run['seed']}"
+    changed = f", {run['changed']}" if run["changed"] else ""
+    return f"{run['method']}, lr {run['lr']:g}{changed}, seed {run['seed']}"
 
 
 def known() -> dict[str, dict[str, Run]]:
@@ -139,15 +140,18 @@ def known() -> dict[str, dict[str, Run]]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def choices(problem: str, method: str, key: str = "lr") -> list[Choice]:
-    """Return the settings of a method: rates with the usual damping, or dampings with a rate."""
-    runs = [run for run in known().get(problem, {}).values() if run["method"] == method]
-    damped = key == "damping"
-    runs = [run for run in runs if (run["damping"] is not None) is damped]
+def choices(problem: str, method: str) -> list[Choice]:
+    """Return the rates of a method with its usual numbers."""
+    runs = [run for run in of_method(problem, method) if not run["changed"]]
     return [
-        Choice(value, [run for run in runs if run[key] == value])
-        for value in sorted({run[key] for run in runs})
+        Choice(rate, [run for run in runs if run["lr"] == rate])
+        for rate in sorted({run["lr"] for run in runs})
     ]
+
+
+def of_method(problem: str, method: str) -> list[Run]:
+    """Return the known runs of a method."""
+    return [run for run in known().get(problem, {}).values() if run["method"] == method]
 
 
 def best(problem: str, method: str) -> Choice | None:
@@ -169,7 +173,7 @@ def further(problem: str) -> Iterator[str]:
         if chosen := best(problem, method):
             tried = {run["seed"] for run in chosen.runs}
             if lacking := [seed for seed in SEEDS if seed not in tried]:
-                rate = f"lr: [{chosen.setting}], ranks: [1], seed: {lacking}"
+                rate = f"lr: [{chosen.rate}], ranks: [1], seed: {lacking}"
                 yield f"  - {{strategy: [{method}], {rate}}}"
 
 
@@ -188,20 +192,22 @@ def report(problem: str) -> None:
         if not (chosen := best(problem, method)):
             continue
         rates = choices(problem, method)
-        edge = "" if chosen.setting not in (rates[0].setting, rates[-1].setting) else " (edge)"
-        tried = (f"{one.setting:g}: {measure.text(first(one)['values'][-1], 2)}" for one in rates)
+        edge = "" if chosen.rate not in (rates[0].rate, rates[-1].rate) else " (edge)"
+        tried = (f"{one.rate:g}: {measure.text(first(one)['values'][-1], 2)}" for one in rates)
         ends = ", ".join(measure.text(run["values"][-1], 2) for run in chosen.runs)
         rows.append(
             (
-                *(name, "; ".join(tried), f"{chosen.setting:g}{edge}: {ends}"),
+                *(name, "; ".join(tried), f"{chosen.rate:g}{edge}: {ends}"),
                 measure.text(chosen.final, 2),
                 until(chosen.runs, measure, base.final),
             )
         )
     print("\n".join(table(rows)))
     for method, name in METHODS.items():
-        for one in choices(problem, method, "damping"):
-            print(f"{name}, damping {one.setting:g}: {measure.text(one.final, 2)}")
+        for run in of_method(problem, method):
+            if run["changed"]:
+                end = measure.text(run["values"][-1])
+                print(f"{name}, lr {run['lr']:g}, {run['changed']}: {end}")
 
 
 def summary(problems: Sequence[str]) -> Iterator[str]:
