@@ -111,6 +111,15 @@ def test_an_interval_of_null_grows_as_in_the_training_program(tmp_path):
     assert [o.trace_steps for o in whole] == [50, 10]
 
 
+def test_a_name_has_the_axes_that_a_part_of_the_study_lacks(tmp_path):
+    """Oracle: names by hand; a single value beside none makes a difference, too."""
+    first = {"strategy": ["mine"], "ranks": [1], "lr": [0.1]}
+    changed = {**first, "kfac.basis_every": [5]}
+    cells = spec.read(written(tmp_path, matrix=[first, changed])).cells
+    assert [cell.variant for cell in cells] == ["mine", "mine, basis_every 5"]
+    assert [cell.options.kfac.basis_every for cell in cells] == [2, 5]
+
+
 def test_cells_of_old_studies_keep_their_directories(tmp_path):
     """Oracle: stored names, of SGD from before batch had a usual value.
 

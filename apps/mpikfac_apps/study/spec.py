@@ -66,7 +66,7 @@ class Cell:
 
     Attributes:
         axes: values of the matrix beside strategy and ranks, by option.
-        variant: the strategy, and the axes with several values in the study, without the seed.
+        variant: the strategy, and the axes that differ within the study, without the seed.
         label: the cell's name in tables: variant, ranks and, in a study with several seeds, the
             seed.
         chosen: options that the strategy and the axes of the cell set.
@@ -425,13 +425,17 @@ def _word(value: Any) -> str:
 
 
 def _several(matrices: Sequence[Mapping[str, list[Any]]]) -> set[str]:
-    """Return the axes with several values in the study."""
+    """Return the axes with several values in the study, or with values in a part of it only."""
     values: dict[str, list[Any]] = {}
     for matrix in matrices:
         for key, entries in matrix.items():
             distinct = values.setdefault(key, [])
             distinct += [value for value in entries if value not in distinct]
-    return {key for key, distinct in values.items() if len(distinct) > 1}
+    return {
+        key
+        for key, distinct in values.items()
+        if len(distinct) > 1 or not all(key in matrix for matrix in matrices)
+    }
 
 
 def _labels(
