@@ -5,11 +5,12 @@
     done
     python benchmarks/preconditioners.py
 
-The program takes the runs of the studies into `results/preconditioners.json`, prints the tables and
-draws the picture; `--known` reads no runs. Each method has its rates with seed 0. The rate with the
-best end then has seeds 1 and 2: `--further PROBLEM` prints the lines that the study's file lacks.
-The target is AdamW's end, the mean over seeds; steps are those until the mean over a method's seeds
-is there. `--seconds ROUNDS` times steps of all methods by turns, on an idle machine.
+The program takes the runs of the studies into `results/preconditioners.json`, prints the rates,
+writes the table of `results/preconditioners.md` and draws the picture; `--known` reads no runs.
+Each method has its rates with seed 0. The rate with the best end then has seeds 1 and 2: `--further
+PROBLEM` prints the lines that the study's file lacks. The target is AdamW's end, the mean over
+seeds; steps are those until the mean over a method's seeds is there. `--seconds ROUNDS` times steps
+of all methods by turns, on an idle machine.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from mpikfac_apps.text import table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "preconditioners.json"
+PAGE = RESULTS.with_suffix(".md")
 PICTURE = ROOT / "docs" / "pictures" / "preconditioners.svg"
 RUNS = Path("runs/preconditioners")
 PROBLEMS = {  # title and measure
@@ -69,7 +71,7 @@ class Choice(NamedTuple):
 
 
 def main() -> int:
-    """Take over the runs of the studies, print the tables and draw the picture."""
+    """Take over the runs of the studies, print the rates, write the table and draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder with a folder a problem")
     parser.add_argument("--known", action="store_true", help="read no runs")
@@ -89,7 +91,7 @@ def main() -> int:
         return 0
     for problem in options.problems:
         report(problem)
-    print("\n" + "\n".join(summary(options.problems)))
+    write_table([*summary()])
     draw()
     return 0
 
@@ -106,6 +108,7 @@ def take_over(problem: str, runs: Path) -> None:
     """Add the complete runs of a problem to the file of results."""
     measured = results.read(study_of(problem), runs / problem)
     taken = {name_of(run): run for run in (run_of(cell) for cell in measured if cell.complete)}
+    print(f"{problem}: {len(taken)} of {len(measured)} runs", file=sys.stderr)
     if taken:
         everything = known()
         everything[problem] = everything.get(problem, {}) | taken
@@ -210,13 +213,21 @@ def report(problem: str) -> None:
                 print(f"{name}, lr {run['lr']:g}, {run['changed']}: {end}")
 
 
-def summary(problems: Sequence[str]) -> Iterator[str]:
+def write_table(rows: Sequence[str]) -> None:
+    """Replace the table of the page of results."""
+    lines = PAGE.read_text().splitlines()
+    first = next(place for place, line in enumerate(lines) if line.startswith("|"))
+    others = [line for line in lines if not line.startswith("|")]
+    PAGE.write_text("\n".join([*others[:first], *rows, *others[first:]]) + "\n")
+
+
+def summary() -> Iterator[str]:
     """Yield the rows of a table of Markdown: mean ends, and steps to the target."""
-    heads = [f"{PROBLEMS[problem][0]} | steps" for problem in problems]
+    heads = [f"{title}: {measure.name} | steps" for title, measure in PROBLEMS.values()]
     yield f"| | {' | '.join(heads)} |"
-    yield "|---" * (1 + 2 * len(problems)) + "|"
+    yield "|---" * (1 + 2 * len(heads)) + "|"
     for method, name in METHODS.items():
-        cells = [cell for problem in problems for cell in ends(problem, method)]
+        cells = [cell for problem in PROBLEMS for cell in ends(problem, method)]
         yield f"| {name} | {' | '.join(cells)} |"
 
 
