@@ -500,6 +500,38 @@ def test_seeds_have_a_table_of_means(tmp_path):
     assert found[0]["step_seconds"]["half"] == pytest.approx(half / 1e3, rel=1e-3)
 
 
+def test_of_a_strategy_with_several_variants_the_page_shows_the_best(tmp_path):
+    """Oracle: ends by hand. A rate with one good seed is no rival of a rate with two seeds."""
+    matrices = [
+        {"strategy": ["sgd"], "ranks": [2], "lr": [0.1, 0.2, 0.3], "seed": [0]},
+        {"strategy": ["sgd"], "ranks": [2], "lr": [0.1, 0.2], "seed": [1]},
+        {"strategy": ["comm-opt"], "ranks": [2], "lr": [0.1], "seed": [0]},
+    ]
+    ends = {(0.1, 0): 0.95, (0.1, 1): 0.91, (0.2, 0): 0.93, (0.2, 1): 0.94, (0.3, 0): 0.99}
+    wanted = read(tmp_path, matrix=matrices)
+    for cell in wanted.cells:
+        metrics = fill(tmp_path, cell) / "metrics.jsonl"
+        end = ends[cell.axes["lr"], cell.options.seed]
+        metrics.write_text(metrics.read_text().replace("0.95}", f"{end}}}"))
+    page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
+    best = json.loads((tmp_path / "report.json").read_text())["best"]
+    assert [row["variant"] for row in best] == ["sgd, lr 0.2", "comm-opt, lr 0.1"]
+    assert best[0]["test_accuracy"]["mean"] == pytest.approx(0.935)
+    shown = page.partition('<h2 id="best">')[2].partition('<h2 id="means">')[0]
+    assert "sgd, lr 0.2" in shown and "sgd, lr 0.3" not in shown
+    (curves,) = (picture for picture in pictures_of(page) if "seconds of training" in picture)
+    assert {"sgd, lr 0.2", "sgd, lr 0.1"} & set(texts_of(curves)) == {"sgd, lr 0.2"}
+
+
+def test_a_study_of_one_variant_for_each_strategy_has_no_best(asked):
+    """Oracle: all curves of the study."""
+    wanted, place = asked
+    for cell in wanted.cells:
+        fill(place, cell)
+    page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
+    assert 'id="best"' not in page
+
+
 def two_seeds(place, steps=(100, 110)):
     """Return a study of SGD and K-FAC with two seeds, with its runs: ms of a step by seed."""
     axes = {"strategy": ["sgd", "comm-opt"], "ranks": [2], "seed": [0, 1]}

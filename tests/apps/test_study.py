@@ -96,6 +96,30 @@ def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
     ]
 
 
+def test_an_interval_of_null_grows_as_in_the_training_program(tmp_path):
+    """Oracle: the program's usual options. A trace would not hold whole intervals."""
+    axes = {"strategy": ["comm-opt", "mine"], "ranks": [1]}
+    options = {"kfac": {"factor_every": None, "basis_every": None}}
+    mine = {"mine": {"kfac.factor_every": 1}}
+    cells = spec.read(written(tmp_path, strategies=mine, matrix=axes, options=options)).cells
+    found = [(cell.options.kfac.factor_every, cell.options.kfac.basis_every) for cell in cells]
+    assert found == [(None, None), (1, None)]
+    assert [cell.options.trace_steps for cell in cells] == [None, None]
+    axes = {"strategy": ["comm-opt", "mine"], "ranks": [1]}  # mine has an interval of 2
+    whole = [cell.options for cell in spec.read(written(tmp_path, matrix=axes)).cells]
+    assert [(o.kfac.factor_every, o.kfac.basis_every) for o in whole] == [(10, 50), (10, 2)]
+    assert [o.trace_steps for o in whole] == [50, 10]
+
+
+def test_a_name_has_the_axes_that_a_part_of_the_study_lacks(tmp_path):
+    """Oracle: names by hand; a single value beside none makes a difference, too."""
+    first = {"strategy": ["mine"], "ranks": [1], "lr": [0.1]}
+    changed = {**first, "kfac.basis_every": [5]}
+    cells = spec.read(written(tmp_path, matrix=[first, changed])).cells
+    assert [cell.variant for cell in cells] == ["mine", "mine, basis_every 5"]
+    assert [cell.options.kfac.basis_every for cell in cells] == [2, 5]
+
+
 def test_cells_of_old_studies_keep_their_directories(tmp_path):
     """Oracle: stored names, of SGD from before batch had a usual value.
 

@@ -58,6 +58,13 @@ TABLE = (
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
+        "factors of the gradient: positions of a loss are refused",
+        "solvers/gradient/needs.py",
+        '"statistics_dtype": None},',
+        '"statistics_dtype": None, "loss_positions": 1},',
+        "tests/apps/test_language.py",
+    ),
+    Mistake(
         "factors of the gradient: all blocks are of the first rows",
         "extensions/gradient_factors.py",
         "            start = stop\n",

@@ -240,6 +240,28 @@ def _mean(numbers: Sequence[float]) -> float | None:
     return fmean(numbers) if numbers else None
 
 
+def best_variants(cells: Sequence[Measured]) -> set[tuple[str, int]]:
+    """Return the variant with the best mean end of each strategy and number of ranks.
+
+    Only variants with the most complete seeds of a strategy count. A study whose strategies have
+    one variant each has no best variants.
+    """
+    ends: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for cell in cells:
+        if cell.complete and cell.final is not None and math.isfinite(cell.final):
+            variants = ends.setdefault((cell.cell.strategy, cell.cell.ranks), {})
+            variants.setdefault(cell.cell.variant, []).append(cell.final)
+    chosen: set[tuple[str, int]] = set()
+    if all(len(variants) == 1 for variants in ends.values()):
+        return chosen
+    for (_, ranks), variants in ends.items():
+        most = max(map(len, variants.values()))
+        means = {name: fmean(values) for name, values in variants.items() if len(values) == most}
+        best = cells[0].cell.measure.best(means.values())
+        chosen |= {(name, ranks) for name, mean in means.items() if mean == best}
+    return chosen
+
+
 # -- planned bytes -------------------------------------------------------------------------------
 
 

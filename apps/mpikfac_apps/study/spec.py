@@ -47,6 +47,8 @@ OWN = ("run_dir", "resume", "stop_code")  # options that only the study itself s
 LEAST_SHOWN = 10  # least number of steps for a line of metrics
 STOPPED = 75  # exit code of a run that was asked to stop before its end
 
+INTERVALS = ("kfac.factor_every", "kfac.basis_every")
+
 OPTIONS = [leaf.key for leaf in leaves(Options)]
 DISTRIBUTION = {leaf.key for leaf in leaves(StrategyOptions)}
 NAMED: dict[str, dict[str, Any]] = {
@@ -64,7 +66,7 @@ class Cell:
 
     Attributes:
         axes: values of the matrix beside strategy and ranks, by option.
-        variant: the strategy, and the axes with several values in the study, without the seed.
+        variant: the strategy, and the axes that differ within the study, without the seed.
         label: the cell's name in tables: variant, ranks and, in a study with several seeds, the
             seed.
         chosen: options that the strategy and the axes of the cell set.
@@ -350,9 +352,11 @@ def _run_of(
     arguments = [f"--config={content['base']}"] if content["base"] else []
     arguments += [f"--{key}={_word(value)}" for key, value in values.items()]
     first = parse(arguments, ranks)
-    arguments += _lasting_intervals(first, ranks)
+    growing = [key for key in INTERVALS if key in values and values[key] is None]
+    arguments += _lasting_intervals(first, ranks, growing)
     interval = shown_interval(first, ranks)
-    arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
+    traced = [] if growing else [f"--trace_steps={interval}"]  # a trace holds whole intervals
+    arguments = [f"--log_every={interval}", *traced, *arguments]
     options = parse(arguments, ranks)
     options = replace(options, lr=options.rate)  # a report names the rate
     if isinstance(options.batch, ByEpoch):
@@ -360,17 +364,18 @@ def _run_of(
     return tuple(arguments), options, plan_of(options, ranks)
 
 
-def _lasting_intervals(options: Options, ranks: int) -> list[str]:
+def _lasting_intervals(options: Options, ranks: int, growing: Collection[str]) -> list[str]:
     """Return arguments that give K-FAC's usual intervals their last numbers from the start.
 
-    The first steps of a usual run have shorter intervals, and a study compares whole intervals.
+    The first steps of a usual run have shorter intervals, and a study compares whole intervals,
+    but for the intervals `growing`.
     """
     if options.optimizer != "kfac":
         return []
     kfac, arguments = options.kfac, []
-    if kfac.factor_every is None:
+    if kfac.factor_every is None and "kfac.factor_every" not in growing:
         arguments.append(f"--kfac.factor_every={kfac.lasting_factor_every}")
-    if kfac.basis_every is None:
+    if kfac.basis_every is None and "kfac.basis_every" not in growing:
         arguments.append(f"--kfac.basis_every={basis_every(options, ranks)}")
     return arguments
 
@@ -420,13 +425,17 @@ def _word(value: Any) -> str:
 
 
 def _several(matrices: Sequence[Mapping[str, list[Any]]]) -> set[str]:
-    """Return the axes with several values in the study."""
+    """Return the axes with several values in the study, or with values in a part of it only."""
     values: dict[str, list[Any]] = {}
     for matrix in matrices:
         for key, entries in matrix.items():
             distinct = values.setdefault(key, [])
             distinct += [value for value in entries if value not in distinct]
-    return {key for key, distinct in values.items() if len(distinct) > 1}
+    return {
+        key
+        for key, distinct in values.items()
+        if len(distinct) > 1 or not all(key in matrix for matrix in matrices)
+    }
 
 
 def _labels(

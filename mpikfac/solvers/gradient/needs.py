@@ -6,7 +6,7 @@ from mpikfac.plan import Combination, OneOf
 
 NO_STATISTICS = {
     **{"fisher": "empirical", "samples": 1, "subsample": None, "start": "first"},
-    **{"normalization": "expand", "statistics_dtype": None, "loss_positions": 1},
+    **{"normalization": "expand", "statistics_dtype": None},
 }
 NOT_SENT = {
     **{"reduction": OneOf(("everyone", "owners")), "reduce_at": "factors", "packing": "triangle"},

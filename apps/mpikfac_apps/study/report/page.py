@@ -62,13 +62,13 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     measure, target = study.measure, study.target or _common_value(study.measure, cells)
     letters = results.estimators(study.cells)
     rows = table.rows(cells, target, letters, predictions)
-    means = table.means(rows, measure)
+    means, best = table.means(rows, measure, results.best_variants(cells))
     many = at_ranks.section(study, cells, target)
     about = {
         **{"study": study.name, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"},
         **{"command": shlex.join(command), f"target_{measure.key}": target},
     }
-    parts = {"cells": rows, "means": means, "at_ranks": many.rows}
+    parts = {"cells": rows, "best": best, "means": means, "at_ranks": many.rows}
     columns, averaged = (f(measure, target) for f in (table.columns, table.columns_of_means))
     latex = table.as_latex(means, averaged) if means else table.as_latex(rows, columns)
     tables = {"report.csv": as_csv(rows), "report.tex": latex}
@@ -76,7 +76,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     if means:
         tables["means.csv"] = as_csv(table.parts_of_means(means))
     complete = [cell for cell in cells if cell.complete]
-    drawn = list(_pictures(complete, measure, target, predictions))
+    drawn = list(_pictures(complete, best, measure, target, predictions))
     page = _template().render(
         study=study,
         about=about,
@@ -89,6 +89,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         columns=columns,
         groups=table.by_ranks(rows, columns),
         averaged=averaged,
+        best=table.by_ranks(best, averaged),
         means=table.by_ranks(means, averaged),
         many=many,
         failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed" and c.result],
@@ -213,13 +214,20 @@ def _common_value(measure: Measure, cells: Sequence[Measured]) -> float | None:
 
 def _pictures(
     cells: Sequence[Measured],
+    best: Sequence[table.Row],
     measure: Measure,
     target: float | None,
     predictions: Mapping[str, float],
 ) -> Iterator[Picture]:
-    """Return all pictures of complete cells, also missing pictures."""
+    """Return all pictures of complete cells, also missing pictures.
+
+    Args:
+        best: the rows of the variants in the picture of learning; empty for all.
+    """
+    names = {(row["variant"], row["ranks"]) for row in best}
+    shown = [cell for cell in cells if not best or (cell.cell.variant, cell.cell.ranks) in names]
     yield from _of_steps(cells)
-    yield from _of_learning(cells, measure, target)
+    yield from _of_learning(shown, measure, target)
     yield from _of_pace(cells, predictions)
 
 
@@ -255,9 +263,10 @@ def _of_learning(
             pictures.curves(cells, target),
             f"Test {measure.name} after each epoch. Seconds count training steps only. Bytes are "
             "the bytes that a rank sends if collectives are rings. The dotted line is the target "
-            "of the table. A line is the mean over seeds. From three seeds on, a band is the "
-            "interval of 95 %; of two seeds, thin lines are the runs. Curves with the same letter "
-            "are equal by epochs, and differ by seconds and bytes only.",
+            "of the table. Of a strategy with several variants, the picture shows the best. A line "
+            "is the mean over seeds. From three seeds on, a band is the interval of 95 %; of two "
+            "seeds, thin lines are the runs. Curves with the same letter are equal by epochs, and "
+            "differ by seconds and bytes only.",
             "no cell has completed an epoch",
         ),
         Picture(

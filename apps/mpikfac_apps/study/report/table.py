@@ -6,7 +6,7 @@ Rows hold plain values in seconds, bytes and shares. A `Column` makes the text f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -87,16 +87,19 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
     return (sum(parts[group] for group in MESSAGES) + waiting) / step, waiting / step
 
 
-def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
-    """Return a row of means over seeds for each variant and number of ranks.
+def means(
+    rows: Sequence[Row], measure: Measure, best: Collection[tuple[str, int]]
+) -> tuple[list[Row], list[Row]]:
+    """Return rows of means over seeds by variant and number of ranks, and the rows of the best.
 
     Cells that are not complete do not count. A study without several seeds has no means.
+
+    Args:
+        best: the variants and numbers of ranks that are the best.
     """
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["variant"], row["ranks"]), []).append(row)
-    if all(len(group) == 1 for group in groups.values()):
-        return []
     to_target = ("steps_to_target", "epochs_to_target", "seconds_to_target")
     averaged = ("step_seconds", measure.key, *to_target)
     mean_rows = []
@@ -105,7 +108,9 @@ def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
         about = {"variant": variant, "ranks": ranks, "numbers": group[0]["numbers"]}
         about |= {"seeds": len(group), "complete": len(complete)}
         mean_rows.append(about | {key: mean_of(row[key] for row in complete) for key in averaged})
-    return mean_rows
+    several = any(len(group) > 1 for group in groups.values())
+    chosen = [row for row in mean_rows if (row["variant"], row["ranks"]) in best]
+    return mean_rows if several else [], chosen
 
 
 # -- the page ------------------------------------------------------------------------------------
