@@ -6,6 +6,8 @@ Every rank makes the same plan without talking, and sends what the plan's messag
 from __future__ import annotations
 
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -191,6 +193,9 @@ def plan_for(
     turns_of = deal(layers, of_layers, strategy.refresh.stagger)
     placed = place(layers, of_layers, ranks, strategy, turns_of)
     updaters = {layer.name: placed.owners[layer.owned[0]] for layer in layers}
+    stepped = Counter[int]()
+    for layer in layers:
+        stepped[updaters[layer.name]] += math.prod(layer.gradient)
     uncovered = tuple((name, tuple(shape)) for name, shape in uncovered)
     used = dict.fromkeys(form.name for form in (*forms[:1], *of_layers.values()))
     return Plan(
@@ -205,7 +210,7 @@ def plan_for(
         basis_itemsize=basis_itemsize or itemsize,
         columns_of=placed.columns_of,
         owners=placed.owners,
-        updaters=updaters | spread(uncovered, ranks),
+        updaters=updaters | spread(uncovered, ranks, stepped),
         turns_of=turns_of,
         split=split,
     )

@@ -294,12 +294,13 @@ def place(
         else:
             jobs += [(cost, layer, [name]) for name, cost in costs.items()]
     loads = [[0] * ranks for _ in range(strategy.refresh.stagger)]
+    ranks_apart = diagonally(strategy.workers, columns)
     placed: dict[str, int] = {}
     columns_of: dict[str, int] = {}
     for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):
         # The first factor to be placed fixes the layer's column; further factors stay inside it.
         column = columns_of.get(layer.name)
-        candidates = range(ranks) if column is None else range(column, ranks, columns)
+        candidates = [rank for rank in ranks_apart if column in (None, rank % columns)]
         load = loads[turns_of[layer.name]]
         owner = min(candidates, key=load.__getitem__)
         columns_of[layer.name] = owner % columns
@@ -309,17 +310,45 @@ def place(
     return Placed(columns_of, {name: placed[name] for name in order})
 
 
-def spread(uncovered: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
-    """Return the updater of every uncovered parameter.
+def spread(
+    uncovered: Iterable[tuple[str, Shape]], ranks: int, stepped: Mapping[int, int]
+) -> dict[str, int]:
+    """Return the updater of every uncovered parameter: a rank that steps layers, if any rank does.
 
-    Largest first, to the rank with the fewest elements.
+    Largest first, to the rank with the fewest elements: every updater is a part of all sums.
+
+    Args:
+        stepped: the elements of the layers that a rank steps, by rank.
     """
-    load = [0] * ranks
+    load = dict(stepped) or dict.fromkeys(range(ranks), 0)
     updaters = {}
     for name, shape in sorted(uncovered, key=lambda block: -math.prod(block[1])):
-        updaters[name] = load.index(min(load))
+        updaters[name] = min(load, key=load.__getitem__)
         load[updaters[name]] += math.prod(shape)
     return updaters
+
+
+def diagonally(rows: int, columns: int) -> list[int]:
+    """Return the ranks of a grid in an order in which the first ones are far from each other.
+
+    Where ranks are more than owners, nodes then have about equally many owners.
+    """
+    ways = apart(rows), apart(columns)
+    return [
+        ways[0][(number + turn) % rows] * columns + column
+        for turn in range(rows)
+        for number, column in enumerate(ways[1])
+    ]
+
+
+def apart(count: int) -> list[int]:
+    """Return the numbers below `count` in an order in which neighbours are far from each other.
+
+    The order is that of reversed binary digits [van der Corput 1935]: 0, 4, 2, 6, 1, 5, 3, 7.
+    """
+    bits = (count - 1).bit_length()
+    numbers = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
+    return [number for number in numbers if number < count]
 
 
 def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) -> dict[str, int]:

@@ -131,6 +131,20 @@ TABLE = (
         "tests/unit/test_muon.py",
     ),
     Mistake(
+        "placement: tensors without a layer go to all ranks",
+        "plan/plan.py",
+        "spread(uncovered, ranks, stepped)",
+        "spread(uncovered, ranks, {})",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "placement: owners are the lowest ranks",
+        "plan/roles.py",
+        "    ranks_apart = diagonally(strategy.workers, columns)",
+        "    ranks_apart = list(range(ranks))",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
         "KL-Shampoo: a factor takes the root of its own side",
         "solvers/gradient/kl_shampoo.py",
         "x, y = between(g, gradient, ()), between((), gradient, a)",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
 from mpikfac.plan import divisors, stages
+from mpikfac.plan.roles import apart, diagonally
 from mpikfac_apps.problems import models
 from support.problem import strategies
 
@@ -45,7 +47,7 @@ def test_separate_owners_share_out_the_factors():
 def test_separate_owners_stay_in_the_layers_column():
     """Oracle: by hand on the grid 0 1 / 2 3; a second factor stays within the layer's column."""
     p = make_plan(LAYERS, 4, Strategy(2, colocate=False))
-    assert p.owners == {"conv.A": 0, "conv.G": 2, "fc.A": 1, "fc.G": 3, "out.A": 2, "out.G": 2}
+    assert p.owners == {"conv.A": 0, "conv.G": 2, "fc.A": 3, "fc.G": 1, "out.A": 2, "out.G": 2}
     assert p.columns_of == {"conv": 0, "fc": 1, "out": 0}
     assert preconditioned(p, 3) == ["fc"]
     assert preconditioned(p, 2) == ["conv", "out"]
@@ -59,6 +61,49 @@ def test_uncovered_parameters_go_to_the_rank_with_the_fewest_elements():
     """Oracle: 5 | 4, then 3 joins 4, then 2 joins 5, by hand."""
     p = make_plan([], 2, Strategy(), [("a", (2,)), ("b", (4,)), ("c", (3,)), ("d", (5,))])
     assert p.updaters == {"d": 0, "b": 1, "c": 1, "a": 0}
+
+
+def test_uncovered_parameters_go_to_ranks_that_step_layers():
+    """Oracle: by hand; ranks without a layer take nothing, and elements of layers count.
+
+    fc has 100 elements on one rank, and conv with out 154 and the first 54 of others on the other.
+    """
+    p = plan(5, others=[("a", (54,)), ("b", (60,)), ("c", (8,))])
+    stepped = {name: p.updaters[name] for name in ("conv", "fc", "out")}
+    assert len(set(stepped.values())) == 3
+    assert {p.updaters[name] for name in "abc"} <= set(stepped.values())
+    elements = {name: math.prod(layer.gradient) for name, layer in zip(stepped, LAYERS)}
+    assert p.updaters["b"] == stepped[min(elements, key=elements.__getitem__)]
+
+
+@pytest.mark.parametrize(("workers", "nodes"), [(1, 3), (2, 2), (4, 3), (16, 3)])
+def test_owners_are_far_from_each_other(workers, nodes):
+    """Oracle: by hand on a grid of 16 ranks, 4 of a node; three owners share no column."""
+    p = plan(16, workers)
+    owners = set(p.owners.values())
+    assert len(owners) == 3
+    assert len({owner // 4 for owner in owners}) == nodes
+    assert len(set(p.columns_of.values())) == min(3, 16 // workers)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_an_order_of_a_grid_has_all_ranks(rows):
+    """Oracle: all ranks once; the first ones are of different columns."""
+    order = diagonally(rows, 6)
+    assert sorted(order) == list(range(6 * rows))
+    assert sorted(rank % 6 for rank in order[:6]) == list(range(6))
+
+
+@pytest.mark.parametrize("ranks", range(1, 20))
+def test_an_order_of_ranks_far_apart(ranks):
+    """Oracle: all ranks once; k ranks of a power of two leave gaps of at most twice the mean."""
+    order = apart(ranks)
+    assert sorted(order) == list(range(ranks))
+    if ranks in (2, 4, 8, 16):
+        for count in range(1, ranks + 1):
+            first = sorted(order[:count])
+            gaps = [b - a for a, b in zip(first, [*first[1:], first[0] + ranks])]
+            assert max(gaps) <= 2 * ranks / count
 
 
 @pytest.mark.parametrize("ranks", range(1, 13))
@@ -321,6 +366,9 @@ def test_published_sizes_of_resnet50():
     assert mib(p.of(0).layouts.statistics.size) == 293.6
     loads = [p.load(rank) for rank in range(512)]
     assert round(sum(loads) / max(loads), 1) == 4.6
+
+    p = make_plan(layers, 1024, Strategy(update="owner", reduction="owners"), others)
+    assert len(set(p.updaters.values())) == 54  # layers, of 161 tensors
 
 
 def mib(elements):
