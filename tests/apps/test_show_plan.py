@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -35,6 +36,28 @@ def test_numbers_are_those_of_hand_counts(capsys):
     work = sum(n**3 for pair in orders for n in pair)
     assert float(words(text, "all ranks together")[3]) == pytest.approx(work, rel=0.01)
     assert f"at most {work / 576**3:.2f}x" in text
+
+
+@pytest.mark.parametrize(
+    ("choices", "averages", "momenta"),
+    [
+        ([], 1, 2),
+        (["--momentum_of", "directions"], 1, 0),
+        (["--length", "own", "--fisher_clip", "1"], 0, 0),
+    ],
+)
+def test_memory_of_lengths_is_printed(choices, averages, momenta, capsys):
+    """Oracle: by hand: an average for each weight of ResNet-20 and each running statistic.
+
+    Momentum of gradients keeps two more numbers.
+    """
+    assert main(["--model", "resnet20", "--ranks", "2", "--workers", "2", *choices]) == 0
+    text = capsys.readouterr().out
+    layers, uncovered = shapes_of("resnet20")
+    sizes = [math.prod(layer.gradient) for layer in layers]
+    numbers = sum(sizes) + sum(math.prod(shape) for _, shape in uncovered)
+    found = [float(words(text, kind)[-1]) * 2**20 / 4 for kind in ("lengths", "momenta")]
+    assert found == pytest.approx([averages * numbers, momenta * numbers], rel=0.01)
 
 
 @pytest.mark.parametrize(("model", "layers"), [("resnet56", 56), ("resnet152", 156)])
