@@ -236,9 +236,9 @@ class Options:
 
     Args:
         optimizer: the optimizer. "kfac": SGD with gradients that kfac.solver preconditions, by
-            K-FAC, Shampoo, Muon and others under one plan; the rest are baselines, whose step every
-            rank repeats. "muon": Muon for weights of linear layers and convolutions, filters being
-            matrices, and AdamW for the first layer, the last layer and all other parameters;
+            K-FAC, Shampoo, Muon and others under one plan; the rest are baselines.
+            "muon": Muon for weights of linear layers and convolutions, with filters as matrices,
+            and AdamW for the first layer, the last layer and all other parameters;
             "soap": Adam in Shampoo's eigenbases; "lars" and "lamb": SGD and Adam with steps in
             proportion to the norm of the layer's weights. "muon", "soap", "lars" and "lamb" need
             the package pytorch_optimizer.
