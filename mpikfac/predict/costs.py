@@ -260,8 +260,8 @@ def _moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
     multiplications = [f.order * gradients[f.layer] for f in plan.of(rank).averaged]
     if multiplications and not machine.products:
         raise ValueError(
-            f"machine {machine.name!r} has no times of products, which make factors of the "
-            f"gradient; calibrate the machine again"
+            f"machine {machine.name!r} has no times of solver={plan.solver!r}: of products, which "
+            f"make factors of the gradient; calibrate again"
         )
     return sum(2 * n / interpolated(machine.products, n ** (1 / 3)) for n in multiplications)
 
