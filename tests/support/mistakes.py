@@ -72,6 +72,13 @@ TABLE = (
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
+        "factors of the gradient: a layer of one row has a diagonal",
+        "extensions/gradient_factors.py",
+        "reshape(factor.block(2))",
+        "reshape(-1, 1, 1)",
+        "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
         "factors of the gradient: learned before gradients are averaged",
         "extensions/gradient_factors.py",
         '"""Learn nothing from the batch before gradients are averaged; see `make_directions`."""',
