@@ -173,6 +173,13 @@ TABLE = (
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
+        "a restart with another solver: averages of eigenbases have no name",
+        "../apps/mpikfac_apps/training/checkpoints.py",
+        '    "lengths in eigenbases": (ROTATED,),\n',
+        "",
+        "tests/apps/test_solvers.py",
+    ),
+    Mistake(
         "SOAP: averages are of gradients in the basis of the weights",
         "extensions/rotated.py",
         "rotated = stack.solver.direction(gradient, stack.held).to(sizes.dtype)",

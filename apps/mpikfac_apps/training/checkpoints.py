@@ -17,6 +17,8 @@ from mpikfac.plan.names import (
     GRAFT,
     MOMENTUM,
     OF_KFAC,
+    ROTATED,
+    ROWS,
     VECTORS,
 )
 from mpikfac_apps.cli import checkpoint_at
@@ -31,6 +33,8 @@ KINDS = {
     "factors": (FACTORS, VECTORS, GRADIENT_FACTORS),
     "decompositions": (BASES,),
     "lengths": (GRAFT,),
+    "lengths in eigenbases": (ROTATED,),
+    "lengths of rows": (ROWS,),
     "momenta": (MOMENTUM,),
 }
 """What K-FAC keeps, in words, and how the names of the items begin behind `OF_KFAC`."""
@@ -228,7 +232,8 @@ def carried(
     forms = [layer.solver for layer in trainer.plan.of(comm.rank).layers]
     kept = {"factors"} if trainer.plan.factors else set()
     kept |= {"decompositions"} if any(form.blocks for form in forms) else set()
-    parts = now & before, kept - now, before - now - kept
+    both = now & before
+    parts = both, (now | kept) - both, before - now - kept
     going, anew, left = (", ".join(sorted(part)) or "nothing" for part in parts)
     return going, anew, left
 
