@@ -158,11 +158,10 @@ def of_method(problem: str, method: str) -> list[Run]:
 
 
 def best(problem: str, method: str) -> Choice | None:
-    """Return the rate with the best mean end, of the rates with the most seeds."""
-    tried = choices(problem, method)
-    most = max((len(one.runs) for one in tried), default=0)
-    ends = {one.final: one for one in tried if len(one.runs) == most and math.isfinite(one.final)}
-    return ends[PROBLEMS[problem][1].best(ends)] if ends else None
+    """Return the rate with the best end of seed 0, and the runs of all seeds."""
+    finals = {first(one)["values"][-1]: one for one in choices(problem, method)}
+    finite = [final for final in finals if math.isfinite(final)]
+    return finals[PROBLEMS[problem][1].best(finite)] if finite else None
 
 
 def first(choice: Choice) -> Run:

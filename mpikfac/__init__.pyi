@@ -31,7 +31,9 @@ from .layers import NORMS as NORMS
 from .layers import Coverage as Coverage
 from .layers import Layer as Layer
 from .optimizer import DistributedMuon as DistributedMuon
+from .optimizer import DistributedNorMuon as DistributedNorMuon
 from .optimizer import DistributedShampoo as DistributedShampoo
+from .optimizer import DistributedSOAP as DistributedSOAP
 from .optimizer import KFACOptimizer as KFACOptimizer
 from .optimizer import Optimizer as Optimizer
 from .plan import Distribution as Distribution

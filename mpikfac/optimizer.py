@@ -281,6 +281,18 @@ class DistributedShampoo(KFACOptimizer):
     solver = "shampoo"
 
 
+class DistributedNorMuon(DistributedMuon):
+    """NorMuon on all ranks: `DistributedMuon` with `solver="normuon"` [NorMuon]."""
+
+    solver = "normuon"
+
+
+class DistributedSOAP(DistributedShampoo):
+    """SOAP on all ranks: `DistributedShampoo` with `solver="soap"` [SOAP]."""
+
+    solver = "soap"
+
+
 def _check_names(name: str, settings: Mapping[str, Any]) -> None:
     """Return if `KFAC` takes the settings of a `KFACOptimizer`, or of the derived class `name`.
 

@@ -117,9 +117,10 @@ def test_any_usual_value_of_a_solver_replaces_a_default(monkeypatch):
     """Oracle: by hand: of a solver with a number of each kind; what is given, stays."""
     usual = {"estimator": {"fisher": "forward-only", "decay": 0.5}, "basis_every": 3}
     monkeypatch.setitem(SOLVERS, "eigen", SimpleNamespace(usual=usual))
-    kfac = TRAIN.read(["--kfac.solver=eigen", "--kfac.decay=0.95"]).kfac
-    assert (kfac.estimator.fisher, kfac.estimator.decay) == ("forward-only", 0.95)
-    assert kfac.basis_every == 3
+    options = TRAIN.read(["--kfac.solver=eigen", "--kfac.decay=0.95"])
+    found = flat(options)
+    assert (found["kfac.fisher"], found["kfac.decay"]) == ("forward-only", 0.95)
+    assert found["kfac.basis_every"] == 3
 
 
 # -- runs and restarts -----------------------------------------------------------------------------

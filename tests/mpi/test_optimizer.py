@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from mpikfac import (
     DataParallel,
     DistributedMuon,
+    DistributedNorMuon,
     DistributedShampoo,
+    DistributedSOAP,
     KFACOptimizer,
     Optimizer,
     Strategy,
@@ -170,7 +172,10 @@ def test_the_constructor_trains_all_ranks_as_one_process(comm, strategy):
         torch.testing.assert_close(weights, expected, rtol=1e-8, atol=1e-10)
 
 
-NAMED = {"muon": DistributedMuon, "shampoo": DistributedShampoo}
+NAMED = {
+    **{"muon": DistributedMuon, "normuon": DistributedNorMuon},
+    **{"shampoo": DistributedShampoo, "soap": DistributedSOAP},
+}
 
 
 def learn_scaled(comm, optimizer, steps):

@@ -175,7 +175,7 @@ TABLE = (
     Mistake(
         "a restart with another solver: averages of eigenbases have no name",
         "../apps/mpikfac_apps/training/checkpoints.py",
-        '    "lengths in eigenbases": (ROTATED,),\n',
+        '    "lengths in eigenbases": ("kfac/rotated/",),\n',
         "",
         "tests/apps/test_solvers.py",
     ),

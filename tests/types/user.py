@@ -32,6 +32,7 @@ mpikfac.KFAC(
 )
 mpikfac.KFAC(model, optimizer, comm, length=None)
 whole: torch.optim.Optimizer = mpikfac.KFACOptimizer(model, strategy="mem-opt", damping=0.03)
+muon: torch.optim.Optimizer = mpikfac.DistributedMuon(model, 0.01, momentum=0.9, comm=comm)
 like_torch: torch.optim.Optimizer = mpikfac.Optimizer(kfac, max_norm=1.0)
 like_torch.step()
 torch.optim.lr_scheduler.StepLR(like_torch, 3)

@@ -10,17 +10,6 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
-from mpikfac.plan.names import (
-    BASES,
-    FACTORS,
-    GRADIENT_FACTORS,
-    GRAFT,
-    MOMENTUM,
-    OF_KFAC,
-    ROTATED,
-    ROWS,
-    VECTORS,
-)
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
@@ -28,16 +17,16 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import run_directory
 
 RECORDS = {"run/seconds": float, "run/metrics_bytes": int, "run/metrics_waiting": str}
-MOMENTA = OF_KFAC + MOMENTUM  # begins the names of the items of a momentum of gradients
+MOMENTA = "kfac/momentum/"  # begins the names of the items of a momentum of gradients
 KINDS = {
-    "factors": (FACTORS, VECTORS, GRADIENT_FACTORS),
-    "decompositions": (BASES,),
-    "lengths": (GRAFT,),
-    "lengths in eigenbases": (ROTATED,),
-    "lengths of rows": (ROWS,),
-    "momenta": (MOMENTUM,),
+    "factors": ("kfac/factors/", "kfac/vectors/", "kfac/gradient-factors/"),
+    "decompositions": ("kfac/bases/",),
+    "lengths": ("kfac/graft/",),
+    "lengths in eigenbases": ("kfac/rotated/",),
+    "lengths of rows": ("kfac/rows/",),
+    "momenta": (MOMENTA,),
 }
-"""What K-FAC keeps, in words, and how the names of the items begin behind `OF_KFAC`."""
+"""What a solver keeps, in words, and how the names of the items begin."""
 
 log = logging.getLogger("mpikfac.train")
 
@@ -241,9 +230,7 @@ def carried(
 def _kinds(names: Collection[str]) -> set[str]:
     """Return the kinds of items of K-FAC among names, in words."""
     return {
-        word
-        for word, prefixes in KINDS.items()
-        if any(name.startswith(tuple(OF_KFAC + prefix for prefix in prefixes)) for name in names)
+        word for word, prefixes in KINDS.items() if any(name.startswith(prefixes) for name in names)
     }
 
 
