@@ -37,8 +37,22 @@ TABLE = (
     Mistake(
         "optimizers by name: the momentum is K-FAC's",
         "optimizer.py",
-        'momentum = usual.get("length", {}).get("momentum", MOMENTUM)',
-        "momentum = MOMENTUM",
+        'momentum = length.momentum or usual.get("momentum", MOMENTUM)',
+        "momentum = length.momentum or MOMENTUM",
+        "tests/unit/test_kfac_optimizer.py",
+    ),
+    Mistake(
+        "optimizers by name: the momentum of a given length is lost",
+        "optimizer.py",
+        'momentum = length.momentum or usual.get("momentum", MOMENTUM)',
+        'momentum = usual.get("momentum", MOMENTUM)',
+        "tests/unit/test_kfac_optimizer.py",
+    ),
+    Mistake(
+        "optimizers by name: a method's address stands in the place of the momentum",
+        "optimizer.py",
+        "length = replace(length, momentum=momentum)  # an error names the number",
+        "pass",
         "tests/unit/test_kfac_optimizer.py",
     ),
     Mistake(
