@@ -233,8 +233,8 @@ class KFAC(Trainer):
         """Precondition covered layers' gradients; the caller averages before, and steps after.
 
         The caller also averages and steps uncovered parameters and buffers. With
-        `Length("orthogonal")`, the default, and `Length("adam")`, gradients of uncovered parameters
-        become Adam's steps.
+        a length by Adam, such as the default, gradients of uncovered parameters become Adam's
+        steps.
 
         Collective over: world.
 

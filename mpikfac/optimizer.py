@@ -190,7 +190,8 @@ class KFACOptimizer(Optimizer):
         params: the parameters to train, or groups of parameters with an `lr`, `momentum` or
             `weight_decay` of their own, as of any torch optimizer; all of the model's if None.
         momentum: of the averaged gradients, by Nesterov. Schedulers may change the number, in all
-            groups alike. None: 0.9, or the solver's usual momentum, such as 0.95 of "muon".
+            groups alike. None: that of `length`, else 0.9, or the solver's usual momentum, such as
+            0.95 of "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step shrinks weights by
             `lr * weight_decay`.
         max_norm: the largest norm of the averaged gradient; None for no bound.
@@ -236,13 +237,15 @@ class KFACOptimizer(Optimizer):
                     f"solver={self.solver!r}; leave it out, or take KFACOptimizer(solver=...)"
                 )
             settings["solver"], strategy = self.solver, strategy or "owner-stepped"
-        usual = named_solver(settings.get("solver") or "inverse").usual
+        usual = named_solver(settings.get("solver") or "inverse").usual.get("length", {})
+        length: Any = settings.pop("length", None) or Length(**usual)
         if momentum is None:
-            momentum = usual.get("length", {}).get("momentum", MOMENTUM)
+            momentum = length.momentum or usual.get("momentum", MOMENTUM)
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
-        length = settings.pop("length", None) or Length(**usual.get("length", {}))
-        length = replace(length, momentum=descent.momentum if momentum else 0.0)
+        length = replace(length, momentum=momentum)  # an error names the number
+        if momentum:
+            length = replace(length, momentum=descent.momentum)
         super().__init__(
             KFAC(model, descent, comm, strategy, length=length, **settings), max_norm=max_norm
         )

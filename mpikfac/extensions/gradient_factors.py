@@ -95,7 +95,7 @@ class GradientFactors(Factors):
 def moment(rows: Tensor, factor: Factor) -> Tensor:
     """Return `rows rows'` `[..., n, n]` in the form of a factor, of rows `[..., n, m]`."""
     if factor.order == 1:  # a diagonal, also of several groups
-        return rows.square().sum(-1).reshape(-1, 1, 1)
+        return rows.square().sum(-1).reshape(factor.block(2))
     return product(rows, rows.mT)
 
 

@@ -260,7 +260,7 @@ BAD = {
     ),
     "momentum of gradients and a clip": (
         "--kfac.momentum_of=gradients --kfac.kl_clip=0.001",
-        "needs kfac.length=orthogonal or adam, and no bound, not kfac.kl_clip; leave out",
+        "needs kfac.length=orthogonal or rows or rotated or adam, and no bound, not kfac.kl_clip",
     ),
     "falling epochs": (
         "--schedule=step --decay_epochs=[7,3]",

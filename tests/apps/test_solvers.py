@@ -169,6 +169,31 @@ def test_another_solver_takes_its_own_usual_values(run):
     assert "starts anew: decompositions, factors; left out: nothing\n" in again
 
 
+@pytest.mark.parametrize(
+    ("solver", "there", "back"),
+    [
+        (
+            "soap",
+            "momenta; starts anew: decompositions, factors, {}; left out: lengths",
+            "momenta; starts anew: lengths; left out: decompositions, factors, {}",
+        ),
+        (
+            "normuon",
+            "lengths, momenta; starts anew: {}; left out: decompositions, factors",
+            "lengths, momenta; starts anew: nothing; left out: {}",
+        ),
+    ],
+    ids=["soap", "normuon"],
+)
+def test_averages_of_another_length_start_anew_by_name(run, solver, there, back):
+    """Oracle: by hand: what each length keeps, from Shampoo there, and to Muon."""
+    own = {"soap": "lengths in eigenbases", "normuon": "lengths of rows"}[solver]
+    text = go_on(run, "--max_steps=3", f"--kfac.solver={solver}")
+    assert f"goes on: {there.format(own)}\n" in text
+    text = go_on(run, "--max_steps=4", "--kfac.solver=muon")
+    assert f"goes on: {back.format(own)}\n" in text
+
+
 def test_vectors_of_earlier_versions_keep_the_damping_that_was_in_force():
     """Oracle: by hand: the options said 10, and the solver's 0.003 was in force."""
     written = {"kfac.solver": "rank-one", "kfac.damping": None, "kfac.relative_damping": 10.0}

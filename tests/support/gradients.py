@@ -41,19 +41,29 @@ def convolutional() -> nn.Module:
     )
 
 
-INPUTS = {"linear": (20,), "convolutional": (2, 7, 7), "attention": (5, 4)}
+def narrow() -> nn.Module:
+    """Return a convolution of each channel alone, and layers of one row and of one column."""
+    return nn.Sequential(
+        *(nn.Conv2d(2, 2, 3, stride=2, groups=2), nn.Tanh(), nn.Flatten()),
+        *(nn.Linear(18, 1), nn.Linear(1, 3, bias=False)),
+    )
+
+
+INPUTS = {"linear": (20,), "narrow": (2, 7, 7), "convolutional": (2, 7, 7), "attention": (5, 4)}
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "linear": linear,
     "convolutional": convolutional,
     "attention": Attending,
 }
+FACTORED = NETWORKS | {"narrow": narrow}
+"""Also with layers without a polar factor, which have factors."""
 
 
 def network(kind: str) -> nn.Module:
     """Return a network in float64, the same at every call."""
     torch.manual_seed(3)
     with torch.device("cpu"):  # the same numbers on any device
-        return NETWORKS[kind]().double().to(problem.DEVICE)
+        return FACTORED[kind]().double().to(problem.DEVICE)
 
 
 def batch(kind: str, step: int) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,22 @@ TABLE = (
     Mistake(
         "optimizers by name: the momentum is K-FAC's",
         "optimizer.py",
-        'momentum = usual.get("length", {}).get("momentum", MOMENTUM)',
-        "momentum = MOMENTUM",
+        'momentum = length.momentum or usual.get("momentum", MOMENTUM)',
+        "momentum = length.momentum or MOMENTUM",
+        "tests/unit/test_kfac_optimizer.py",
+    ),
+    Mistake(
+        "optimizers by name: the momentum of a given length is lost",
+        "optimizer.py",
+        'momentum = length.momentum or usual.get("momentum", MOMENTUM)',
+        'momentum = usual.get("momentum", MOMENTUM)',
+        "tests/unit/test_kfac_optimizer.py",
+    ),
+    Mistake(
+        "optimizers by name: a method's address stands in the place of the momentum",
+        "optimizer.py",
+        "length = replace(length, momentum=momentum)  # an error names the number",
+        "pass",
         "tests/unit/test_kfac_optimizer.py",
     ),
     Mistake(
@@ -69,6 +83,13 @@ TABLE = (
         "extensions/gradient_factors.py",
         "            start = stop\n",
         "",
+        "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
+        "factors of the gradient: a layer of one row has a diagonal",
+        "extensions/gradient_factors.py",
+        "reshape(factor.block(2))",
+        "reshape(-1, 1, 1)",
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
@@ -164,6 +185,13 @@ TABLE = (
         "x, y = solver.squared(gradient, held)",
         "y, x = solver.squared(gradient, held)",
         "tests/unit/test_shampoo.py",
+    ),
+    Mistake(
+        "a restart with another solver: averages of eigenbases have no name",
+        "../apps/mpikfac_apps/training/checkpoints.py",
+        '    "lengths in eigenbases": ("kfac/rotated/",),\n',
+        "",
+        "tests/apps/test_solvers.py",
     ),
     Mistake(
         "SOAP: averages are of gradients in the basis of the weights",

@@ -163,6 +163,7 @@ def test_a_state_resumes_with_a_scheduler():
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
         ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number"),
         ({"length": "adam"}, "length='adam' must be None or mpikfac.Length"),
+        ({"length": Length("own")}, "momentum=0.9 of gradients needs length='orthogonal' or"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments, text):
@@ -190,8 +191,10 @@ def test_a_named_optimizer_takes_no_solver_and_its_own_momentum():
         DistributedShampoo(network(), dampng=0.1)
     made = [DistributedMuon(network()), KFACOptimizer(network(), solver="muon")]
     made += [DistributedShampoo(network()), DistributedMuon(network(), momentum=0.5)]
+    lengths = [Length("orthogonal", trust=4.0), Length("orthogonal", momentum=0.8)]
+    made += [DistributedMuon(network(), length=length) for length in lengths]
     momenta = [optimizer.param_groups[0]["momentum"] for optimizer in made]
-    assert momenta == [0.95, 0.95, MOMENTUM, 0.5]
+    assert momenta == [0.95, 0.95, MOMENTUM, 0.5, 0.95, 0.8]
 
 
 def test_parameters_are_no_model():

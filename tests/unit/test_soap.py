@@ -66,7 +66,7 @@ def vector(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("damping", [1e-3, 0.3])
-@pytest.mark.parametrize("kind", gradients.NETWORKS)
+@pytest.mark.parametrize("kind", gradients.FACTORED)
 def test_soap_steps_as_the_formulas_do(comm, kind, damping):
     """Oracle: the formulas in numpy, with own eigenvectors and bias corrections, for 20 steps."""
     expected = gradients.by_hand(kind, STEPS, in_groups(ByHand(damping)), RATE)

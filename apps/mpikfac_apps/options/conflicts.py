@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import mpikfac
+from mpikfac.settings import BY_ADAM
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.options.strategy import AUTO, dealt_out, make_strategy
@@ -266,8 +267,8 @@ def _check_momentum(options: Options) -> None:
     if options.momentum_of_gradients and (length.bound or not length.by_adam):
         setting = f"kfac.{length.bound}" if length.bound else f"kfac.length={length.source}"
         raise ValueError(
-            f"kfac.momentum_of=gradients needs kfac.length=orthogonal or adam, and no bound, not "
-            f"{setting}; leave out {setting} or kfac.momentum_of"
+            f"kfac.momentum_of=gradients needs kfac.length={' or '.join(BY_ADAM)}, and no bound, "
+            f"not {setting}; leave out {setting} or kfac.momentum_of"
         )
     if options.nesterov and options.momentum_of_gradients:
         raise ValueError(

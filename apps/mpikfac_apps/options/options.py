@@ -172,7 +172,7 @@ class KfacOptions:
 
     Args:
         factor_every: the number of steps from one update of the factors to the next. null: 10, and
-            fewer in the first 160 steps; 1 with shampoo and kl-shampoo.
+            fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
         basis_every: the number of steps from one decomposition of the factors to the next. null:
             the number of the strategy; for most strategies 50, and fewer in the first 160 steps.
         solver: the preconditioner of gradients; K-FAC is one of several under the same plan. A
@@ -270,7 +270,7 @@ class Options:
             before; null: all epochs run.
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
-        lr: the learning rate. null: 0.0075 for K-FAC with kfac.length=orthogonal or adam, or 0.003
+        lr: the learning rate. null: 0.0075 for K-FAC with a kfac.length by Adam, or 0.003
             with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
             LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.length=own or sgd.
             kfac.length=quadratic needs no rate.
@@ -284,7 +284,7 @@ class Options:
         decay_epochs: the epochs at which the learning rate falls, for schedule=step.
         decay_factor: the factor by which the learning rate falls, for schedule=step.
         momentum: the momentum of SGD, K-FAC, Muon and LARS, or beta1 of AdamW, SOAP and LAMB. With
-            kfac.solver=muon, 0.95 replaces the default.
+            kfac.solver=soap, muon, normuon and newton-muon, 0.95 replaces the default.
         nesterov: the momentum of SGD and K-FAC is Nesterov's.
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.

@@ -39,8 +39,8 @@ def introduction() -> list[str]:
         "steps with new factors + in a refresh + on every step. P ranks, w workers. "
         "4F, 4T and 4V are the bytes of all factors as squares, as triangles and as "
         "vectors; 4N are the bytes of all gradients, 4R of the thin matrices in their place. K-FAC "
-        "is one of several preconditioners under these plans: shampoo and kl-shampoo send no "
-        "factors, the first term, and muon sends no bases either, the second. With "
+        "is one of several preconditioners under these plans: shampoo, kl-shampoo and soap "
+        "send no factors, the first term; muon and normuon send no bases either, the second. With "
         "the same estimator, the numbers are the numbers of one process that trains on the joined "
         "batch with the same delay, stagger and tolerance."
     )

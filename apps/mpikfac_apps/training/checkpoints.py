@@ -22,6 +22,8 @@ KINDS = {
     "factors": ("kfac/factors/", "kfac/vectors/", "kfac/gradient-factors/"),
     "decompositions": ("kfac/bases/",),
     "lengths": ("kfac/graft/",),
+    "lengths in eigenbases": ("kfac/rotated/",),
+    "lengths of rows": ("kfac/rows/",),
     "momenta": (MOMENTA,),
 }
 """What a solver keeps, in words, and how the names of the items begin."""
@@ -219,7 +221,8 @@ def carried(
     forms = [layer.solver for layer in trainer.plan.of(comm.rank).layers]
     kept = {"factors"} if trainer.plan.factors else set()
     kept |= {"decompositions"} if any(form.blocks for form in forms) else set()
-    parts = now & before, kept - now, before - now - kept
+    both = now & before
+    parts = both, (now | kept) - both, before - now - kept
     going, anew, left = (", ".join(sorted(part)) or "nothing" for part in parts)
     return going, anew, left
 
