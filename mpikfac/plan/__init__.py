@@ -62,6 +62,7 @@ from mpikfac.plan.extensions.activations import layer_messages as layer_messages
 from mpikfac.plan.extensions.activations import places as places
 from mpikfac.plan.extensions.activations import wire_bytes as wire_bytes
 from mpikfac.plan.extensions.copies import PlannedCopies as PlannedCopies
+from mpikfac.plan.extensions.lengths import BY_ADAM as BY_ADAM
 from mpikfac.plan.extensions.lengths import memory_of_lengths as memory_of_lengths
 from mpikfac.plan.layout import ALIGNMENT as ALIGNMENT
 from mpikfac.plan.layout import Layout as Layout

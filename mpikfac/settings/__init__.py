@@ -6,7 +6,6 @@ from mpikfac.settings.damping import LevenbergMarquardt as LevenbergMarquardt
 from mpikfac.settings.estimator import Estimator as Estimator
 from mpikfac.settings.estimator import Turn as Turn
 from mpikfac.settings.estimator import usual_distance as usual_distance
-from mpikfac.settings.length import BY_ADAM as BY_ADAM
 from mpikfac.settings.length import Length as Length
 from mpikfac.settings.length import Source as Source
 from mpikfac.settings.schedule import SETTLED as SETTLED

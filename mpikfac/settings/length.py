@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mpikfac.plan import check_fraction, check_positive, make_plain, one_of
+from mpikfac.plan import BY_ADAM, check_fraction, check_positive, make_plain, one_of
 from mpikfac.settings.schedule import Schedule, in_force
 from mpikfac.settings.usual import TRUST
 
 Source = Literal["orthogonal", "rows", "rotated", "adam", "sgd", "own", "quadratic"]
 Precision = Literal["float32", "tf32", "bfloat16"]
-BY_ADAM: tuple[Source, ...] = ("orthogonal", "rows", "rotated", "adam")
 SOURCES: tuple[Source, ...] = (*BY_ADAM, "sgd", "own", "quadratic")
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
 

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import mpikfac
-from mpikfac.settings import BY_ADAM
+from mpikfac.plan import BY_ADAM
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.options.strategy import AUTO, dealt_out, make_strategy

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from mpikfac.plan import layouts
 from mpikfac.plan.layout import Layout, lay_out
 from mpikfac.plan.layouts import Block
 from mpikfac.plan.of_rank import RankPlan
 
-BY_ADAM = ("orthogonal", "rows", "rotated", "adam")
+ByAdam = Literal["orthogonal", "rows", "rotated", "adam"]
+BY_ADAM: tuple[ByAdam, ...] = ("orthogonal", "rows", "rotated", "adam")
+"""The lengths that Adam's averages give, by the choice `Length(source)`."""
 
 
 def memory_of_lengths(rank: RankPlan, source: str, momentum: bool) -> dict[str, int]:
