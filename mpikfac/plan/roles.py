@@ -295,14 +295,16 @@ def place(
             jobs += [(cost, layer, [name]) for name, cost in costs.items()]
     loads = [[0] * ranks for _ in range(strategy.refresh.stagger)]
     ranks_apart = diagonally(strategy.workers, columns)
+    in_columns: dict[int | None, list[int]] = {None: ranks_apart}
+    for rank in ranks_apart:
+        in_columns.setdefault(rank % columns, []).append(rank)
     placed: dict[str, int] = {}
     columns_of: dict[str, int] = {}
     for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):
         # The first factor to be placed fixes the layer's column; further factors stay inside it.
         column = columns_of.get(layer.name)
-        candidates = [rank for rank in ranks_apart if column in (None, rank % columns)]
         load = loads[turns_of[layer.name]]
-        owner = min(candidates, key=load.__getitem__)
+        owner = min(in_columns[column], key=load.__getitem__)
         columns_of[layer.name] = owner % columns
         load[owner] += cost
         placed |= dict.fromkeys(names, owner)
