@@ -182,9 +182,8 @@ class Trainer:
                 the same.
 
         Raises:
-            ValueError: a scaler with `overlap`, with `exchanged="weights"`, or with
-                `update="owner"` and a rank that has nothing to step; `examples` with `overlap` or
-                `parts`; a gradient that was changed after `overlap` had sent the gradient; a
+            ValueError: a scaler with `overlap` or with `exchanged="weights"`; `examples` with
+                `overlap` or `parts`; a gradient that was changed after `overlap` had sent it; a
                 converted or moved model; a negative `max_norm`; `Length("quadratic")` without
                 `length.batch(inputs, loss)`; a second momentum, also from a scheduler; a gradient
                 of a parameter that the optimizer has and the model lacks.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpikfac.comm import summed
 from mpikfac.engine.gradients import Gradients
 from mpikfac.layers import SKIP, Votes
 from mpikfac.numerics import Scaler, all_finite, end_step, is_unscaled
@@ -15,8 +16,7 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
     """Return the scaler if a step can use the scaler; None for a disabled scaler.
 
     Raises:
-        ValueError: gradients have no scale any more or are sent before the scale can be taken out,
-            or a rank without blocks to step would not know the steps to skip.
+        ValueError: gradients have no scale any more or are sent before the scale can be taken out.
     """
     if not hasattr(scaler, "is_enabled"):
         raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
@@ -32,12 +32,6 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
             "with overlap=True gradients are sent before their scale can be taken out; "
             "step(scaler) needs overlap=False"
         )
-    counts = gradients.arena.layout.counts()
-    if gradients.plan.owner_updates and 0 in counts:
-        raise ValueError(
-            f"with update='owner' rank {counts.index(0)} of {len(counts)} has nothing to "
-            f"step, so it would not know of steps to skip; step(scaler) needs update='everyone'"
-        )
     return scaler
 
 
@@ -45,10 +39,11 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
     A rank with NaN or infinity in the gradients, or with `finite` False, sends nothing but NaN:
-    every part of the sum tells all ranks. The scaler gets the same answer on all ranks, or on each
-    rank an answer of its own where ranks step copies of the model.
+    every part of the sum tells all ranks, and ranks without a part are told. The scaler gets the
+    same answer on all ranks, or on each rank an answer of its own where ranks step copies of the
+    model.
 
-    Collective over: as `Gradients.average`.
+    Collective over: as `Gradients.average`; world, if a rank steps nothing.
     """
     arena, collected, scale = gradients.arena, gradients.sender.collected, scaler.get_scale()
     for block in gradients.blocks:
@@ -60,6 +55,8 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     plan = gradients.plan
     stepped = arena.segment(plan.rank) if plan.owner_updates else arena.flat
     usable = bool(stepped.isfinite().all())
+    if plan.owner_updates and 0 in arena.layout.counts():
+        usable = summed(gradients.site.grid.world, [not usable]) == [0]
     end_step(scaler, usable, arena.flat.device)
     return usable
 

@@ -164,14 +164,24 @@ def test_a_rank_without_a_loss_follows_the_scale(comm):
     assert comm.allgather(scale.get_scale()) == [2.0**10] * comm.size
 
 
-@pytest.mark.skipif(RANKS < 2, reason="rank 0 steps the only layer")
-def test_a_rank_that_steps_nothing_would_not_know(comm):
-    """Oracle: the message, on all ranks; nothing is sent."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    strategy = Strategy(update="owner")
-    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters()), comm, strategy)
-    with pytest.raises(ValueError, match=rf"rank 1 of {RANKS} has nothing to step"):
-        kfac.step(scaler())
+def test_a_rank_that_steps_nothing_knows_of_skips(comm):
+    """Oracle: the weights and the scale of a batch that overflows on the last rank, on all ranks.
+
+    The only layer belongs to rank 0.
+    """
+    model = nn.Sequential(nn.Linear(2, 2)).to(problem.DEVICE)
+    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters()), comm, "owner-stepped")
+    scale, found = scaler(), []
+    for bad in (False, True, False):
+        kfac.optimizer.zero_grad()
+        scale.scale(model(torch.ones(1, 2, device=problem.DEVICE)).square().sum()).backward()
+        if bad and comm.rank == comm.size - 1:
+            model[0].bias.grad *= math.inf
+        kfac.step(scale)
+        found.append(model[0].weight.detach().clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    assert comm.allgather(scale.get_scale()) == comm.size * [2.0**9]
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)

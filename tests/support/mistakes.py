@@ -152,6 +152,13 @@ TABLE = (
         "tests/unit/test_muon.py",
     ),
     Mistake(
+        "scaled losses: a rank that steps nothing is not told of skips",
+        "engine/scaled.py",
+        "usable = summed(gradients.site.grid.world, [not usable]) == [0]",
+        "usable = bool(usable)",
+        "tests/mpi/test_mixed_precision.py",
+    ),
+    Mistake(
         "placement: tensors without a layer go to all ranks",
         "plan/plan.py",
         "spread(uncovered, ranks, stepped)",
