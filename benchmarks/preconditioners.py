@@ -220,13 +220,19 @@ def write_table(rows: Sequence[str]) -> None:
     PAGE.write_text("\n".join([*others[:first], *rows, *others[first:]]) + "\n")
 
 
+def shown() -> list[str]:
+    """Return the problems with runs of all methods."""
+    return [p for p in PROBLEMS if all(of_method(p, method) for method in METHODS)]
+
+
 def summary() -> Iterator[str]:
     """Yield the rows of a table of Markdown: mean ends, and steps to the target."""
-    heads = [f"{title}: {measure.name} | steps" for title, measure in PROBLEMS.values()]
+    titles = (PROBLEMS[problem] for problem in shown())
+    heads = [f"{title}: {measure.name} | steps" for title, measure in titles]
     yield f"| | {' | '.join(heads)} |"
     yield "|---" * (1 + 2 * len(heads)) + "|"
     for method, name in METHODS.items():
-        cells = [cell for problem in PROBLEMS for cell in ends(problem, method)]
+        cells = [cell for problem in shown() for cell in ends(problem, method)]
         yield f"| {name} | {' | '.join(cells)} |"
 
 
@@ -257,8 +263,10 @@ def draw() -> None:
     """Draw the mean test by steps of each method with the best rate: a panel a problem."""
     styles = {name: variant_style(place) for place, name in enumerate(METHODS.values())}
     with styled():
-        figure = Figure(figsize=(WIDTH, 7), layout="constrained")
-        for panel, (problem, (title, measure)) in zip(figure.subplots(2, 2).flat, PROBLEMS.items()):
+        figure = Figure(figsize=(WIDTH, 4), layout="constrained")
+        problems = shown()
+        for panel, problem in zip(figure.subplots(1, len(problems), squeeze=False).flat, problems):
+            title, measure = PROBLEMS[problem]
             curves = {m: chosen for m in METHODS if (chosen := best(problem, m))}
             for method, chosen in curves.items():
                 means = [measure.scale * value for value in mean_curve(chosen.runs)]
