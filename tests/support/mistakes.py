@@ -157,6 +157,7 @@ TABLE = (
         "usable = summed(gradients.site.grid.world, [not usable]) == [0]",
         "usable = bool(usable)",
         "tests/mpi/test_mixed_precision.py",
+        2,
     ),
     Mistake(
         "placement: tensors without a layer go to all ranks",
