@@ -98,11 +98,10 @@ def trained(own, solver, strategy, kind):
     return [run(kfac, own, [step], kind) for step in STEPS]
 
 
-@pytest.mark.parametrize(("name", "solver"), PAIRS)
-def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name, solver):
-    """Oracle: a single process with the joined batch; the plan, which has no statistics.
+def assert_trains(comm, name, solver):
+    """Check weights against a process with the joined batch, and bytes against the plan.
 
-    Every strategy and number of ranks tests another network.
+    Every strategy and number of ranks tests another network. Returns the trainer and the bytes.
     """
     strategy = STRATEGIES[name]
     kind = KINDS[(list(STRATEGIES).index(name) + RANKS) % len(KINDS)]
@@ -114,6 +113,13 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
         if strategy.refresh.delay == 0 and not strategy.transport.overlap:
             assert +collections.Counter(kfac.trace.sent) == sent
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    return kfac, sent
+
+
+@pytest.mark.parametrize(("name", "solver"), PAIRS)
+def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name, solver):
+    """Oracle: a single process with the joined batch; the plan, which has no statistics."""
+    kfac, sent = assert_trains(comm, name, solver)
     assert "reduce statistics" not in kfac.trace.sent
     assert RANKS == 1 or sent["reduce gradients"]
     kfac.close()
@@ -230,16 +236,7 @@ def test_a_layer_that_is_frozen_and_trained_again_starts_anew(comm, solver):
 @pytest.mark.parametrize("name", [*CHOICES])
 def test_newton_muon_trains_as_one_process_does_and_sends_what_is_planned(comm, name):
     """Oracle: a single process with the joined batch; the plan, which has A alone."""
-    strategy, solver = STRATEGIES[name], "newton-muon"
-    kind = KINDS[(list(STRATEGIES).index(name) + RANKS) % len(KINDS)]
-    kfac = trainer(comm, solver, strategy, kind)
-    sent = collections.Counter()
-    for step, expected in zip(STEPS, trained(solver, alone(strategy), kind)):
-        found = run(kfac, comm, [step], kind)
-        sent += planned(kfac, step)
-        if strategy.refresh.delay == 0 and not strategy.transport.overlap:
-            assert +collections.Counter(kfac.trace.sent) == sent
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    kfac, _ = assert_trains(comm, name, "newton-muon")
     kfac.close()
 
 

@@ -206,3 +206,23 @@ def train(kfac: KFAC, kind: str, steps: range, comm) -> None:
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(inputs), labels).backward()
         kfac.step()
+
+
+def of_words() -> nn.Module:
+    """Return a network with an embedding and a normalisation."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 3)
+    return nn.Sequential(*layers).double()
+
+
+def losses_of_words(kfac: KFAC, steps: int) -> list[float]:
+    """Train the network of words on a batch; return the losses."""
+    words, labels = torch.randint(7, (12, 3)), torch.randint(3, (12,))
+    losses = []
+    for _ in range(steps):
+        kfac.optimizer.zero_grad()
+        loss = F.cross_entropy(kfac.model(words), labels)
+        loss.backward()
+        losses.append(loss.item())
+        kfac.step()
+    return losses

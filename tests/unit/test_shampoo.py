@@ -212,18 +212,9 @@ def test_a_scaled_loss_gives_the_same_steps(comm):
 
 def test_embeddings_and_norms_have_diagonals(comm):
     """Oracle: the loss falls, and numbers stay finite; shapes are those of K-FAC's factors."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 3))
-    model.double()
+    model = gradients.of_words()
     kfac = shampoo(model, comm, coverage=Coverage(covers={**KINDS, **NORMS}), relative=True)
-    words, labels = torch.randint(7, (12, 3)), torch.randint(3, (12,))
-    losses = []
-    for _ in range(20):
-        kfac.optimizer.zero_grad()
-        loss = F.cross_entropy(model(words), labels)
-        loss.backward()
-        losses.append(loss.item())
-        kfac.step()
+    losses = gradients.losses_of_words(kfac, 20)
     assert losses[-1] < 0.5 * losses[0]
 
 
