@@ -158,10 +158,11 @@ class Optimizer(torch.optim.Optimizer):
         present = self.trainer.state_dict()
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
         # Copied, as a state of this trainer shares its memory, which loading clears.
+        state = copy.deepcopy(dict(state_dict)) | model
         try:
-            self.trainer.load_state_dict(copy.deepcopy(dict(state_dict)) | model)
+            self.trainer.load_state_dict(state)
         except UserError as error:
-            if "missing" not in str(error) or self.trainer.grid.world.size == 1:
+            if not self.trainer.missing(state.keys()):
                 raise
             raise UserError(
                 f"{error}; a state_dict may be the share of a rank: load each rank's own file, or "
