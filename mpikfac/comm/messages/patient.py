@@ -28,7 +28,7 @@ class Patient:
         self._comm = comm
         self.rank, self.size = comm.rank, comm.size
 
-    def Allreduce(self, sent: Any, received: Any, op: MPI.Op = MPI.SUM) -> None:
+    def Allreduce(self, sent: Any, received: Any, op: MPI.Op | None = None) -> None:
         """Add up on all members.
 
         Open MPI sums in place by a tree, whose root sends the numbers log2(ranks) times; from
@@ -37,7 +37,7 @@ class Patient:
         """
         if sent is MPI.IN_PLACE:
             sent = np.array(received)
-        sleep_until(self._comm.Iallreduce(sent, received, op))
+        sleep_until(self._comm.Iallreduce(sent, received, op or MPI.SUM))
 
     def Reduce(self, sent: Any, received: Any, op: MPI.Op, root: int) -> None:
         """Add up on member `root`."""
