@@ -1,12 +1,12 @@
-"""Measure the time that overlapped messages hide: the same messages in turn and overlapped.
+"""Measure the time that overlapped messages hide: in turn, overlapped, and in order of arrival.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
     export PYTHONPATH=tests
     bash jobs/emulated_cluster.sh run -n 2 python -m mpi4py benchmarks/overlap.py --data DIRECTORY
 
-The steps have new factors and old bases. Groups of steps of both ways take turns; times are medians
-over rounds. The time of a stage is the waiting time of training in the stage, on the rank that
-comes last to the stage.
+The steps have new factors and old bases. Groups of steps of all ways take turns; times are medians
+over rounds. On arrival, gradients do not overtake statistics, nor early layers late ones. The time
+of a stage is the waiting time of training in the stage, on the rank that comes last to the stage.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,7 @@ from mpikfac_apps.text import table
 from support import inside
 
 STAGES = ("reduce statistics", "reduce gradients")
+WAYS = ("in turn", "beside", "on arrival")
 AT_ONCE = 5  # steps
 Step = Callable[[], None]
 
@@ -45,23 +47,23 @@ def main() -> None:
     options = parser.parse_args()
     comm = mpikfac.world()
     images = Images(comm, options)
-    made = {beside: make(comm, options, images, beside) for beside in (False, True)}
-    found: dict[bool, list[list[float]]] = {beside: [] for beside in made}
+    made = {way: make(comm, options, images, way) for way in WAYS}
+    found: dict[str, list[list[float]]] = {way: [] for way in made}
     for _ in range(options.rounds):
-        for beside, (kfac, step) in made.items():
-            found[beside].append(timed(comm, kfac, step))
+        for way, (kfac, step) in made.items():
+            found[way].append(timed(comm, kfac, step))
     if comm.rank == 0:
         lines = [("", "step ms", *(f"{stage} ms" for stage in STAGES))]
-        for beside, rows in found.items():
+        for way, rows in found.items():
             times = [f"{1e3 * median(column):.1f}" for column in zip(*rows)]
-            lines.append(("beside" if beside else "in turn", *times))
+            lines.append((way, *times))
         print(f"{options.model}, {comm.size} ranks, {options.batch} images each")
         print("\n".join(table(lines)), flush=True)
     for kfac, _ in made.values():
         kfac.close()
 
 
-def make(comm: Any, options: argparse.Namespace, images: Images, beside: bool) -> tuple[Any, Step]:
+def make(comm: Any, options: argparse.Namespace, images: Images, way: str) -> tuple[Any, Step]:
     """Return a trainer after the first step, with constant bases, and a step of the trainer.
 
     Collective over: world.
@@ -69,8 +71,9 @@ def make(comm: Any, options: argparse.Namespace, images: Images, beside: bool) -
     torch.manual_seed(0)
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    strategy = mpikfac.Strategy.comm_opt(comm.size, fusion=options.fusion, overlap=beside)
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, basis_every=10**9)
+    strategy = mpikfac.Strategy.comm_opt(comm.size, fusion=options.fusion, overlap=way != "in turn")
+    with inside.sent_on_arrival() if way == "on arrival" else nullcontext():
+        kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, basis_every=10**9)
 
     def step() -> None:
         x, y = images.next()

@@ -4,6 +4,11 @@
 
 Each turn is a job of its own with the library of one checkout: ResNet-20 with K-FAC takes 2 steps
 that do not count, then `--steps` steps with new factors at each step and new bases at each 10th.
+On emulated hosts (jobs/emulated_cluster.sh), with overlapped sums:
+
+    export MPIRUN=env MPIRUN_FLAGS="-u MPIRUN bash $PWD/jobs/emulated_cluster.sh run"
+    python benchmarks/paired.py OLD NEW --ranks 4 --strategy spd-kfac --batch 32
+
 Numbers are of the highest rank: CPU time and wall time of a mean step, and the largest resident set
 of the process. The ratio is the median over rounds, and in brackets the lowest and the highest.
 """
@@ -39,6 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of a turn; a multiple of 10")
     parser.add_argument("--model", default="resnet20")
     parser.add_argument("--batch", type=int, default=64, help="images per rank")
+    parser.add_argument("--strategy", default="comm-opt", help="a named strategy")
     parser.add_argument("--turn", type=Path, help="measure this checkout, in the present job")
     options = parser.parse_args()
     if options.turn:
@@ -72,7 +78,7 @@ def measure(options: argparse.Namespace) -> None:
         sys.exit(f"{mpikfac.__file__} is not the library of {options.turn}")
     options.device, options.contiguous = "cpu", False
     model, optimizer = fresh(options)
-    strategy = mpikfac.Strategy.hybrid(comm.size, workers=comm.size)
+    strategy, _ = mpikfac.named(options.strategy, comm.size)
     kfac = mpikfac.KFAC(
         *(model, optimizer, comm, strategy),
         damping=0.03,
@@ -102,7 +108,8 @@ def measure(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace, turns: dict[str, list[Costs]]) -> None:
     """Print a table of medians, and of ratios of rounds."""
     print(
-        f"{options.model}, batch {options.batch} per rank, {options.ranks} ranks, "
+        f"{options.model}, {options.strategy}, batch {options.batch} per rank, "
+        f"{options.ranks} ranks, "
         f"({FACTOR_EVERY}, {BASIS_EVERY}), {options.steps} steps, {options.rounds} rounds; "
         f"torch {torch.__version__}\n\n"
         "| of a step | old | new | new / old |\n|---|---|---|---|"

@@ -6,7 +6,9 @@ interface first: states, messages, plans, refusals.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from typing import Any, TypeAlias
 
 from pytest import MonkeyPatch
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from mpikfac import KFAC, Asynchronous, DataParallel
 from mpikfac.comm import Grid
+from mpikfac.comm.messages import overlap
+from mpikfac.comm.messages.outbox import Outbox, Piece
 from mpikfac.engine import Bases, Directions, Gradients, Nonfinite
 from mpikfac.engine.curvature import capture, preconditioner
 from mpikfac.engine.curvature.directions import clip_scale
@@ -57,6 +61,7 @@ __all__ = [
     "scale_sums",
     "scale_weights",
     "scales",
+    "sent_on_arrival",
     "settings",
     "settle",
     "settled",
@@ -267,6 +272,24 @@ def settle(kfac: KFAC) -> None:
 def settled(kfac: KFAC) -> bool:
     """Return whether no statistics are on their way."""
     return kfac.preconditioner.factors.settled
+
+
+@contextmanager
+def sent_on_arrival() -> Iterator[None]:
+    """Let trainers made meanwhile send overlapped messages in the order in which they are ready.
+
+    The order must be the same on all ranks, as in a backward pass on a thread.
+    """
+
+    class OnArrival(Outbox):
+        arrivals = count()
+
+        def put(self, number: int, urgency: int, pieces: Sequence[Piece]) -> None:
+            super().put(number, next(self.arrivals), pieces)
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "Outbox", OnArrival)
+        yield
 
 
 def look(trainer: Trainer) -> None:

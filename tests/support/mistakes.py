@@ -636,8 +636,7 @@ TABLE = (
         "comm/messages/patient.py",
         "sent = np.array(received)",
         "pass",
-        "tests/mpi/test_counters.py",
-        4,
+        "tests/unit/test_counters.py",
     ),
     Mistake(
         "codecs: losses of the encoding are not kept for the next step",
