@@ -11,7 +11,9 @@ from support.launch import launch
 
 PROGRAM = str(Path(__file__).parents[2] / "benchmarks" / "counters.py")
 COUNTING = {"OMPI_MCA_pml": "^cm", "OMPI_MCA_pml_monitoring_enable": "1"}
-AGREEMENTS = 2000  # bytes at most, of 15 messages
+AGREEMENTS = 2000  # bytes at most, of 7 messages
+
+pytestmark = pytest.mark.gate
 
 
 @pytest.fixture(scope="module")
