@@ -27,7 +27,7 @@ from support.mistakes import TABLE, Mistake
 from support.pace import paced
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("mpikfac", "apps", "tests", "pyproject.toml")
+COPIED = ("mpikfac", "apps", "benchmarks", "tests", "pyproject.toml")
 # The marks of the tests that a lane adds.
 LANES = {"quick": "not slow and not gate", "ci": "gate", "all": "slow and not gate"}
 LIMIT = paced(240)  # seconds of a run of tests; a mistake may let ranks wait for ever

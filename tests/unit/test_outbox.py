@@ -118,6 +118,16 @@ def test_messages_share_an_agreement_up_to_the_size_of_a_batch(line):
     assert asked == [list(range(9)), list(range(4, 9)), [8], []]
 
 
+def test_a_message_is_sent_when_its_last_piece_is(outbox):
+    """Oracle: by hand: both pieces are in a batch, and nobody returns before the last piece."""
+    returned, too_early = threading.Event(), []
+    pieces = [Piece(1, lambda: None), Piece(1, lambda: too_early.append(returned.wait(0.1)))]
+    outbox.put(0, 0, pieces)
+    outbox.wait(0)
+    returned.set()
+    assert too_early == [False]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_call_the_same_collectives_in_the_same_order(seed):
     """Oracle: equal lists of calls, asks among them: else MPI waits for ever, or mixes messages."""
