@@ -220,7 +220,7 @@ EVERYWHERE = ("reduce statistics", "Allreduce", "world")
 
 @pytest.mark.parametrize(
     ("blocks", "through_shards"),
-    [((9, 1, 1, 1), True), ((1, 9, 0, 0), True), ((3, 3, 3, 3), False), ((5, 3, 2, 2), False)],
+    [((9, 1, 1, 1), True), ((1, 11, 0, 0), True), ((3, 3, 3, 3), False), ((5, 3, 2, 2), False)],
 )
 @pytest.mark.parametrize("unit", [2**18, 16])
 def test_unequal_parts_pass_through_shards_if_numbers_are_many(blocks, through_shards, unit):
