@@ -215,7 +215,7 @@ def test_an_overlapped_backward_pass_sends_the_last_layers_first():
 
 
 def test_where_no_core_is_free_what_is_hidden_is_felt():
-    """Oracle: a step with new factors by hand; overlapped messages cost their seconds, or double."""
+    """Oracle: a step with new factors by hand; overlapped messages cost the same, or double."""
     strategies = Strategy(2).changed(fusion=1, overlap=True), Strategy(2).changed(fusion=1)
     beside, plain = (make_plan(LAYERS, 2, strategy, OTHERS) for strategy in strategies)
     step = mpikfac.predict.simulate(plain, MACHINE, JOB).factors
