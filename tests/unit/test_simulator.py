@@ -9,7 +9,7 @@ import torch
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
-from mpikfac.comm.messages.overlap import SMALL_PIECE as BATCH
+from mpikfac.comm.messages.outbox import BATCH
 from mpikfac.predict import Job, Level, Machine, Network, algorithms, costs, simulator
 from mpikfac.predict.clients import play_clients
 from mpikfac.predict.simulator import Event, play, shares
