@@ -22,7 +22,7 @@ UNEQUAL = ("Reduce_scatter", "Alltoall", "Allgatherv")
 BLOCKING = {"Iallreduce": "Allreduce", "Ireduce": "Reduce"}
 DRAWS = 512  # points of the quadrature over the slowest rank
 CHAINED = 4 * PIECE  # bytes of a piece of a message, in float32
-BATCH = 2**18  # elements of a piece of a sum that does not block
+BATCH = 2**18  # elements of a piece of a sum that does not block, as in `comm`
 PIECES = dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter", "Alltoall"), CHAINED)
 PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 """Bytes of a piece of a collective that is sent in pieces."""
