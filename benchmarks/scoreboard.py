@@ -1,0 +1,196 @@
+"""Write the page of predictions beside measurements. No MPI.
+
+    python benchmarks/scoreboard.py > docs/extensions/scoreboard.md
+
+Predictions are made anew, except those beside measured steps, which were made with the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import mpikfac
+from mpikfac import Strategy, make_plan
+from mpikfac.predict import algorithms, costs
+from mpikfac_apps.planning import simulate
+from mpikfac_apps.planning.options import SIMULATE
+from mpikfac_apps.problems import models
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+SC20 = (1 - 0.215) * 90 / 55  # 18 to 25 % less time, in 55 epochs instead of 90
+Row = tuple[str, str, float, float]
+"""A prediction: what, where, measured, predicted."""
+
+
+def main() -> None:
+    """Print the page."""
+    print("\n".join(page()))
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of the page."""
+    compared = "predicted", "off"
+    yield from (
+        *("# Predictions beside measurements", ""),
+        "`python benchmarks/scoreboard.py` writes this page. Off: predicted over measured, less 1.",
+        *("", "## Published numbers", ""),
+        "ResNet-50. Only the rate of `rtx2080ti-ib100` was fitted, to the seconds for all factors:",
+        "",
+        *table(["", "where", "published", *compared], map(cells, published())),
+        "",
+        "SC20 needed 18 to 25 % less time for 55 epochs of K-FAC than for 90 of SGD on 16 to 256",
+        "GPUs; the middle is taken. `(10, 100)` are the factors' and the bases' intervals in the",
+        "authors' job of 64 GPUs, `(50, 500)` those of [SC21](../reference/references.md); which",
+        "the published times had is not known here. The predictions have Open MPI's collectives,",
+        "and estimated seconds of eigenbases.",
+        *("", "## Steps on emulated hosts", ""),
+        "Four hosts ([all strategies](../../benchmarks/results/emulated.json)). The predictions",
+        "were made when the steps were measured:",
+        "",
+        *table(["", "strategies", "mean off", "most off"], emulated()),
+        *("", "## Collectives on 64 simulated hosts", ""),
+        "Milliseconds of [SMPI](../../benchmarks/results/collectives.json): 98 MiB, a rank a host,",
+        "12.5 GB/s, 19 us a hop; unequal parts are ResNet-50's layers on owners. In the simulation",
+        "acknowledgments of a flow take bandwidth from flows that go back:",
+        "",
+        *table(["", "algorithm", "simulated", *compared], map(cells, collectives())),
+        "",
+        *steps(),
+        *("## Not measured", ""),
+        "- [K-FAC and preconditioners on GPUs](../../benchmarks/results/predictions.md)",
+        "- `sharded`, clients and servers",
+        "- steps of more than 16 real ranks",
+    )
+
+
+def published() -> Iterator[Row]:
+    """Yield published numbers of ResNet-50."""
+    with torch.device("meta"):
+        layers, others = mpikfac.layers.covered_shapes(models.build("resnet50", classes=1000))
+
+    def sent(strategy: Strategy) -> Counter[str]:
+        plan = make_plan(layers, 16, strategy.changed(shards=False), others, "eigen")
+        found = Counter[str]()
+        for message in plan.messages(0, True, True):
+            found[message.stage] += message.wire
+        return found
+
+    everyone, owners = (
+        sent(Strategy.comm_opt(16)),
+        sent(Strategy.mem_opt(reduction="owners", update="owner")),
+    )
+    yield "MiB of gradients", "a rank of 16", 182, everyone["reduce gradients"] / MIB
+    yield "MiB of factors as squares", "a rank of 16", 1100, 2 * everyone["reduce statistics"] / MIB
+    yield "MiB of bases", "a rank of 16", 551, everyone["publish bases"] / MIB
+    yield "MiB of factors to owners", "a rank of 16", 275, owners["reduce statistics"] / MIB
+    loads = {
+        ranks: max(map(plan.load, range(ranks)))
+        for ranks in (1, 16)
+        for plan in [make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate=False), others)]
+    }
+    yield "gain from spreading decompositions", "16 ranks", 4.6, loads[1] / loads[16]
+    directions = sent(Strategy.mem_opt())["publish gradients"]
+    equal = everyone["publish bases"] / directions
+    yield "interval of bases at which COMM-OPT sends as much as MEM-OPT", "16 ranks", 6, equal
+    machine = mpikfac.predict.load_machine("rtx2080ti-ib100")
+    for what, primitive, size, seconds in (
+        ("s for all factors", "Allreduce", 586.9 * MIB, 0.300),
+        ("s for all inverses", "Allgatherv", 586.9 * MIB, 0.146),
+        ("s for gradients", "Allreduce", 97.7 * MIB, 0.067),
+    ):
+        ring = algorithms.rounds(primitive, "ring", [size / 64] * 64, machine.ranks_per_node or 1)
+        found = sum(sum(costs.round_seconds(one, machine)) for one in ring)
+        yield what, "64 GPUs, rings of NCCL", seconds, found
+    for ranks, intervals in ((16, (10, 100)), (64, (10, 100)), (64, (50, 500)), (256, (10, 100))):
+        what = f"step of K-FAC-opt over SGD's, {intervals}"
+        yield what, f"{ranks} V100", SC20, over_sgd(ranks, *intervals)
+
+
+def over_sgd(ranks: int, factor_every: int, basis_every: int) -> float:
+    """Return the step of K-FAC-opt with eigenbases in units of SGD's step."""
+    words = f"--machine v100-edr --model resnet50 --ranks {ranks} --strategy sgd,kfac-opt"
+    words += " --solver eigen --length own"
+    words += f" --factor_every {factor_every} --basis_every {basis_every}"
+    machine = mpikfac.predict.load_machine("v100-edr")
+    sgd, kfac = simulate.predictions(SIMULATE.read(words.split()), machine)
+    return float(kfac["mean"]["seconds"] / sgd["mean"]["seconds"])
+
+
+def emulated() -> Iterator[list[str]]:
+    """Yield a line for each setting of emulated hosts."""
+    for setting, group in json.loads((RESULTS / "emulated.json").read_text()).items():
+        if "off by" in group["columns"]:
+            place = group["columns"].index("off by")
+            off = {row[0]: int(re.sub(r"[ %]", "", row[place])) / 100 for row in group["rows"]}
+            yield summary(setting, off)
+
+
+def summary(setting: str, off: Mapping[str, float]) -> list[str]:
+    """Return the cells of a setting, by the deviation of every strategy."""
+    most = max(off, key=lambda name: abs(off[name]))
+    mean = sum(map(abs, off.values())) / len(off)
+    return [setting, str(len(off)), f"{100 * mean:.0f} %", f"{most}: {100 * off[most]:+.0f} %"]
+
+
+def collectives() -> Iterator[Row]:
+    """Yield collectives on simulated hosts."""
+    values = json.loads((RESULTS / "collectives.json").read_text())
+    bandwidth = values["bandwidth"] / values["divided_by"]
+    parts = [4.0 * count for count in values["elements"]]
+    for row in values["rows"]:
+        of_all = row["primitive"] == "Allreduce"
+        sizes = [sum(parts) / len(parts)] * len(parts) if of_all else parts
+        found = algorithms.rounds(row["primitive"], row["algorithm"], sizes)
+        seconds = sum(one.times * (values["latency"] + one.size / bandwidth) for one in found)
+        yield row["primitive"], row["algorithm"], row["simulated_ms"], seconds * 1e3
+
+
+def steps() -> Iterator[str]:
+    """Yield a section about the messages of steps on simulated hosts, if there are any."""
+    file = RESULTS / "smpi.json"
+    if not file.exists():
+        return
+    groups: dict[str, dict[str, float]] = {}
+    for row in json.loads(file.read_text()):
+        group = groups.setdefault(f"{row['ranks']} of {row['machine']}", {})
+        group[row["strategy"]] = row["predicted_ms"] / row["simulated_ms"] - 1
+    yield from ("## Messages of a step on simulated hosts", "")
+    yield from ("SMPI, ResNet-50 ([all strategies](../../benchmarks/results/smpi.json)):", "")
+    rows = (summary(setting, off) for setting, off in groups.items())
+    yield from table(["ranks", "strategies", "mean off", "most off"], rows)
+    yield ""
+
+
+def cells(row: Row) -> list[str]:
+    """Return the cells of a prediction, with the deviation."""
+    what, where, measured, predicted = row
+    return [
+        what,
+        where,
+        show(measured),
+        show(predicted),
+        f"{round(100 * (predicted / measured - 1)):+d} %",
+    ]
+
+
+def show(number: float) -> str:
+    """Return a number with three digits."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
