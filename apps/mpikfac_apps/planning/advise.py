@@ -12,21 +12,24 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
 from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.planning.options import ADVISE, SGD, AdviseOptions
-from mpikfac_apps.planning.simulate import BOUNDED, both_shapes, job_in_words, predictions
+from mpikfac_apps.planning.predictions import (
+    BOUNDED,
+    Row,
+    both_shapes,
+    job_in_words,
+    predictions,
+)
 from mpikfac_apps.text import MIB, number, show, table
 
 PASSES = ("forward", "backward")
 FLOAT32 = 4  # bytes
 WIDTH = 96
-
-Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
