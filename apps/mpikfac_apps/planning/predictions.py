@@ -30,14 +30,11 @@ def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) ->
         ValueError: no strategy can be predicted.
     """
     shapes = both_shapes(options)
-    rows: list[Row] = []
-    for ranks in dict.fromkeys(options.ranks):
-        for name in dict.fromkeys(options.strategy):
-            try:
-                row = predicted(options, shapes, name, ranks, machine)
-            except ValueError as error:
-                row = {"strategy": name, "ranks": ranks, "left_out": str(error)}
-            rows.append(row)
+    rows = [
+        predicted(options, shapes, name, ranks, machine)
+        for ranks in dict.fromkeys(options.ranks)
+        for name in dict.fromkeys(options.strategy)
+    ]
     if all("left_out" in row for row in rows):
         raise ValueError(rows[0]["left_out"])
     return rows
@@ -50,18 +47,18 @@ def predicted(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy.
+    """Return the row of a strategy; without a prediction, the reason.
 
     Args:
         shapes: of the network, see `both_shapes`.
-
-    Raises:
-        ValueError: the strategy cannot be predicted.
     """
-    job = job_of(options)
-    plan = plan_of(options, shapes[not name.startswith("sgd")], name, ranks, machine, job)
-    found = mpikfac.predict.simulate(plan, machine, job).as_dict()
-    return {"strategy": name, "ranks": ranks, "workers": plan.strategy.workers} | found
+    job, row = job_of(options), {"strategy": name, "ranks": ranks}
+    try:
+        plan = plan_of(options, shapes[not name.startswith("sgd")], name, ranks, machine, job)
+        found = mpikfac.predict.simulate(plan, machine, job).as_dict()
+    except ValueError as error:
+        return row | {"left_out": str(error)}
+    return row | {"workers": plan.strategy.workers} | found
 
 
 def job_of(options: PredictionOptions) -> mpikfac.predict.Job:

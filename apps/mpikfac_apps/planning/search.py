@@ -14,7 +14,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mpikfac
 from mpikfac import files
@@ -31,6 +31,7 @@ WIRES: Mapping[str, Mapping[str, str]] = {
 """The choices of wires by name, from the finest numbers to the coarsest."""
 STEP = 1.03  # from a number of a cost to the next; predictions are not more exact
 COST = ("seconds", "sent", "memory")
+Options = TypeVar("Options", bound=PredictionOptions)
 TRAINED = ("factor_every", "basis_every", "wires")  # of a choice, what changes the numbers
 TIMING = ("delay", "stagger", "tolerance")  # choices that change the bases of a step
 
@@ -47,11 +48,20 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
         raise ValueError("search=true compares strategies of one solver; give solver, not own")
     shapes, groups = both_shapes(options), dict[Hashable, list[Row]]()
     for ranks in dict.fromkeys(options.ranks):
-        for variant in variants(options, shapes, ranks, machine, WIRES):
-            for row in at_intervals(variant, options):
-                groups.setdefault((ranks, *(row[name] for name in TRAINED)), []).append(row)
-    fronts = [(rows, front([costs(row) for row in rows])) for rows in groups.values()]
-    return [row | {"best": n in best} for rows, best in fronts for n, row in enumerate(rows)]
+        rows = variants(options, shapes, ranks, machine, WIRES)
+        if all("left_out" in row for row in rows):
+            none = "search=true needs a strategy that trains like one process on all images"
+            raise ValueError(rows[0]["left_out"] if rows else none)
+        for row in rows:
+            for choice in at_intervals(row, options):
+                numbers = ranks, *(choice[name] for name in TRAINED)
+                groups.setdefault(numbers, []).append(choice)
+    found: list[Row] = []
+    for rows in groups.values():
+        best = front([costs(row) for row in rows])
+        flagged = [row | {"best": place in best} for place, row in enumerate(rows)]
+        found += sorted(flagged, key=lambda row: float(row["seconds"]))
+    return found
 
 
 def front(points: Sequence[Sequence[float]]) -> set[int]:
@@ -84,30 +94,23 @@ def variants(
 ) -> list[Row]:
     """Return the predicted rows of all variants of the strategies, with `change` and `wires`.
 
-    Choices that do not fit together are left out.
-
     Args:
         shapes: of the network, see `both_shapes`.
         wires: the wires to try, by name.
-
-    Raises:
-        ValueError: no variant can be predicted; the error is the last variant's.
     """
-    rows, refusal = list[Row](), ValueError("no strategy trains like one process on all images")
+    rows = []
     for name in filter(alike, dict.fromkeys(options.strategy)):
         for wire, change in changes(options, name, ranks, machine, wires):
-            distribution = options.distribution
-            choices = {**distribution.change, **change}
-            chosen = replace(options, distribution=replace(distribution, change=choices))
-            try:
-                row = predicted(chosen, shapes, name, ranks, machine)
-            except ValueError as error:
-                refusal = error
-            else:
-                rows.append(row | {"change": change, "wires": wire})
-    if not rows:
-        raise refusal
+            row = predicted(changed(options, change), shapes, name, ranks, machine)
+            rows.append(row | {"change": change, "wires": wire})
     return rows
+
+
+def changed(options: Options, change: Mapping[str, Any]) -> Options:
+    """Return options with further choices of a strategy."""
+    distribution = options.distribution
+    choices = {**distribution.change, **change}
+    return replace(options, distribution=replace(distribution, change=choices))
 
 
 def alike(name: str) -> bool:
@@ -141,7 +144,12 @@ def changes(
 
 
 def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
-    """Yield the costs of a variant, and those with other intervals if the wires are as asked."""
+    """Yield the costs of a variant, and those with other intervals if the wires are as asked.
+
+    A variant without a prediction has no costs.
+    """
+    if "left_out" in row:
+        return
     given = options.kfac.lasting_factor_every, options.basis_every
     stagger = options.distribution.change.get("stagger", 1)
     of_choice = {
@@ -167,15 +175,16 @@ def intervals(factor_every: int, basis_every: int, stagger: int = 1) -> list[tup
     In a further pair, bases are always made with new factors.
     """
     further = [
-        *((factor_every // 2, basis_every), (2 * factor_every, basis_every)),
-        *((factor_every, basis_every // 2), (factor_every, 2 * basis_every)),
+        *((factors, basis_every) for factors in _around(factor_every)),
+        *((factor_every, bases) for bases in _around(basis_every)),
     ]
-    whole = (
-        (factors, bases)
-        for factors, bases in further
-        if factors and bases and not bases % (factors * stagger)
-    )
-    return list(dict.fromkeys([(factor_every, basis_every), *whole]))
+    whole = [(factors, bases) for factors, bases in further if not bases % (factors * stagger)]
+    return [(factor_every, basis_every), *whole]
+
+
+def _around(interval: int) -> list[int]:
+    """Return half of an interval, if that is a whole number, and twice the interval."""
+    return [2 * interval] if interval % 2 else [interval // 2, 2 * interval]
 
 
 def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float:
@@ -194,7 +203,7 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
         f"Machine: {machine.name}; predicted, not measured",
         "The choices that no other choice with the same intervals and wires is better than, in",
         "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
-        f"  of choices within about {STEP - 1:.0%}, the first in `mpikfac strategies`",
+        f"  numbers that differ by less than {STEP - 1:.0%} may count as equal",
         "* trains other numbers than the options ask for; how well, no prediction says",
     ]
 
@@ -228,32 +237,25 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     hollow.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     best = [row for row in rows if row["best"]]
     ranks = list(dict.fromkeys(row["ranks"] for row in best))
     names = list(dict.fromkeys(row["strategy"] for row in best))
     most = max(row["memory"] for row in best)
     figure = Figure(figsize=(7 * len(ranks), 5), layout="constrained")
-    for panel, count in zip(figure.subplots(1, len(ranks), squeeze=False)[0], ranks):
-        for place, name in enumerate(names):
-            for asked in (True, False):
-                same = [r for r in best if (r["ranks"], r["strategy"]) == (count, name)]
-                same = [row for row in same if row["asked"] == asked]
-                colour, at = (
-                    f"C{place}",
-                    [(row["sent"] / MIB, row["seconds"] * 1e3) for row in same],
-                )
-                panel.scatter(
-                    *zip(*at, strict=True) if at else ((), ()),
-                    s=[20 + 200 * row["memory"] / most for row in same],
-                    facecolors=colour if asked else "none",
-                    edgecolors=colour,
-                    label=name if asked else None,
-                )
+    panels = dict(zip(ranks, figure.subplots(1, len(ranks), squeeze=False)[0]))
+    for row in best:
+        colour = f"C{names.index(row['strategy'])}"
+        face, area = colour if row["asked"] else "none", 20 + 200 * row["memory"] / most
+        at = row["sent"] / MIB, 1e3 * row["seconds"]
+        panels[row["ranks"]].scatter(*at, s=area, facecolors=face, edgecolors=colour)
+    for count, panel in panels.items():
         panel.set(title=number(count, "rank"), xlabel="MiB sent by a rank", ylabel="ms per step")
         panel.grid(alpha=0.3)
+    keys = [Patch(color=f"C{place}") for place in range(len(names))]
     words = "hollow: trains other numbers than asked for; area: memory of the fullest rank"
-    figure.legend(names, loc="outside lower center", ncols=5, title=words)
+    figure.legend(keys, names, loc="outside lower center", ncols=5, title=words)
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=120)
     files.write_bytes(path, image.getvalue(), named=True)
