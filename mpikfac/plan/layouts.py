@@ -13,7 +13,8 @@ from mpikfac.plan.shapes import count_of
 
 Block = tuple[str, Shape]
 """Name and shape of a block."""
-Item, Key = TypeVar("Item"), TypeVar("Key")
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class RankPlan:
 
     def _bases(self) -> Layout:
         places = {layer.name: place for place, layer in enumerate(layouts.by_kind(self.layers))}
-        segments = [self.decomposed()]
+        segments: list[Sequence[Factor]] = [self.decomposed()]
         if self.publishes_bases:
             owners = self.grid.team(self.rank, "column")
             segments = [*(self._of_owner.get(rank, ()) for rank in owners), self._replicated]

@@ -148,13 +148,15 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
 
 def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
     """Return the table of all strategies for a number of ranks."""
-    lines = [("strategy", "overlapped", "blocking", "images", "step", "exposed")]
+    lines: list[tuple[str, ...]] = [
+        ("strategy", "overlapped", "blocking", "images", "step", "exposed")
+    ]
     for row in rows:
         if "left_out" not in row:
             step = row["mean"]
             times = step["overlapped"], blocking(row), step["seconds"], step["exposed"]
             overlapped, blocked, *played = map(ms, times)
-            lines.append((label(row), overlapped, blocked, f"{row['images']}", *played))
+            lines.append((label(row), overlapped, blocked, str(row["images"]), *played))
     left_out = [row["strategy"] for row in rows if "left_out" in row]
     words = f"Left out: {', '.join(left_out)}; mpikfac simulate --overlap true says why"
     notes = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []

@@ -212,11 +212,9 @@ def section(ranks: int, rows: Sequence[Row]) -> list[str]:
     """Return the table of the best choices for a number of ranks."""
     same = [row for row in rows if row["ranks"] == ranks]
     best = [row for row in same if row["best"]]
-    lines = [
-        ("strategy", "workers", "per node", "wires", "factors", "bases", "mean", "sent", "MiB")
-    ]
-    lines += map(cells, best)
-    return [f"{number(ranks, 'rank')}: {len(best)} of {len(same)} choices", *table(lines)]
+    head = ("strategy", "workers", "per node", "wires", "factors", "bases", "mean", "sent", "MiB")
+    lines = table([head, *map(cells, best)])
+    return [f"{number(ranks, 'rank')}: {len(best)} of {len(same)} choices", *lines]
 
 
 def cells(row: Row) -> tuple[str, ...]:
