@@ -80,6 +80,14 @@ def test_layers_and_factors_of_a_rank_are_those_of_owner_and_column():
             assert found == sizes
 
 
+def test_a_rank_without_layers_has_an_empty_segment():
+    """Oracle: the updaters; three owners step three layers and the further tensors."""
+    p = make_plan(LAYERS, 6, Strategy(1, "owners", "owner"), OTHERS)
+    steps = [rank in p.updaters.values() for rank in range(6)]
+    assert [count > 0 for count in p.of(0).layouts.gradients.counts()] == steps
+    assert sum(steps) == 3
+
+
 def preconditioned(plan, rank):
     return [layer.name for layer in plan.of(rank).preconditioned]
 
