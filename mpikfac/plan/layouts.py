@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mpikfac.plan.choices import Strategy
 from mpikfac.plan.layout import Layout, Shape, lay_out
@@ -12,6 +13,8 @@ from mpikfac.plan.shapes import count_of
 
 Block = tuple[str, Shape]
 """Name and shape of a block."""
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,12 @@ def counted(blocks: Iterable[Block]) -> list[Block]:
     return [entry for block in blocks for entry in (block, (count_of(block[0]), (1,)))]
 
 
-def by_rank(blocks: Iterable[Block], ranks_of: Mapping[str, int], ranks: int) -> list[list[Block]]:
+def by_rank(
+    blocks: Iterable[Block], ranks_of: Mapping[str, int], ranks: int
+) -> list[Sequence[Block]]:
     """Return the blocks as segments, a segment per rank."""
-    segments: list[list[Block]] = [[] for _ in range(ranks)]
-    for name, shape in blocks:
-        segments[ranks_of[name]].append((name, shape))
-    return segments
+    of_rank = grouped(blocks, lambda block: ranks_of[block[0]])
+    return [of_rank.get(rank, ()) for rank in range(ranks)]
 
 
 def by_kind(
@@ -119,10 +122,15 @@ def by_kind(
     kind: Callable[[PlannedLayer], Hashable] = lambda layer: layer.kind,
 ) -> list[PlannedLayer]:
     """Return layers with layers of one kind side by side, in the order of the first of each."""
-    kinds: dict[Hashable, list[PlannedLayer]] = {}
-    for layer in layers:
-        kinds.setdefault(kind(layer), []).append(layer)
-    return [layer for alike in kinds.values() for layer in alike]
+    return [layer for alike in grouped(layers, kind).values() for layer in alike]
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, Sequence[Item]]:
+    """Return items by key, in order; a key without items is missing."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return {**groups}
 
 
 def by_form(factors: Iterable[Factor]) -> Sequence[Factor]:

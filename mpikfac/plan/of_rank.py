@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mpikfac.plan import layouts
 from mpikfac.plan.choices import Split, Strategy
 from mpikfac.plan.layout import Layout, Shape, lay_out
-from mpikfac.plan.layouts import Layouts
+from mpikfac.plan.layouts import Layouts, grouped
 from mpikfac.plan.messages import Message
 from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid, in_messages
 
@@ -128,7 +128,7 @@ class RankPlan:
         """Layers to precondition on the rank, in model order."""
         if self.owner_updates:
             return tuple(layer for layer in self.layers if layer.updater == self.rank)
-        return self._workers_of(self.column)
+        return tuple(self._of_column.get(self.column, ()))
 
     @cached_property
     def rescaled(self) -> tuple[PlannedLayer, ...]:
@@ -138,19 +138,22 @@ class RankPlan:
     @cached_property
     def owned(self) -> tuple[Factor, ...]:
         """Factors to decompose on the rank for the column, in model order."""
-        return self._owned(self.rank)
+        return tuple(self._of_owner.get(self.rank, ()))
 
     @cached_property
     def _replicated(self) -> tuple[Factor, ...]:
         """Factors decomposed by every worker of the column, the rank included."""
         return tuple(f for f in self.factors if f.replicated and f.column == self.column)
 
-    def _owned(self, rank: int) -> tuple[Factor, ...]:
-        """Return factors to decompose on `rank` for the column, in model order."""
-        return tuple(f for f in self.factors if f.owner == rank and not f.replicated)
+    @cached_property
+    def _of_owner(self) -> dict[int, Sequence[Factor]]:
+        """Factors that an owner decomposes for the owner's column, in model order."""
+        return grouped((f for f in self.factors if not f.replicated), lambda f: f.owner)
 
-    def _workers_of(self, column: int) -> tuple[PlannedLayer, ...]:
-        return tuple(layer for layer in self.layers if layer.column == column)
+    @cached_property
+    def _of_column(self) -> dict[int, Sequence[PlannedLayer]]:
+        """Layers of a column, in model order."""
+        return grouped(self.layers, lambda layer: layer.column)
 
     @cached_property
     def publishes_bases(self) -> bool:
@@ -195,11 +198,10 @@ class RankPlan:
 
     def _bases(self) -> Layout:
         places = {layer.name: place for place, layer in enumerate(layouts.by_kind(self.layers))}
-        segments = [self.decomposed()]
+        segments: list[Sequence[Factor]] = [self.decomposed()]
         if self.publishes_bases:
-            columns = self.grid.columns
-            owned = (self._owned(row * columns + self.column) for row in range(self.grid.workers))
-            segments = [*owned, self._replicated]
+            owners = self.grid.team(self.rank, "column")
+            segments = [*(self._of_owner.get(rank, ()) for rank in owners), self._replicated]
         return layouts.of_blocks(
             sorted(factors, key=lambda factor: (factor.turn, places[factor.layer]))
             for factors in segments
@@ -219,8 +221,8 @@ class RankPlan:
     def _directions(self) -> Layout:
         if self.owner_updates:
             return lay_out([layouts.of_gradients(layouts.by_kind(self.preconditioned))])
-        columns = map(self._workers_of, range(self.grid.columns))
-        return lay_out(layouts.of_gradients(layouts.by_kind(column)) for column in columns)
+        blocks = {c: layouts.of_gradients(layouts.by_kind(s)) for c, s in self._of_column.items()}
+        return lay_out(blocks.get(column, ()) for column in range(self.grid.columns))
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of every arena of `layouts`, and of the parts of a batch."""

@@ -63,21 +63,27 @@ class Plan:
     split: Split
 
     def of(self, rank: int) -> RankPlan:
-        """Return the roles and layouts of a rank."""
-        itemsizes = Itemsizes(self.itemsize, self.factor_itemsize, self.basis_itemsize)
-        of_rank = RankPlan(
-            rank=rank,
-            grid=self.grid,
-            strategy=self.strategy,
-            layers=self.covered,
-            uncovered=self.uncovered,
-            means=self.means,
-            updaters=self.updaters,
-            itemsizes=itemsizes,
-            solvers=self.all_solvers,
-            split=self.split,
-        )
-        return replace(of_rank, replaced=extensions.replaced(of_rank))
+        """Return the roles and layouts of a rank, made once."""
+        if rank not in self._of_ranks:
+            of_rank = RankPlan(
+                rank=rank,
+                grid=self.grid,
+                strategy=self.strategy,
+                layers=self.covered,
+                uncovered=self.uncovered,
+                means=self.means,
+                updaters=self.updaters,
+                itemsizes=Itemsizes(self.itemsize, self.factor_itemsize, self.basis_itemsize),
+                solvers=self.all_solvers,
+                split=self.split,
+            )
+            self._of_ranks[rank] = replace(of_rank, replaced=extensions.replaced(of_rank))
+        return self._of_ranks[rank]
+
+    @cached_property
+    def _of_ranks(self) -> dict[int, RankPlan]:
+        """The plans of ranks that were asked for."""
+        return {}
 
     def digest(self) -> str:
         """Return a hash of all values, equal on two ranks only if the plans are equal."""

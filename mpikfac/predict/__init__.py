@@ -15,6 +15,7 @@ from mpikfac.predict.prediction import Prediction as Prediction
 from mpikfac.predict.prediction import Step as Step
 from mpikfac.predict.simulator import cheapest as cheapest
 from mpikfac.predict.simulator import memory as memory
+from mpikfac.predict.simulator import shares as shares
 from mpikfac.predict.simulator import simulate as simulate
 from mpikfac.predict.tuning import choose as choose
 from mpikfac.predict.tuning import tuned as tuned

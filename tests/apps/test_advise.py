@@ -10,7 +10,7 @@ import pytest
 import mpikfac
 from mpikfac.predict import Level, Machine, Network
 from mpikfac_apps.options.parse import parse
-from mpikfac_apps.planning import advise
+from mpikfac_apps.planning import advise, simulate
 from mpikfac_apps.planning.options import ADVISE
 
 OWN = "import torch\n\ndef build():\n    return torch.nn.Linear(1000, 500, bias=False)\n"
@@ -140,7 +140,7 @@ def test_factors_of_the_gradient_do_not_grow_with_the_batch(solver, seconds):
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
-        ("comm-opt --overlap false", "--strategy comm-opt --overlap false"),
+        ("comm-opt --overlap false", "--strategy comm-opt --ranks_per_node 4 --overlap false"),
         ("sgd", "--optimizer sgd --overlap true"),
         ("hybrid", "--strategy hybrid --workers 2 --overlap true"),
         ("comm-opt --solver muon", "--strategy comm-opt --kfac.solver muon --overlap true"),
@@ -155,6 +155,34 @@ def test_the_training_program_takes_the_advice(given, taken, capsys):
     words = line.split("Take ")[1]
     assert words.startswith(taken)
     assert parse(["--model=resnet50", "--data.name=cifar10", "--data.path=.", *words.split()], 8)
+
+
+def test_other_workers_and_levels_are_advised(tmp_path, capsys):
+    """Oracle: the quickest of the simulator's predictions for all workers and levels, one by one.
+
+    A table has a further line for what is advised and not asked for; a file has a further row.
+    """
+    asked = ["--machine=v100-edr", "--model=resnet50", "--ranks=8", "--overlap=false"]
+    seconds = {}
+    for workers in (2, 4):
+        for level in ([], ["--ranks_per_node=4"]):
+            file, more = tmp_path / "one.json", ["--strategy=hybrid", f"--workers={workers}"]
+            assert simulate.main([*asked, *more, *level, "--json", str(file)]) == 0
+            (found,) = json.loads(file.read_text())
+            seconds[workers, bool(level)] = found["mean"]["seconds"]
+    workers, level = min(seconds, key=seconds.__getitem__)
+    capsys.readouterr()
+    assert advise.main([*asked, "--strategy=hybrid", "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+    per_node = "--ranks_per_node 4 " * level
+    words = f"Take --strategy hybrid --workers {workers} {per_node}--overlap false"
+    assert words in text
+    _, *further = json.loads(file.read_text())
+    assert len(further) == ((workers, level) != (2, False))
+    label = ", ".join(["hybrid", f"workers={workers}", *["ranks_per_node=4"] * level])
+    assert text.count(f"  {label}  ") == len(further)
+    played = f"A step is then {1e3 * seconds[workers, level]:.1f} ms"
+    assert played in text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import resource
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -140,6 +142,74 @@ def test_classes_of_a_function_without_classes_are_refused(file, capsys):
     """Oracle: the message, written out."""
     assert plan.main([f"--model={file}:fixed", "--classes=3", "--ranks=2"]) == 2
     assert "classes=3 needs a function with a parameter classes, not" in capsys.readouterr().err
+
+
+VIT_L = """
+import torch
+from torch import nn
+
+MEAN = torch.ones(3)
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, width // 64, batch_first=True)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+def build(classes=1000, width=1024, depth=24):
+    blocks = [Block(width) for _ in range(depth)]
+    made = nn.Sequential(nn.Conv2d(3, width, 16, 16), *blocks, nn.Linear(width, classes))
+    made.register_buffer("mean", MEAN)
+    return made
+
+def reads():
+    assert torch.arange(3).sum().item() == 3
+    return build(10, 64, 2)
+
+def small():
+    return build(10, 64, 2)
+"""
+
+
+def test_a_large_network_of_a_file_is_planned_without_its_weights(tmp_path):
+    """Oracle: ViT-L's 303 million parameters, which would take 1.2 GB; a process takes 0.3 GB."""
+    (tmp_path / "large.py").write_text(VIT_L)
+    model = models.skeleton(f"{tmp_path / 'large.py'}:build")
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(303e6, rel=0.01)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    program = (
+        "import resource, sys; from mpikfac_apps.planning.plan import main; "
+        "code = main(sys.argv[1:]); "
+        "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    asked = [f"--model={tmp_path / 'large.py'}:build", "--ranks=1024", "--strategy=late-owner"]
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *asked], capture_output=True, text=True, check=True
+    )
+    code, most = map(int, ended.stdout.splitlines()[-1].split())
+    assert code == 0 and most < 0.8e9
+
+
+def test_a_network_that_reads_numbers_is_planned_like_any_other(tmp_path):
+    """Oracle: the shapes of the same network, made by a function that reads nothing.
+
+    A block has four layers: the inputs and the output of attention, up and down.
+    """
+    file = tmp_path / "large.py"
+    file.write_text(VIT_L)
+    with torch.device("meta"), pytest.raises(ValueError, match="reads"):
+        models.build(f"{file}:reads")
+    assert models.shapes_of(f"{file}:reads") == models.shapes_of(f"{file}:small")
+    assert len(models.shapes_of(f"{file}:small")[0]) == 2 + 2 * 4
+
+
+def test_a_file_runs_with_real_tensors(tmp_path):
+    """Oracle: the buffer, which a network made later shares with the file."""
+    (tmp_path / "large.py").write_text(VIT_L)
+    models.skeleton(f"{tmp_path / 'large.py'}:small")
+    model = models.build(f"{tmp_path / 'large.py'}:small")
+    assert torch.equal(model.mean, torch.ones(3))
 
 
 # -- networks of timm ------------------------------------------------------------------------------

@@ -82,10 +82,11 @@ def test_every_layer_is_listed_once(model, layers, capsys):
     assert len(re.findall(r"\b(?:layer\d\S+|conv1|fc)(?= )", owners)) == layers
 
 
-def test_a_large_job_is_planned_in_seconds(capsys):
-    """Oracle: of 4,096 ranks, a sample of the ranks is used, and the text names the sample."""
-    assert main(["--model", "resnet50", "--ranks", "4096", "--workers", "64"]) == 0
-    assert "among 4096 ranks" in capsys.readouterr().out
+@pytest.mark.parametrize("choice", ["--workers=64", "--strategy=late-owner", "--workers=16384"])
+def test_a_large_job_is_planned_in_seconds(choice, capsys):
+    """Oracle: of 16,384 ranks, a sample of the ranks is used, and the text names the sample."""
+    assert main(["--model", "resnet50", "--ranks", "16384", choice]) == 0
+    assert "among 16384 ranks" in capsys.readouterr().out
 
 
 def test_one_rank_sends_nothing(capsys):

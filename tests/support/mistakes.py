@@ -167,6 +167,20 @@ TABLE = (
         "tests/unit/test_plan.py",
     ),
     Mistake(
+        "placement: an owner also has the factors that every worker decomposes",
+        "plan/of_rank.py",
+        "grouped((f for f in self.factors if not f.replicated), lambda f: f.owner)",
+        "grouped(self.factors, lambda f: f.owner)",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "layouts: a rank that owns nothing has no segment",
+        "plan/layouts.py",
+        "return [of_rank.get(rank, ()) for rank in range(ranks)]",
+        "return list(of_rank.values())",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
         "placement: owners are the lowest ranks",
         "plan/roles.py",
         "    ranks_apart = diagonally(strategy.workers, columns)",

@@ -54,6 +54,40 @@ def test_separate_owners_stay_in_the_layers_column():
     assert preconditioned(p, 2) == ["conv", "out"]
 
 
+def test_the_plan_of_a_rank_is_made_once():
+    """Oracle: identity; another rank has another plan."""
+    p = plan(4)
+    assert p.of(2) is p.of(2)
+    assert [p.of(rank).rank for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_layers_and_factors_of_a_rank_are_those_of_owner_and_column():
+    """Oracle: a look at every layer and factor, on 2 x 3 ranks, with replicated factors."""
+    for strategy in (Strategy(2), Strategy(2, colocate=False, replicate_below=7)):
+        p = make_plan(LAYERS, 6, strategy, OTHERS)
+        for rank in range(6):
+            of_rank, column = p.of(rank), rank % 3
+            everything = [f for layer in p.covered for f in layer.factors]
+            owned = [f.name for f in everything if f.owner == rank and not f.replicated]
+            assert [f.name for f in of_rank.owned] == owned
+            own_layers = [name for name, at in p.columns_of.items() if at == column]
+            assert preconditioned(p, rank) == own_layers
+            rows = [[f for f in everything if f.owner == r] for r in (column, column + 3)]
+            segments = [*([f for f in row if not f.replicated] for row in rows)]
+            segments.append([f for f in everything if f.replicated and f.column == column])
+            sizes = [sum(f.size for f in segment) > 0 for segment in segments]
+            found = [count > 0 for count in of_rank.layouts.bases.counts()]
+            assert found == sizes
+
+
+def test_a_rank_without_layers_has_an_empty_segment():
+    """Oracle: the updaters; three owners step three layers and the further tensors."""
+    p = make_plan(LAYERS, 6, Strategy(1, "owners", "owner"), OTHERS)
+    steps = [rank in p.updaters.values() for rank in range(6)]
+    assert [count > 0 for count in p.of(0).layouts.gradients.counts()] == steps
+    assert sum(steps) == 3
+
+
 def preconditioned(plan, rank):
     return [layer.name for layer in plan.of(rank).preconditioned]
 

@@ -10,23 +10,27 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
 from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.planning.options import ADVISE, SGD, AdviseOptions
-from mpikfac_apps.planning.simulate import BOUNDED, both_shapes, job_in_words, predictions
+from mpikfac_apps.planning.predictions import (
+    BOUNDED,
+    Row,
+    both_shapes,
+    job_in_words,
+    predictions,
+)
+from mpikfac_apps.planning.search import changed, variants
 from mpikfac_apps.text import MIB, number, show, table
 
 PASSES = ("forward", "backward")
 FLOAT32 = 4  # bytes
 WIDTH = 96
-
-Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +55,10 @@ def advise(options: AdviseOptions) -> int:
     for ranks in dict.fromkeys(options.ranks):
         candidates = [row for row in rows if row["ranks"] == ranks]
         if any("left_out" not in row for row in candidates):
-            row = best(candidates, options.batch_per_rank)
-            sections += [overview(ranks, candidates), of_batch(row, options)]
+            row = best([*candidates, *further(ranks, options, machine)], options.batch_per_rank)
+            rows += [row] if row not in rows else []
+            shown = [row for row in rows if row["ranks"] == ranks]
+            sections += [overview(ranks, shown), of_batch(row, options)]
             sections += [of_servers(ranks, options, machine), of_rate(row, options)]
     show(sections)
     if options.json:
@@ -97,6 +103,13 @@ def needs(row: Row, options: AdviseOptions) -> Row:
     }
 
 
+def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
+    """Yield rows of the strategies with other workers and levels, which train the same numbers."""
+    for row in variants(options, both_shapes(options), ranks, machine, {"": {}}):
+        if row["change"]:
+            yield row | needs(row, options)
+
+
 def best(rows: Sequence[Row], images: int) -> Row:
     """Return the quickest strategy that `images` images cover, or the one that needs least images.
 
@@ -135,13 +148,15 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
 
 def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
     """Return the table of all strategies for a number of ranks."""
-    lines = [("strategy", "overlapped", "blocking", "images", "step", "exposed")]
+    lines: list[tuple[str, ...]] = [
+        ("strategy", "overlapped", "blocking", "images", "step", "exposed")
+    ]
     for row in rows:
         if "left_out" not in row:
             step = row["mean"]
             times = step["overlapped"], blocking(row), step["seconds"], step["exposed"]
             overlapped, blocked, *played = map(ms, times)
-            lines.append((row["strategy"], overlapped, blocked, f"{row['images']}", *played))
+            lines.append((label(row), overlapped, blocked, str(row["images"]), *played))
     left_out = [row["strategy"] for row in rows if "left_out" in row]
     words = f"Left out: {', '.join(left_out)}; mpikfac simulate --overlap true says why"
     notes = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
@@ -156,9 +171,10 @@ def of_batch(row: Row, options: AdviseOptions) -> list[str]:
     taken = max(images, batch)
     choice = {"strategy": (row["strategy"],), "ranks": (row["ranks"],), "batch_per_rank": taken}
     machine = mpikfac.predict.load_machine(options.machine)
-    played, *_ = predictions(replace(options, **choice), machine)
+    chosen = changed(replace(options, **choice), row.get("change", {}))
+    played, *_ = predictions(chosen, machine)
     return [
-        f"Batch per rank, with {row['strategy']}",
+        f"Batch per rank, with {label(row)}",
         f"  computing of an image = ({' + '.join(parts)}) ms / {number(batch, 'image')} = "
         f"{ms(row['per_image'], 3)} ms",
         f"  images >= overlapped messages / computing of an image = "
@@ -168,6 +184,12 @@ def of_batch(row: Row, options: AdviseOptions) -> list[str]:
         f"{ms(played['mean']['exposed'])} ms are exposed, {ms(blocking(played))} ms of blocking "
         f"messages among them",
     ]
+
+
+def label(row: Row) -> str:
+    """Return the strategy, and the choices that the search has changed."""
+    change = row.get("change", {})
+    return ", ".join([row["strategy"], *(f"{key}={value}" for key, value in change.items())])
 
 
 def words_for(row: Row, options: AdviseOptions) -> str:
@@ -180,6 +202,8 @@ def words_for(row: Row, options: AdviseOptions) -> str:
         usual = mpikfac.plan.NAMED[name].settings.get("solver", "inverse")
         words += [f"--kfac.solver {solver}"] if solver != usual else []
     words += [f"--workers {row['workers']}"] if name == "hybrid" else []
+    change = row.get("change", {})
+    words += [f"--{key} {change[key]}" for key in ("ranks_per_node",) if key in change]
     overlap = options.distribution.change["overlap"]
     return " ".join([*words, f"--overlap {str(overlap).lower()}"])
 

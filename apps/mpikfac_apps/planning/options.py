@@ -11,6 +11,7 @@ from typing import Literal
 
 import mpikfac
 from mpikfac.plan import BASIS_EVERY
+from mpikfac_apps.cli import picture
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
 from mpikfac_apps.options.options import (
@@ -34,6 +35,7 @@ SIMULATE_BASIC = (
     *("machine", "model", "classes", "ranks", "strategy", "solver", "batch_per_rank", "stragglers"),
     *("factor_every", "basis_every", "json"),
 )
+SEARCH = ("search", "picture")
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ def json_file(text: str) -> Path:
 
 
 @dataclass(frozen=True)
-class SimulateOptions:
-    """Predict step times of strategies on a machine, for any number of ranks. No MPI.
+class PredictionOptions:
+    """The strategies, the machine and the training of predictions.
 
     Args:
         machine: the machine: a file of `mpikfac calibrate`, or a published machine.
@@ -124,7 +126,21 @@ class SimulateOptions:
 
 
 @dataclass(frozen=True)
-class AdviseOptions(SimulateOptions):
+class SimulateOptions(PredictionOptions):
+    """Predict step times of strategies on a machine, for any number of ranks. No MPI.
+
+    Args:
+        search: print the choices that no other choice is better than: strategies, workers, two
+            levels, intervals and wires; see docs/extensions/prediction.md.
+        picture: a file to draw the choices of `search` into, .pdf, .png or .svg; null for none.
+    """
+
+    search: bool = False
+    picture: Path | None = read_by(picture, None)
+
+
+@dataclass(frozen=True)
+class AdviseOptions(PredictionOptions):
     """Advise batch, servers and strategy that hide messages on a machine. No MPI."""
 
 
@@ -173,7 +189,9 @@ class CalibrateOptions:
 
 
 PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC, usual=usual_values)
-SIMULATE = CommandLine("mpikfac simulate", SimulateOptions, SIMULATE_BASIC, usual=usual_values)
+SIMULATE = CommandLine(
+    "mpikfac simulate", SimulateOptions, (*SIMULATE_BASIC, *SEARCH), usual=usual_values
+)
 ADVISE = CommandLine("mpikfac advise", AdviseOptions, SIMULATE_BASIC, usual=usual_values)
 LIST = CommandLine("mpikfac strategies", StrategiesOptions)
 CALIBRATE = CommandLine("mpikfac calibrate", CalibrateOptions)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any
 
 import mpikfac
 from mpikfac_apps import cli
@@ -26,6 +25,11 @@ from mpikfac_apps.problems import models
 from mpikfac_apps.text import in_lines, mib, number, show, table
 
 TABLE = 60  # layers; of longer models, a line names several layers
+
+Kind = tuple[str, str, str]
+"""Stage, collective and communicator of messages."""
+Sent = tuple[tuple[Kind, tuple[int, int, int]], ...]
+"""What a rank sends in a step: number, bytes and wire of the messages of a kind, in order."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,35 +186,47 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
 def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
     """Yield lines about each kind of step, in full if the messages are other ones."""
     kinds = KINDS_OF_STEP if plan.factors or not plan.layers else [("Every step", False, False)]
-    told: dict[Any, str] = {}
+    told: dict[tuple[Sent, ...], str] = {}
     for title, *kind in kinds:
-        sent = tuple(tuple(plan.messages(rank, *kind)) for rank in looked_at(plan))
+        sent = tuple(counted(plan.messages(rank, *kind)) for rank in looked_at(plan))
         before = told.setdefault(sent, title)
         alike = f"{title}: the messages of {before!r}"
-        yield traffic(plan, title, *kind) if title == before or not any(sent) else [alike]
+        yield traffic(title, sent) if title == before or not any(sent) else [alike]
 
 
-def traffic(plan: mpikfac.plan.Plan, title: str, statistics: bool, refresh: bool) -> list[str]:
-    """Return lines about the collectives of a kind of step, in order."""
-    steps = [plan.messages(rank, statistics, refresh) for rank in looked_at(plan)]
+def counted(messages: Sequence[mpikfac.plan.Message]) -> Sent:
+    """Return the number, the bytes and the wire of a rank's messages, by kind in order."""
+    kinds: dict[Kind, list[mpikfac.plan.Message]] = {}
+    for message in messages:
+        kinds.setdefault(kind_of(message), []).append(message)
+    return tuple(
+        (kind, (len(same), sum(m.bytes for m in same), sum(m.wire for m in same)))
+        for kind, same in kinds.items()
+    )
+
+
+def traffic(title: str, steps: Sequence[Sent]) -> list[str]:
+    """Return lines about the collectives of a kind of step, in order.
+
+    Args:
+        steps: what each rank sends.
+    """
     if not any(steps):
         return [f"{title}: no messages"]
     rows: list[tuple[str, ...]] = [
         ("stage", "collective", "over", "messages", "buffer: least", "median", "most", "wire")
     ]
-    longest = max(steps, key=len)
-    for kind in dict.fromkeys(map(kind_of, longest)):
-        same = [[message for message in step if kind_of(message) == kind] for step in steps]
-        same = [group for group in same if group]  # a column without layers leaves some out
-        sizes = spread([sum(message.bytes for message in group) for group in same])
-        wire = mib(max(sum(message.wire for message in group) for group in same))
-        rows.append((*kind, str(max(map(len, same))), *sizes, wire))
-    most = max(sum(message.wire for message in step) for step in steps)
+    longest = max(steps, key=lambda step: sum(count for _, (count, *_) in step))
+    for kind, _ in longest:
+        # A column without layers leaves some kinds out.
+        counts, sizes, wires = zip(*(dict(step)[kind] for step in steps if kind in dict(step)))
+        rows.append((*kind, str(max(counts)), *spread(sizes), mib(max(wires))))
+    most = max(sum(wire for _, (_, _, wire) in step) for step in steps)
     rows.append(("together", *[""] * 6, mib(most)))
     return [title, *table(rows, left=3)]
 
 
-def kind_of(message: mpikfac.plan.Message) -> tuple[str, str, str]:
+def kind_of(message: mpikfac.plan.Message) -> Kind:
     """Return stage, collective and communicator: the kinds of messages are rows of the table."""
     codec = f" ({message.codec.name})" if message.codec else ""
     return message.stage, message.primitive + codec, message.over
@@ -222,6 +238,6 @@ def sample_note(plan: mpikfac.plan.Plan) -> str:
     return f" (of {looked} among {plan.ranks} ranks)" if looked < plan.ranks else ""
 
 
-def spread(sizes: list[int]) -> tuple[str, str, str]:
+def spread(sizes: Sequence[int]) -> tuple[str, str, str]:
     """Return least, median and most of sizes in bytes."""
     return mib(min(sizes)), mib(median(sizes)), mib(max(sizes))

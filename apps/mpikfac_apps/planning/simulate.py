@@ -9,26 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
-from mpikfac_apps.options.options import KfacOptions, Options
-from mpikfac_apps.options.strategy import (
-    Shapes,
-    coverage,
-    make_plan,
-    make_strategy,
-    solver_of,
-)
-from mpikfac_apps.planning.facts import near_root
-from mpikfac_apps.planning.options import SGD, SIMULATE, SimulateOptions
-from mpikfac_apps.problems import models
+from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.planning import search
+from mpikfac_apps.planning.options import SIMULATE, SimulateOptions
+from mpikfac_apps.planning.predictions import BOUNDED, Row, job_in_words, predictions
 from mpikfac_apps.text import mib, number, show, table
-
-BOUNDED = ("delayed", "event-driven")  # predictions are upper bounds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,91 +32,17 @@ def predict(options: SimulateOptions) -> int:
         ValueError: no strategy can be predicted.
         OSError: a file cannot be read or written.
     """
+    if options.picture and not options.search:
+        raise ValueError(f"picture={options.picture} needs search=true")
     machine = mpikfac.predict.load_machine(options.machine)
-    rows = predictions(options, machine)
-    show(
-        [
-            heading(options, machine),
-            *(section(ranks, rows) for ranks in dict.fromkeys(options.ranks)),
-        ]
-    )
+    rows = search.search(options, machine) if options.search else predictions(options, machine)
+    head, page = (search.heading, search.section) if options.search else (heading, section)
+    show([head(options, machine), *(page(ranks, rows) for ranks in dict.fromkeys(options.ranks))])
+    if options.picture:
+        search.draw(rows, options.picture)
     if options.json:
         files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
     return 0
-
-
-def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[dict[str, Any]]:
-    """Return a row for each strategy and number of ranks; without a prediction, the reason.
-
-    Raises:
-        ValueError: no strategy can be predicted.
-    """
-    job = mpikfac.predict.Job(
-        options.model,
-        options.batch_per_rank,
-        options.kfac.lasting_factor_every,
-        options.basis_every,
-        options.stragglers,
-        str(options.kfac.length.source),
-        Options(kfac=options.kfac).momentum_of_gradients,
-    )
-    shapes = both_shapes(options)
-    rows: list[dict[str, Any]] = []
-    for ranks in dict.fromkeys(options.ranks):
-        for name in dict.fromkeys(options.strategy):
-            row: dict[str, Any] = {"strategy": name, "ranks": ranks}
-            try:
-                plan = plan_of(
-                    options, shapes[not name.startswith("sgd")], name, ranks, machine, job
-                )
-                row |= {"workers": plan.strategy.workers}
-                row |= mpikfac.predict.simulate(plan, machine, job).as_dict()
-            except ValueError as error:
-                row |= {"left_out": str(error)}
-            rows.append(row)
-    if all("left_out" in row for row in rows):
-        raise ValueError(rows[0]["left_out"])
-    return rows
-
-
-def both_shapes(options: SimulateOptions) -> dict[bool, Shapes]:
-    """Return the shapes of the network with K-FAC (True) and without K-FAC (False)."""
-    covers = coverage(options.kfac, models.network(options.model).covers)
-    covered = models.shapes_of(options.model, options.classes, covers)
-    bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
-    return {True: covered, False: models.shapes_of(options.model, options.classes, bare)}
-
-
-def plan_of(
-    options: SimulateOptions,
-    shapes: Shapes,
-    name: str,
-    ranks: int,
-    machine: mpikfac.predict.Machine,
-    job: mpikfac.predict.Job,
-) -> mpikfac.plan.Plan:
-    """Return the plan of a strategy by name, with messages chosen for the machine.
-
-    Raises:
-        ValueError: choices do not fit together, or the machine does not know the network.
-    """
-    kfac = replace(options.kfac, basis_every=options.basis_every)
-    distribution = options.distribution
-    first_order = name.startswith("sgd")
-    name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
-    change = dict(distribution.change)
-    if name == "hybrid" and "workers" not in change and distribution.fraction is None:
-        change["workers"] = near_root(ranks)
-    distribution = replace(distribution, strategy=name, change=change)
-    strategy, settings = make_strategy(distribution, kfac, ranks)
-    solver = solver_of(settings)
-    if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
-        solver = options.solver
-    if first_order:
-        strategy, solver = strategy.first_order(), "inverse"
-    forms = mpikfac.solvers.forms(solver)
-    strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
-    return make_plan(kfac, *shapes, ranks, strategy, solver)
 
 
 def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:
@@ -149,18 +64,6 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     return lines
 
 
-def job_in_words(options: SimulateOptions) -> str:
-    """Return model, batch, solver and intervals of the runs to predict."""
-    words = f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}"
-    solver = mpikfac.solvers.SOLVERS.get(options.solver)
-    if solver is not None and not solver.form.blocks:
-        return f"{words}, without factors"
-    return (
-        f"{words}, factors every {number(options.kfac.lasting_factor_every, 'step')}, "
-        f"bases every {options.basis_every}"
-    )
-
-
 def uncounted(kfac: KfacOptions) -> Iterator[str]:
     """Yield the work of a step that predictions leave out."""
     if kfac.estimator.fisher in ("sampled", "exact"):
@@ -171,7 +74,7 @@ def uncounted(kfac: KfacOptions) -> Iterator[str]:
         yield f"the forward passes of damping_adapt={kfac.damping_adapt}"
 
 
-def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
+def section(ranks: int, rows: list[Row]) -> list[str]:
     """Return the table for a number of ranks."""
     lines = [("strategy", "mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent MiB")]
     notes = []
@@ -188,7 +91,7 @@ def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
     return [number(ranks, "rank"), *table(lines), *notes]
 
 
-def of_clients(row: dict[str, Any]) -> list[str]:
+def of_clients(row: Row) -> list[str]:
     """Return a line about asynchronous clients; none for other strategies."""
     if (clients := row["clients"]) is None:
         return []

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -161,23 +162,31 @@ def build(name: str, classes: int | None = None, channels: int | None = None) ->
     Raises:
         ValueError: no network has that name, or a file or timm fails to make the network.
     """
-    entry = network(name)
+    return _made(network(name), classes, channels)
+
+
+def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
+    """Return a network for its shapes, without memory for numbers unless the network reads numbers.
+
+    Raises:
+        ValueError: see `build`.
+    """
+    entry = network(name)  # runs a file, whose own tensors are real
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            return _made(entry, classes, channels)
+    except ValueError:  # the error of a function that reads numbers, or of every call
+        return _made(entry, classes, channels)
+
+
+def _made(entry: NetworkEntry, classes: int | None, channels: int | None) -> nn.Module:
+    """Return the network of an entry; see `build`."""
     model = entry.make(classes=classes or entry.classes, channels=channels or entry.channels)
     if entry.draw:
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 entry.draw(module)
     return model
-
-
-def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a network for its shapes; a network of `MODELS` then takes no memory for numbers.
-
-    Raises:
-        ValueError: see `build`.
-    """
-    with torch.device("meta" if name in MODELS else "cpu"):  # others may read numbers
-        return build(name, classes, channels)
 
 
 def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
