@@ -28,7 +28,7 @@ SETTINGS = {
 }
 DEVICE = torch.device(os.environ.get("MPIKFAC_TEST_DEVICE", "cpu"))
 STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
-EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
+EXAMPLES = world().size * max(1, 12 // world().size)
 
 
 LENGTH = {
