@@ -42,30 +42,34 @@ def one_layer():
     return model.to(problem.DEVICE, torch.float64)
 
 
+WITH_WORKERS = {"hybrid", "sharded"}
+IN_ONE_LEVEL = {"overlap", "combine", "fragments"}
+"""Choices without messages in two levels."""
 NETWORKS = {"three layers": three_layers, "one layer": one_layer}
 
 
 def in_nodes(choices, ranks):
-    """Return ways by name: of ranks in one level, and in nodes of 2 and of 4 ranks."""
-    per_node = [count for count in (2, 4) if ranks % count == 0 and count < ranks]
-    levels = {f" in nodes of {count}": {"ranks_per_node": count} for count in per_node}
+    """Return choices by name, in nodes of 2 and of 4 ranks."""
     return {
-        name + level: choice | more
+        f"{name} in nodes of {count}": choice | {"ranks_per_node": count}
         for name, choice in choices.items()
-        for level, more in ({"": {}} | levels).items()
+        for count in (2, 4)
+        if ranks % count == 0 and count < ranks
     }
 
 
 def ways(names, ranks=RANKS):
-    """Return named strategies by name, "hybrid" with each number of workers."""
-    choices = {name: {} for name in names if name != "hybrid"}
-    if "hybrid" in names:
-        choices |= {f"hybrid of {w}": {"workers": w} for w in divisors(ranks)}
+    """Return strategies and settings by name, some with each number of workers."""
     found = {}
-    for name, more in in_nodes(choices, ranks).items():
-        way = next(NAMED[one] for one in sorted(names, key=len)[::-1] if name.startswith(one))
-        if not (way.choices.get("overlap") and more):  # overlapped sums have one level
-            found[name] = way.make(ranks, **more), dict(way.settings)
+    for name in names:
+        way, counts = NAMED[name], divisors(ranks) if name in WITH_WORKERS else [None]
+        choices = {
+            name if count is None else f"{name} of {count}": {"workers": count} if count else {}
+            for count in counts
+        }
+        levels = {} if IN_ONE_LEVEL & way.choices.keys() else in_nodes(choices, ranks)
+        for title, more in (choices | levels).items():
+            found[title] = way.make(ranks, **more), dict(way.settings)
     return found
 
 
