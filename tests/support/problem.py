@@ -117,7 +117,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
     """Return `batch(step)`, dealt out to ranks."""
     images, labels = batch(step)
-    return list(zip(images.chunk(ranks), labels.chunk(ranks)))
+    return list(zip(images.tensor_split(ranks), labels.tensor_split(ranks)))
 
 
 def strategies(
