@@ -6,6 +6,8 @@
 #                             minutes
 #   bash jobs/test.sh --all   all tests; an hour
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
+#   bash jobs/test.sh --sizes   named strategies at 5, 7, 12 and 16 ranks, which take 6 GiB of
+#                             memory; 10 minutes
 #   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
 #                             with each of them; 5 minutes
 # Tests of one process come first, two at a time. Then tests/mpi runs at 2 and 3 ranks, and except
@@ -20,11 +22,11 @@ IDLE=3000 # milliseconds of the timed start on an idle machine, at most
 extras=(test) covered=()
 case ${1-} in
     "") chosen=(-m "not slow and not gate") ;;
-    --device | --all) chosen=() ;;
+    --device | --sizes | --all) chosen=() ;;
     --frameworks) extras+=(frameworks) ;;
     --ci) extras+=(lint) chosen=(-m "not slow or gate") ;;
     *)
-        echo "usage: bash jobs/test.sh, with nothing, --all, --device, --ci or --frameworks" >&2
+        echo "usage: bash jobs/test.sh, with nothing, --all, --device, --sizes, --ci or --frameworks" >&2
         exit 2
         ;;
 esac
@@ -90,6 +92,15 @@ on_device() {
     done
 }
 
+# at_sizes RANKS...: runs the tests of named strategies at numbers of ranks that divide nothing.
+at_sizes() {
+    local ranks
+    for ranks in "$@"; do
+        stage "strategies, $ranks ranks" \
+            mpi "$ranks" -m pytest -q -x "${chosen[@]}" tests/mpi/test_odd_sizes.py
+    done
+}
+
 # Print the summary, and end with its code.
 finish() {
     echo
@@ -100,6 +111,10 @@ finish() {
 case ${1-} in
     --device)
         on_device {1..4}" staged" {1..4}" direct"
+        finish
+        ;;
+    --sizes)
+        at_sizes 5 7 12 16
         finish
         ;;
     --frameworks)
@@ -121,6 +136,10 @@ stage "tests of one process" one_process -n 2 --dist loadfile --no-loadscope-reo
 for ranks in "${numbers[@]}"; do
     stage "tests of $ranks ranks" mpi "$ranks" "${covered[@]}" -m pytest -q -x "${chosen[@]}" tests/mpi
 done
+case ${1-} in
+    --ci) at_sizes 5 ;;
+    --all) at_sizes 5 7 12 16 ;;
+esac
 if [ "${1-}" = --ci ]; then
     "$PYTHON" -m coverage combine --append --quiet
     stage "coverage" "$PYTHON" -m coverage report --skip-covered --fail-under=94

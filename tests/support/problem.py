@@ -28,7 +28,7 @@ SETTINGS = {
 }
 DEVICE = torch.device(os.environ.get("MPIKFAC_TEST_DEVICE", "cpu"))
 STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
-EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
+EXAMPLES = world().size * max(1, 12 // world().size)
 
 
 LENGTH = {
@@ -117,7 +117,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
     """Return `batch(step)`, dealt out to ranks."""
     images, labels = batch(step)
-    return list(zip(images.chunk(ranks), labels.chunk(ranks)))
+    return list(zip(images.tensor_split(ranks), labels.tensor_split(ranks)))
 
 
 def strategies(

@@ -1,0 +1,345 @@
+"""Every named strategy where nothing divides: uneven batches, ranks beyond layers, nodes, restarts.
+
+`bash jobs/test.sh --sizes` runs this file at 5, 7, 12 and 16 ranks.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy
+from mpikfac.numerics import BY_COORDINATE, by_vector
+from mpikfac.plan import NAMED, divisors
+from support import inside, oracles, problem
+
+RANKS = mpikfac.world().size
+FEW = 5
+STEPS = range(8)  # factors at 0, 2, 4 and 6; decompositions at 0 and 5, or by turns from 5 on
+SETTINGS = problem.SETTINGS | {"basis_every": 5}
+ALL = {"subsample": 1}  # uneven shards weigh by their examples only if all examples count
+SOLVERS = "eigen", "inverse", "unsplit-inverse"
+
+pytestmark = pytest.mark.skipif(RANKS < FEW, reason="tests of 1 to 4 ranks are in other files")
+
+
+def three_layers():
+    """Return the tests' network: with 5 ranks and more, some ranks own no layer."""
+    return problem.network()
+
+
+def one_layer():
+    """Return a network of one layer: one rank owns all."""
+    torch.manual_seed(1)
+    with torch.device("cpu"):
+        model = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(8, 5))
+    return model.to(problem.DEVICE, torch.float64)
+
+
+WITH_WORKERS = {"hybrid", "sharded"}
+IN_ONE_LEVEL = {"overlap", "combine", "fragments"}
+"""Choices without messages in two levels."""
+NETWORKS = {"three layers": three_layers, "one layer": one_layer}
+
+
+def in_nodes(choices, ranks):
+    """Return choices by name, in nodes of 2 and of 4 ranks."""
+    return {
+        f"{name} in nodes of {count}": choice | {"ranks_per_node": count}
+        for name, choice in choices.items()
+        for count in (2, 4)
+        if ranks % count == 0 and count < ranks
+    }
+
+
+def ways(names, ranks=RANKS):
+    """Return strategies and settings by name, some with each number of workers."""
+    found = {}
+    for name in names:
+        way, counts = NAMED[name], divisors(ranks) if name in WITH_WORKERS else [None]
+        choices = {
+            name if count is None else f"{name} of {count}": {"workers": count} if count else {}
+            for count in counts
+        }
+        levels = {} if IN_ONE_LEVEL & way.choices.keys() else in_nodes(choices, ranks)
+        for title, more in (choices | levels).items():
+            found[title] = way.make(ranks, **more), dict(way.settings)
+    return found
+
+
+SAME = [name for name, way in NAMED.items() if way.same or name == "eva"]
+SAME.remove("curvature-ranks")
+ROBUST = [name for name, way in NAMED.items() if "combine" in way.choices]
+WIRES = [name for name, way in NAMED.items() if "gradient_wire" in way.choices]
+COPIES = [name for name, way in NAMED.items() if way.choices.get("exchanged") == "weights"]
+ELSEWHERE = ["a-sgd"]
+"""test_asynchronous.py"""
+
+
+def test_no_named_strategy_is_left_out():
+    """Oracle: the catalogue."""
+    listed = [*SAME, *ROBUST, *WIRES, *COPIES, *ELSEWHERE, "dp-kfac", "curvature-ranks"]
+    assert sorted(listed) == sorted(NAMED)
+
+
+def trainer(comm, network, strategy, optimizer=problem.sgd_all, **settings):
+    model = NETWORKS[network]()
+    return problem.kfac(model, optimizer(model), comm, strategy, **SETTINGS | ALL | settings)
+
+
+def uneven(step, ranks):
+    """Return the batch of a step, dealt out by chance to all ranks but one."""
+    images, labels = problem.batch(step)
+    if ranks == 1:
+        return [(images, labels)]
+    holder = np.random.default_rng([step, ranks]).integers(0, ranks - 1, len(images))
+    holder = torch.from_numpy(holder + (holder >= step % ranks)).to(images.device)
+    return [(images[holder == rank], labels[holder == rank]) for rank in range(ranks)]
+
+
+def learn(kfac, comm, steps):
+    """Train on uneven shards, and return the model's state; overlapped sums need equal shards."""
+    if kfac.plan.strategy.transport.overlap:
+        return problem.run(kfac, comm, steps)
+    for step in steps:
+        images, labels = uneven(step, comm.size)[comm.rank]
+        kfac.optimizer.zero_grad()
+        total = F.cross_entropy(kfac.model(images), labels, reduction="sum")
+        (total / max(1, len(images))).backward()
+        kfac.step(examples=len(images))
+    return problem.state(kfac.model)
+
+
+def test_shards_are_uneven():
+    """Oracle: the numbers of examples."""
+    for step in STEPS:
+        counts = [len(images) for images, _ in uneven(step, RANKS)]
+        assert sum(counts) == problem.EXAMPLES
+        assert counts[step % RANKS] == 0 and max(counts) > 1
+
+
+def alone(strategy):
+    """Return a single process's strategy with the same times."""
+    times = strategy.refresh
+    return Strategy().changed(delay=times.delay, stagger=times.stagger, tolerance=times.tolerance)
+
+
+@problem.by_one_process
+def trained(own, network, strategy, **settings):
+    """Return the states after each step of one process with the joined batches."""
+    serial = trainer(own, network, strategy, **settings)
+    return [problem.run(serial, own, [step]) for step in STEPS]
+
+
+@pytest.fixture
+def through_shards(request, monkeypatch):
+    """Let unequal parts pass through shards in every other case, as parts of large models do."""
+    names = list(request.node.callspec.params.values())
+    listed = [*NETWORKS, *SAME_WAYS, *OWN, *COPIED]
+    if (sum(map(listed.index, names)) + RANKS) % 2:
+        monkeypatch.setattr("mpikfac.plan.messages.shards.LEAST", 1)
+
+
+def alike(comm, found):
+    return all(torch.equal(found, other) for other in comm.allgather(found))
+
+
+SAME_WAYS = ways(SAME)
+
+
+@pytest.mark.usefixtures("through_shards")
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("name", SAME_WAYS)
+def test_the_numbers_of_one_process(comm, name, network):
+    """Oracle: a single process with the joined batch and the same refreshes; the plan's bytes."""
+    strategy, settings = SAME_WAYS[name]
+    turn = list(SAME_WAYS).index(name) + RANKS
+    settings = {"solver": SOLVERS[turn % len(SOLVERS)]} | settings
+    kfac = trainer(comm, network, strategy, **settings)
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, trained(network, alone(strategy), **settings)):
+        found = learn(kfac, comm, [step])
+        sent += problem.planned(kfac, step)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        assert alike(comm, found)
+    inside.settle(kfac)
+    if strategy.refresh.delay == 0:
+        assert +collections.Counter(kfac.trace.sent) == sent
+    kfac.close()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("serving", sorted({1, RANKS // 2}))
+def test_curvature_ranks(comm, serving, network):
+    """Oracle: a single process with the joined batch, and decompositions one step later."""
+    team = mpikfac.split(comm, serving)
+    strategy = NAMED["curvature-ranks"].make(comm.size - serving, curvature_ranks=serving)
+    expected = trained(network, alone(strategy), solver="eigen")
+    if team.comm is None:
+        mpikfac.serve(team)
+        return
+    kfac = trainer(team, network, strategy, solver="eigen")
+    for step in STEPS:
+        found = learn(kfac, team.comm, [step])
+        torch.testing.assert_close(found, expected[step], rtol=0, atol=1e-10)
+        assert alike(team.comm, found)
+    kfac.close()
+
+
+@pytest.mark.usefixtures("through_shards")
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("name", OWN := ways(["dp-kfac"]))
+def test_owners_with_factors_of_their_own_batch(comm, name, network):
+    """Oracle: K-FAC by im2col and dense solves, each factor from the owner's shard."""
+    kfac = trainer(comm, network, OWN[name][0])
+    model = NETWORKS[network]()
+    batches = [problem.shards(step, comm.size) for step in STEPS]
+    oracles.train(model, problem.sgd_all(model), batches, sources=kfac.plan.owners, **SETTINGS)
+    found = problem.run(kfac, comm, STEPS)
+    torch.testing.assert_close(found, problem.state(model), rtol=0, atol=1e-10)
+    assert alike(comm, found)
+    kfac.close()
+
+
+class Combined:
+    """Combine gradients of shards on one process, as a robust rule does."""
+
+    def __init__(self, rule, model):
+        self.rule, self.model = rule, model
+        size = sum(parameter.numel() for parameter in model.parameters())
+        zeros = torch.zeros(size, dtype=torch.float64, device="cpu")
+        vectors = rule.combine not in BY_COORDINATE
+        self.combiner = by_vector(rule, RANKS, zeros) if vectors else None
+
+    def __call__(self, shards):
+        """Set the gradients of the model."""
+        rows = torch.stack([self.gradient(*shard) for shard in shards])
+        if self.combiner is None:
+            found = BY_COORDINATE[self.rule.combine](rows, self.rule)
+        else:
+            near = self.combiner.rows(rows)
+            found = self.combiner.combine(near @ near.mT, rows)
+        parameters = list(self.model.parameters())
+        for p, part in zip(parameters, found.split([p.numel() for p in parameters])):
+            p.grad = part.view_as(p).to(p)
+
+    def gradient(self, images, labels):
+        """Return the gradient of a shard's mean loss, without a pass of the model itself."""
+        twin = copy.deepcopy(self.model)
+        for part in twin.modules():
+            part._forward_hooks.clear()
+        loss = F.cross_entropy(twin(images), labels)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, twin.parameters())]).cpu()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("name", RULES := ways(ROBUST))
+def test_robust_rules(comm, name, network):
+    """Oracle: one process, in which the rule combines the gradients of all shards; the plan."""
+    strategy, _ = RULES[name]
+    kfac, serial = trainer(comm, network, strategy), trainer(comm.Split(comm.rank), network, None)
+    combine = Combined(strategy.exchange.robust, serial.model)
+    for step in STEPS:
+        kfac.trace.clear()
+        found = problem.run(kfac, comm, [step])
+        assert +collections.Counter(kfac.trace.sent) == problem.planned(kfac, step)
+        images, labels = problem.batch(step)
+        F.cross_entropy(serial.model(images), labels).backward()
+        combine(problem.shards(step, comm.size))
+        serial.step()
+        torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-9)
+        assert alike(comm, found)
+    kfac.close()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("name", ENCODED := ways(WIRES))
+def test_encoded_messages(comm, name, network):
+    """Oracle: the models of all ranks; the plan's bytes; one process, to the wire's rounding."""
+    strategy, _ = ENCODED[name]
+    kfac = trainer(comm, network, strategy, problem.plain_sgd)
+    for step in STEPS:
+        kfac.trace.clear()
+        found = problem.run(kfac, comm, [step])
+        assert +collections.Counter(kfac.trace.sent) == problem.planned(kfac, step)
+        assert found.isfinite().all() and alike(comm, found)
+    exact = trained(network, Strategy(), optimizer=problem.plain_sgd)[-1]
+    moved = (exact - problem.state(NETWORKS[network]())).norm()
+    if strategy.transport.wires.gradient_wire in ("bfloat16", "int8"):
+        assert 0 < (found - exact).norm() < 0.1 * moved
+    kfac.close()
+
+
+SOON = {
+    **{name: {"exchange_every": 3} for name in ("local-sgd", "diloco", "lsgd", "parle")},
+    "post-local-sgd": {"exchange_every": 3, "exchange_from": 1},
+    "streaming-diloco": {"exchange_every": 5, "lateness": 2},
+    "daso": {},
+}
+"""Choices with which `STEPS` have several exchanges."""
+
+
+@pytest.mark.usefixtures("through_shards")
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("name", COPIED := ways(COPIES))
+def test_copies_of_the_model(comm, name, network):
+    """Oracle: the models of all ranks after an exchange; the plan's bytes of factors and bases."""
+    way = max((one for one in COPIES if name.startswith(one)), key=len)
+    strategy = COPIED[name][0].changed(**SOON[way])
+    kfac = trainer(comm, network, strategy)
+    for step in STEPS:
+        kfac.trace.clear()
+        found = problem.run(kfac, comm, [step])
+        planned = problem.planned(kfac, step)
+        of_factors = {"reduce statistics", "publish bases", "publish directions"}
+        assert {n: kfac.trace.sent[n] for n in planned if n in of_factors} == {
+            n: size for n, size in planned.items() if n in of_factors
+        }
+    assert not alike(comm, found)
+    kfac.combine()
+    found = problem.state(kfac.model)
+    assert found.isfinite().all() and alike(comm, found)
+    kfac.close()
+
+
+RESUMED = ["hybrid", "owner-stepped", "sharded", "late-owner", "staggered"]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("direction", ["fewer", "more"])
+def test_a_run_goes_on_with_another_number_of_ranks(comm, tmp_path, name, direction):
+    """Oracle: a single process that was not interrupted; a checkpoint in between.
+
+    The smaller team has 5 of the ranks, or 3 of 5; "hybrid" has half or all of them as workers.
+    """
+    few = FEW if RANKS > FEW else 3
+    team = comm.Split(comm.rank >= few)
+    sides = [comm, team] if direction == "fewer" else [team, comm]
+    root, stop = comm.bcast(tmp_path), 3
+
+    def made(on):
+        more = {"workers": divisors(on.size)[len(divisors(on.size)) // 2]}
+        strategy = NAMED[name].make(on.size, **(more if name == "hybrid" else {}))
+        return trainer(on, "three layers", strategy)
+
+    if comm.rank < few or sides[0] is comm:
+        first = made(sides[0])
+        learn(first, sides[0], STEPS[:stop])
+        mpikfac.save_checkpoint(sides[0], root, first.state_dict(), stop)
+        first.close()
+    comm.Barrier()
+    if comm.rank < few or sides[1] is comm:
+        second = made(sides[1])
+        second.load_state_dict(mpikfac.load_checkpoint(sides[1], root / f"step-{stop:09d}"))
+        found = learn(second, sides[1], STEPS[stop:])
+        second.close()
+    expected = trained("three layers", alone(NAMED[name].make(RANKS)))[-1]
+    if comm.rank < few or sides[1] is comm:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
