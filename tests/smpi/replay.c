@@ -10,7 +10,8 @@
  *
  * Numbers are elements of 4 bytes. Allreduce: elements. Reduce, Bcast: root, elements.
  * Reduce_scatter, Allgatherv, Alltoall: elements of each member's part. "Isend,Irecv": source,
- * destination and elements of each transfer.
+ * destination and elements of each transfer. "Allgatherv,ring" and "Bcast,knomial" are made here of
+ * sends, as SMPI lacks these algorithms.
  *
  * All teams of a message start together, after a barrier. The seconds are those from the start of
  * the last rank to the end of the last rank.
@@ -20,6 +21,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define RADIX 4 /* of Open MPI's tree */
 
 struct call {
     int words;
@@ -122,6 +125,43 @@ static void alltoall(const struct call *call, float *sent, float *received, MPI_
     free(at);
 }
 
+/* Pass all parts on to the next member, part after part. */
+static void ring(const struct call *call, float *buffer, MPI_Comm comm) {
+    int rank, size;
+    MPI_Comm_rank(comm, &rank);
+    MPI_Comm_size(comm, &size);
+    int *places = space(sizeof(int) * (size_t)size), *n = call->numbers;
+    int next = (rank + 1) % size, before = (rank + size - 1) % size;
+    places_of(call, places);
+    for (int step = 0; step < size - 1; step++) {
+        int out = (rank + size - step) % size, in = (rank + size - step - 1) % size;
+        MPI_Sendrecv(buffer + places[out], n[out], MPI_FLOAT, next, 0, buffer + places[in], n[in],
+                     MPI_FLOAT, before, 0, comm, MPI_STATUS_IGNORE);
+    }
+    free(places);
+}
+
+/* Copy along a tree in which a member has RADIX - 1 children at each distance 1, RADIX, ... */
+static void knomial(const struct call *call, float *buffer, MPI_Comm comm) {
+    int rank, size, requests = 0, root = call->numbers[0], count = call->numbers[1], distance = 1;
+    MPI_Request request[32 * RADIX];
+    MPI_Comm_rank(comm, &rank);
+    MPI_Comm_size(comm, &size);
+    int place = (rank - root + size) % size;
+    while (distance < size && place % (distance * RADIX) == 0)
+        distance *= RADIX;
+    if (place) {
+        int parent = place - place % (distance * RADIX);
+        MPI_Recv(buffer, count, MPI_FLOAT, (parent + root) % size, 0, comm, MPI_STATUS_IGNORE);
+    }
+    for (distance /= RADIX; distance > 0; distance /= RADIX)
+        for (int child = place + distance; child < place + RADIX * distance; child += distance)
+            if (child < size)
+                MPI_Isend(buffer, count, MPI_FLOAT, (child + root) % size, 0, comm,
+                          &request[requests++]);
+    MPI_Waitall(requests, request, MPI_STATUSES_IGNORE);
+}
+
 static void carry_out(const char *primitive, const struct call *call, MPI_Comm comm) {
     int rank, size, elements = 0, *n = call->numbers;
     MPI_Comm_rank(comm, &rank);
@@ -146,6 +186,10 @@ static void carry_out(const char *primitive, const struct call *call, MPI_Comm c
         places_of(call, places);
         MPI_Allgatherv(sent, n[rank], MPI_FLOAT, received, n, places, MPI_FLOAT, comm);
         free(places);
+    } else if (!strcmp(primitive, "Allgatherv,ring")) {
+        ring(call, received, comm);
+    } else if (!strcmp(primitive, "Bcast,knomial")) {
+        knomial(call, received, comm);
     } else if (!strcmp(primitive, "Alltoall")) {
         alltoall(call, sent, received, comm);
     } else if (!strcmp(primitive, "Isend,Irecv")) {

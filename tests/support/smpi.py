@@ -12,12 +12,12 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 from mpikfac.plan import PIECE, Message, Plan, names
-from mpikfac.predict import Machine, costs, simulator
-from support import open_mpi
+from mpikfac.predict import Job, Machine, algorithms, costs, load_machine, simulator
+from mpikfac_apps.planning import simulate
+from mpikfac_apps.planning.options import SIMULATE
 
 PROGRAM = Path(__file__).parents[1] / "smpi" / "replay.c"
 SCALE = 256
@@ -26,25 +26,26 @@ SMALL_PIECE = 2**18  # elements of a piece of an overlapped message
 IN_PARTS = ("Reduce_scatter", "Allgatherv", "Alltoall")
 NAMES = {
     "Allreduce": {"doubling": "rdb", "rabenseifner": "rab_rdb", "ring": "lr"},
-    "Reduce": {"binomial": "binomial", "linear": "flat_tree", "pipeline": "ompi_pipeline"},
+    "Reduce": {"binomial": "binomial", "linear": "flat_tree"},
     "Bcast": {
-        **{"binomial": "binomial_tree", "halving": "scatter_rdb_allgather"},
-        **{"linear": "flattree", "ring": "scatter_LR_allgather"},
+        **{"binomial": "binomial_tree", "linear": "flattree", "scatter": "scatter_rdb_allgather"},
+        "knomial": "",
     },
     "Reduce_scatter": {
-        **{"ring": "ompi_ring", "butterfly": "ompi_butterfly", "pairwise": "mpich_pair"},
-        "halving": "ompi_basic_recursivehalving",
+        **{"ring": "ompi_ring", "butterfly": "ompi_butterfly"},
+        **{"pairwise": "mpich_pair", "halving": "ompi_basic_recursivehalving"},
     },
-    "Allgatherv": {
-        **{"ring": "ring", "neighbour": "ompi_neighborexchange", "bruck": "ompi_bruck"},
-        "linear": "GB",
-    },
-    "Alltoall": {"linear": "ompi_basic_linear", "pairwise": "pair"},
-    "Isend, Irecv": {"": ""},
+    "Allgatherv": {"ring": "", "neighbour": "ompi_neighborexchange", "bruck": "ompi_bruck"},
+    "Alltoall": {"linear": "ompi_basic_linear", "pairwise": "ring"},
 }
-"""SMPI's names of algorithms, by primitive and by the project's names."""
+"""SMPI's names of algorithms, by primitive and by the names of `mpikfac.predict.algorithms`.
+
+Algorithms without a name are in replay.c: SMPI's rings of gathers send to far members or in pieces.
+"""
+TRANSFERS = "Isend, Irecv"
 OPTIONS = {
     **{"smpi/bw-factor": "0:1", "smpi/lat-factor": "0:1", "network/TCP-gamma": 0},
+    "network/weight-S": 0,  # flows share a link equally, whatever the bandwidths on their way
     **{"smpi/os": "0:0:0", "smpi/or": "0:0:0", "smpi/simulate-computation": "no"},
     **{"smpi/display-timing": "no", "contexts/stack-size": 256, "network/crosstraffic": "no"},
     "smpi/send-is-detached-thresh": 2**16 // SCALE,
@@ -74,7 +75,9 @@ class Replayed:
 
     def text(self) -> str:
         """Return the lines of the message in the file."""
-        lines = [f"{self.primitive.replace(' ', '')} {len(self.teams)}"]
+        own = NAMES.get(self.primitive, {}).get(self.algorithm) == ""
+        name = f"{self.primitive},{self.algorithm}" if own else self.primitive.replace(" ", "")
+        lines = [f"{name} {len(self.teams)}"]
         for team, calls in self.teams:
             lines.append(f"{team.start} {team.step} {len(team)} {len(calls)}")
             lines += [" ".join(map(str, (len(c.numbers), *c.numbers))) for c in calls]
@@ -118,10 +121,17 @@ def of_teams(plan: Plan, teams: dict[range, Message]) -> Replayed:
         ((team, call) for team in teams for call in calls[team]),
         key=lambda entry: sum(entry[1].elements),
     )
-    primitive = "Iallreduce" if overlapped(message, plan) else message.primitive
-    sizes = [count * WORD for count in largest.elements]
-    algorithm = open_mpi.chosen(primitive, sizes, len(team))
+    algorithm = "" if message.primitive == TRANSFERS else chosen(message, largest, team, plan)
     return Replayed(message.primitive, algorithm, tuple((t, tuple(calls[t])) for t in teams))
+
+
+def chosen(message: Message, call: Call, team: range, plan: Plan) -> str:
+    """Return the algorithm that Open MPI takes for a call of a message."""
+    primitive = "Iallreduce" if overlapped(message, plan) else message.primitive
+    sizes: list[float] = [count * WORD for count in call.elements]
+    if message.primitive not in IN_PARTS:
+        sizes = [sizes[0] / len(team)] * len(team)
+    return algorithms.chosen(primitive, sizes)
 
 
 def overlapped(message: Message, plan: Plan) -> bool:
@@ -136,12 +146,12 @@ def calls_of(message: Message, team: range, plan: Plan) -> list[Call]:
     Raises:
         ValueError: the message is encoded, or combined by a rule, or no single collective.
     """
-    if message.codec or message.rule or message.primitive not in NAMES:
+    if message.codec or message.rule or message.primitive not in (*NAMES, TRANSFERS):
         raise ValueError(f"{message.primitive} of {message.stage!r} is not replayed")
     primitive, root = message.primitive, message.root
     counts = [stop - start for start, stop in message.spans]
     words = message.size / sum(counts) / WORD
-    if primitive == "Isend, Irecv":
+    if primitive == TRANSFERS:
         moved = list(transfers(message.spans, message.to))
         triples = (n for source, to, count in moved for n in (source, to, scaled(count, words)))
         return [Call(tuple(triples), tuple(count for _, _, count in moved))]
@@ -235,7 +245,7 @@ def collective(primitive: str, algorithm: str) -> dict[str, str]:
     if (primitive, algorithm) == ("Allreduce", "binomial"):
         tree = {"smpi/reduce": "binomial", "smpi/bcast": "binomial_tree"}
         return {"smpi/allreduce": "redbcast"} | tree
-    if primitive == "Isend, Irecv":
+    if primitive == TRANSFERS or not NAMES[primitive][algorithm]:
         return {}
     key = "alltoallv" if primitive == "Alltoall" else primitive.lower()
     return {f"smpi/{key}": NAMES[primitive][algorithm]}
@@ -276,13 +286,37 @@ def platform_of(machine: Machine, ranks: int) -> str:
 # -- comparison ------------------------------------------------------------------------------------
 
 
+@cache
+def plan_of(strategy: str, ranks: int, machine: str, model: str = "resnet50") -> Plan:
+    """Return the plan of a named strategy that `mpikfac simulate` makes for a machine."""
+    options = SIMULATE.read(
+        [
+            *("--machine", machine, "--model", model, "--ranks", str(ranks)),
+            *("--strategy", strategy, "--factor_every", "10", "--basis_every", "100"),
+        ]
+    )
+    job = Job(model, options.batch_per_rank, 10, 100, 0.0, str(options.kfac.length.source))
+    shapes = simulate.both_shapes(options)[strategy != "sgd"]
+    return simulate.plan_of(options, shapes, strategy, ranks, load_machine(machine), job)
+
+
 def predicted(plan: Plan, machine: Machine, statistics: bool, refresh: bool) -> dict[str, float]:
-    """Return the predicted seconds of the messages of a step by stage, on the slowest rank."""
-    of_ranks = []
-    for rank in simulator.representatives(plan):
-        stages: dict[str, float] = {}
-        for message in plan.messages(rank, statistics, refresh):
-            seconds = costs.message_seconds(message, plan, rank, machine)
-            stages[message.stage] = stages.get(message.stage, 0.0) + seconds
-        of_ranks.append(stages)
-    return max(of_ranks, key=lambda stages: sum(stages.values()))
+    """Return the predicted seconds of a step's messages by stage, of the slowest rank."""
+    return max(
+        (
+            by_stage(
+                (message.stage, costs.message_seconds(message, plan, rank, machine))
+                for message in plan.messages(rank, statistics, refresh)
+            )
+            for rank in simulator.representatives(plan)
+        ),
+        key=lambda stages: sum(stages.values()),
+    )
+
+
+def by_stage(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the sums of seconds by stage."""
+    stages: dict[str, float] = {}
+    for stage, of_message in seconds:
+        stages[stage] = stages.get(stage, 0.0) + of_message
+    return stages
