@@ -21,7 +21,7 @@ from mpi4py import MPI
 import mpikfac
 from mpikfac.comm import Grid
 from mpikfac.plan import PIECE, Layout, Message, lay_out
-from mpikfac.plan.messages import gathers, in_two_levels, seat, sums
+from mpikfac.plan.messages import gathers, in_shards, in_two_levels, seat, sums
 
 ITEMSIZE = 4
 
@@ -86,6 +86,9 @@ def make_ways(
         if at:
             levels = in_two_levels(messages, at, ITEMSIZE)
             ways[f"{name}, two levels"] = lambda messages=levels: grid.exchange(messages, flat)
+        shards = in_shards(messages, comm.size, comm.rank, at or None, ITEMSIZE)
+        if len(shards) > len(messages):
+            ways[f"{name}, shards"] = lambda messages=shards: grid.exchange(messages, flat)
     return ways
 
 

@@ -70,11 +70,14 @@ from mpikfac.plan.layout import Shape as Shape
 from mpikfac.plan.layout import lay_out as lay_out
 from mpikfac.plan.messages import BETWEEN_NODES as BETWEEN_NODES
 from mpikfac.plan.messages import IN_NODE as IN_NODE
+from mpikfac.plan.messages import PASSED as PASSED
 from mpikfac.plan.messages import PIECE as PIECE
 from mpikfac.plan.messages import Message as Message
 from mpikfac.plan.messages import NearMost as NearMost
+from mpikfac.plan.messages import Passed as Passed
 from mpikfac.plan.messages import gathers as gathers
 from mpikfac.plan.messages import message as message
+from mpikfac.plan.messages import passed as passed
 from mpikfac.plan.messages import shard_length as shard_length
 from mpikfac.plan.of_rank import RankPlan as RankPlan
 from mpikfac.plan.plan import Plan as Plan

@@ -13,7 +13,15 @@ from dataclasses import replace
 from mpikfac.plan import names
 from mpikfac.plan.codec import Codec, matrix
 from mpikfac.plan.layout import Layout
-from mpikfac.plan.messages import Message, gathers, in_order, in_two_levels, message, sums
+from mpikfac.plan.messages import (
+    Message,
+    gathers,
+    in_order,
+    in_shards,
+    in_two_levels,
+    message,
+    sums,
+)
 from mpikfac.plan.of_rank import RankPlan
 
 Kinds = Mapping[str, Hashable]
@@ -169,6 +177,8 @@ def in_levels(
 ) -> list[Message]:
     """Return the messages of a team in the levels of the rank's strategy."""
     seat = rank.grid.seat(team, rank.rank)
+    if rank.strategy.transport.shards:
+        return in_shards(of_one_level, len(team), team.index(rank.rank), seat, itemsize)
     return in_two_levels(of_one_level, seat, itemsize) if seat else of_one_level
 
 

@@ -40,6 +40,9 @@ CHOICES = {
     "overlapped, factors late": {"overlap": True, "fusion": 1, "reduce_at": "bases"},
     "by Alltoall": {"sums": "alltoall", **OWNERS},
     "by Alltoall and late": {"sums": "alltoall", "reduction": "owners", "reduce_at": "bases"},
+    "through shards": {"shards": True, "workers": 1},
+    "through shards to owners": {"shards": True, **OWNERS},
+    "squares through shards to owners": {"shards": True, "packing": "square", **OWNERS},
     "staggered": {"stagger": 3, "workers": RANKS},
     "staggered by layer": {"stagger": 2, "fusion": 1, "workers": RANKS},
     "staggered and late": {"stagger": 3, "reduce_at": "bases", **OWNERS},
@@ -56,6 +59,12 @@ TWO_LEVELS = {
     "in nodes, one worker": {"ranks_per_node": 2, "workers": 1},
     "in nodes to owners": {"ranks_per_node": 2, **OWNERS},
     "in nodes to owners by Alltoall": {"ranks_per_node": 2, "sums": "alltoall", **OWNERS},
+    "in nodes through shards": {"ranks_per_node": 2, "shards": True, "workers": 1},
+    "in nodes through shards to owners": {"ranks_per_node": 2, "shards": True, **OWNERS},
+    "in nodes through shards, late": {
+        **{"ranks_per_node": 2, "shards": True, "reduce_at": "bases"},
+        **OWNERS,
+    },
     "in nodes layer by layer": {"ranks_per_node": 2, "fusion": 1, "workers": RANKS},
     "in nodes layer by layer to owners": {"ranks_per_node": 2, "fusion": 1, **OWNERS},
     "in nodes, staggered and late": {

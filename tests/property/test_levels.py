@@ -1,4 +1,4 @@
-"""Collectives in two levels, played by hand for any number of nodes."""
+"""Collectives in two levels and through shards, played by hand for any number of nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikfac.plan import divisors, lay_out
-from mpikfac.plan.messages import gathers, in_two_levels, seat, sums
+from mpikfac.plan.messages import PASSED, gathers, in_shards, in_two_levels, seat, sums
 
 
 def play(queues, values, ranks_per_node):
@@ -40,8 +40,11 @@ def play(queues, values, ranks_per_node):
 
 def carry_out(messages, values):
     """Carry out a collective of members that hold `values`; undefined elements become -1."""
-    (kind,) = {(m.primitive, m.spans, m.root) for m in messages}
-    primitive, spans, root = kind
+    (kind,) = {(m.primitive, m.spans, m.root, m.to) for m in messages}
+    primitive, spans, root, to = kind
+    if primitive == PASSED:
+        pass_on(messages, spans, to, values)
+        return
     for place, (start, stop) in enumerate(spans):
         part = slice(start, stop)
         if primitive in ("Allgatherv", "Bcast"):
@@ -53,6 +56,25 @@ def carry_out(messages, values):
             getters = range(len(values)) if primitive == "Allreduce" else [owner]
         for member, value in enumerate(values):
             value[part] = result if member in getters else -1
+
+
+def pass_on(messages, spans, to, values):
+    """Give every element to the member whose part it is in `to`, and check the bytes."""
+    size = max((stop for _, stop in (*spans, *to)), default=0)
+    before, after = (holders(parts, size) for parts in (spans, to))
+    whole = np.array([values[member][k] for k, member in enumerate(before)])
+    for member, (message, value) in enumerate(zip(messages, values)):
+        assert message.bytes == message.wire == 4 * np.sum((before == member) & (after != member))
+        value[:size] = np.where(after == member, whole, -1)
+        assert message.size == 4 * np.sum(before != after)
+
+
+def holders(spans, size):
+    """Return the member that holds every element."""
+    found = np.zeros(size, dtype=int)
+    for member, (start, stop) in enumerate(spans):
+        found[start:stop] = member
+    return found
 
 
 @st.composite
@@ -74,6 +96,13 @@ def in_levels(found, rank, ranks, ranks_per_node):
     return in_two_levels(found, at, 4) if at else found
 
 
+def by_shards(found, rank, ranks, ranks_per_node):
+    return in_shards(found, ranks, rank, seat(range(ranks), rank, ranks_per_node), 4)
+
+
+WAYS = (in_levels, by_shards)
+
+
 def contributions(ranks, size):
     """Return numbers whose sums are exact and identify the contributors."""
     return [np.arange(size, dtype=np.int64) + 1000 * 2**rank for rank in range(ranks)]
@@ -93,22 +122,22 @@ def test_a_sum_is_everywhere(job):
         np.testing.assert_array_equal(value, expected)
 
 
-@given(jobs(), st.sampled_from(["Reduce_scatter", "Alltoall"]))
-@settings(max_examples=150)
-def test_owners_get_the_sum_of_their_segment(job, primitive):
+@given(jobs(), st.sampled_from(["Reduce_scatter", "Alltoall"]), st.sampled_from(WAYS))
+@settings(max_examples=200)
+def test_owners_get_the_sum_of_their_segment(job, primitive, way):
     """Oracle: the sum of all contributions, at the owner's place."""
     ranks, per_node, layout, kind = job
     found = sums("stage", layout, kind, ranks, 4, primitive)
     values = contributions(ranks, layout.size)
     expected = sum(values)
-    queues = [in_levels(found, rank, ranks, per_node) for rank in range(ranks)]
+    queues = [way(found, rank, ranks, per_node) for rank in range(ranks)]
     for (start, stop), value in zip(layout.segments(), play(queues, values, per_node)):
         np.testing.assert_array_equal(value[start:stop], expected[start:stop])
 
 
-@given(jobs())
-@settings(max_examples=150)
-def test_segments_of_all_members_make_the_whole(job):
+@given(jobs(), st.sampled_from(WAYS))
+@settings(max_examples=200)
+def test_segments_of_all_members_make_the_whole(job, way):
     """Oracle: every segment with the owner's values."""
     ranks, per_node, layout, kind = job
     values = contributions(ranks, layout.size)
@@ -117,7 +146,7 @@ def test_segments_of_all_members_make_the_whole(job):
     queues = []
     for rank in range(ranks):
         found = gathers("stage", "world", layout, kind, rank, ranks, 4)
-        queues.append(in_levels(found, rank, ranks, per_node))
+        queues.append(way(found, rank, ranks, per_node))
     for value in play(queues, values, per_node):
         np.testing.assert_array_equal(value, expected)
 
@@ -136,6 +165,25 @@ def test_what_a_rank_sends_between_nodes(nodes, places, count):
     ):
         levels = in_two_levels(found, seat(range(ranks), 0, places), 4)
         assert [m.wire for m in levels if m.over == "world between nodes"] == [expected]
+
+
+@given(st.integers(2, 6), st.integers(2, 6), st.integers(1, 50))
+def test_shards_are_equal_in_both_levels(nodes, places, count):
+    """Oracle: (M-1)/M n/L elements between nodes, (L-1)/L n inside, whatever the owners' parts."""
+    ranks = nodes * places
+    layout = lay_out([[("all", (16 * count * ranks,))], *([] for _ in range(ranks - 1))])
+    elements = 16 * count * ranks
+    expected = {
+        "world in node": 4 * (elements - elements // places),
+        "world between nodes": 4 * (nodes - 1) * elements // nodes // places,
+    }
+    for found in (
+        sums("stage", layout, lambda name: 0, ranks, 4),
+        gathers("stage", "world", layout, lambda name: 0, 1, ranks, 4),
+    ):
+        levels = by_shards(found, 1, ranks, places)
+        assert {m.over: m.wire for m in levels if m.primitive != PASSED} == expected
+        assert len(levels) == 3
 
 
 @given(st.integers(1, 24), st.data())

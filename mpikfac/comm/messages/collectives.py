@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from mpikfac.comm.messages.buffers import MAX_COUNT, Buffers, pieces, synchronize
 from mpikfac.comm.messages.outbox import PAUSE
 from mpikfac.comm.mpi import MPI
-from mpikfac.plan import PIECE, Message
+from mpikfac.plan import PASSED, PIECE, Message, Passed, passed
 
 
 def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
@@ -43,16 +44,22 @@ def _reduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> N
 
 
 def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
-    counts = [stop - start for start, stop in message.spans]
-    if sum(counts) <= PIECE:
-        start, stop = message.spans[comm.rank]
-        shard = buffers.like(buffer, "sum", stop - start)
-        comm.Reduce_scatter(buffers.joined(buffer, message.spans), shard, counts, op_of(message))
-        buffer[start:stop] = shard
+    total = sum(stop - start for start, stop in message.spans)
+    turns = -(-total // PIECE)
+    for turn in range(turns):  # in each turn the same share of every part
+        spans = [_share(span, turn, turns) for span in message.spans]
+        start, stop = spans[comm.rank]
+        counts = [stop - start for start, stop in spans]
+        part = buffers.like(buffer, "sum", stop - start)
+        comm.Reduce_scatter(buffers.joined(buffer, spans), part, counts, op_of(message))
+        buffer[start:stop] = part
         synchronize(buffer)
-    else:
-        for owner, span in enumerate(message.spans):
-            _reduce_to(owner, comm, buffer, span, op_of(message))
+
+
+def _share(span: tuple[int, int], turn: int, turns: int) -> tuple[int, int]:
+    start, stop = span
+    size = stop - start
+    return start + size * turn // turns, start + size * (turn + 1) // turns
 
 
 def _alltoall(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
@@ -83,6 +90,18 @@ def _allgatherv(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) 
             _broadcast_from(root, comm, buffer, span)
 
 
+def _pass_on(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
+    def parts(moves: list[Passed]) -> Iterator[tuple[Passed, Any]]:
+        return ((m, part) for m in moves for part in pieces(buffer, m.start, m.stop, MAX_COUNT))
+
+    moves = passed(message.spans, message.to)
+    incoming = parts([move for move in moves if move.target == comm.rank])
+    outgoing = parts([move for move in moves if move.source == comm.rank])
+    requests = [comm.Irecv(part, move.source) for move, part in incoming]
+    requests += [comm.Isend(part, move.target) for move, part in outgoing]
+    MPI.Request.Waitall(requests)
+
+
 def _bcast(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
     for span in message.spans:
         _broadcast_from(message.root, comm, buffer, span)
@@ -110,20 +129,22 @@ PRIMITIVES = {
     "Alltoall": _alltoall,
     "Allgatherv": _allgatherv,
     "Bcast": _bcast,
+    PASSED: _pass_on,
 }
 """The functions that carry out a message, by the name of the primitive in a plan."""
 SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
 """Primitives in which MPI adds up, also numbers compressed to bfloat16."""
-COPIES = ("Allgatherv", "Bcast")
+COPIES = ("Allgatherv", "Bcast", PASSED)
 """Primitives that copy numbers of any dtype."""
 
 
 def sent_elements(message: Message, rank: int) -> int:
     """Return how many elements of a message member `rank` gives to MPI."""
-    if message.primitive == "Bcast" and rank != message.root:
-        return 0
+    if message.primitive == PASSED:
+        return sum(m.size for m in passed(message.spans, message.to) if m.source == rank)
+    silent = message.primitive == "Bcast" and rank != message.root
     spans = message.spans[rank : rank + 1] if message.primitive == "Allgatherv" else message.spans
-    return sum(stop - start for start, stop in spans)
+    return 0 if silent else sum(stop - start for start, stop in spans)
 
 
 def sum_in_order(comm: MPI.Intracomm, parts: Tensor, total: Tensor) -> None:

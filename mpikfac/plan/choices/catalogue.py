@@ -130,6 +130,16 @@ NAMED: Mapping[str, Named] = {
             "reduce_at": "bases",
         },
     ),
+    "sharded": Named(
+        "Late-owner, but sums and gathers are of equal shards, which pass numbers on to owners and "
+        "take weights from owners; `ranks_per_node` says how many ranks a node has",
+        "mpikfac",
+        "0 + (P-1)/P 4T + 0",
+        choices={
+            **{"workers": 1, "reduction": "owners", "update": "owner"},
+            **{"reduce_at": "bases", "shards": True},
+        },
+    ),
     "staggered": Named(
         "Late and owner-stepped, and each of five steps refreshes a share of the layers: no spike",
         "mpikfac",

@@ -121,7 +121,7 @@ def _fits(need: object, value: Any, choices: Choices) -> bool:
     return bool(value == (choices[need.name] if isinstance(need, Same) else need))
 
 
-_ENCODED = {"parts": None, "sums": "reduce"}
+_ENCODED = {"parts": None, "sums": "reduce", "shards": False}
 _COMPRESSED = "compressed messages are sent by all ranks at once, as one buffer"
 
 STRATEGY: tuple[Combination, ...] = (
@@ -162,6 +162,12 @@ STRATEGY: tuple[Combination, ...] = (
         ("alltoall",),
         {"fusion": None, "overlap": False},
         "an exchange of parts is one message",
+    ),
+    Combination(
+        "shards",
+        (True,),
+        {"sums": "reduce", "fusion": None, "overlap": False, "stagger": 1, "parts": None},
+        "shards are of all layers, in one message",
     ),
     Combination(
         "reduce_at",

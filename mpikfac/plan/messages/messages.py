@@ -1,20 +1,12 @@
-"""Messages as plain data: elements, communicator and primitive, in one level or two levels.
-
-With two levels, the ranks of a node first add up sums that leave the node, and hand values that
-come to the node on to each other. Members of a team sit on nodes, node by node, and equally many on
-every node. The members of a node form a team, and the members with the same place in their nodes
-form a team. A collective of the whole team becomes a few collectives of the smaller teams: the plan
-says what crosses the network, whatever MPI does. Encoded messages are encoded between nodes only.
-"""
+"""Messages as plain data: elements, communicator, primitive and bytes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from mpikfac.plan.choices import Robust
-from mpikfac.plan.codec import EVERYWHERE, IN_SHARDS, IN_TWO_SUMS, Codec
+from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
@@ -47,17 +39,19 @@ class Message:
 
     Attributes:
         stage: the stage of `KFAC.step` that sends the message.
-        primitive: the MPI collective, or several in turn; or Send or Recv.
+        primitive: the MPI collective, or several in turn; or Send or Recv; or "Isend, Irecv", from
+            parts to other parts of the same elements.
         over: "world", "column" or "row", or a part as in two levels; or "curvature", the link to
             curvature ranks.
         spans: the place in the stage's arena: first and last (exclusive) element; for
-            Reduce_scatter, Alltoall and Allgatherv, of every member's part in turn.
+            Reduce_scatter, Alltoall, Allgatherv and "Isend, Irecv", of every member's part in turn.
         root: the destination of a Reduce or Send, or the source of a Bcast or Recv.
         size: bytes of all spans as sent, of all members where every member sends a part.
         bytes: the bytes of `size` that the rank hands to MPI.
         wire: bytes sent by the rank if the collective is a ring.
         codec: the encoding; None for plain numbers.
         rule: the rule that combines the numbers of ranks; None for sums and copies.
+        to: for "Isend, Irecv", every member's part after the message, in turn.
     """
 
     stage: str
@@ -70,6 +64,7 @@ class Message:
     wire: int
     codec: Codec | None = None
     rule: Robust | NearMost | None = None
+    to: tuple[tuple[int, int], ...] = ()
 
 
 def sums(
@@ -123,7 +118,7 @@ def combinations(
     for span in layout.spans(kind) if ranks > 1 else ():
         if span.kind is None:
             continue
-        shards = _cut(span.start, span.stop, ranks, None)
+        shards = cut(span.start, span.stop, ranks)
         messages.append(message(stage, "Alltoall", "world", shards, ranks, itemsize))
         if products := rule.products(ranks):
             messages.append(message(stage, "Allreduce", "world", [(0, products)], ranks, 8))
@@ -224,77 +219,8 @@ def _alike(spans: Sequence[Span]) -> bool:
     return len({span.kind for span in spans}) == 1
 
 
-# -- two levels -----------------------------------------------------------------------------------
-
-IN_NODE = "{} in node"
-BETWEEN_NODES = "{} between nodes"
-
-
-@dataclass(frozen=True)
-class Seat:
-    """The place of a rank in a team on `nodes` nodes, with `places` members on a node.
-
-    Member `m` of the team has place `m % places` of node `m // places`.
-    """
-
-    nodes: int
-    places: int
-    node: int
-    place: int
-
-
-def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
-    """Return the seat of `rank`, with rank r on node `r // ranks_per_node`.
-
-    None if two levels make no sense: the team is on one node, has one member per node, or is spread
-    unevenly.
-    """
-    members = Counter(member // ranks_per_node for member in team)
-    places = members[rank // ranks_per_node]
-    if len(set(members.values())) > 1 or places == 1 or len(members) == 1:
-        return None
-    return Seat(len(members), places, *divmod(team.index(rank), places))
-
-
-def in_two_levels(of_one_level: Iterable[Message], seat: Seat, itemsize: int) -> list[Message]:
-    """Return the messages of the rank at `seat` in the place of messages of one level.
-
-    Empty messages are left out.
-    """
-    return [m for of_team in of_one_level for m in _levels(of_team, seat, itemsize) if m.size]
-
-
-def _levels(of_team: Message, seat: Seat, itemsize: int) -> list[Message]:
-    spans, primitive, places = of_team.spans, of_team.primitive, seat.places
-    node, place = divmod(of_team.root, places)
-    of_place = spans[seat.place :: places]
-    on_each_node = [spans[first : first + places] for first in range(0, len(spans), places)]
-
-    def inside(primitive: str, spans: Sequence[tuple[int, int]], root: int = -1) -> Message:
-        over = IN_NODE.format(of_team.over)
-        return message(of_team.stage, primitive, over, spans, places, itemsize, seat.place, root)
-
-    def between(primitive: str, spans: Sequence[tuple[int, int]], root: int = -1) -> Message:
-        over, codec = BETWEEN_NODES.format(of_team.over), of_team.codec
-        member, nodes = seat.node, seat.nodes
-        return message(of_team.stage, primitive, over, spans, nodes, itemsize, member, root, codec)
-
-    if primitive in ("Allreduce", *EVERYWHERE.values()):
-        shards = _cut(*spans[0], places, of_team.codec)
-        across_nodes = between(primitive, [shards[seat.place]])
-        return [inside("Reduce_scatter", shards), across_nodes, inside("Allgatherv", shards)]
-    if primitive == "Allgatherv":
-        return [between(primitive, of_place), *(inside(primitive, s) for s in on_each_node)]
-    if primitive in ("Reduce", "Bcast"):
-        first = [inside(primitive, spans, place)]
-        then = [between(primitive, spans, node)] if place == seat.place else []
-        return first + then if primitive == "Reduce" else then + first
-    added = "Reduce_scatter" if of_team.codec else primitive
-    return [*(inside(added, s) for s in on_each_node), between(primitive, of_place)]
-
-
-def _cut(start: int, stop: int, count: int, codec: Codec | None) -> list[tuple[int, int]]:
-    """Return `count` neighbouring aligned spans, as equal as possible; matrices stay of_team."""
+def cut(start: int, stop: int, count: int, codec: Codec | None = None) -> list[tuple[int, int]]:
+    """Return `count` neighbouring aligned spans, as equal as possible; matrices stay whole."""
     blocks = (stop - start) // ALIGNMENT
     edges = [start + blocks * k // count * ALIGNMENT for k in range(count)]
     if codec and codec.matrices:

@@ -1,0 +1,116 @@
+"""Sums to owners and gathers from owners by way of equal shards of all members of a team.
+
+What a collective of unequal parts costs depends on the algorithm of an MPI: in a ring of many ranks
+every round takes as long as the largest part. A sum to owners is therefore a sum of equal shards,
+whose members pass the numbers on to the owners; a gather begins with owners who pass numbers to
+equal shards. Shards in two levels lie place by place, so a level takes a single collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from mpikfac.plan.messages.levels import BETWEEN_NODES, IN_NODE, Seat, in_two_levels
+from mpikfac.plan.messages.messages import Message, cut, message
+
+Spans = Sequence[tuple[int, int]]
+PASSED = "Isend, Irecv"
+
+
+class Passed(NamedTuple):
+    """Neighbouring elements that a member sends to another member."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def in_shards(
+    of_team: Iterable[Message], members: int, member: int, seat: Seat | None, itemsize: int
+) -> list[Message]:
+    """Return the messages of member `member` in the place of messages of one level.
+
+    Messages that are neither sums to owners nor gathers of parts take no way by shards.
+
+    Args:
+        seat: the member's seat; None for one level.
+    """
+    parts: list[Message] = []
+    for whole in of_team:
+        if whole.primitive in ("Reduce_scatter", "Allgatherv"):
+            parts += _by_way_of_shards(whole, members, member, seat, itemsize)
+        else:
+            parts += in_two_levels([whole], seat, itemsize) if seat else [whole]
+    return [part for part in parts if part.size]
+
+
+def _by_way_of_shards(
+    whole: Message, members: int, member: int, seat: Seat | None, itemsize: int
+) -> list[Message]:
+    start, stop = whole.spans[0][0], whole.spans[-1][1]
+
+    def of(primitive: str, over: str, spans: Spans, position: int) -> Message:
+        return message(whole.stage, primitive, over, spans, len(spans), itemsize, position)
+
+    def passing(spans: Spans, to: Spans) -> Message:
+        return _passing(whole.stage, whole.over, spans, to, member, itemsize)
+
+    if seat is None:
+        shards = cut(start, stop, members)
+        levels = [of(whole.primitive, whole.over, shards, member)]
+    else:
+        of_places = cut(start, stop, seat.places)
+        of_nodes = [cut(*span, seat.nodes) for span in of_places]
+        shards = [of_place[node] for node in range(seat.nodes) for of_place in of_nodes]
+        inside, between = IN_NODE.format(whole.over), BETWEEN_NODES.format(whole.over)
+        levels = [
+            of(whole.primitive, inside, of_places, seat.place),
+            of(whole.primitive, between, of_nodes[seat.place], seat.node),
+        ]
+    if whole.primitive == "Reduce_scatter":
+        return [*levels, passing(shards, whole.spans)]
+    return [passing(whole.spans, shards), *reversed(levels)]
+
+
+def _passing(stage: str, over: str, spans: Spans, to: Spans, member: int, itemsize: int) -> Message:
+    """Return the message that takes elements from members' `spans` to the members' parts `to`."""
+    spans, to = tuple(spans), tuple(to)
+    moves = passed(spans, to)
+    size = itemsize * sum(move.size for move in moves)
+    sent = itemsize * sum(move.size for move in moves if move.source == member)
+    return Message(stage, PASSED, over, spans, -1, size, sent, sent, to=to)
+
+
+@lru_cache(maxsize=64)
+def passed(
+    spans: tuple[tuple[int, int], ...], to: tuple[tuple[int, int], ...]
+) -> tuple[Passed, ...]:
+    """Return what members send each other, in the order of elements, if `spans` become `to`.
+
+    Both are the parts of all members, of the same elements; elements that stay are left out.
+    """
+    sources, targets = _in_order(spans), _in_order(to)
+    moves: list[Passed] = []
+    place = 0
+    for start, stop, source in sources:
+        while place < len(targets) and targets[place][1] <= start:
+            place += 1
+        for first, last, target in targets[place:]:
+            if first >= stop:
+                break
+            if source != target:
+                moves.append(Passed(source, target, max(start, first), min(stop, last)))
+    return tuple(moves)
+
+
+def _in_order(spans: Spans) -> list[tuple[int, int, int]]:
+    """Return start, stop and member of the parts with elements, in the order of elements."""
+    return sorted((start, stop, m) for m, (start, stop) in enumerate(spans) if stop > start)
