@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from mpikfac.plan import PIECE, Message, Plan, names
+from mpikfac.plan import PASSED, PIECE, Message, Plan, names
 from mpikfac.predict import Job, Machine, algorithms, costs, load_machine, simulator
 from mpikfac_apps.planning import simulate
 from mpikfac_apps.planning.options import SIMULATE
@@ -42,10 +42,10 @@ NAMES = {
 
 Algorithms without a name are in replay.c: SMPI's rings of gathers send to far members or in pieces.
 """
-TRANSFERS = "Isend, Irecv"
+
 OPTIONS = {
     **{"smpi/bw-factor": "0:1", "smpi/lat-factor": "0:1", "network/TCP-gamma": 0},
-    "network/weight-S": 0,  # flows share a link equally, whatever the bandwidths on their way
+    "network/weight-S": 1,  # flows share a link equally; with 0, some flows share nothing
     **{"smpi/os": "0:0:0", "smpi/or": "0:0:0", "smpi/simulate-computation": "no"},
     **{"smpi/display-timing": "no", "contexts/stack-size": 256, "network/crosstraffic": "no"},
     "smpi/send-is-detached-thresh": 2**16 // SCALE,
@@ -121,7 +121,7 @@ def of_teams(plan: Plan, teams: dict[range, Message]) -> Replayed:
         ((team, call) for team in teams for call in calls[team]),
         key=lambda entry: sum(entry[1].elements),
     )
-    algorithm = "" if message.primitive == TRANSFERS else chosen(message, largest, team, plan)
+    algorithm = "" if message.primitive == PASSED else chosen(message, largest, team, plan)
     return Replayed(message.primitive, algorithm, tuple((t, tuple(calls[t])) for t in teams))
 
 
@@ -146,12 +146,12 @@ def calls_of(message: Message, team: range, plan: Plan) -> list[Call]:
     Raises:
         ValueError: the message is encoded, or combined by a rule, or no single collective.
     """
-    if message.codec or message.rule or message.primitive not in (*NAMES, TRANSFERS):
+    if message.codec or message.rule or message.primitive not in (*NAMES, PASSED):
         raise ValueError(f"{message.primitive} of {message.stage!r} is not replayed")
     primitive, root = message.primitive, message.root
     counts = [stop - start for start, stop in message.spans]
     words = message.size / sum(counts) / WORD
-    if primitive == TRANSFERS:
+    if primitive == PASSED:
         moved = list(transfers(message.spans, message.to))
         triples = (n for source, to, count in moved for n in (source, to, scaled(count, words)))
         return [Call(tuple(triples), tuple(count for _, _, count in moved))]
@@ -245,7 +245,7 @@ def collective(primitive: str, algorithm: str) -> dict[str, str]:
     if (primitive, algorithm) == ("Allreduce", "binomial"):
         tree = {"smpi/reduce": "binomial", "smpi/bcast": "binomial_tree"}
         return {"smpi/allreduce": "redbcast"} | tree
-    if primitive == TRANSFERS or not NAMES[primitive][algorithm]:
+    if primitive == PASSED or not NAMES[primitive][algorithm]:
         return {}
     key = "alltoallv" if primitive == "Alltoall" else primitive.lower()
     return {f"smpi/{key}": NAMES[primitive][algorithm]}
