@@ -1,44 +1,42 @@
 """Compute seconds of messages and of a rank's computations on a machine, by pure functions.
 
-A collective over P ranks takes `steps(P) * latency + wire / bandwidth`, where `wire` is the bytes
-that a rank sends in a ring, and small messages go along a tree [Thakur et al. 2005]. If the
-collective was measured, the measurement takes the place of both terms, and the formula only
-converts the measurement to different numbers of ranks.
+A collective takes a latency and the bytes of the busiest link over the bandwidth, round by round of
+the algorithm that the machine's MPI takes (`algorithms`). If the collective was measured, the
+measurement comes first, and the rounds only convert the measurement to different numbers of ranks
+and to unequal parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, PIECE, Factor, LayerShape, Message, Plan
+from mpikfac.plan import IN_TWO_SUMS, PIECE, Factor, LayerShape, Message, Plan
+from mpikfac.predict import algorithms
+from mpikfac.predict.algorithms import Round
 from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, interpolated
 
-IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv", "Allgather")
+UNEQUAL = ("Reduce_scatter", "Alltoall", "Allgatherv")
+IN_PIECES = ("Allreduce", "Reduce", "Reduce_scatter", "Alltoall")
+BLOCKING = {"Iallreduce": "Allreduce", "Ireduce": "Reduce"}
 DRAWS = 512  # points of the quadrature over the slowest rank
-CHAINED = 4 * PIECE  # bytes of a piece of a sum in order, in float32
+CHAINED = 4 * PIECE  # bytes of a piece of a message, in float32
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a collective of `rank`, counted from the arrival of the last member.
-
-    A sum made in parts takes as long as the member with the largest part. A gather of unequal parts
-    takes hardly longer than a gather of equal parts.
-    """
+    """Return the seconds of a collective of `rank`, counted from the arrival of the last member."""
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
-    def seconds(primitive: str, size: float) -> float:
-        return collective_seconds(primitive, size, ranks, machine, nodes, sharing, codec)
+    def seconds(primitive: str, size: float, parts: Sequence[float] = ()) -> float:
+        return collective_seconds(primitive, size, ranks, machine, nodes, sharing, codec, parts)
 
-    counts = [stop - start for start, stop in message.spans]
-    per_element = message.size / max(1, sum(counts))
-    if message.primitive == "Reduce_scatter" and sum(counts) > PIECE:
-        return sum(seconds("Reduce", per_element * count) for count in counts)
-    if message.primitive in ("Reduce_scatter", "Alltoall"):
-        return seconds(message.primitive, per_element * len(counts) * max(counts))
+    if message.primitive in UNEQUAL:
+        counts = [stop - start for start, stop in message.spans]
+        per_element = message.size / max(1, sum(counts))
+        return seconds(message.primitive, message.size, [per_element * count for count in counts])
     if message.codec and message.primitive == IN_TWO_SUMS:
         return sum(seconds("Allreduce", plan.itemsize * side) for side in message.codec.sides())
     if message.primitive == "Send, Bcast":
@@ -55,9 +53,9 @@ def message_latency(plan: Plan, rank: int, machine: Machine) -> float:
 
 
 def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
-    """Return the seconds to send `size` bytes of a basis to the workers of a layer."""
+    """Return the seconds to gather `size` bytes of bases, in equal parts, on a layer's workers."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "column"), plan, machine)
-    return collective_seconds("Bcast", size, ranks, machine, nodes, sharing)
+    return collective_seconds("Allgatherv", size, ranks, machine, nodes, sharing)
 
 
 def placed(ranks: range, plan: Plan, machine: Machine) -> tuple[int, int, int]:
@@ -77,6 +75,7 @@ def collective_seconds(
     nodes: int = 1,
     sharing: int = 1,
     codec: str | None = None,
+    parts: Sequence[float] = (),
 ) -> float:
     """Return the seconds of a collective over `ranks` ranks on `nodes` nodes.
 
@@ -84,28 +83,39 @@ def collective_seconds(
         size: bytes of the whole buffer, as sent.
         sharing: communicators that do the same at once and share the link of a node.
         codec: encoding of the numbers; encoding costs 0 s if not measured.
+        parts: bytes of every member's part; equal parts if not given.
     """
     if ranks == 1 or size == 0:
         return 0.0
     if primitive == "Send":  # piece by piece along a chain of all ranks
         pieces = math.ceil(size / CHAINED)
-        piece = _hop_seconds(min(size, CHAINED), machine, nodes, sharing)
-        return (ranks - 2 + pieces) * piece
+        hop = collective_seconds("Recv", min(size, CHAINED), 2, machine, nodes, sharing)
+        return (ranks - 2 + pieces) * hop
     if primitive == "Recv":
-        return _hop_seconds(size, machine, nodes, sharing)
-    sample = nearest(machine, primitive, ranks, nodes, sharing, codec)
-    if sample is not None:
-        return _scaled(sample, size, ranks, sharing)
-    level = machine.between if nodes > 1 and machine.between else machine.inside
-    bandwidth = min(machine.inside.bandwidth, level.bandwidth / sharing)
-    return steps(primitive, ranks) * level.latency + wire(primitive, ranks) * size / bandwidth
+        primitive, ranks = "Send", 2
+    modelled = _modelled(primitive, parts or _equal(size, ranks), machine, nodes, sharing)
+    sample = nearest(machine, BLOCKING.get(primitive, primitive), ranks, nodes, sharing, codec)
+    return sum(modelled) if sample is None else _converted(sample, size, modelled, machine)
 
 
-def level_of(sample: Sample) -> Level:
+def round_seconds(one: Round, machine: Machine, sharing: int = 1) -> tuple[float, float]:
+    """Return the seconds of latency and of bytes of rounds of a collective."""
+    inside, between = machine.inside, machine.between
+    if between is None or not one.leaving:
+        return one.times * inside.latency, one.times * one.size / inside.bandwidth
+    of_node = one.leaving * sharing / between.bandwidth
+    return one.times * between.latency, one.times * max(one.size / inside.bandwidth, of_node)
+
+
+def level_of(sample: Sample, library: str = "Open MPI") -> Level:
     """Return the network level that fits a measured collective, for unmeasured collectives."""
     line = fitted(sample.points)
-    moved = wire(sample.primitive, sample.ranks) * sample.sharing
-    return Level(line.latency / steps(sample.primitive, sample.ranks), line.bandwidth * moved)
+    largest = sample.points[-1][0]
+    found = _rounds(sample.primitive, _equal(largest, sample.ranks), sample.nodes, library)
+    busiest = (one.leaving * sample.sharing if sample.nodes > 1 else one.size for one in found)
+    moved = sum(size * one.times for size, one in zip(busiest, found))
+    count = sum(one.times for one in found)
+    return Level(line.latency / count, line.bandwidth * moved / largest)
 
 
 def nearest(
@@ -136,40 +146,52 @@ def nearest(
     return min(alike, key=distance, default=None)
 
 
-def steps(primitive: str, ranks: int) -> int:
-    """Return the number of successive messages in a collective of small messages."""
-    return math.ceil(math.log2(ranks)) * (2 if primitive in ("Allreduce", IN_SHARDS) else 1)
+def _rounds(primitive: str, parts: Sequence[float], nodes: int, library: str) -> list[Round]:
+    """Return the rounds of a message, piece by piece; all pieces have a share of every part."""
+    together = math.ceil(len(parts) / nodes)
+    found: list[Round] = []
+    for name in primitive.split(", "):
+        size = max(parts) * len(parts) if name == "Alltoall" else sum(parts)
+        pieces = math.ceil(size / CHAINED) if name in IN_PIECES else 1
+        piece = [part / pieces for part in parts]
+        way = algorithms.chosen(name, piece, library)
+        of_piece = algorithms.rounds(name, way, piece, together)
+        found += (one._replace(times=one.times * pieces) for one in of_piece)
+    return found
 
 
-def wire(primitive: str, ranks: int) -> float:
-    """Return the bytes that a rank sends in a ring, per byte of the whole buffer."""
-    share = (ranks - 1) / ranks
-    twice = dict.fromkeys(("Allreduce", IN_SHARDS), 2 * share)
-    shares = twice | dict.fromkeys(IN_PARTS, share)
-    return shares.get(primitive, 1)
+def _modelled(
+    primitive: str, parts: Sequence[float], machine: Machine, nodes: int, sharing: int
+) -> tuple[float, float]:
+    """Return the seconds of latency and of bytes of a message on the machine's levels."""
+    found = _rounds(primitive, parts, nodes, machine.library)
+    return _total(round_seconds(one, machine, sharing) for one in found)
 
 
-def _scaled(sample: Sample, size: float, ranks: int, sharing: int) -> float:
-    """Convert a measured time to `ranks` ranks: latency by `steps`, the rest by `wire` bytes."""
+def _converted(
+    sample: Sample, size: float, modelled: tuple[float, float], machine: Machine
+) -> float:
+    """Convert a measured time of equal parts to the modelled collective, by the modelled seconds.
+
+    The latency goes by the seconds of latency, the rest by the seconds of bytes.
+    """
     line = fitted(sample.points)
     largest = sample.points[-1][0]
     seconds = interpolated(sample.points, size) + max(0.0, size - largest) / line.bandwidth
-    if (ranks, sharing) == (sample.ranks, sample.sharing):
-        return seconds
-    primitive = sample.primitive
     latency = min(line.latency, seconds)
-    moved = wire(primitive, ranks) * sharing / (wire(primitive, sample.ranks) * sample.sharing)
-    longer = steps(primitive, ranks) / steps(primitive, sample.ranks)
-    return latency * longer + (seconds - latency) * moved
+    equal = _equal(size, sample.ranks)
+    measured = _modelled(sample.primitive, equal, machine, sample.nodes, sample.sharing)
+    longer, more = (here / there for here, there in zip(modelled, measured))
+    return latency * longer + (seconds - latency) * more
 
 
-def _hop_seconds(size: float, machine: Machine, nodes: int, sharing: int) -> float:
-    """Return the seconds of a message from a rank to the next rank."""
-    sample = nearest(machine, "Send", 2, nodes, sharing)
-    if sample is not None:
-        return _scaled(sample, size, 2, sharing)
-    level = machine.between if nodes > 1 and machine.between else machine.inside
-    return level.latency + size / min(machine.inside.bandwidth, level.bandwidth / sharing)
+def _equal(size: float, ranks: int) -> list[float]:
+    return [size / ranks] * ranks
+
+
+def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    latencies, of_bytes = zip(*seconds)
+    return sum(latencies), sum(of_bytes)
 
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpikfac import files
+from mpikfac.predict.algorithms import LIBRARIES
 
 Point = tuple[float, float]
 LARGEST = 1e30
@@ -106,6 +107,7 @@ class Machine:
             turn.
         products: order and rate of a matrix product, in operations per second, ascending; empty
             if not known.
+        library: the MPI, whose algorithms the collectives follow.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Machine:
     samples: tuple[Sample, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    library: str = "Open MPI"
 
     def to_json(self) -> str:
         """Return the text for `machine_from_json`."""
@@ -176,6 +179,9 @@ def machine_from_json(text: str | bytes) -> Machine:
     """
     values = _checked(files.json_of(text), Machine, "the file")
     _check_types(values, Machine)
+    if (library := values.get("library", "Open MPI")) not in LIBRARIES:
+        libraries = ", ".join(LIBRARIES)
+        raise ValueError(f"library={reprlib.repr(library)} must be one of {libraries}")
     values["inside"] = _level(values["inside"], "inside")
     if values.get("between") is not None:
         values["between"] = _level(values["between"], "between")
