@@ -20,6 +20,7 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
     solver_of,
 )
+from mpikfac_apps.planning import chakra
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, most_loaded, orders_of
 from mpikfac_apps.planning.options import PLAN, PlanOptions
 from mpikfac_apps.problems import models
@@ -43,7 +44,8 @@ def print_plan(options: PlanOptions) -> int:
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
     job = job_of(run_of(options), options.ranks, 1)
-    show([*sections, memory(plan, job), messages(plan), *steps(plan)])
+    sections += [memory(plan, job), messages(plan), *steps(plan)]
+    show(sections + ([traces(options, plan)] if options.export else []))
     return 0
 
 
@@ -60,6 +62,23 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
     )
     _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
     return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
+
+
+def traces(options: PlanOptions, plan: mpikfac.plan.Plan) -> list[str]:
+    """Write the traces of a plan, and return a line about them.
+
+    Raises:
+        ValueError: a message has no counterpart in a trace, or the machine does not know the model.
+        OSError: a file cannot be written.
+    """
+    prediction = None
+    if options.distribution.machine:
+        machine = mpikfac.predict.load_machine(options.distribution.machine)
+        job = job_of(run_of(options), options.ranks, plan.strategy.refresh.stagger or 1)
+        prediction = mpikfac.predict.simulate(plan, machine, job)
+    assert options.export is not None
+    number_of = chakra.write_traces(plan, options.export, prediction)
+    return [f"Chakra: {number_of} traces {options.export}.KIND.RANK.et, and {options.export}.groups.json"]
 
 
 def run_of(options: PlanOptions) -> Options:
