@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from mpikfac.plan import IN_TWO_SUMS, PIECE, Factor, LayerShape, Message, Plan
+from mpikfac.plan import IN_TWO_SUMS, PASSED, PIECE, Factor, LayerShape, Message, Plan, passed
 from mpikfac.predict import algorithms
 from mpikfac.predict.algorithms import Round
 from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, interpolated
@@ -37,6 +37,12 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
         counts = [stop - start for start, stop in message.spans]
         per_element = message.size / max(1, sum(counts))
         return seconds(message.primitive, message.size, [per_element * count for count in counts])
+    if message.primitive == PASSED:
+        sent = [
+            (*move[:2], plan.itemsize * move.size) for move in passed(message.spans, message.to)
+        ]
+        one = algorithms.transfer(sent, math.ceil(ranks / nodes))
+        return sum(round_seconds(one, machine, sharing))
     if message.codec and message.primitive == IN_TWO_SUMS:
         return sum(seconds("Allreduce", plan.itemsize * side) for side in message.codec.sides())
     if message.primitive == "Send, Bcast":

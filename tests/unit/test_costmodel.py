@@ -29,20 +29,39 @@ LATENT = dataclasses.replace(MACHINE, inside=Level(1.0, math.inf), between=Level
 
 
 @pytest.mark.parametrize(
-    ("primitive", "share"),
-    [("Allreduce", 1.5), ("Reduce_scatter", 0.75), ("Allgatherv", 0.75), ("Bcast", 1.0)],
+    ("primitive", "size", "busiest"),
+    [
+        ("Allreduce", 1000, 2000),  # all of it in two exchanges
+        ("Allreduce", 2**14, 1.5 * 2**14),  # halves, quarters, and back
+        ("Reduce_scatter", 1000, 750),
+        ("Allgatherv", 1000, 750),
+        ("Bcast", 1000, 2000),  # along a tree
+        ("Bcast", 2**13, 3 * 2**13),  # from the root to all
+        ("Iallreduce", 2**14, 4 * 2**14),  # a tree there and back
+    ],
 )
-def test_large_messages_are_rings(primitive, share):
-    """Oracle: bytes that every rank of 4 sends in a ring, per byte of the buffer."""
-    seconds = costs.collective_seconds(primitive, 1000, 4, MACHINE)
-    assert seconds == pytest.approx(1000 * share)
+def test_a_collective_takes_the_bytes_of_its_busiest_link(primitive, size, busiest):
+    """Oracle: by hand: bytes of the busiest of 4 ranks by the algorithms of Open MPI."""
+    assert costs.collective_seconds(primitive, size, 4, MACHINE) == pytest.approx(busiest)
 
 
-def test_small_messages_are_trees():
-    """Oracle: depth of a binary tree over 5 ranks; there and back for an Allreduce."""
+def test_small_messages_have_latencies_of_their_rounds():
+    """Oracle: by hand: a tree over 5 ranks; 4 ranks exchange twice, a pair before and after.
+
+    The exchanges of neighbours stay on nodes of 3 ranks.
+    """
     assert costs.collective_seconds("Bcast", 1, 5, LATENT) == pytest.approx(3)
-    assert costs.collective_seconds("Allreduce", 1, 5, LATENT) == pytest.approx(6)
-    assert costs.collective_seconds("Allreduce", 1, 5, LATENT, 2) == pytest.approx(60)
+    assert costs.collective_seconds("Allreduce", 1, 5, LATENT) == pytest.approx(4)
+    assert costs.collective_seconds("Allreduce", 1, 5, LATENT, 2) == pytest.approx(1 + 1 + 10 + 1)
+
+
+def test_halves_of_a_node_cross_the_link_of_the_node():
+    """Oracle: by hand: 8 ranks on 2 nodes: halves of 1/2 and 1/4 inside, 4 of 1/8 between.
+
+    A byte takes 1 s inside and 10 s between. Back the same way.
+    """
+    found = costs.collective_seconds("Allreduce", 2**14, 8, MACHINE, 2)
+    assert found == pytest.approx(2 * 2**14 * (1 / 2 + 1 / 4 + 10 * 4 / 8))
 
 
 def test_one_rank_and_no_bytes_cost_nothing():
@@ -75,8 +94,13 @@ def test_the_slower_level_bounds_a_message_and_links_are_shared():
     """Oracle: 3/4 of 1000 bytes at 1 byte per second; half of 1000 bytes at 0.1, for 4 at once."""
     plan = make_plan(LAYERS, 8, Strategy(2))
     message = plan.messages(0, True, True)[0]
-    row = dataclasses.replace(message, primitive="Allgatherv", over="row", size=1000)
-    column = dataclasses.replace(row, over="column")
+    row, column = (
+        dataclasses.replace(message, primitive="Allgatherv", over=over, size=1000, spans=spans)
+        for over, spans in (
+            ("row", tuple((k, k + 1) for k in range(4))),
+            ("column", ((0, 1), (1, 2))),
+        )
+    )
     assert costs.message_seconds(row, plan, 0, MACHINE) == pytest.approx(750)
     assert costs.message_seconds(column, plan, 0, MACHINE) == pytest.approx(500 * 10 * 4)
 
@@ -113,6 +137,14 @@ def test_a_measurement_is_carried_over_to_other_numbers_of_ranks():
     machine = measured(Sample("Allreduce", 4, 1, 1, MEASURED), Sample("Bcast", 16, 1, 1, MEASURED))
     found = costs.collective_seconds("Allreduce", 10**6, 16, machine)
     assert found == pytest.approx(0.01 * 2 + 1.0 * (15 / 8) / (3 / 2))
+
+
+def test_a_measurement_of_equal_parts_is_carried_over_to_unequal_parts():
+    """Oracle: by hand: in a ring of 4 the largest of 4 parts, three times; the same latency."""
+    machine = measured(Sample("Reduce_scatter", 4, 1, 1, MEASURED))
+    parts = [1e6 * share for share in (0.5, 0.25, 0.25, 0.0)]
+    found = costs.collective_seconds("Reduce_scatter", 10**6, 4, machine, parts=parts)
+    assert found == pytest.approx(0.01 + 1.0 * (3 * 0.5) / (3 * 0.25))
 
 
 def test_several_nodes_are_not_predicted_from_one():
@@ -245,24 +277,40 @@ def test_layers_have_the_times_of_their_solvers():
             part(plan, 0, MACHINE, MACHINE.networks[0])
 
 
-def test_the_largest_part_bounds_a_sum_and_not_a_gather():
-    """Oracle: a single member has 3 of 4 elements: as 6 elements, of which a ring sends half."""
+@pytest.mark.parametrize("primitive", ["Reduce_scatter", "Allgatherv"])
+def test_the_largest_part_bounds_sums_and_gathers_in_a_ring(primitive):
+    """Oracle: by hand: one of two members has 12 of 16 bytes, which pass a link once."""
     plan = make_plan(LAYERS, 2, Strategy())
-    message = mpikfac.plan.Message("s", "Reduce_scatter", "world", ((0, 1), (1, 4)), -1, 16, 16, 8)
+    message = mpikfac.plan.Message("s", primitive, "world", ((0, 1), (1, 4)), -1, 16, 16, 8)
     assert costs.message_seconds(message, plan, 0, MACHINE) == pytest.approx(12)
-    message = dataclasses.replace(message, primitive="Allgatherv")
-    assert costs.message_seconds(message, plan, 0, MACHINE) == pytest.approx(8)
 
 
-def test_large_sums_in_parts_are_one_for_each_member():
-    """Oracle: as `comm.Grid` makes the sums, past the limit of elements."""
+def test_large_sums_in_parts_are_several_sums_of_all_parts():
+    """Oracle: as `comm.Grid` makes the sums, past the limit of elements: latencies by hand."""
     plan = make_plan(LAYERS, 2, Strategy())
     count = costs.PIECE
-    message = mpikfac.plan.Message(
-        "s", "Reduce_scatter", "world", ((0, count), (count, 2 * count)), -1, 8 * count, 0, 0
-    )
+    spans = ((0, count), (count, 2 * count + 1))
+    message = mpikfac.plan.Message("s", "Reduce_scatter", "world", spans, -1, 8 * count + 4, 0, 0)
+    assert costs.message_seconds(message, plan, 0, LATENT) == pytest.approx(3)
     found = costs.message_seconds(message, plan, 0, MACHINE)
-    assert found == 2 * costs.collective_seconds("Reduce", 4 * count, 2, MACHINE)
+    assert found == pytest.approx(4 * count + 4)
+
+
+def test_parts_that_are_passed_on_take_the_busiest_member_and_node():
+    """Oracle: by hand: rank 0 hands on 3 of 4 shards of 100 elements, 2 to the other node.
+
+    Nodes have 2 ranks; a byte takes 1 s inside a node and 10 s between.
+    """
+    plan = make_plan(LAYERS, 4, Strategy(1))
+    machine = dataclasses.replace(MACHINE, ranks_per_node=2)
+    owned = ((0, 400), (400, 400), (400, 400), (400, 400))
+    shards = tuple((100 * k, 100 * (k + 1)) for k in range(4))
+    message = mpikfac.plan.Message("s", "Isend, Irecv", "world", owned, -1, 1200, 0, 0, to=shards)
+    assert costs.message_seconds(message, plan, 0, machine) == pytest.approx(4 * 200 * 10)
+    inside = dataclasses.replace(machine, ranks_per_node=4)
+    assert costs.message_seconds(message, plan, 0, inside) == pytest.approx(4 * 300)
+    latent = dataclasses.replace(LATENT, ranks_per_node=2)
+    assert costs.message_seconds(message, plan, 0, latent) == pytest.approx(10)
 
 
 def test_what_encodes_is_part_of_what_was_measured():

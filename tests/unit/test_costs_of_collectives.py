@@ -276,30 +276,11 @@ def test_a_chain_of_pieces():
 
 
 def test_an_exchange_of_parts_is_a_round_of_all_messages():
-    """Oracle: by hand: members 0 and 3 own 6 and 2 of 8 elements; shards are of 2."""
-    owners = ((0, 6), (6, 6), (6, 6), (6, 8))
-    shards = ((0, 2), (2, 4), (4, 6), (6, 8))
-    for before, after in ((owners, shards), (shards, owners)):
-        assert transfer(before, after) == Round(4, 4)
-        assert transfer(before, after, together=2) == Round(4, 2)
-    assert transfer(shards, shards) == Round(0, 0)
-
-
-def test_an_exchange_of_parts_is_the_bytes_of_every_intersection():
-    """Oracle: element by element, for random parts."""
-    draws = random.Random(0)
-    for _ in range(50):
-        had, gets = (sorted(draws.choices(range(40), k=5)) for _ in range(2))
-        before, after = (list(zip([0, *cuts], [*cuts, 40])) for cuts in (had, gets))
-        element = [
-            [next(m for m, (a, b) in enumerate(p) if a <= e < b) for e in range(40)]
-            for p in (before, after)
-        ]
-        away = [(s, t) for s, t in zip(*element) if s != t]
-        members = [sum(pair[end] == m for pair in away) for end in (0, 1) for m in range(6)]
-        far = [(s // 2, t // 2) for s, t in away if s // 2 != t // 2]
-        nodes = [sum(pair[end] == m for pair in far) for end in (0, 1) for m in range(3)]
-        assert transfer(before, after, 2) == Round(max(members), max(nodes))
+    """Oracle: by hand: member 0 sends to 1 and 2, on the node of 2 members, and to the next."""
+    messages = [(0, 1, 5.0), (0, 2, 3.0), (3, 2, 4.0)]
+    for turned in (messages, [(to, source, size) for source, to, size in messages]):
+        assert transfer(turned) == Round(8, 8)
+        assert transfer(turned, together=2) == Round(8, 3)
 
 
 # -- Open MPI's choices ----------------------------------------------------------------------------

@@ -1,0 +1,406 @@
+"""Name the algorithm of a collective that an MPI takes, and count the algorithm's rounds.
+
+In a round, members send at the same time, and the next round begins when the busiest link is done.
+Links send and receive at once. So a collective takes the sum, over rounds, of a latency and of the
+bytes of the busiest link over the bandwidth. `parts` are the bytes of every member's part, in the
+order of members; a buffer without parts counts as equal parts. `together` neighbouring members
+share a node.
+
+The rounds follow the definitions in [Thakur et al. 2005]: rings, trees and exchanges at distances
+that double or halve. Without a power of two, some members first hand their numbers to a neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+Parts = Sequence[float]
+Value = TypeVar("Value")
+Table = Mapping[str, Mapping[int, Mapping[int, str]]]
+"""By primitive: by the least number of ranks: by the least number of bytes: the algorithm. The
+bytes are those of the whole buffer, or of the mean part of a gather.
+"""
+KIB, MIB = 2**10, 2**20
+CHAINED_PIECE = 32 * KIB  # bytes of a piece along a chain of coll/libnbc
+RADIX = 4  # children of a k-nomial tree per level, and 1
+
+# ompi/mca/coll/tuned/coll_tuned_decision_fixed.c and coll/libnbc/nbc_i{allreduce,reduce}.c, in the
+# main branch of August 2026, for commutative sums and ranks that share nodes. Ranges below some KiB
+# are joined. coll/han, with two levels of its own, is left out: plans have two levels.
+OPEN_MPI: Table = {
+    "Allreduce": {
+        2: {0: "doubling", 16 * KIB: "ring", 256 * KIB: "rabenseifner"},
+        4: {0: "doubling", 8 * KIB: "rabenseifner"},
+        16: {0: "doubling", 4 * KIB: "rabenseifner"},
+        32: {0: "ring", 128: "rabenseifner"},
+        64: {0: "doubling", 256 * KIB: "rabenseifner"},
+        128: {0: "binomial", 128 * KIB: "doubling", 256 * KIB: "rabenseifner"},
+        256: {0: "binomial", 4 * KIB: "rabenseifner"},
+        512: {0: "binomial", 2 * KIB: "doubling", 16 * KIB: "rabenseifner"},
+        4096: {0: "binomial", 2 * KIB: "ring", 16 * KIB: "doubling", 32 * KIB: "rabenseifner"},
+    },
+    "Reduce_scatter": {
+        2: {0: "ring", 64 * KIB: "butterfly", 128 * KIB: "ring"},
+        4: {0: "halving", 256 * KIB: "ring"},
+        32: {0: "halving", 2 * KIB: "butterfly", 512 * KIB: "ring"},
+        64: {0: "halving", 4 * KIB: "butterfly"},
+        512: {0: "halving", 16 * KIB: "butterfly"},
+        1024: {0: "halving", 32 * KIB: "butterfly"},
+        2048: {0: "halving", 8 * KIB: "butterfly"},
+    },
+    "Alltoall": {
+        2: {0: "pairwise"},
+        4: {0: "linear"},
+        64: {0: "pairwise"},
+        128: {0: "linear"},
+        256: {0: "pairwise"},
+        1024: {0: "linear"},
+    },
+    "Allgatherv": {
+        2: {0: "ring"},
+        3: {0: "neighbour", 4 * KIB: "ring", 8 * KIB: "neighbour"}
+        | {16 * KIB: "bruck", 256 * KIB: "neighbour"},
+        8: {0: "bruck"},
+        16: {0: "bruck", 256 * KIB: "ring"},
+        32: {0: "bruck", 8 * KIB: "ring"},
+        64: {0: "bruck", 4 * KIB: "ring"},
+        128: {0: "bruck", 1 * KIB: "neighbour", 64 * KIB: "ring"},
+        256: {0: "bruck", 1 * KIB: "ring"},
+        512: {0: "bruck", 4 * KIB: "neighbour", 1 * MIB: "ring"},
+        1024: {0: "bruck", 4 * KIB: "neighbour"},
+    },
+    "Allgather": {
+        2: {0: "doubling"},
+        32: {0: "doubling", 1 * KIB: "neighbour", 64 * KIB: "ring"},
+        128: {0: "doubling", 512: "neighbour", 128 * KIB: "ring"}
+        | {512 * KIB: "neighbour", 1 * MIB: "ring"},
+        512: {0: "doubling", 2 * KIB: "neighbour"},
+        1024: {0: "doubling", 4 * KIB: "neighbour"},
+    },
+    "Reduce": {
+        2: {0: "linear"},
+        4: {0: "binomial", 256 * KIB: "linear", 512 * KIB: "binomial", 1 * MIB: "linear"},
+        8: {0: "binomial"},
+    },
+    "Bcast": {
+        2: {0: "linear"},
+        4: {0: "binomial", 8 * KIB: "linear", 1 * MIB: "pipeline"},
+        8: {0: "knomial", 4 * KIB: "binomial", 32 * KIB: "linear"},
+        16: {0: "knomial", 4 * KIB: "binomial", 1 * MIB: "scatter"},
+        32: {0: "knomial"},
+        1024: {0: "knomial", 512 * KIB: "scatter"},
+        2048: {0: "knomial", 256 * KIB: "scatter"},
+    },
+    "Send": {2: {0: "pipeline"}},
+    "Iallreduce": {2: {0: "binomial"}, 4: {0: "binomial", 64 * KIB: "rabenseifner"}},
+    "Ireduce": {2: {0: "binomial", 64 * KIB: "chain"}, 5: {0: "binomial"}},
+}
+LIBRARIES: Mapping[str, Table] = {"Open MPI": OPEN_MPI}
+
+
+class Round(NamedTuple):
+    """Hold the bytes of the busiest links in a round of a collective.
+
+    Attributes:
+        size: of the busiest member, in or out.
+        leaving: of the busiest node, out of the node or into the node.
+        times: rounds of the kind.
+    """
+
+    size: float
+    leaving: float
+    times: int = 1
+
+
+def chosen(primitive: str, parts: Parts, library: str = "Open MPI") -> str:
+    """Return the algorithm that the library takes for a collective."""
+    size = sum(parts) / (len(parts) if primitive.startswith("Allgather") else 1)
+    by_size = _last(LIBRARIES[library][primitive], len(parts))
+    return _last(by_size, size)
+
+
+def rounds(primitive: str, algorithm: str, parts: Parts, together: int = 1) -> list[Round]:
+    """Return the rounds of a collective, the latest last.
+
+    Args:
+        together: neighbouring members on a node.
+    """
+    alone = together >= len(parts)  # on the node, and nothing leaves it
+    found = ROUNDS[primitive][algorithm](np.asarray(parts, float), 1 if alone else together)
+    return [Round(float(r.size), 0.0 if alone else float(r.leaving), r.times) for r in found]
+
+
+def transfer(messages: Iterable[tuple[int, int, float]], together: int = 1) -> Round:
+    """Return the round of messages between members: from, to and bytes.
+
+    All messages are under way at once, so their latencies overlap.
+    """
+    sources, targets, sizes = map(np.asarray, zip(*messages))
+    return _busiest(sources, targets, sizes, together)
+
+
+# -- one round -------------------------------------------------------------------------------------
+
+
+def _exchange(size: float, distance: int, together: int) -> Round:
+    """Return a round in which members exchange with the member at `distance`, a power of two."""
+    return Round(size, size * together if distance >= _whole(together) else 0.0)
+
+
+def _shift(size: float, distance: int, together: int, ranks: int, times: int = 1) -> Round:
+    """Return rounds in which all members send to the member `distance` further on, around."""
+    return Round(size, size * min(distance, together, ranks - distance), times)
+
+
+def _branch(size: float, distance: int, together: int) -> Round:
+    """Return a round of a tree in which a node has a single member with a far partner."""
+    return Round(size, size if distance >= _whole(together) else 0.0)
+
+
+def _busiest(
+    sources: np.ndarray,
+    targets: np.ndarray,
+    sizes: np.ndarray,
+    together: int,
+) -> Round:
+    """Return the round of messages between members; a message to oneself counts as nothing."""
+
+    def most(size: np.ndarray, per: int) -> float:
+        return float(max(np.bincount(ends // per, size).max() for ends in (sources, targets)))
+
+    away = np.where(sources != targets, sizes, 0.0)
+    far = np.where(sources // together != targets // together, sizes, 0.0)
+    return Round(most(away, 1), most(far, together))
+
+
+# -- algorithms ------------------------------------------------------------------------------------
+
+
+def _ring(parts: np.ndarray, together: int, first: int = 0) -> list[Round]:
+    """Pass all parts on to the next member, at first part `r + first` on member r.
+
+    The largest part is always on its way. Between nodes go the parts of one place by turns.
+    """
+    ranks, largest = len(parts), parts.max()
+    turns = Counter((together - 1 + first - k) % together for k in range(ranks - 1))
+    return [Round(largest, parts[at::together].max(), times) for at, times in turns.items()]
+
+
+def _ring_both_ways(parts: np.ndarray, together: int) -> list[Round]:
+    return 2 * _ring(_equal(parts.sum(), len(parts)), together)
+
+
+def _pairwise(parts: np.ndarray, together: int) -> list[Round]:
+    """Send to the member 1, 2, 3 ... further on, and receive a part from as far behind."""
+    ranks = len(parts)
+    leave = Counter(min(k, together, ranks - k) for k in range(1, ranks))
+    return [Round(parts.max(), _window(parts, count), n) for count, n in leave.items()]
+
+
+def _all_at_once(parts: np.ndarray, together: int) -> list[Round]:
+    """Send to all members at once, and receive a part from each."""
+    ranks, of_node = len(parts), np.add.reduceat(parts, range(0, len(parts), together)).max()
+    return [Round((ranks - 1) * parts.max(), (ranks - together) * of_node)]
+
+
+def _neighbour(parts: np.ndarray, together: int) -> list[Round]:
+    """Exchange with the two neighbours by turns: the own part, then the last pair of parts."""
+    ranks = len(parts)
+    if ranks % 2:
+        return _ring(parts, together)
+    pair = parts.reshape(-1, 2).sum(1).max()
+    even, odd = (ranks // 2 - 1) // 2, ranks // 4  # rounds with the first, the second neighbour
+    if together % 2 == 0:  # pairs are on a node, and a node has a link to both sides
+        return [Round(parts.max(), 0.0), Round(pair, 2 * pair, odd), Round(pair, 0.0, even)]
+    return [_shift(parts.max(), 1, together, ranks), Round(pair, pair, odd + even)]
+
+
+def _bruck(parts: np.ndarray, together: int) -> list[Round]:
+    """Send the 1, 2, 4 ... parts that are there to the member as far behind."""
+    ranks = len(parts)
+    counts = {distance: min(distance, ranks - distance) for distance in _powers(ranks)}
+    return [
+        _shift(_window(parts, count), distance, together, ranks)
+        for distance, count in counts.items()
+    ]
+
+
+def _butterfly(parts: np.ndarray, together: int) -> list[Round]:
+    """Halve the sums at distances that double, and send every part from the mirrored place."""
+    blocks, extra = _folded(parts)
+    first = [_exchange(parts.sum(), 1, together)] if extra else []
+    places = np.arange(len(blocks))
+    mirrored = sum((places // d % 2) * (len(blocks) // 2 // d) for d in _powers(len(blocks)))
+    last = _busiest(np.asarray(mirrored), places, blocks, together)
+    return [*first, *_halved(blocks, together), last]
+
+
+def _halved(blocks: np.ndarray, together: int) -> list[Round]:
+    """Return the exchanges of halves; members of a node have different halves at first."""
+    found = []
+    for distance in _powers(len(blocks)):
+        halves = blocks.reshape(2 * distance, -1).sum(1)
+        leaving, near = 0.0, _whole(together)
+        if distance >= near:
+            leaving = halves.reshape(near, -1).sum(0).max() * together / near
+        found.append(Round(halves.max(), leaving))
+    return found
+
+
+def _halving(parts: np.ndarray, together: int) -> list[Round]:
+    """Halve the sums at distances that halve; members of a node send the same parts' sums."""
+    blocks, extra = _folded(parts)
+    first = [_exchange(parts.sum(), 1, together)] if extra else []
+    last = [_exchange(parts[: 2 * extra : 2].max(), 1, together)] if extra else []
+    distances = _powers(len(blocks))[::-1]
+    halves = [blocks.reshape(-1, distance).sum(1).max() for distance in distances]
+    return [*first, *(_exchange(*pair, together) for pair in zip(halves, distances)), *last]
+
+
+def _rabenseifner(parts: np.ndarray, together: int) -> list[Round]:
+    """Halve the sums at distances that double, and double the parts on the way back."""
+    size, whole = parts.sum(), _whole(len(parts))
+    there = _halved(_equal(size, whole), together)
+    if whole == len(parts):
+        return there + there[::-1]
+    first = 2 * [_exchange(size / 2, 1, together)]
+    return [*first, *there, *there[::-1], _exchange(size, 1, together)]
+
+
+def _doubling_sums(parts: np.ndarray, together: int) -> list[Round]:
+    """Exchange all sums at distances that double."""
+    size, whole = parts.sum(), _whole(len(parts))
+    extra = [_exchange(size, 1, together)] * (whole < len(parts))
+    return extra + [_exchange(size, distance, together) for distance in _powers(whole)] + extra
+
+
+def _doubling_parts(parts: np.ndarray, together: int) -> list[Round]:
+    """Exchange the parts that are there at distances that double; Bruck's way without a power."""
+    if _whole(len(parts)) < len(parts):
+        return _bruck(parts, together)
+    return [
+        _exchange(parts.reshape(-1, distance).sum(1).max(), distance, together)
+        for distance in _powers(len(parts))
+    ]
+
+
+def _reduce_tree(parts: np.ndarray, together: int) -> list[Round]:
+    """Add up along a binomial tree, neighbours first."""
+    return [_branch(parts.sum(), distance, together) for distance in _powers(len(parts))]
+
+
+def _bcast_tree(parts: np.ndarray, together: int) -> list[Round]:
+    """Copy along a binomial tree, neighbours first; all members of a node have far children."""
+    return [_exchange(parts.sum(), distance, together) for distance in _powers(len(parts))]
+
+
+def _reduce_and_bcast(parts: np.ndarray, together: int) -> list[Round]:
+    return _reduce_tree(parts, together) + _bcast_tree(parts, together)
+
+
+def _knomial(parts: np.ndarray, together: int) -> list[Round]:
+    """Copy along a tree with `RADIX - 1` children per level, the far children first."""
+    size, ranks, found = parts.sum(), len(parts), []
+    for distance in _powers(ranks, RADIX)[::-1]:
+        children = [distance * k for k in range(1, RADIX) if distance * k < ranks]
+        far = sum(child >= together for child in children)
+        found.append(Round(size * len(children), size * far))
+    return found
+
+
+def _scatter(parts: np.ndarray, together: int) -> list[Round]:
+    """Scatter equal parts along a binomial tree, and gather the parts by doubling."""
+    equal = _equal(parts.sum(), len(parts))
+    size = equal[0]
+    tree = [_branch(size * distance, distance, together) for distance in _powers(len(parts))]
+    return tree[::-1] + _doubling_parts(equal, together)
+
+
+def _star(parts: np.ndarray, together: int) -> list[Round]:
+    """Send the whole buffer from all members to the root, or from the root to all members."""
+    size, ranks = parts.sum(), len(parts)
+    return [Round(size * (ranks - 1), size * (ranks - together))]
+
+
+def _pipeline(parts: np.ndarray, together: int) -> list[Round]:
+    """Pass the whole buffer along a chain, not in pieces."""
+    return [_shift(parts.sum(), 1, together, len(parts), len(parts) - 1)]
+
+
+def _chain(parts: np.ndarray, together: int) -> list[Round]:
+    """Pass the buffer along a chain in pieces."""
+    size, ranks = parts.sum(), len(parts)
+    pieces = math.ceil(size / CHAINED_PIECE)
+    return [_shift(size / pieces, 1, together, ranks, pieces + ranks - 2)]
+
+
+ROUNDS: Mapping[str, Mapping[str, Callable[[np.ndarray, int], list[Round]]]] = {
+    "Allreduce": {
+        "doubling": _doubling_sums,
+        "ring": _ring_both_ways,
+        "rabenseifner": _rabenseifner,
+        "binomial": _reduce_and_bcast,
+    },
+    "Reduce_scatter": {
+        "ring": partial(_ring, first=-1),
+        "butterfly": _butterfly,
+        "halving": _halving,
+        "pairwise": _pairwise,
+    },
+    "Alltoall": {"pairwise": _pairwise, "linear": _all_at_once},
+    "Allgatherv": {"ring": _ring, "neighbour": _neighbour, "bruck": _bruck}
+    | {"doubling": _doubling_parts},
+    "Allgather": {"ring": _ring, "neighbour": _neighbour, "doubling": _doubling_parts},
+    "Reduce": {"linear": _star, "binomial": _reduce_tree},
+    "Bcast": {
+        "linear": _star,
+        "pipeline": _pipeline,
+        "binomial": _bcast_tree,
+        "knomial": _knomial,
+        "scatter": _scatter,
+    },
+    "Send": {"pipeline": _pipeline},
+    "Iallreduce": {"binomial": _reduce_and_bcast, "rabenseifner": _rabenseifner},
+    "Ireduce": {"binomial": _reduce_tree, "chain": _chain},
+}
+"""The rounds of an algorithm, by primitive and name."""
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def _powers(ranks: int, base: int = 2) -> list[int]:
+    """Return the powers of `base` below `ranks`, ascending."""
+    return [base**k for k in range(ranks.bit_length()) if base**k < ranks]
+
+
+def _whole(ranks: int) -> int:
+    """Return the largest power of two of at most `ranks`."""
+    return 2 ** (ranks.bit_length() - 1)
+
+
+def _equal(size: float, ranks: int) -> np.ndarray:
+    return np.full(ranks, size / ranks)
+
+
+def _folded(parts: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return parts of a power of two of members, and how many of the first pairs are joined."""
+    extra = len(parts) - _whole(len(parts))
+    pairs = parts[: 2 * extra].reshape(-1, 2).sum(1)
+    return np.concatenate([pairs, parts[2 * extra :]]), extra
+
+
+def _window(parts: np.ndarray, count: int) -> float:
+    """Return the largest sum of `count` neighbouring parts, around."""
+    ends = np.cumsum(np.concatenate([[0.0], parts, parts]))
+    return float((ends[count : count + len(parts)] - ends[: len(parts)]).max())
+
+
+def _last(values: Mapping[int, Value], at: float) -> Value:
+    """Return the value of the largest key of at most `at`; keys ascend."""
+    return [value for key, value in values.items() if key <= at][-1]
