@@ -149,12 +149,14 @@ def calls_of(message: Message, team: range, plan: Plan) -> list[Call]:
     if message.codec or message.rule or message.primitive not in (*NAMES, PASSED):
         raise ValueError(f"{message.primitive} of {message.stage!r} is not replayed")
     primitive, root = message.primitive, message.root
-    counts = [stop - start for start, stop in message.spans]
-    words = message.size / sum(counts) / WORD
     if primitive == PASSED:
         moved = list(transfers(message.spans, message.to))
+        elements = tuple(count for _, _, count in moved)
+        words = message.size / sum(elements) / WORD
         triples = (n for source, to, count in moved for n in (source, to, scaled(count, words)))
-        return [Call(tuple(triples), tuple(count for _, _, count in moved))]
+        return [Call(tuple(triples), elements)]
+    counts = [stop - start for start, stop in message.spans]
+    words = message.size / sum(counts) / WORD
     piece = SMALL_PIECE if overlapped(message, plan) else PIECE
     if primitive == "Bcast":
         piece = sum(counts)
