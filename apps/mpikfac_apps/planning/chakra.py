@@ -47,18 +47,19 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
         OSError: a file cannot be written.
     """
     groups: Groups = {}
+    traces: dict[str, bytes] = {}  # all are made first: no file of a plan that is refused
     for kind, (statistics, refresh) in KINDS.items():
         step = getattr(prediction, kind).stages if prediction else {}
         for rank in range(plan.ranks):
             messages = plan.messages(rank, statistics, refresh)
-            trace = b"".join(map(behind_length, nodes(plan, rank, messages, step, groups)))
-            metadata = behind_length(field(1, VERSION))
-            name = path.with_name(f"{path.name}.{kind}.{rank}.et")
-            files.write_bytes(name, metadata + trace, named=True)
+            content = [field(1, VERSION), *nodes(plan, rank, messages, step, groups)]
+            traces[f"{kind}.{rank}.et"] = b"".join(map(behind_length, content))
+    for name, trace in traces.items():
+        files.write_bytes(path.with_name(f"{path.name}.{name}"), trace, named=True)
     members = {str(number): list(ranks) for ranks, number in groups.items()}
     listing = path.with_name(f"{path.name}.groups.json")
     files.write_text(listing, json.dumps(members) + "\n", named=True)
-    return len(KINDS) * plan.ranks
+    return len(traces)
 
 
 def nodes(

@@ -6,6 +6,7 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -45,7 +46,9 @@ def print_plan(options: PlanOptions) -> int:
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
     job = job_of(run_of(options), options.ranks, 1)
     sections += [memory(plan, job), messages(plan), *steps(plan)]
-    show(sections + ([traces(options, plan)] if options.export else []))
+    if options.export:
+        sections.append(export(options, plan, options.export))
+    show(sections)
     return 0
 
 
@@ -64,8 +67,8 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
     return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
 
 
-def traces(options: PlanOptions, plan: mpikfac.plan.Plan) -> list[str]:
-    """Write the traces of a plan, and return a line about them.
+def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[str]:
+    """Write the traces of a plan, and return a line about the files.
 
     Raises:
         ValueError: a message has no counterpart in a trace, or the machine does not know the model.
@@ -76,9 +79,8 @@ def traces(options: PlanOptions, plan: mpikfac.plan.Plan) -> list[str]:
         machine = mpikfac.predict.load_machine(options.distribution.machine)
         job = job_of(run_of(options), options.ranks, plan.strategy.refresh.stagger or 1)
         prediction = mpikfac.predict.simulate(plan, machine, job)
-    assert options.export is not None
-    number_of = chakra.write_traces(plan, options.export, prediction)
-    return [f"Chakra: {number_of} traces {options.export}.KIND.RANK.et, and {options.export}.groups.json"]
+    traces = chakra.write_traces(plan, path, prediction)
+    return [f"Wrote {number(traces, 'trace')}, {path}.KIND.RANK.et, and {path}.groups.json"]
 
 
 def run_of(options: PlanOptions) -> Options:
