@@ -24,15 +24,15 @@ Parts = Sequence[float]
 Value = TypeVar("Value")
 Table = Mapping[str, Mapping[int, Mapping[int, str]]]
 """By primitive: by the least number of ranks: by the least number of bytes: the algorithm. The
-bytes are those of the whole buffer, or of the mean part of a gather.
+bytes are those of the whole buffer, or of the mean part for `BY_PART`.
 """
 KIB, MIB = 2**10, 2**20
 CHAINED_PIECE = 32 * KIB  # bytes of a piece along a chain of coll/libnbc
 RADIX = 4  # children of a k-nomial tree per level, and 1
 
-# ompi/mca/coll/tuned/coll_tuned_decision_fixed.c and coll/libnbc/nbc_i{allreduce,reduce}.c, in the
-# main branch of August 2026, for commutative sums and ranks that share nodes. Ranges below some KiB
-# are joined. coll/han, with two levels of its own, is left out: plans have two levels.
+# Open MPI at 8efebee, ompi/mca/coll/tuned/coll_tuned_decision_fixed.c and coll/libnbc, for
+# commutative sums and ranks that share nodes. Ranges of few KiB are joined. Left out: coll/han with
+# two levels of its own, for some collectives of several ranks on each of several nodes.
 OPEN_MPI: Table = {
     "Allreduce": {
         2: {0: "doubling", 16 * KIB: "ring", 256 * KIB: "rabenseifner"},
@@ -101,7 +101,25 @@ OPEN_MPI: Table = {
     "Iallreduce": {2: {0: "binomial"}, 4: {0: "binomial", 64 * KIB: "rabenseifner"}},
     "Ireduce": {2: {0: "binomial", 64 * KIB: "chain"}, 5: {0: "binomial"}},
 }
-LIBRARIES: Mapping[str, Table] = {"Open MPI": OPEN_MPI}
+# MPICH at 07f13b4, src/mpi/coll/coll_selection.json, for commutative sums. Left out: other limits
+# without a power of two, and collectives of its own with two levels.
+MPICH: Table = {
+    "Allreduce": {2: {0: "doubling", 9: "rabenseifner"}},
+    "Reduce_scatter": {2: {0: "halving", 512 * KIB: "pairwise"}},
+    "Alltoall": {2: {0: "linear"}},
+    "Allgatherv": {2: {0: "doubling", 512 * KIB: "ring"}},
+    "Allgather": {2: {0: "doubling", 512 * KIB: "ring"}},
+    "Reduce": {2: {0: "binomial", 2 * KIB + 1: "rabenseifner"}},
+    "Bcast": {
+        2: {0: "binomial"},
+        8: {0: "binomial", 12 * KIB + 1: "scatter", 512 * KIB + 1: "scatter, ring"},
+    },
+    "Send": {2: {0: "pipeline"}},
+    "Iallreduce": {2: {0: "doubling", 2 * KIB + 1: "rabenseifner"}},
+    "Ireduce": {2: {0: "binomial", 2 * KIB + 1: "rabenseifner"}},
+}
+LIBRARIES: Mapping[str, Table] = {"Open MPI": OPEN_MPI, "MPICH": MPICH}
+BY_PART = ("Open MPI", "Allgather"), ("Open MPI", "Allgatherv")
 
 
 class Round(NamedTuple):
@@ -120,7 +138,7 @@ class Round(NamedTuple):
 
 def chosen(primitive: str, parts: Parts, library: str = "Open MPI") -> str:
     """Return the algorithm that the library takes for a collective."""
-    size = sum(parts) / (len(parts) if primitive.startswith("Allgather") else 1)
+    size = sum(parts) / (len(parts) if (library, primitive) in BY_PART else 1)
     by_size = _last(LIBRARIES[library][primitive], len(parts))
     return _last(by_size, size)
 
@@ -265,12 +283,17 @@ def _halving(parts: np.ndarray, together: int) -> list[Round]:
 
 def _rabenseifner(parts: np.ndarray, together: int) -> list[Round]:
     """Halve the sums at distances that double, and double the parts on the way back."""
+    extra = _whole(len(parts)) < len(parts)
+    last = [_exchange(parts.sum(), 1, together)] if extra else []
+    return [*_there_and_back(parts, together), *last]
+
+
+def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
+    """Return the same rounds without the last one, in which members that joined get the sums."""
     size, whole = parts.sum(), _whole(len(parts))
+    first = 2 * [_exchange(size / 2, 1, together)] if whole < len(parts) else []
     there = _halved(_equal(size, whole), together)
-    if whole == len(parts):
-        return there + there[::-1]
-    first = 2 * [_exchange(size / 2, 1, together)]
-    return [*first, *there, *there[::-1], _exchange(size, 1, together)]
+    return [*first, *there, *there[::-1]]
 
 
 def _doubling_sums(parts: np.ndarray, together: int) -> list[Round]:
@@ -317,9 +340,19 @@ def _knomial(parts: np.ndarray, together: int) -> list[Round]:
 def _scatter(parts: np.ndarray, together: int) -> list[Round]:
     """Scatter equal parts along a binomial tree, and gather the parts by doubling."""
     equal = _equal(parts.sum(), len(parts))
-    size = equal[0]
-    tree = [_branch(size * distance, distance, together) for distance in _powers(len(parts))]
-    return tree[::-1] + _doubling_parts(equal, together)
+    return _handed_out(equal, together) + _doubling_parts(equal, together)
+
+
+def _handed_out(parts: np.ndarray, together: int) -> list[Round]:
+    """Hand equal parts out along a binomial tree, far members first."""
+    size, distances = parts[0], _powers(len(parts))[::-1]
+    return [_branch(size * min(d, len(parts) - d), d, together) for d in distances]
+
+
+def _scatter_and_ring(parts: np.ndarray, together: int) -> list[Round]:
+    """Scatter equal parts along a binomial tree, and gather the parts in a ring."""
+    equal = _equal(parts.sum(), len(parts))
+    return _handed_out(equal, together) + _ring(equal, together)
 
 
 def _star(parts: np.ndarray, together: int) -> list[Round]:
@@ -357,17 +390,22 @@ ROUNDS: Mapping[str, Mapping[str, Callable[[np.ndarray, int], list[Round]]]] = {
     "Allgatherv": {"ring": _ring, "neighbour": _neighbour, "bruck": _bruck}
     | {"doubling": _doubling_parts},
     "Allgather": {"ring": _ring, "neighbour": _neighbour, "doubling": _doubling_parts},
-    "Reduce": {"linear": _star, "binomial": _reduce_tree},
+    "Reduce": {"linear": _star, "binomial": _reduce_tree, "rabenseifner": _there_and_back},
     "Bcast": {
         "linear": _star,
         "pipeline": _pipeline,
         "binomial": _bcast_tree,
         "knomial": _knomial,
         "scatter": _scatter,
+        "scatter, ring": _scatter_and_ring,
     },
     "Send": {"pipeline": _pipeline},
-    "Iallreduce": {"binomial": _reduce_and_bcast, "rabenseifner": _rabenseifner},
-    "Ireduce": {"binomial": _reduce_tree, "chain": _chain},
+    "Iallreduce": {
+        "binomial": _reduce_and_bcast,
+        "doubling": _doubling_sums,
+        "rabenseifner": _rabenseifner,
+    },
+    "Ireduce": {"binomial": _reduce_tree, "chain": _chain, "rabenseifner": _there_and_back},
 }
 """The rounds of an algorithm, by primitive and name."""
 

@@ -19,10 +19,13 @@ from mpikfac.predict.algorithms import Round
 from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, interpolated
 
 UNEQUAL = ("Reduce_scatter", "Alltoall", "Allgatherv")
-IN_PIECES = ("Allreduce", "Reduce", "Reduce_scatter", "Alltoall")
 BLOCKING = {"Iallreduce": "Allreduce", "Ireduce": "Reduce"}
 DRAWS = 512  # points of the quadrature over the slowest rank
 CHAINED = 4 * PIECE  # bytes of a piece of a message, in float32
+BATCH = 2**18  # elements of a piece of a sum that does not block
+PIECES = dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter", "Alltoall"), CHAINED)
+PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
+"""Bytes of a piece of a collective that is sent in pieces."""
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
@@ -52,10 +55,26 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
     return seconds(message.primitive, message.size)
 
 
-def message_latency(plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a sum of 1 byte over the world."""
-    ranks, nodes, sharing = placed(plan.grid.team(rank, "world"), plan, machine)
-    return collective_seconds("Allreduce", 1, ranks, machine, nodes, sharing)
+def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
+    """Return the seconds of a message that is sent during computations: sums do not block.
+
+    All ranks first agree that the message is ready. The agreements of later pieces go beside the
+    pieces before.
+    """
+    if message.primitive in BLOCKING.values():
+        message = replace(message, primitive=f"I{message.primitive.lower()}")
+    return _agreement(plan, machine) + message_seconds(message, plan, rank, machine)
+
+
+def overlapped_latency(plan: Plan, machine: Machine) -> float:
+    """Return the seconds of a sum of 1 byte over the world that is sent during computations."""
+    return 2 * _agreement(plan, machine)
+
+
+def _agreement(plan: Plan, machine: Machine) -> float:
+    """Return the seconds of a sum of 1 byte over the world that does not block."""
+    ranks, nodes, sharing = placed(plan.grid.team(0, "world"), plan, machine)
+    return collective_seconds("Iallreduce", 1, ranks, machine, nodes, sharing)
 
 
 def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
@@ -158,7 +177,7 @@ def _rounds(primitive: str, parts: Sequence[float], nodes: int, library: str) ->
     found: list[Round] = []
     for name in primitive.split(", "):
         size = max(parts) * len(parts) if name == "Alltoall" else sum(parts)
-        pieces = math.ceil(size / CHAINED) if name in IN_PIECES else 1
+        pieces = math.ceil(size / PIECES.get(name, size))
         piece = [part / pieces for part in parts]
         way = algorithms.chosen(name, piece, library)
         of_piece = algorithms.rounds(name, way, piece, together)

@@ -278,11 +278,12 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
         kinds |= {} if plan.of(rank).late else {names.REDUCE_STATISTICS: "overlapped"}
     events = []
     for message in messages:
-        seconds = costs.message_seconds(message, plan, rank, machine)
         if kind := kinds.get(message.stage):
+            seconds = costs.overlapped_seconds(message, plan, rank, machine)
             lost = (1 - machine.hidden) * seconds
             events.append(Event(message.stage, seconds, kind, _ready(message, plan, rank), lost))
         else:
+            seconds = costs.message_seconds(message, plan, rank, machine)
             events.append(Event(message.stage, seconds, "message"))
     return events
 

@@ -87,8 +87,8 @@ def tuned(
     sums = [m for m in stages.reduce_statistics(plan.of(0)) if m.primitive == "Allreduce"]
     if len(sums) != len(layers):  # a layer's factors have several owners, and several messages
         return strategy
-    seconds = [costs.message_seconds(message, plan, 0, machine) for message in sums]
-    latency = costs.message_latency(plan, 0, machine)
+    seconds = [costs.overlapped_seconds(message, plan, 0, machine) for message in sums]
+    latency = costs.overlapped_latency(plan, machine)
     return strategy.changed(fusion=merged(seconds, ready, latency))
 
 

@@ -132,6 +132,20 @@ def scattered(ranks):
     return there + doubled(ranks)
 
 
+def scattered_ring(ranks):
+    """Scatter along a tree, far members first, and gather in a ring."""
+    return scattered(ranks)[: len(powers(ranks))] + passed_on(ranks, 0)
+
+
+def collected(ranks):
+    """Halve at distances that double, and collect the sums along a tree on member 0."""
+    found, keep = halved(ranks, powers(ranks))
+    for d in reversed(powers(ranks)):
+        found.append([(r + d, r, set(keep[r + d])) for r in range(0, d)])
+        keep = {r: keep[r] + keep[r + d] for r in range(0, d)}
+    return found
+
+
 def star(ranks):
     return [[(r, 0, set(range(ranks))) for r in range(1, ranks)]]
 
@@ -185,9 +199,11 @@ WAYS = {
     ("Allreduce", "binomial"): (lambda p: tree(p) + copied(p), ANY),
     ("Reduce", "binomial"): (tree, ANY),
     ("Reduce", "linear"): (star, ANY),
+    ("Reduce", "rabenseifner"): (collected, POWERS),
     ("Bcast", "binomial"): (copied, ANY),
     ("Bcast", "knomial"): (lambda p: copied(p, 4), ANY),
     ("Bcast", "scatter"): (scattered, POWERS),
+    ("Bcast", "scatter, ring"): (scattered_ring, POWERS),
 }
 CASES = [(*way, ranks) for way, (_, counts) in WAYS.items() for ranks in counts]
 WHOLE = ("Allreduce", "Reduce", "Bcast")  # buffers without parts
@@ -305,6 +321,21 @@ def test_an_exchange_of_parts_is_a_round_of_all_messages():
 def test_open_mpi_chooses_by_ranks_and_bytes(primitive, ranks, size, algorithm):
     """Oracle: coll_tuned_decision_fixed.c and nbc_iallreduce.c, read."""
     assert chosen(primitive, [size / ranks] * ranks) == algorithm
+
+
+@pytest.mark.parametrize(
+    ("primitive", "ranks", "size", "algorithm"),
+    [
+        ("Reduce_scatter", 64, 2**19 - 64, "halving"),
+        ("Reduce_scatter", 64, 2**19, "pairwise"),
+        ("Allgatherv", 1024, 2**19, "ring"),
+        ("Reduce", 16, 2**12, "rabenseifner"),
+        ("Bcast", 16, 2**20, "scatter, ring"),
+    ],
+)
+def test_mpich_chooses_by_bytes(primitive, ranks, size, algorithm):
+    """Oracle: coll_selection.json of MPICH, read."""
+    assert chosen(primitive, [size / ranks] * ranks, "MPICH") == algorithm
 
 
 def test_every_choice_has_rounds():

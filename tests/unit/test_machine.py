@@ -119,7 +119,7 @@ def changed(**values):
         (changed(ranks_per_node=0), "ranks_per_node=0 must be a whole number of at least 1"),
         (changed(products=[[1]]), "products must be a list of pairs of numbers"),
         (changed(products=[], networks=[BARE]), "give products, or precondition of model='a'"),
-        (changed(library="MyMPI"), "library='MyMPI' must be one of Open MPI"),
+        (changed(library="MyMPI"), "library='MyMPI' must be one of Open MPI, MPICH"),
         (changed(hidden=2), "hidden=2 must be a number from -10 to 1"),
         (changed(networks=None), "networks is None, not a list"),
         (changed(networks=[BARE | {"batch": 0}]), "networks.batch=0 must be a whole number"),

@@ -9,6 +9,7 @@ import torch
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac.comm.messages.overlap import SMALL_PIECE as BATCH
 from mpikfac.predict import Job, Level, Machine, Network, algorithms, costs, simulator
 from mpikfac.predict.clients import play_clients
 from mpikfac.predict.simulator import Event, play, shares
@@ -169,7 +170,8 @@ def costly(machine):
 def test_factors_of_gradients_are_made_behind_the_sum_of_gradients():
     """Oracle: by hand: only the reading of gradients, or nothing, is beside the message.
 
-    A gradient of 8 x 8 numbers takes 2.56 s; its two factors take 8^3 multiplications each.
+    A gradient of 8 x 8 numbers takes 2.56 s there and 2.56 s back, and the agreement of 1 byte 0.02
+    s; its two factors take 8^3 multiplications each.
     """
     plan = make_plan(
         [LayerShape("only", 8, 8)], 2, Strategy(2).changed(overlap=True), (), "shampoo"
@@ -178,7 +180,7 @@ def test_factors_of_gradients_are_made_behind_the_sum_of_gradients():
     machine = dataclasses.replace(machine, decompositions={"shampoo": ((8.0, 1.0),)})
     for kind, beside in {(True, False): 0.3, (True, True): 0.0, (False, True): 0.0}.items():
         step = simulator._step(plan, machine, JOB, [0, 1], kind, None, False)
-        assert step.stages["reduce gradients"] == pytest.approx(2.56)
+        assert step.stages["reduce gradients"] == pytest.approx(2 * 2.56 + 0.02)
         made = step.stages.get("moments of gradients", 0.0)
         assert made == pytest.approx(2 * 2 * 8**3 * 1e-4 * kind[0])
         assert step.seconds == pytest.approx(sum(step.stages.values()) - beside)
@@ -216,12 +218,28 @@ def test_where_no_core_is_free_what_is_hidden_is_felt():
     """Oracle: a step with new factors by hand; overlapped messages cost the same, or double."""
     strategies = Strategy(2).changed(fusion=1, overlap=True), Strategy(2).changed(fusion=1)
     beside, plain = (make_plan(LAYERS, 2, strategy, OTHERS) for strategy in strategies)
-    expected = mpikfac.predict.simulate(plain, MACHINE, JOB).factors
-    sums = expected.stages["reduce statistics"] + expected.stages["reduce gradients"]
-    for hidden, more in ((0.0, 0), (-1.0, sums)):
+    step = mpikfac.predict.simulate(plain, MACHINE, JOB).factors
+    computed = step.seconds - step.exposed
+    for hidden, times in ((0.0, 1), (-1.0, 2)):
         machine = dataclasses.replace(MACHINE, hidden=hidden)
         found = mpikfac.predict.simulate(beside, machine, JOB).factors
-        assert found.seconds == pytest.approx(expected.seconds + more, rel=1e-9)
+        assert found.seconds == pytest.approx(computed + times * found.overlapped, rel=1e-9)
+
+
+def test_overlapped_sums_are_pieces_behind_an_agreement():
+    """Oracle: latencies by hand: 8 ranks; a tree there and back to agree, then 3 pieces.
+
+    A piece has 3 halvings and 3 doublings; a sum to an owner has the 3 rounds of a tree.
+    """
+    machine = dataclasses.replace(MACHINE, inside=Level(1.0, 1e30))
+    plan = make_plan(LAYERS, 8, Strategy(8).changed(overlap=True), OTHERS)
+    message = plan.messages(0, True, False)[0]
+    count = 3 * BATCH
+    whole = dataclasses.replace(message, primitive="Allreduce", spans=((0, count),), size=4 * count)
+    assert costs.overlapped_seconds(whole, plan, 0, machine) == pytest.approx(6 + 3 * 6)
+    owned = dataclasses.replace(whole, primitive="Reduce", root=0)
+    assert costs.overlapped_seconds(owned, plan, 0, machine) == pytest.approx(6 + 3 * 3)
+    assert costs.overlapped_latency(plan, machine) == pytest.approx(6 + 6)
 
 
 def test_an_overlapped_message_waits_for_the_first_of_its_layers():

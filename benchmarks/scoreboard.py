@@ -1,0 +1,176 @@
+"""Write the page of predictions beside measurements. No MPI.
+
+    python benchmarks/scoreboard.py > docs/extensions/scoreboard.md
+
+Predictions are made anew, except those beside measured steps, which were made with the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import mpikfac
+from mpikfac import Strategy, make_plan
+from mpikfac.predict import algorithms, costs
+from mpikfac_apps.planning import simulate
+from mpikfac_apps.planning.options import SIMULATE
+from mpikfac_apps.problems import models
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+SC20 = (1 - 0.215) * 90 / 55  # 18 to 25 % less time, in 55 epochs instead of 90
+Row = tuple[str, str, float, float]
+"""A prediction: what, where, measured, predicted."""
+
+
+def main() -> None:
+    """Print the page."""
+    print("\n".join(page()))
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of the page."""
+    compared = "predicted", "off"
+    yield from (
+        *("# Predictions beside measurements", ""),
+        "`python benchmarks/scoreboard.py` writes this page. Off: predicted over measured, less 1.",
+        *("", "## Published numbers", ""),
+        "ResNet-50. Only the rate of `rtx2080ti-ib100` was fitted, to the seconds for all factors:",
+        "",
+        *table(["", "where", "published", *compared], map(cells, published())),
+        "",
+        "SC20 needed 18 to 25 % less time for 55 epochs of K-FAC than for 90 of SGD on 16 to 256",
+        "GPUs; the middle is taken. `(10, 100)` are the factors' and the bases' intervals in the",
+        "authors' job of 64 GPUs, `(50, 500)` those of [SC21](../reference/references.md). The",
+        "predictions have Open MPI's collectives, and estimated seconds of eigenbases.",
+        *("", "## Steps on emulated hosts", ""),
+        "Four hosts ([all strategies](../../benchmarks/results/emulated.json)). The predictions",
+        "were made when the steps were measured:",
+        "",
+        *table(["", "strategies", "mean off", "most off"], emulated()),
+        *("", "## Collectives on 64 simulated hosts", ""),
+        "Milliseconds of [SMPI](../../benchmarks/results/collectives.json): 98 MiB, a rank a host,",
+        "12.5 GB/s, 19 us a hop; unequal parts are ResNet-50's layers on owners. In the simulation",
+        "acknowledgments of a flow take bandwidth from flows that go back:",
+        "",
+        *table(["", "algorithm", "simulated", *compared], map(cells, collectives())),
+        "",
+        *steps(),
+        *("## Not measured", ""),
+        "- [K-FAC and preconditioners on GPUs](../../benchmarks/results/predictions.md)",
+        "- `sharded`, clients and servers",
+        "- steps of more than 16 real ranks",
+    )
+
+
+def published() -> Iterator[Row]:
+    """Yield published numbers of ResNet-50."""
+    with torch.device("meta"):
+        layers, others = mpikfac.layers.covered_shapes(models.build("resnet50", classes=1000))
+
+    def sent(strategy: Strategy) -> dict[str, float]:
+        plan = make_plan(layers, 16, strategy, others, "eigen")
+        return {m.stage: m.wire / MIB for m in plan.messages(0, True, True)}
+
+    everyone, owners = (
+        sent(Strategy.comm_opt(16)),
+        sent(Strategy.mem_opt(reduction="owners", update="owner")),
+    )
+    yield "MiB of gradients", "a rank of 16", 182, everyone["reduce gradients"]
+    yield "MiB of factors as squares", "a rank of 16", 1100, 2 * everyone["reduce statistics"]
+    yield "MiB of bases", "a rank of 16", 551, everyone["publish bases"]
+    yield "MiB of factors to owners", "a rank of 16", 275, owners["reduce statistics"]
+    machine = mpikfac.predict.load_machine("rtx2080ti-ib100")
+    for what, primitive, size, seconds in (
+        ("s for all factors", "Allreduce", 586.9 * MIB, 0.300),
+        ("s for all inverses", "Allgatherv", 586.9 * MIB, 0.146),
+        ("s for gradients", "Allreduce", 97.7 * MIB, 0.067),
+    ):
+        ring = algorithms.rounds(primitive, "ring", [size / 64] * 64, machine.ranks_per_node or 1)
+        found = sum(sum(costs.round_seconds(one, machine)) for one in ring)
+        yield what, "64 GPUs, rings of NCCL", seconds, found
+    words = (
+        "--machine v100-edr --model resnet50 --strategy sgd,kfac-opt --solver eigen --length own"
+    )
+    words += " --factor_every 10 --basis_every 100 --ranks 16,64,256"
+    options = SIMULATE.read(words.split())
+    rows = simulate.predictions(options, mpikfac.predict.load_machine("v100-edr"))
+    step = {(row["ranks"], row["strategy"]): row["mean"]["seconds"] for row in rows}
+    for ranks in options.ranks:
+        ratio = step[ranks, "kfac-opt"] / step[ranks, "sgd"]
+        yield "step of K-FAC-opt over SGD's", f"{ranks} V100 [SC20]", 0.785 * 90 / 55, ratio
+
+
+def emulated() -> Iterator[list[str]]:
+    """Yield a line for each setting of emulated hosts."""
+    for setting, group in json.loads((RESULTS / "emulated.json").read_text()).items():
+        if "off by" in group["columns"]:
+            place = group["columns"].index("off by")
+            off = {row[0]: int(re.sub(r"[ %]", "", row[place])) for row in group["rows"]}
+            most = max(off, key=lambda name: abs(off[name]))
+            mean = sum(map(abs, off.values())) / len(off)
+            yield [setting, str(len(off)), f"{mean:.0f} %", f"{most}: {off[most]:+d} %"]
+
+
+def collectives() -> Iterator[Row]:
+    """Yield collectives on simulated hosts."""
+    values = json.loads((RESULTS / "collectives.json").read_text())
+    bandwidth = values["bandwidth"] / values["divided_by"]
+    parts = [4.0 * count for count in values["elements"]]
+    for row in values["rows"]:
+        of_all = row["primitive"] == "Allreduce"
+        sizes = [sum(parts) / len(parts)] * len(parts) if of_all else parts
+        found = algorithms.rounds(row["primitive"], row["algorithm"], sizes)
+        seconds = sum(one.times * (values["latency"] + one.size / bandwidth) for one in found)
+        yield row["primitive"], row["algorithm"], row["simulated_ms"], seconds * 1e3
+
+
+def steps() -> Iterator[str]:
+    """Yield a section about the messages of steps on simulated hosts, if there are any."""
+    file = RESULTS / "smpi.json"
+    if file.exists():
+        rows = (
+            (
+                row["strategy"],
+                f"{row['ranks']} of {row['machine']}",
+                row["simulated_ms"],
+                row["predicted_ms"],
+            )
+            for row in json.loads(file.read_text())
+        )
+        yield from ("## Messages of a step on simulated hosts", "", "Milliseconds of SMPI:", "")
+        yield from table(["", "ranks", "simulated", "predicted", "off"], map(cells, rows))
+        yield ""
+
+
+def cells(row: Row) -> list[str]:
+    """Return the cells of a prediction, with the deviation."""
+    what, where, measured, predicted = row
+    return [
+        what,
+        where,
+        show(measured),
+        show(predicted),
+        f"{predicted / measured - 1:+.0%}".replace("%", " %"),
+    ]
+
+
+def show(number: float) -> str:
+    """Return a number with three digits."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
