@@ -109,8 +109,17 @@ def replayed(plan: Plan, statistics: bool, refresh: bool) -> list[tuple[str, Rep
             teams.setdefault(plan.grid.team(rank, message.over), message)
     messages = []
     for kind, teams in sorted(stages.items(), key=lambda e: names.IN_STEP.index(e[0][0])):
-        messages.append((str(kind[0]), of_teams(plan, teams)))
+        stage = str(kind[0])
+        messages.append((stage, of_teams(plan, teams)))
+        if overlapped(next(iter(teams.values())), plan):
+            messages.append((stage, agreement(plan.ranks)))
     return messages
+
+
+def agreement(ranks: int) -> Replayed:
+    """Return the message by which all ranks agree that an overlapped message is ready."""
+    algorithm = algorithms.chosen("Iallreduce", [1 / ranks] * ranks)
+    return Replayed("Allreduce", algorithm, ((range(ranks), (Call((1,), (1,)),)),))
 
 
 def of_teams(plan: Plan, teams: dict[range, Message]) -> Replayed:
@@ -307,13 +316,20 @@ def predicted(plan: Plan, machine: Machine, statistics: bool, refresh: bool) -> 
     return max(
         (
             by_stage(
-                (message.stage, costs.message_seconds(message, plan, rank, machine))
+                (message.stage, seconds_of(message, plan, rank, machine))
                 for message in plan.messages(rank, statistics, refresh)
             )
             for rank in simulator.representatives(plan)
         ),
         key=lambda stages: sum(stages.values()),
     )
+
+
+def seconds_of(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
+    """Return the predicted seconds of a message."""
+    if overlapped(message, plan):
+        return costs.overlapped_seconds(message, plan, rank, machine)
+    return costs.message_seconds(message, plan, rank, machine)
 
 
 def by_stage(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
