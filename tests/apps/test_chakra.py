@@ -94,7 +94,7 @@ WAYS = {
     "hybrid": ["--workers", "2"],
     "hybrid on nodes": ["--workers", "2", "--ranks_per_node", "2"],
     "owners": ["--strategy", "owner-stepped"],
-    "overlapped": ["--strategy", "spd-kfac"],
+    "overlapped": ["--strategy", "spd-kfac", "--workers", "2"],
     "shards": ["--strategy", "sharded"],
     "shards on nodes": ["--strategy", "sharded", "--ranks_per_node", "2"],
 }
@@ -143,7 +143,7 @@ def test_a_send_of_a_trace_is_a_reception_of_another_trace(tmp_path):
 def test_computations_take_the_predicted_seconds(name, tmp_path):
     """Oracle: `mpikfac.predict.simulate`, whose stages without messages are computations."""
     options = ["--strategy", name, "--machine", "a100-hdr", "--model", "resnet50"]
-    plan, traces, _ = written(tmp_path, *options, ranks=2)
+    plan, traces, _ = written(tmp_path, *options)
     job = mpikfac.predict.Job("resnet50", 32, length="orthogonal")
     machine = mpikfac.predict.load_machine("a100-hdr")
     prediction = mpikfac.predict.simulate(plan, machine, job)
