@@ -5,8 +5,9 @@
 
 ResNet-50, factors every 10 steps, bases every 100: milliseconds of the messages of a mean step.
 Computation is not simulated, so overlapped messages count as if nothing hid them: in pieces as they
-are sent, with an agreement of all ranks before each message. Rows are kept in `results/smpi.json`; a row in the file
-is not simulated again, unless --again. `--predict` only predicts the rows of the file again.
+are sent, with an agreement of all ranks before each message. "In parts" is without shards. Rows are
+kept in `results/smpi.json`; a row in the file is not simulated again, unless --again. `--predict`
+only predicts the rows of the file again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpikfac.plan import NAMED
 from mpikfac.predict import load_machine
 from support import smpi
 
@@ -27,8 +27,8 @@ RESULTS = Path(__file__).parent / "results" / "smpi.json"
 MACHINES = ("a100-hdr", "v100-edr")
 RANKS = (16, 64, 256, 1024)
 STRATEGIES = (
-    *("sgd", "comm-opt", "mem-opt", "hybrid", "late-owner", "owner-stepped", "sharded"),
-    "spd-kfac",
+    *("sgd", "comm-opt", "comm-opt in parts", "mem-opt", "mem-opt in parts", "hybrid"),
+    *("late-owner", "late-owner in parts", "owner-stepped", "sharded", "spd-kfac"),
 )
 SHARES = {(False, False): 0.9, (True, False): 0.09, (True, True): 0.01}
 """The share of steps by kind: with new factors or not, with new bases or not."""
@@ -78,8 +78,6 @@ def simulation(
         known: the seconds of messages of earlier strategies; the new messages are added.
     """
     row = {"machine": machine, "ranks": ranks, "strategy": strategy}
-    if strategy not in ("sgd", *NAMED):
-        return row | {"left_out": "no strategy of this name"}
     plan, network, start = (
         smpi.plan_of(strategy, ranks, machine),
         load_machine(machine),
@@ -103,8 +101,6 @@ def simulation(
 
 def prediction(machine: str, ranks: int, strategy: str) -> dict[str, Any]:
     """Return the columns with the predicted milliseconds of a mean step."""
-    if strategy not in ("sgd", *NAMED):
-        return {}
     plan = smpi.plan_of(strategy, ranks, machine)
     network = load_machine(machine)
     means: dict[str, float] = {}

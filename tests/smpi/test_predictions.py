@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpikfac.plan import NAMED, Message
+from mpikfac.plan import Message
 from mpikfac.predict import Level, Machine, load_machine
 from support import smpi
 
@@ -15,7 +15,10 @@ pytestmark = [
 TOLERANCE = 0.25
 KINDS = ((False, False), (True, False), (True, True))
 """Whether a step has new factors, and new bases."""
-STRATEGIES = ("sgd", "comm-opt", "mem-opt", "hybrid", "late-owner", "owner-stepped", "sharded")
+STRATEGIES = (
+    *("sgd", "comm-opt", "comm-opt in parts", "mem-opt", "mem-opt in parts", "hybrid"),
+    *("late-owner", "late-owner in parts", "owner-stepped", "sharded", "spd-kfac"),
+)
 LIMIT = 120  # real seconds of a simulation, for hangs alone
 MIB = 2**20
 NET = Machine("by hand", Level(2e-5, 2e9), (), {}, ranks_per_node=2, between=Level(2e-5, 1e9))
@@ -39,7 +42,7 @@ def simulated(tmp_path_factory):
 
 @pytest.mark.parametrize("machine", ["a100-hdr", "v100-edr"])
 @pytest.mark.parametrize("ranks", [16, 64])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name in ("sgd", *NAMED)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_predicted_messages_take_the_simulated_seconds(strategy, ranks, machine, simulated):
     """Oracle: SMPI, which carries out every message of all ranks on a network with contention."""
     plan, network = smpi.plan_of(strategy, ranks, machine), load_machine(machine)

@@ -23,7 +23,8 @@ PROGRAM = Path(__file__).parents[1] / "smpi" / "replay.c"
 SCALE = 256
 WORD = 4  # bytes of an element of the C program
 SMALL_PIECE = 2**18  # elements of a piece of an overlapped message
-IN_PARTS = ("Reduce_scatter", "Allgatherv", "Alltoall")
+OF_PARTS = ("Reduce_scatter", "Allgatherv", "Alltoall")
+IN_PARTS = " in parts"  # behind the name of a strategy: without shards
 NAMES = {
     "Allreduce": {"doubling": "rdb", "rabenseifner": "rab_rdb", "ring": "lr"},
     "Reduce": {"binomial": "binomial", "linear": "flat_tree"},
@@ -138,7 +139,7 @@ def chosen(message: Message, call: Call, team: range, plan: Plan) -> str:
     """Return the algorithm that Open MPI takes for a call of a message."""
     primitive = "Iallreduce" if overlapped(message, plan) else message.primitive
     sizes: list[float] = [count * WORD for count in call.elements]
-    if message.primitive not in IN_PARTS:
+    if message.primitive not in OF_PARTS:
         sizes = [sizes[0] / len(team)] * len(team)
     return algorithms.chosen(primitive, sizes)
 
@@ -186,7 +187,7 @@ def pieces(counts: Sequence[int], piece: int, primitive: str) -> Iterator[list[i
     if primitive == "Allgatherv":
         yield list(counts)
         return
-    if primitive in IN_PARTS:
+    if primitive in OF_PARTS:
         number = -(-sum(counts) // piece)
         for turn in range(number):
             yield [n * (turn + 1) // number - n * turn // number for n in counts]
@@ -298,12 +299,18 @@ def platform_of(machine: Machine, ranks: int) -> str:
 
 
 @cache
-def plan_of(strategy: str, ranks: int, machine: str, model: str = "resnet50") -> Plan:
-    """Return the plan of a named strategy that `mpikfac simulate` makes for a machine."""
+def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Plan:
+    """Return the plan of a strategy that `mpikfac simulate` makes for a machine.
+
+    Args:
+        name: the name of a strategy; with "in parts" behind it, without shards.
+    """
+    strategy = name.removesuffix(IN_PARTS)
     options = SIMULATE.read(
         [
             *("--machine", machine, "--model", model, "--ranks", str(ranks)),
             *("--strategy", strategy, "--factor_every", "10", "--basis_every", "100"),
+            *(["--shards", "false"] if strategy != name else []),
         ]
     )
     job = Job(model, options.batch_per_rank, 10, 100, 0.0, str(options.kfac.length.source))
