@@ -178,11 +178,11 @@ def assert_in_order(nodes):
         (["--parts", "2", "--export", "chakra:x"], "Send, Bcast of 'reduce gradients' has no"),
         (
             ["--gradient_wire", "int8", "--export", "chakra:x"],
-            "Alltoall, Allgather of 'reduce gradients' has no counterpart in Chakra; choose",
+            "Alltoall, Allgather of 'reduce gradients' has no counterpart in Chakra; take",
         ),
         (
             ["--strategy", "curvature-ranks", "--export", "chakra:x"],
-            "Send of 'send factors' has no counterpart in Chakra; choose",
+            "Send of 'send factors' has no counterpart in Chakra; take",
         ),
     ],
 )

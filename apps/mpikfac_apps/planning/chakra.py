@@ -110,7 +110,7 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
     if message.primitive not in COLLECTIVES or message.rule:
         raise ValueError(
             f"export: {message.primitive} of {message.stage!r} has no counterpart in Chakra; "
-            f"choose a strategy with {', '.join(COLLECTIVES)} only"
+            f"take a strategy with {', '.join(COLLECTIVES)} only"
         )
     gathers = message.primitive == "Allgatherv"
     size = message.size // len(team) if gathers else message.size
