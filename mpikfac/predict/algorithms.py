@@ -232,11 +232,24 @@ def _neighbour(parts: np.ndarray, together: int) -> list[Round]:
     ranks = len(parts)
     if ranks % 2:
         return _ring(parts, together)
-    pair = parts.reshape(-1, 2).sum(1).max()
-    even, odd = (ranks // 2 - 1) // 2, ranks // 4  # rounds with the first, the second neighbour
-    if together % 2 == 0:  # pairs are on a node, and a node has a link to both sides
-        return [Round(parts.max(), 0.0), Round(pair, 2 * pair, odd), Round(pair, 0.0, even)]
-    return [_shift(parts.max(), 1, together, ranks), Round(pair, pair, odd + even)]
+    pairs = parts.reshape(-1, 2).sum(1)
+    if together % 2:
+        rest = Round(pairs.max(), pairs.max(), ranks // 2 - 1)
+        return [_shift(parts.max(), 1, together, ranks), rest]
+    inside = Round(pairs.max(), 0.0, (ranks // 2 - 1) // 2)
+    crossing = [
+        Round(pairs.max(), _crossing(pairs, turn, together // 2)) for turn in range(ranks // 4)
+    ]
+    return [Round(parts.max(), 0.0), inside, *crossing]
+
+
+def _crossing(pairs: np.ndarray, turn: int, of_node: int) -> float:
+    """Return the bytes of the busiest node, of `of_node` pairs, when pairs cross once more."""
+    first = np.arange(0, len(pairs), of_node)  # of each node
+    to_left, to_right = (np.take(pairs, at, mode="wrap") for at in (first + turn, first - 1 - turn))
+    return float(
+        max((to_left + np.roll(to_right, -1)).max(), (to_right + np.roll(to_left, -1)).max())
+    )
 
 
 def _bruck(parts: np.ndarray, together: int) -> list[Round]:

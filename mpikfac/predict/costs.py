@@ -22,7 +22,7 @@ UNEQUAL = ("Reduce_scatter", "Alltoall", "Allgatherv")
 BLOCKING = {"Iallreduce": "Allreduce", "Ireduce": "Reduce"}
 DRAWS = 512  # points of the quadrature over the slowest rank
 CHAINED = 4 * PIECE  # bytes of a piece of a message, in float32
-BATCH = 2**18  # elements of a piece of a sum that does not block
+BATCH = 2**18  # elements of a piece of a sum that does not block, as in `comm`
 PIECES = dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter", "Alltoall"), CHAINED)
 PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 """Bytes of a piece of a collective that is sent in pieces."""
@@ -56,23 +56,14 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
 
 
 def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a message that is sent during computations: sums do not block.
-
-    All ranks first agree that the message is ready. The agreements of later pieces go beside the
-    pieces before.
-    """
+    """Return the seconds of a message that is sent during computations: sums do not block."""
     if message.primitive in BLOCKING.values():
         message = replace(message, primitive=f"I{message.primitive.lower()}")
-    return _agreement(plan, machine) + message_seconds(message, plan, rank, machine)
+    return message_seconds(message, plan, rank, machine)
 
 
-def overlapped_latency(plan: Plan, machine: Machine) -> float:
-    """Return the seconds of a sum of 1 byte over the world that is sent during computations."""
-    return 2 * _agreement(plan, machine)
-
-
-def _agreement(plan: Plan, machine: Machine) -> float:
-    """Return the seconds of a sum of 1 byte over the world that does not block."""
+def agreement_seconds(plan: Plan, machine: Machine) -> float:
+    """Return the seconds in which all ranks agree on an overlapped message: a sum of 1 byte."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "world"), plan, machine)
     return collective_seconds("Iallreduce", 1, ranks, machine, nodes, sharing)
 

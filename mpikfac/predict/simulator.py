@@ -38,6 +38,8 @@ class Event(NamedTuple):
             "wait" for the urgent messages, or "wait for all" messages.
         ready: share of the backward pass after which an overlapped message is sent.
         slowdown: seconds by which an overlapped message slows the computation.
+        agreement: seconds before an overlapped message if no other message is under way; else all
+            ranks agree on the message meanwhile.
     """
 
     stage: str
@@ -45,6 +47,7 @@ class Event(NamedTuple):
     kind: Literal["compute", "message", "urgent", "overlapped", "wait", "wait for all"] = "compute"
     ready: float = 1.0
     slowdown: float = 0.0
+    agreement: float = 0.0
 
 
 def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
@@ -159,9 +162,10 @@ def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
         elif event.kind == "wait for all":
             now = max(now, line)
         else:
-            line = max(now, line) + event.seconds
+            seconds = event.seconds + (event.agreement if line <= now else 0.0)
+            line = max(now, line) + seconds
             if event.kind != "overlapped":
-                urgent = max(now, urgent) + event.seconds
+                urgent = max(now, urgent) + seconds
             if event.kind == "message":
                 now = urgent
             now += event.slowdown
@@ -276,12 +280,13 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
     if plan.strategy.transport.overlap:
         kinds = {names.REDUCE_GRADIENTS: "urgent"}
         kinds |= {} if plan.of(rank).late else {names.REDUCE_STATISTICS: "overlapped"}
+    agreement = costs.agreement_seconds(plan, machine)
     events = []
     for message in messages:
         if kind := kinds.get(message.stage):
             seconds = costs.overlapped_seconds(message, plan, rank, machine)
-            lost = (1 - machine.hidden) * seconds
-            events.append(Event(message.stage, seconds, kind, _ready(message, plan, rank), lost))
+            lost, ready = (1 - machine.hidden) * seconds, _ready(message, plan, rank)
+            events.append(Event(message.stage, seconds, kind, ready, lost, agreement))
         else:
             seconds = costs.message_seconds(message, plan, rank, machine)
             events.append(Event(message.stage, seconds, "message"))

@@ -87,9 +87,9 @@ def tuned(
     sums = [m for m in stages.reduce_statistics(plan.of(0)) if m.primitive == "Allreduce"]
     if len(sums) != len(layers):  # a layer's factors have several owners, and several messages
         return strategy
-    seconds = [costs.overlapped_seconds(message, plan, 0, machine) for message in sums]
-    latency = costs.overlapped_latency(plan, machine)
-    return strategy.changed(fusion=merged(seconds, ready, latency))
+    agreement = costs.agreement_seconds(plan, machine)
+    seconds = [agreement + costs.overlapped_seconds(sum_, plan, 0, machine) for sum_ in sums]
+    return strategy.changed(fusion=merged(seconds, ready, latency=2 * agreement))
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:

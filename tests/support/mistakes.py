@@ -613,9 +613,31 @@ TABLE = (
     Mistake(
         "overlap: a rank sends messages in its own order",
         "comm/messages/outbox.py",
-        "common := self._in_common(list(ready))",
-        "common := list(ready)",
+        "for number in common()}",
+        "for number in [common(), list(waiting)][1]}",
         "tests/unit/test_outbox.py",
+    ),
+    Mistake(
+        "overlap: a rank without other messages does not ask beside a batch",
+        "comm/messages/outbox.py",
+        "common = self._ask(list(waiting))",
+        "common = self._ask(list(waiting)) if waiting or not batch else list",
+        "tests/unit/test_outbox.py",
+    ),
+    Mistake(
+        "overlap: a message counts as sent when its last batch begins",
+        "comm/messages/outbox.py",
+        "if not letter.left:",
+        "if not letter.pieces:",
+        "tests/unit/test_outbox.py",
+    ),
+    Mistake(
+        "overlap: sums in place, of which a rank of Open MPI sends the bytes log2(ranks) times",
+        "comm/messages/patient.py",
+        "sent = np.array(received)",
+        "pass",
+        "tests/mpi/test_counters.py",
+        4,
     ),
     Mistake(
         "codecs: losses of the encoding are not kept for the next step",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 
 import pytest
 
-from mpikfac.comm.messages.outbox import Outbox
+from mpikfac.comm.messages.outbox import BATCH, Outbox, Piece
 from support.pace import paced
 
 
@@ -17,16 +19,56 @@ class Line:
         self.arrived = []
         self.gate = threading.Semaphore(0)
 
-    def pieces(self, name, count):
-        def piece():
+    def pieces(self, name, count, size=BATCH):
+        def send():
             assert self.gate.acquire(timeout=paced(10))
             self.arrived.append(name)
 
-        return [piece] * count
+        return [Piece(size, send)] * count
 
     def let_through(self, count):
         for _ in range(count):
             self.gate.release()
+
+
+class Ranks:
+    """Ranks that are threads of the test: what they ask, and the order of their collectives."""
+
+    def __init__(self, count):
+        self.asked = [[] for _ in range(count)]
+        self.calls = [[] for _ in range(count)]
+        self.changed = threading.Condition()
+
+    def outbox(self, rank):
+        def ask(numbers):
+            turn = len(self.asked[rank])
+            self.calls[rank].append("ask")
+            with self.changed:
+                self.asked[rank].append(set(numbers))
+                self.changed.notify_all()
+            return lambda: self.in_common(turn)
+
+        return Outbox(ask)
+
+    def in_common(self, turn):
+        def complete():
+            return all(len(asked) > turn for asked in self.asked)
+
+        with self.changed:
+            assert self.changed.wait_for(complete, paced(10))
+        return sorted(set.intersection(*(asked[turn] for asked in self.asked)))
+
+    def pieces(self, rank, number, sizes, delays):
+        def send(part):
+            time.sleep(delays.random() / 1000)
+            self.calls[rank].append((number, part))
+
+        return [Piece(size, lambda k=k: send(k)) for k, size in enumerate(sizes)]
+
+
+def alone(ready):
+    """Ask where all ranks have the same messages ready."""
+    return lambda: list(ready)
 
 
 @pytest.fixture
@@ -36,29 +78,84 @@ def line():
 
 @pytest.fixture
 def outbox():
-    box = Outbox(list)  # all ranks have the same messages ready
+    box = Outbox(alone)
     yield box
     box.close()
 
 
 def test_an_urgent_message_overtakes_one_that_was_begun(line, outbox):
-    """Oracle: by hand: the piece on the line ends, then the urgent message, then the rest."""
+    """Oracle: by hand: of five batches, one is under way and one agreed on; then the urgent one."""
     begun = threading.Event()
-    outbox.put(0, 5, [begun.set, *line.pieces("slow", 3)])
+    outbox.put(0, 5, [Piece(BATCH, begun.set), *line.pieces("slow", 4)])
     assert begun.wait(10)
     outbox.put(1, 1, line.pieces("urgent", 2))
-    line.let_through(5)
+    line.let_through(6)
     outbox.wait(0)
     outbox.wait(1)
-    assert sorted(line.arrived) == ["slow"] * 3 + ["urgent"] * 2
-    assert line.arrived.index("urgent") <= 1
+    assert sorted(line.arrived) == ["slow"] * 4 + ["urgent"] * 2
+    assert line.arrived.index("urgent") <= 2
     assert line.arrived[-2:] == ["slow", "slow"]
+
+
+def test_messages_share_an_agreement_up_to_the_size_of_a_batch(line):
+    """Oracle: by hand: 4 + 4 quarters of a batch, then a piece of a batch and a half."""
+    asked, everywhere = [], threading.Event()
+
+    def ask(ready):
+        if not everywhere.is_set():
+            return lambda: []
+        asked.append(ready)
+        return lambda: ready
+
+    outbox = Outbox(ask)
+    for number in range(8):
+        outbox.put(number, 0, line.pieces(number, 1, BATCH // 4))
+    outbox.put(8, 0, line.pieces(8, 1, BATCH + BATCH // 2))
+    line.let_through(9)
+    everywhere.set()
+    outbox.close()
+    assert line.arrived == list(range(9))
+    assert asked == [list(range(9)), list(range(4, 9)), [8], []]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_call_the_same_collectives_in_the_same_order(seed):
+    """Oracle: equal lists of calls, asks among them: else MPI waits for ever, or mixes messages."""
+    ranks, messages = Ranks(3), 12
+    shapes = random.Random(seed)
+    sizes = [
+        [shapes.choice((1, BATCH // 3, BATCH))] * shapes.randint(1, 3) for _ in range(messages)
+    ]
+    urgencies = [shapes.randint(0, 1) for _ in range(messages)]
+
+    def train(rank):
+        moments = random.Random(1000 * seed + rank)
+        outbox = ranks.outbox(rank)
+        for _ in range(2):  # steps
+            for number in moments.sample(range(messages), messages):
+                time.sleep(moments.random() / 1000)
+                pieces = ranks.pieces(rank, number, sizes[number], moments)
+                outbox.put(number, urgencies[number], pieces)
+            for number in range(messages):
+                outbox.wait(number)
+        outbox.close()
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(paced(20))
+    assert ranks.calls[0] == ranks.calls[1] == ranks.calls[2]
+    parts = [call for call in ranks.calls[0] if call != "ask"]
+    assert sorted(parts) == sorted(
+        (number, k) for number in range(messages) for k in range(len(sizes[number])) for _ in "12"
+    )
 
 
 def test_of_equally_urgent_messages_the_lower_number_goes_first(line):
     """Oracle: by hand; nothing is sent until all ranks have both messages."""
     everywhere = threading.Event()
-    outbox = Outbox(lambda ready: list(ready) if everywhere.is_set() else [])
+    outbox = Outbox(lambda ready: lambda: list(ready) if everywhere.is_set() else [])
     outbox.put(3, 1, line.pieces("three", 1))
     outbox.put(2, 1, line.pieces("two", 1))
     line.let_through(2)
@@ -72,7 +169,7 @@ def test_of_equally_urgent_messages_the_lower_number_goes_first(line):
 def test_only_what_all_ranks_have_is_sent(line):
     """Oracle: by hand: a second rank has the less urgent message first, then both messages."""
     theirs = {1}
-    outbox = Outbox(lambda ready: [number for number in ready if number in theirs])
+    outbox = Outbox(lambda ready: lambda: [number for number in ready if number in theirs])
     outbox.put(0, 0, line.pieces("first", 1))
     outbox.put(1, 9, line.pieces("second", 1))
     line.let_through(2)
@@ -115,7 +212,7 @@ def test_what_the_thread_meets_is_raised_wherever_a_message_is_waited_for(outbox
         raise OSError("the line is cut")
 
     for number in (0, 1):
-        outbox.put(number, 0, [broken])
+        outbox.put(number, 0, [Piece(1, broken)])
         with pytest.raises(OSError, match="the line is cut"):
             outbox.wait(number)
 

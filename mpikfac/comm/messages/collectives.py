@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm.messages.buffers import MAX_COUNT, Buffers, pieces, synchronize
-from mpikfac.comm.messages.outbox import PAUSE
 from mpikfac.comm.mpi import MPI
 from mpikfac.plan import PASSED, PIECE, Message, Passed, passed
 
@@ -165,41 +163,3 @@ def sum_in_order(comm: MPI.Intracomm, parts: Tensor, total: Tensor) -> None:
             comm.Send(piece.numpy(), dest=comm.rank + 1)
     for piece in pieces(total, 0, len(total), PIECE):
         comm.Bcast(piece.numpy(), root=last)
-
-
-class Patient:
-    """Call collectives on a thread beside the computation: sleep until MPI is done.
-
-    The methods are MPI's: blocking collectives would take a core from the computation.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """Call the collectives of `comm`."""
-        self._comm = comm
-        self.rank, self.size = comm.rank, comm.size
-
-    def Allreduce(self, sent: Any, received: Any, op: MPI.Op | None = None) -> None:
-        """Add up on all members, or combine by `op`."""
-        _sleep_until(self._comm.Iallreduce(sent, received, op or MPI.SUM))
-
-    def Reduce(self, sent: Any, received: Any, op: MPI.Op, root: int) -> None:
-        """Add up on member `root`."""
-        _sleep_until(self._comm.Ireduce(sent, received, op, root))
-
-    def Allgather(self, sent: Any, received: Any) -> None:
-        """Give equal parts of all members to all members."""
-        _sleep_until(self._comm.Iallgather(sent, received))
-
-    def Alltoall(self, sent: Any, received: Any) -> None:
-        """Give every member a part of equal parts."""
-        _sleep_until(self._comm.Ialltoall(sent, received))
-
-    def Alltoallv(self, sent: Any, received: Any) -> None:
-        """Give every member a part."""
-        _sleep_until(self._comm.Ialltoallv(sent, received))
-
-
-def _sleep_until(done: MPI.Request) -> None:
-    """Wait for the request, calling MPI every `PAUSE` seconds."""
-    while not done.Test():
-        time.sleep(PAUSE)

@@ -1,30 +1,48 @@
 """Send overlapped messages, the most urgent message first.
 
 Messages become ready at different times and in different orders on different ranks, but all ranks
-have to send messages in the same order. Before every piece of a message, the threads of all ranks
-find the messages ready on all ranks, and send a piece of the most urgent common message. So a late
-urgent message overtakes messages already under way, between 2 pieces.
+have to send messages in the same order. So the threads of all ranks find the messages that are
+ready on all ranks, and send a batch of them, the most urgent first: small messages, or a piece of a
+large one. All ranks ask for the next batch before the present batch leaves; the answer comes while
+the batch is under way. A late urgent message overtakes messages already under way, between batches.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
-PAUSE = 1e-4  # seconds between two looks at the other ranks' messages
+BATCH = 2**18  # elements of a batch, and of a piece of a message
+PAUSE = 1e-4  # seconds until ranks ask again that have no message in common
 
-Piece = Callable[[], None]
+
+class Piece(NamedTuple):
+    """Describe a piece of a message: its elements, and the function that sends the piece."""
+
+    size: int
+    send: Callable[[], None]
 
 
 @dataclass
 class Letter:
-    """Hold a message under way: the functions that send the remaining pieces, in order."""
+    """Hold a message under way.
+
+    Attributes:
+        pieces: the pieces that are in no batch yet, in order.
+        left: the number of pieces that are not sent yet.
+    """
 
     urgency: int
     pieces: list[Piece]
+    left: int
     sent: threading.Event = field(default_factory=threading.Event)
+
+
+Batch = list[tuple[Letter, Piece]]
 
 
 class Outbox:
@@ -34,13 +52,14 @@ class Outbox:
     lower `urgency` are sent sooner.
     """
 
-    def __init__(self, in_common: Callable[[Sequence[int]], list[int]]) -> None:
+    def __init__(self, ask: Callable[[list[int]], Callable[[], list[int]]]) -> None:
         """Start the thread.
 
         Args:
-            in_common: returns the numbers that are ready on all ranks; collective, as pieces are.
+            ask: begins to find the numbers that are ready on all ranks, and returns a function that
+                waits for them; collective, as pieces are.
         """
-        self._in_common = in_common
+        self._ask = ask
         self._letters: dict[int, Letter] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -55,7 +74,7 @@ class Outbox:
             RuntimeError: the outbox is closed.
             ValueError: the message is already under way.
         """
-        letter = Letter(urgency, list(pieces))
+        letter = Letter(urgency, list(pieces), len(pieces))
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"message {number} comes after close(): no step may follow it")
@@ -94,11 +113,15 @@ class Outbox:
         self._thread.join()
 
     def _run(self) -> None:
+        batch: Batch = []
         try:
-            while ready := self._ready():
-                if common := self._in_common(list(ready)):
-                    self._send(min(common, key=lambda number: (ready[number].urgency, number)))
-                else:
+            while batch or self._has_waiting():
+                # All ranks have the same batch, so all ask now, also those without other messages.
+                waiting = self._waiting()
+                common = self._ask(list(waiting))
+                send(batch)
+                batch = next_batch({number: waiting[number] for number in common()})
+                if waiting and not batch:
                     time.sleep(PAUSE)
         except BaseException as error:  # raised again by `wait`, in the training's thread
             with self._changed:
@@ -106,19 +129,33 @@ class Outbox:
                 for letter in self._letters.values():
                     letter.sent.set()
 
-    def _ready(self) -> dict[int, Letter]:
-        """Wait for unsent messages; return none if all are sent and the outbox is closed."""
-
-        def unsent() -> dict[int, Letter]:
-            return {n: letter for n, letter in self._letters.items() if not letter.sent.is_set()}
-
+    def _has_waiting(self) -> bool:
+        """Wait for waiting messages; return False if there are none and the outbox is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: unsent() or self._closed)
-            return unsent()
+            self._changed.wait_for(lambda: self._waiting() or self._closed)
+            return bool(self._waiting())
 
-    def _send(self, number: int) -> None:
-        """Send the next piece of message `number`."""
-        letter = self._letters[number]
-        letter.pieces.pop(0)()
-        if not letter.pieces:
+    def _waiting(self) -> dict[int, Letter]:
+        """Return the messages with pieces that are in no batch."""
+        with self._changed:
+            return {number: letter for number, letter in self._letters.items() if letter.pieces}
+
+
+def next_batch(letters: dict[int, Letter]) -> Batch:
+    """Take pieces of the letters: the most urgent first, `BATCH` elements or a single piece."""
+    order = sorted(letters, key=lambda number: (letters[number].urgency, number))
+    pieces = [(letters[n], piece) for n in order for piece in letters[n].pieces]
+    sizes = accumulate(piece.size for _, piece in pieces)
+    batch = [entry for entry, size in zip(pieces, sizes) if size <= BATCH] or pieces[:1]
+    for letter, _ in batch:
+        del letter.pieces[0]
+    return batch
+
+
+def send(batch: Iterable[tuple[Letter, Piece]]) -> None:
+    """Send a batch, piece by piece."""
+    for letter, piece in batch:
+        piece.send()
+        letter.left -= 1
+        if not letter.left:
             letter.sent.set()

@@ -1,8 +1,6 @@
 """Send overlapped sums over the world: a thread calls MPI during the computation.
 
-Open MPI makes no progress on non-blocking collectives outside of calls of MPI. The thread tests
-for progress, and sleeps between 2 tests: polling would take a core from the computation. The
-thread's buffers are on the host, because Open MPI crashes in non-blocking reductions of device
+The thread's buffers are on the host, because Open MPI crashes in non-blocking reductions of device
 buffers.
 """
 
@@ -15,19 +13,18 @@ from functools import partial
 from itertools import count
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mpikfac.comm.messages.buffers import Buffers, synchronize
-from mpikfac.comm.messages.collectives import SUMS, Patient, op_of
+from mpikfac.comm.messages.collectives import SUMS, op_of
 from mpikfac.comm.messages.encoded import Encoded
-from mpikfac.comm.messages.outbox import Outbox
+from mpikfac.comm.messages.outbox import BATCH, Outbox, Piece
+from mpikfac.comm.messages.patient import Patient, sleep_until
 from mpikfac.comm.mpi import MPI
 from mpikfac.plan import Layout, Message
 from mpikfac.trace import Trace
-
-# Elements of a piece of an overlapped message; an urgent message can overtake between 2 pieces.
-SMALL_PIECE = 2**18
 
 
 class OverlappedSums:
@@ -115,7 +112,7 @@ class ProgressThread:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._numbered = 0
         self._flights = count(1)
-        self._outbox = Outbox(self._in_common)
+        self._outbox = Outbox(self._ask)
 
     def overlapped(
         self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
@@ -147,26 +144,32 @@ class ProgressThread:
         """
         self._outbox.close()
 
-    def _in_common(self, numbers: Sequence[int]) -> list[int]:
-        """Return the message numbers that all ranks have among their outbox's `numbers`."""
-        mine = bytearray(self._numbered)
-        for number in numbers:
-            mine[number] = 1
-        self._patient.Allreduce(MPI.IN_PLACE, mine, MPI.BAND)
-        return [number for number, everywhere in enumerate(mine) if everywhere]
+    def _ask(self, numbers: list[int]) -> Callable[[], list[int]]:
+        """Begin to find the message numbers that all ranks have among their `numbers`."""
+        # In one array, which `answer` keeps: mpi4py does not keep what MPI still reads.
+        ready, everywhere = np.zeros((2, self._numbered), np.uint8)
+        ready[numbers] = 1
+        request = self.comm.Iallreduce(ready, everywhere, MPI.BAND)
 
-    def _pieces(self, message: Message, flat: Tensor) -> list[Callable[[], None]]:
-        """Return functions that send a message piece by piece on the outbox's thread."""
+        def answer() -> list[int]:
+            sleep_until(request)
+            return np.flatnonzero(everywhere).tolist()
+
+        return answer
+
+    def _pieces(self, message: Message, flat: Tensor) -> list[Piece]:
+        """Return the pieces of a message, to be sent on the outbox's thread."""
         flight = next(self._flights)
         ready = None if flat.is_cpu else torch.Event(flat.device)
         if ready is not None:
             ready.record()
         if message.codec and message.primitive not in SUMS:
-            return [partial(self._send_encoded, message, flat, flight, ready)]
+            size = sum(stop - start for start, stop in message.spans)
+            return [Piece(size, partial(self._send_encoded, message, flat, flight, ready))]
         ((start, stop),) = message.spans
         return [
-            partial(self._send_piece, message, piece, flight, ready)
-            for piece in flat[start:stop].split(SMALL_PIECE)
+            Piece(len(part), partial(self._send_piece, message, part, flight, ready))
+            for part in flat[start:stop].split(BATCH)
         ]
 
     def _send_encoded(

@@ -1,0 +1,63 @@
+"""Call collectives on a thread beside the computation: the thread sleeps until MPI is done.
+
+Open MPI makes no progress on non-blocking collectives outside of calls of MPI, and a collective has
+many rounds: every round waits for a look. A look takes some microseconds, and a thread that polls
+would take the core from the computation.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from mpikfac.comm.mpi import MPI
+
+LONGEST = 2e-4  # seconds between two looks
+
+
+class Patient:
+    """Call the collectives of a communicator, and sleep until they are done.
+
+    The methods are MPI's: blocking collectives would take a core from the computation.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Call the collectives of `comm`."""
+        self._comm = comm
+        self.rank, self.size = comm.rank, comm.size
+
+    def Allreduce(self, sent: Any, received: Any, op: MPI.Op = MPI.SUM) -> None:
+        """Add up on all members.
+
+        Open MPI sums in place by a tree, whose root sends the numbers log2(ranks) times; from
+        64 KiB on, numbers in another buffer pass through equal shares, and no member sends more
+        than twice their bytes.
+        """
+        if sent is MPI.IN_PLACE:
+            sent = np.array(received)
+        sleep_until(self._comm.Iallreduce(sent, received, op))
+
+    def Reduce(self, sent: Any, received: Any, op: MPI.Op, root: int) -> None:
+        """Add up on member `root`."""
+        sleep_until(self._comm.Ireduce(sent, received, op, root))
+
+    def Allgather(self, sent: Any, received: Any) -> None:
+        """Give equal parts of all members to all members."""
+        sleep_until(self._comm.Iallgather(sent, received))
+
+    def Alltoall(self, sent: Any, received: Any) -> None:
+        """Give every member a part of equal parts."""
+        sleep_until(self._comm.Ialltoall(sent, received))
+
+    def Alltoallv(self, sent: Any, received: Any) -> None:
+        """Give every member a part."""
+        sleep_until(self._comm.Ialltoallv(sent, received))
+
+
+def sleep_until(done: MPI.Request) -> None:
+    """Wait for the request: look again after a 16th of the time waited so far, or `LONGEST`."""
+    start = time.perf_counter()
+    while not done.Test():
+        time.sleep(min((time.perf_counter() - start) / 16, LONGEST))
