@@ -70,6 +70,13 @@ def pairs(first, step, size):
     return smpi.Replayed("Allreduce", "doubling", teams)
 
 
+def transfers(*pairs):
+    """Return a message of 6 ranks with transfers of 64 MiB from rank to rank."""
+    count = 64 * MIB // smpi.WORD // smpi.SCALE
+    numbers = tuple(number for pair in pairs for number in (*pair, count))
+    return smpi.Replayed("Isend, Irecv", "", ((range(6), (smpi.Call(numbers, ()),)),))
+
+
 @pytest.mark.parametrize(
     ("message", "seconds"),
     [
@@ -78,6 +85,10 @@ def pairs(first, step, size):
         # The link of a node, 1 GB/s, is shared by the ranks of the node.
         (pairs([0], 2, 64), 2e-5 + 64 * MIB / 1e9),
         (pairs([0, 1], 2, 64), 2e-5 + 2 * 64 * MIB / 1e9),
+        # The links out of node 0, and into node 0, are shared; a link has both directions.
+        (transfers((0, 2), (1, 4)), 2e-5 + 2 * 64 * MIB / 1e9),
+        (transfers((2, 0), (4, 1)), 2e-5 + 2 * 64 * MIB / 1e9),
+        (transfers((0, 2), (4, 1)), 2e-5 + 64 * MIB / 1e9),
         # Ring of 4 ranks: the part of rank 0 goes to rank 1, then 2 on the other node, then 3.
         (of_world("Allgatherv", "ring", (64, 0, 0, 0), 4), 6e-5 + 2 * 64 * MIB / 1e9),
         # Tree of 4 ranks with 3 children: rank 0 sends all copies at once, 2 of 3 off the node.
@@ -85,11 +96,14 @@ def pairs(first, step, size):
         # Tree of 4 ranks: ranks 2 and 3 add up in the node, and rank 2 sends the sum to rank 0.
         (of_world("Reduce", "binomial", (0, 64), 4), 4e-5 + 64 * MIB / 2e9 + 64 * MIB / 1e9),
     ],
-    ids=["in a node", "between nodes", "shared", "ring", "k-nomial", "tree"],
+    ids=[
+        *("in a node", "between nodes", "shared", "out", "into", "both", "ring", "k-nomial"),
+        "tree",
+    ],
 )
 def test_the_simulated_network_has_the_machines_levels(message, seconds, tmp_path):
     """Oracle: by hand, from latencies and bandwidths."""
-    (simulated,) = smpi.simulated([message], NET, 4, tmp_path, LIMIT).values()
+    (simulated,) = smpi.simulated([message], NET, 6, tmp_path, LIMIT).values()
     assert simulated == pytest.approx(seconds, rel=0.05)
 
 
