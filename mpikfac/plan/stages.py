@@ -177,8 +177,9 @@ def in_levels(
 ) -> list[Message]:
     """Return the messages of a team in the levels of the rank's strategy."""
     seat = rank.grid.seat(team, rank.rank)
-    if rank.strategy.transport.shards:
-        return in_shards(of_one_level, len(team), team.index(rank.rank), seat, itemsize)
+    if (shards := rank.strategy.transport.shards) is not False:
+        member, always = team.index(rank.rank), shards is True
+        return in_shards(of_one_level, len(team), member, seat, itemsize, always)
     return in_two_levels(of_one_level, seat, itemsize) if seat else of_one_level
 
 

@@ -580,6 +580,13 @@ TABLE = (
         "tests/property/test_levels.py",
     ),
     Mistake(
+        "shards: equal parts pass through shards",
+        "plan/messages/shards.py",
+        "max(counts) * len(counts) > 2 * sum(counts)",
+        "max(counts) * len(counts) >= sum(counts)",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
         "shards: the last element that is passed on stays behind",
         "plan/messages/shards.py",
         "max(start, first), min(stop, last)",

@@ -10,7 +10,8 @@ import torch
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
-from mpikfac.plan import divisors, stages
+from mpikfac.plan import PASSED, divisors, lay_out, stages
+from mpikfac.plan.messages import in_shards, sums
 from mpikfac.plan.roles import apart, diagonally
 from mpikfac_apps.problems import models
 from support.problem import strategies
@@ -215,6 +216,26 @@ def test_vectors_by_hand():
 
 
 EVERYWHERE = ("reduce statistics", "Allreduce", "world")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "through_shards"),
+    [((9, 1, 1, 1), True), ((1, 11, 0, 0), True), ((3, 3, 3, 3), False), ((5, 3, 2, 2), False)],
+)
+@pytest.mark.parametrize("unit", [2**18, 16])
+def test_unequal_parts_pass_through_shards_if_numbers_are_many(blocks, through_shards, unit):
+    """Oracle: by hand: the largest part is above twice the mean, and all have 2**18 elements."""
+    layout = lay_out([(str(n), (unit * n,))] for n in blocks)
+    whole = sums("stage", layout, lambda name: 0, 4, 4)
+    found = in_shards(whole, 4, 0, None, 4, always=False)
+    counts = [[stop - start for start, stop in message.spans] for message in found]
+    if through_shards and unit > 16:
+        assert [message.primitive for message in found] == ["Reduce_scatter", PASSED]
+        assert counts[0] == [3 * unit] * 4 and found[1].to == whole[0].spans
+    else:
+        assert found == whole
+
+
 TO_OWNERS = ("reduce statistics", "Reduce_scatter", "world")
 BASES = ("publish bases", "Allgatherv", "column")
 GRADIENTS = ("reduce gradients", "Allreduce", "world")

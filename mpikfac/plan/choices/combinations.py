@@ -121,7 +121,7 @@ def _fits(need: object, value: Any, choices: Choices) -> bool:
     return bool(value == (choices[need.name] if isinstance(need, Same) else need))
 
 
-_ENCODED = {"parts": None, "sums": "reduce", "shards": False}
+_ENCODED = {"parts": None, "sums": "reduce", "shards": OneOf((None, False))}
 _COMPRESSED = "compressed messages are sent by all ranks at once, as one buffer"
 
 STRATEGY: tuple[Combination, ...] = (

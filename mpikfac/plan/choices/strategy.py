@@ -91,7 +91,8 @@ class Transport:
         sums: who adds up a sum for an owner: MPI ("reduce"), or the owner itself, in the order of
             the ranks ("alltoall").
         shards: sums to owners and gathers from owners pass through equal shards of all ranks, which
-            no MPI slows down; otherwise through parts as large as the owners' layers.
+            no MPI slows down: always, never, or (None) where the largest owner has more than twice
+            the mean, and numbers are many.
         ranks_per_node: the number of consecutive ranks that share a node: messages have two levels,
             inside nodes and between nodes. Without a number, messages have one level.
         parts: the number of parts of a batch. Gradients and statistics of the parts are added in
@@ -105,7 +106,7 @@ class Transport:
     fusion: int | tuple[int, ...] | None = None
     overlap: bool = False
     sums: Literal["reduce", "alltoall"] = "reduce"
-    shards: bool = False
+    shards: bool | None = None
     ranks_per_node: int | None = None
     parts: int | None = None
     wires: Wires = field(default_factory=Wires)
@@ -116,7 +117,7 @@ class Transport:
         one_of("packing", self.packing, ("triangle", "square"))
         one_of("overlap", self.overlap, (True, False))
         one_of("sums", self.sums, ("reduce", "alltoall"))
-        one_of("shards", self.shards, (True, False))
+        one_of("shards", self.shards, (None, True, False))
         several = self.fusion if isinstance(self.fusion, tuple) and self.fusion else (self.fusion,)
         for number in several if self.fusion is not None else ():
             check_count("fusion", number, 1)
@@ -234,7 +235,7 @@ class Strategy:
         """
         transport = replace(self.transport, reduce_at="factors", packing="triangle")
         if self.update == "everyone":  # then no owner adds up
-            transport = replace(transport, sums="reduce", shards=False)
+            transport = replace(transport, sums="reduce", shards=None)
         return Strategy(update=self.update, transport=transport, exchange=self.exchange)
 
     def check_ranks(self, ranks: int) -> None:

@@ -16,6 +16,7 @@ from mpikfac.plan.messages.levels import BETWEEN_NODES, IN_NODE, Seat, in_two_le
 from mpikfac.plan.messages.messages import Message, cut, message
 
 Spans = Sequence[tuple[int, int]]
+LEAST = 2**18  # elements; of fewer, latencies outweigh unequal parts
 PASSED = "Isend, Irecv"
 
 
@@ -34,7 +35,12 @@ class Passed(NamedTuple):
 
 
 def in_shards(
-    of_team: Iterable[Message], members: int, member: int, seat: Seat | None, itemsize: int
+    of_team: Iterable[Message],
+    members: int,
+    member: int,
+    seat: Seat | None,
+    itemsize: int,
+    always: bool = True,
 ) -> list[Message]:
     """Return the messages of member `member` in the place of messages of one level.
 
@@ -42,14 +48,31 @@ def in_shards(
 
     Args:
         seat: the member's seat; None for one level.
+        always: take the way by shards also where parts are small or nearly equal.
     """
     parts: list[Message] = []
     for whole in of_team:
-        if whole.primitive in ("Reduce_scatter", "Allgatherv"):
+        if _divided(whole) and (always or _unequal(whole)):
             parts += _by_way_of_shards(whole, members, member, seat, itemsize)
         else:
             parts += in_two_levels([whole], seat, itemsize) if seat else [whole]
     return [part for part in parts if part.size]
+
+
+def _divided(whole: Message) -> bool:
+    """Return whether a message is a sum or gather of neighbouring parts, as plain numbers."""
+    first, last = whole.spans[0][0], whole.spans[-1][1]
+    return (
+        whole.primitive in ("Reduce_scatter", "Allgatherv")
+        and whole.codec is None
+        and sum(stop - start for start, stop in whole.spans) == last - first
+    )
+
+
+def _unequal(whole: Message) -> bool:
+    """Return whether a ring of the parts takes more than twice as long as a ring of shards."""
+    counts = [stop - start for start, stop in whole.spans]
+    return sum(counts) >= LEAST and max(counts) * len(counts) > 2 * sum(counts)
 
 
 def _by_way_of_shards(
