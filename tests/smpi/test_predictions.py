@@ -85,9 +85,10 @@ def transfers(*pairs):
         # The link of a node, 1 GB/s, is shared by the ranks of the node.
         (pairs([0], 2, 64), 2e-5 + 64 * MIB / 1e9),
         (pairs([0, 1], 2, 64), 2e-5 + 2 * 64 * MIB / 1e9),
-        # The links out of node 0, and into node 0, are shared; a link has both directions.
+        # The link out of node 0, and into a node, is shared; a link has both directions.
         (transfers((0, 2), (1, 4)), 2e-5 + 2 * 64 * MIB / 1e9),
         (transfers((2, 0), (4, 1)), 2e-5 + 2 * 64 * MIB / 1e9),
+        (transfers((0, 4), (2, 5)), 2e-5 + 2 * 64 * MIB / 1e9),
         (transfers((0, 2), (4, 1)), 2e-5 + 64 * MIB / 1e9),
         # Ring of 4 ranks: the part of rank 0 goes to rank 1, then 2 on the other node, then 3.
         (of_world("Allgatherv", "ring", (64, 0, 0, 0), 4), 6e-5 + 2 * 64 * MIB / 1e9),
@@ -97,7 +98,17 @@ def transfers(*pairs):
         (of_world("Reduce", "binomial", (0, 64), 4), 4e-5 + 64 * MIB / 2e9 + 64 * MIB / 1e9),
     ],
     ids=[
-        *("in a node", "between nodes", "shared", "out", "into", "both", "ring", "k-nomial"),
+        *(
+            "in a node",
+            "between nodes",
+            "shared",
+            "out",
+            "into 0",
+            "into 2",
+            "both",
+            "ring",
+            "k-nomial",
+        ),
         "tree",
     ],
 )
