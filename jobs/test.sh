@@ -8,6 +8,8 @@
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
 #   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
 #                             with each of them; 5 minutes
+#   bash jobs/test.sh --smpi  predicted messages against a simulation of MPI, which needs SimGrid
+#                             with SMPI (Debian: libsimgrid-dev); 3 minutes
 # Tests of one process come first, two at a time. Then tests/mpi runs at 2 and 3 ranks, and except
 # for the quick tests at 4: at 3 ranks, MPI adds numbers in a different order. CONTRIBUTING.md says
 # which tests each of the lanes has. Two cores are enough: common.sh allows more ranks than cores and
@@ -20,11 +22,11 @@ IDLE=3000 # milliseconds of the timed start on an idle machine, at most
 extras=(test) covered=()
 case ${1-} in
     "") chosen=(-m "not slow and not gate") ;;
-    --device | --all) chosen=() ;;
+    --device | --all | --smpi) chosen=() ;;
     --frameworks) extras+=(frameworks) ;;
     --ci) extras+=(lint) chosen=(-m "not slow or gate") ;;
     *)
-        echo "usage: bash jobs/test.sh, with nothing, --all, --device, --ci or --frameworks" >&2
+        echo "usage: bash jobs/test.sh, with nothing, --all, --device, --ci, --frameworks or --smpi" >&2
         exit 2
         ;;
 esac
@@ -104,6 +106,10 @@ case ${1-} in
         ;;
     --frameworks)
         stage "frameworks" one_process tests/frameworks
+        finish
+        ;;
+    --smpi)
+        stage "simulated messages" one_process tests/smpi
         finish
         ;;
 esac

@@ -36,6 +36,30 @@ SIMULATE_BASIC = (
 )
 
 
+def json_file(text: str) -> Path:
+    """Return the path of a file to write; a folder that is missing is told before any work.
+
+    Raises:
+        ValueError: the path is a folder, or in no folder.
+    """
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{path} must be a file in a folder that exists")
+    return path
+
+
+def trace_files(text: str) -> Path:
+    """Return FILE of a text chakra:FILE: the beginning of the names of traces.
+
+    Raises:
+        ValueError: another form, or the file is a folder, or in no folder.
+    """
+    form, _, file = text.partition(":")
+    if form != "chakra" or not file:
+        raise ValueError(f"{text} must be chakra:FILE")
+    return json_file(file)
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """Print the communication plan of a model: who computes and sends what. No MPI.
@@ -50,6 +74,9 @@ class PlanOptions:
             `machine`.
         parts: the number of parts of a batch, whose gradients and statistics are added in order;
             null: MPI adds.
+        export: chakra:FILE writes execution traces of Chakra, a trace for each rank and kind of
+            step, FILE.ordinary.0.et and so on; null for none. With `machine`, traces have the
+            computing stages, too.
     """
 
     model: str = listed(MODELS)
@@ -57,6 +84,7 @@ class PlanOptions:
     classes: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     parts: int | None = bounded(None, ">= 1")
+    export: Path | None = read_by(trace_files, None)
     distribution: StrategyOptions = inline(StrategyOptions, without=UNPLANNED)
     kfac: KfacOptions = inline(KfacOptions)
 
@@ -72,18 +100,6 @@ def strategy_names(text: str) -> tuple[str, ...]:
         if name.removeprefix(SGD) not in STRATEGIES:
             raise ValueError(f"{name!r} is unknown; try all or some of {', '.join(STRATEGIES)}")
     return chosen
-
-
-def json_file(text: str) -> Path:
-    """Return the path of a file to write; a folder that is missing is told before any work.
-
-    Raises:
-        ValueError: the path is a folder, or in no folder.
-    """
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{path} must be a file in a folder that exists")
-    return path
 
 
 @dataclass(frozen=True)

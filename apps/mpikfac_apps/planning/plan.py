@@ -6,6 +6,7 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
     solver_of,
 )
+from mpikfac_apps.planning import chakra
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, most_loaded, orders_of
 from mpikfac_apps.planning.options import PLAN, PlanOptions
 from mpikfac_apps.problems import models
@@ -43,7 +45,10 @@ def print_plan(options: PlanOptions) -> int:
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
     job = job_of(run_of(options), options.ranks, 1)
-    show([*sections, memory(plan, job), messages(plan), *steps(plan)])
+    sections += [memory(plan, job), messages(plan), *steps(plan)]
+    if options.export:
+        sections.append(export(options, plan, options.export))
+    show(sections)
     return 0
 
 
@@ -60,6 +65,22 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
     )
     _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
     return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
+
+
+def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[str]:
+    """Write the traces of a plan, and return a line about the files.
+
+    Raises:
+        ValueError: a message has no counterpart in a trace, or the machine does not know the model.
+        OSError: a file cannot be written.
+    """
+    prediction = None
+    if options.distribution.machine:
+        machine = mpikfac.predict.load_machine(options.distribution.machine)
+        job = job_of(run_of(options), options.ranks, plan.strategy.refresh.stagger or 1)
+        prediction = mpikfac.predict.simulate(plan, machine, job)
+    traces = chakra.write_traces(plan, path, prediction)
+    return [f"Wrote {number(traces, 'trace')}, {path}.KIND.RANK.et, and {path}.groups.json"]
 
 
 def run_of(options: PlanOptions) -> Options:

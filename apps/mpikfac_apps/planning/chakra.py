@@ -1,0 +1,170 @@
+"""Write the steps of a plan as execution traces of Chakra, which ASTRA-sim and others simulate.
+
+A trace is a file of a rank: protobuf messages, each behind its length, first the metadata, then the
+nodes, by schema/protobuf/et_def.proto of mlcommons/chakra. The encoding needs few lines, so the
+program needs no protobuf.
+
+Nodes follow each other as in a step, overlapped messages too. A collective is a single node,
+whatever the pieces; Chakra knows equal parts only, so a gather has the mean part of its members.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mpikfac
+from mpikfac import files
+from mpikfac.plan import PASSED, Message, Plan, passed
+
+KINDS = {"ordinary": (False, False), "factors": (True, False), "refresh": (True, True)}
+"""Whether a kind of step has new factors, and new bases."""
+VERSION = "0.0.4"
+COMPUTATION, SEND, RECEIVE, COLLECTIVE = 4, 5, 6, 7  # enum NodeType
+COLLECTIVES = {
+    **{"Allreduce": 0, "Reduce": 1, "Allgatherv": 2, "Bcast": 5, "Alltoall": 6},
+    "Reduce_scatter": 7,
+}
+"""The numbers of enum CollectiveCommType."""
+FIELDS = {bool: 27, int: 9, str: 30}  # of the value of an AttributeProto: bool, int64, string
+Groups = dict[tuple[int, ...], int]
+"""The number of each communicator but the world, by its ranks."""
+
+
+def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction | None) -> int:
+    """Write a trace of each rank and kind of step, PATH.KIND.RANK.et, and PATH.groups.json.
+
+    Return the number of traces.
+
+    Args:
+        prediction: the seconds of computations, which are those of the slowest rank; None for
+            traces of messages alone.
+
+    Raises:
+        ValueError: a message has no counterpart in Chakra.
+        OSError: a file cannot be written.
+    """
+    groups: Groups = {}
+    traces: dict[str, bytes] = {}  # all are made first: no file of a plan that is refused
+    for kind, (statistics, refresh) in KINDS.items():
+        step = getattr(prediction, kind).stages if prediction else {}
+        for rank in range(plan.ranks):
+            messages = plan.messages(rank, statistics, refresh)
+            content = [field(1, VERSION), *nodes(plan, rank, messages, step, groups)]
+            traces[f"{kind}.{rank}.et"] = b"".join(map(behind_length, content))
+    for name, trace in traces.items():
+        files.write_bytes(path.with_name(f"{path.name}.{name}"), trace, named=True)
+    members = {str(number): list(ranks) for ranks, number in groups.items()}
+    listing = path.with_name(f"{path.name}.groups.json")
+    files.write_text(listing, json.dumps(members) + "\n", named=True)
+    return len(traces)
+
+
+def nodes(
+    plan: Plan,
+    rank: int,
+    messages: Sequence[Message],
+    step: Mapping[str, float],
+    groups: Groups,
+) -> Iterator[bytes]:
+    """Yield the nodes of a step: computing stages by name, and messages in the stages' order.
+
+    A node depends on the node before; nodes of a message without collective begin together.
+
+    Args:
+        step: seconds by stage, in the order of the step; empty for messages alone.
+        groups: gets the communicators of the messages.
+    """
+    of_stages: dict[str, list[Message]] = {stage: [] for stage in step}
+    for message in messages:
+        of_stages.setdefault(message.stage, []).append(message)
+    number, before = 0, list[int]()
+    for stage, sent in of_stages.items():
+        parts = [of_message(plan, rank, message, groups) for message in sent]
+        for together in parts or computation(step[stage]):
+            first = number
+            for content in together:
+                depends = b"".join(field(5, earlier) for earlier in before)
+                yield field(1, number) + field(2, stage) + content + depends
+                number += 1
+            before = list(range(first, number)) or before
+
+
+def computation(seconds: float) -> list[list[bytes]]:
+    """Return the content of the node of a computing stage."""
+    duration = field(7, round(seconds * 1e6))
+    return [[field(3, COMPUTATION) + duration + attribute("is_cpu_op", False)]]
+
+
+def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[bytes]:
+    """Return the content of a message's nodes: of a collective, or of all sends and receptions.
+
+    Raises:
+        ValueError: the message has no counterpart in Chakra.
+    """
+    team = tuple(plan.grid.team(rank, message.over))
+    if message.primitive == PASSED:
+        return list(passing(message, team, team.index(rank)))
+    if message.primitive not in COLLECTIVES or message.rule:
+        raise ValueError(
+            f"export: {message.primitive} of {message.stage!r} has no counterpart in Chakra; "
+            f"take a strategy with {', '.join(COLLECTIVES)} only"
+        )
+    gathers = message.primitive == "Allgatherv"
+    size = message.size // len(team) if gathers else message.size
+    attributes: dict[str, Any] = {"comm_type": COLLECTIVES[message.primitive], "comm_size": size}
+    if message.root >= 0:
+        attributes["root"] = team[message.root]
+    if len(team) < plan.ranks:
+        attributes["pg_name"] = str(groups.setdefault(team, len(groups) + 1))
+    return [node(COLLECTIVE, attributes)]
+
+
+def passing(message: Message, team: Sequence[int], member: int) -> Iterator[bytes]:
+    """Yield the content of the nodes in which a member sends to members, and receives."""
+    moves = passed(message.spans, message.to)
+    itemsize = message.size // sum(move.size for move in moves)
+    for move in moves:
+        if member in (move.source, move.target):
+            attributes = {
+                "comm_src": team[move.source],
+                "comm_dst": team[move.target],
+                "comm_size": move.size * itemsize,
+                "comm_tag": move.start,
+            }
+            yield node(SEND if member == move.source else RECEIVE, attributes)
+
+
+def node(kind: int, attributes: Mapping[str, Any]) -> bytes:
+    """Return the content of a node of messages."""
+    values = b"".join(attribute(name, value) for name, value in attributes.items())
+    return field(3, kind) + attribute("is_cpu_op", False) + values
+
+
+# -- protobuf --------------------------------------------------------------------------------------
+
+
+def attribute(name: str, value: bool | int | str) -> bytes:
+    """Return the field of a node with a name and a value."""
+    return field(10, field(1, name) + field(FIELDS[type(value)], value))
+
+
+def field(number: int, value: int | str | bytes) -> bytes:
+    """Return a field: a whole number of at least 0, or a text or a message behind its length."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    content = value.encode() if isinstance(value, str) else value
+    return varint(number << 3 | 2) + behind_length(content)
+
+
+def behind_length(content: bytes) -> bytes:
+    """Return bytes behind their number."""
+    return varint(len(content)) + content
+
+
+def varint(value: int) -> bytes:
+    """Return a whole number of at least 0 in 7 bits a byte, the lowest first."""
+    digits = [value >> shift & 0x7F for shift in range(0, max(1, value.bit_length()), 7)]
+    return bytes([*(digit | 0x80 for digit in digits[:-1]), digits[-1]])
