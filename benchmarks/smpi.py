@@ -4,10 +4,10 @@
     PYTHONPATH=tests python benchmarks/smpi.py --predict
 
 ResNet-50, factors every 10 steps, bases every 100: milliseconds of the messages of a mean step.
-Computation is not simulated, so overlapped messages count as if nothing hid them: in pieces as they
-are sent, with an agreement of all ranks before each message. "In parts" is without shards. Rows are
-kept in `results/smpi.json`; a row in the file is not simulated again, unless --again. `--predict`
-only predicts the rows of the file again.
+Computation is not simulated, so overlapped messages count as if nothing hid them, in pieces as they
+are sent; agreements of ranks go beside messages, and count as nothing. "In parts" is without
+shards. Rows are kept in `results/smpi.json`; a row in the file is not simulated again, unless
+--again. `--predict` only predicts the rows of the file again.
 """
 
 from __future__ import annotations

@@ -341,10 +341,15 @@ def _reduce_and_bcast(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _knomial(parts: np.ndarray, together: int) -> list[Round]:
-    """Copy along a tree with `RADIX - 1` children per level, the far children first."""
+    """Copy along a tree with `RADIX - 1` children per level; copies for all levels leave at once.
+
+    The far children get their copies as late as the near children, and have children themselves.
+    """
     size, ranks, found = parts.sum(), len(parts), []
-    for distance in _powers(ranks, RADIX)[::-1]:
-        children = [distance * k for k in range(1, RADIX) if distance * k < ranks]
+    distances = _powers(ranks, RADIX)
+    for level in range(len(distances), 0, -1):
+        near = [distance * k for distance in distances[:level] for k in range(1, RADIX)]
+        children = [child for child in near if child < ranks]
         far = sum(child >= together for child in children)
         found.append(Round(size * len(children), size * far))
     return found

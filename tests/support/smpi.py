@@ -110,17 +110,8 @@ def replayed(plan: Plan, statistics: bool, refresh: bool) -> list[tuple[str, Rep
             teams.setdefault(plan.grid.team(rank, message.over), message)
     messages = []
     for kind, teams in sorted(stages.items(), key=lambda e: names.IN_STEP.index(e[0][0])):
-        stage = str(kind[0])
-        messages.append((stage, of_teams(plan, teams)))
-        if overlapped(next(iter(teams.values())), plan):
-            messages.append((stage, agreement(plan.ranks)))
+        messages.append((str(kind[0]), of_teams(plan, teams)))
     return messages
-
-
-def agreement(ranks: int) -> Replayed:
-    """Return the message by which all ranks agree that an overlapped message is ready."""
-    algorithm = algorithms.chosen("Iallreduce", [1 / ranks] * ranks)
-    return Replayed("Allreduce", algorithm, ((range(ranks), (Call((1,), (1,)),)),))
 
 
 def of_teams(plan: Plan, teams: dict[range, Message]) -> Replayed:

@@ -107,17 +107,18 @@ def tree(ranks):
 
 
 def copied(ranks, radix=2):
-    """Copy from member 0; with 2, neighbours first, with more, the far members first."""
+    """Copy from member 0; with 2, neighbours first, with more, all copies of a member at once."""
     whole = set(range(ranks))
     if radix == 2:
         return [[(r, r + d, whole) for r in range(d) if r + d < ranks] for d in powers(ranks)]
     distances = [radix**k for k in range(6) if radix**k < ranks]
     return [
         [
-            (r, r + d * k, whole)
+            (r, r + near * k, whole)
             for r in range(0, ranks, radix * d)
+            for near in distances[: distances.index(d) + 1]
             for k in range(1, radix)
-            if r + d * k < ranks
+            if r + near * k < ranks
         ]
         for d in reversed(distances)
     ]
