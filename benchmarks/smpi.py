@@ -6,8 +6,8 @@
 ResNet-50, factors every 10 steps, bases every 100: milliseconds of the messages of a mean step.
 Computation is not simulated, so overlapped messages count as if nothing hid them, in pieces as they
 are sent; agreements of ranks go beside messages, and count as nothing. "In parts" is without
-shards. Rows are kept in `results/smpi.json`; a row in the file is not simulated again, unless
---again. `--predict` only predicts the rows of the file again.
+shards, "on nodes" in two levels. Rows are kept in `results/smpi.json`; a row in the file is not
+simulated again, unless --again. `--predict` only predicts the rows of the file again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MACHINES = ("a100-hdr", "v100-edr")
 RANKS = (16, 64, 256, 1024)
 STRATEGIES = (
     *("sgd", "comm-opt", "comm-opt in parts", "mem-opt", "mem-opt in parts", "hybrid"),
-    *("late-owner", "late-owner in parts", "owner-stepped", "sharded", "spd-kfac"),
+    *("late-owner", "late-owner in parts", "late-owner on nodes", "owner-stepped"),
+    *("sharded", "spd-kfac"),
 )
 SHARES = {(False, False): 0.9, (True, False): 0.09, (True, True): 0.01}
 """The share of steps by kind: with new factors or not, with new bases or not."""

@@ -24,7 +24,7 @@ SCALE = 256
 WORD = 4  # bytes of an element of the C program
 SMALL_PIECE = 2**18  # elements of a piece of an overlapped message
 OF_PARTS = ("Reduce_scatter", "Allgatherv", "Alltoall")
-IN_PARTS = " in parts"  # behind the name of a strategy: without shards
+IN_PARTS, ON_NODES = " in parts", " on nodes"  # behind a strategy: no shards; two levels
 NAMES = {
     "Allreduce": {"doubling": "rdb", "rabenseifner": "rab_rdb", "ring": "lr"},
     "Reduce": {"binomial": "binomial", "linear": "flat_tree"},
@@ -294,19 +294,21 @@ def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Pla
     """Return the plan of a strategy that `mpikfac simulate` makes for a machine.
 
     Args:
-        name: the name of a strategy; with "in parts" behind it, without shards.
+        name: the name of a strategy; behind it "in parts" is without shards, and "on nodes" in two
+            levels.
     """
-    strategy = name.removesuffix(IN_PARTS)
+    strategy, network = name.removesuffix(IN_PARTS).removesuffix(ON_NODES), load_machine(machine)
     options = SIMULATE.read(
         [
             *("--machine", machine, "--model", model, "--ranks", str(ranks)),
             *("--strategy", strategy, "--factor_every", "10", "--basis_every", "100"),
-            *(["--shards", "false"] if strategy != name else []),
+            *(["--shards", "false"] if name.endswith(IN_PARTS) else []),
+            *(["--ranks_per_node", str(network.ranks_per_node)] * name.endswith(ON_NODES)),
         ]
     )
     job = Job(model, options.batch_per_rank, 10, 100, 0.0, str(options.kfac.length.source))
     shapes = simulate.both_shapes(options)[strategy != "sgd"]
-    return simulate.plan_of(options, shapes, strategy, ranks, load_machine(machine), job)
+    return simulate.plan_of(options, shapes, strategy, ranks, network, job)
 
 
 def predicted(plan: Plan, machine: Machine, statistics: bool, refresh: bool) -> dict[str, float]:
