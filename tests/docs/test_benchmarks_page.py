@@ -12,7 +12,10 @@ FOLDER = ROOT / "benchmarks"
 PAGE = FOLDER / "README.md"
 TOPICS = sorted((FOLDER / "results").glob("*.md"))
 COLUMNS = ["claim", "number", "seeds", "command", "date", "commit", "file"]
-HELPERS = {"training.py", "checkouts.py", "paired.py", "trace_cost.py", "timing.py", "gpu_parts.py"}
+HELPERS = {
+    *("training.py", "checkouts.py", "paired.py", "trace_cost.py", "timing.py", "gpu_parts.py"),
+    "start.py",
+}
 """Parts of other programs, tools without a result of their own, and a result of the traces."""
 
 
