@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -43,34 +44,26 @@ def one_layer():
     return model.to(problem.DEVICE, torch.float64)
 
 
-WITH_WORKERS = {"hybrid", "sharded"}
 IN_ONE_LEVEL = {"overlap", "combine", "fragments"}
 """Choices without messages in two levels."""
 NETWORKS = {"three layers": three_layers, "one layer": one_layer}
 
 
-def in_nodes(choices, ranks):
-    """Return choices by name, in nodes of 2 and of 4 ranks."""
-    return {
-        f"{name} in nodes of {count}": choice | {"ranks_per_node": count}
-        for name, choice in choices.items()
-        for count in (2, 4)
-        if ranks % count == 0 and count < ranks
-    }
+def ways(names):
+    """Return strategies and settings by name: in one level, and in nodes of 2 and of 4 ranks.
 
-
-def ways(names, ranks=RANKS):
-    """Return strategies and settings by name, some with each number of workers."""
+    "hybrid" has each number of workers.
+    """
     found = {}
-    for name in names:
-        way, counts = NAMED[name], divisors(ranks) if name in WITH_WORKERS else [None]
-        choices = {
-            name if count is None else f"{name} of {count}": {"workers": count} if count else {}
-            for count in counts
-        }
-        levels = {} if IN_ONE_LEVEL & way.choices.keys() else in_nodes(choices, ranks)
-        for title, more in (choices | levels).items():
-            found[title] = way.make(ranks, **more), dict(way.settings)
+    for name, per_node in itertools.product(names, (None, 2, 4)):
+        way = NAMED[name]
+        level = {"ranks_per_node": per_node} if per_node else {}
+        if level and (RANKS % per_node or IN_ONE_LEVEL & way.choices.keys()):
+            continue
+        for workers in divisors(RANKS) if name == "hybrid" else [None]:
+            of = {"workers": workers} if workers else {}
+            title = " ".join([name, *(f"{choice}={n}" for choice, n in (of | level).items())])
+            found[title] = way.make(RANKS, **of, **level), dict(way.settings)
     return found
 
 
