@@ -95,12 +95,14 @@ on_device() {
     done
 }
 
-# at_sizes RANKS...: runs the tests of named strategies at numbers of ranks that divide nothing.
+# at_sizes RANKS...: trains with named strategies at numbers of ranks that divide nothing.
 at_sizes() {
-    local ranks
+    local ranks by_name=(
+        tests/mpi/test_odd_sizes.py tests/mpi/test_exchange.py
+        tests/mpi/test_asynchronous.py::test_updates_follow_the_rule_in_order_of_arrival
+    )
     for ranks in "$@"; do
-        stage "strategies, $ranks ranks" \
-            mpi "$ranks" -m pytest -q -x "${chosen[@]}" tests/mpi/test_odd_sizes.py
+        stage "strategies, $ranks ranks" mpi "$ranks" -m pytest -q -x "${chosen[@]}" "${by_name[@]}"
     done
 }
 

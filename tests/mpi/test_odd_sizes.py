@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import collections
-import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -43,34 +43,25 @@ def one_layer():
     return model.to(problem.DEVICE, torch.float64)
 
 
-WITH_WORKERS = {"hybrid", "sharded"}
 IN_ONE_LEVEL = {"overlap", "combine", "fragments"}
 """Choices without messages in two levels."""
 NETWORKS = {"three layers": three_layers, "one layer": one_layer}
 
 
-def in_nodes(choices, ranks):
-    """Return choices by name, in nodes of 2 and of 4 ranks."""
-    return {
-        f"{name} in nodes of {count}": choice | {"ranks_per_node": count}
-        for name, choice in choices.items()
-        for count in (2, 4)
-        if ranks % count == 0 and count < ranks
-    }
+def ways(names):
+    """Return strategies and settings by name: in one level, and in nodes of 2 and of 4 ranks.
 
-
-def ways(names, ranks=RANKS):
-    """Return strategies and settings by name, some with each number of workers."""
+    "hybrid" has each number of workers.
+    """
     found = {}
-    for name in names:
-        way, counts = NAMED[name], divisors(ranks) if name in WITH_WORKERS else [None]
-        choices = {
-            name if count is None else f"{name} of {count}": {"workers": count} if count else {}
-            for count in counts
-        }
-        levels = {} if IN_ONE_LEVEL & way.choices.keys() else in_nodes(choices, ranks)
-        for title, more in (choices | levels).items():
-            found[title] = way.make(ranks, **more), dict(way.settings)
+    for name, per_node in itertools.product(names, (None, 2, 4)):
+        level = {"ranks_per_node": per_node} if per_node else {}
+        if level and (RANKS % per_node or IN_ONE_LEVEL & NAMED[name].choices.keys()):
+            continue
+        for workers in divisors(RANKS) if name == "hybrid" else [None]:
+            of = {"workers": workers} if workers else {}
+            title = " ".join([name, *(f"{choice}={n}" for choice, n in (of | level).items())])
+            found[title] = mpikfac.named(name, RANKS, **of, **level)
     return found
 
 
@@ -211,8 +202,8 @@ def test_owners_with_factors_of_their_own_batch(comm, name, network):
 class Combined:
     """Combine gradients of shards on one process, as a robust rule does."""
 
-    def __init__(self, rule, model):
-        self.rule, self.model = rule, model
+    def __init__(self, rule, model, twin):
+        self.rule, self.model, self.twin = rule, model, twin
         size = sum(parameter.numel() for parameter in model.parameters())
         zeros = torch.zeros(size, dtype=torch.float64, device="cpu")
         vectors = rule.combine not in BY_COORDINATE
@@ -231,12 +222,11 @@ class Combined:
             p.grad = part.view_as(p).to(p)
 
     def gradient(self, images, labels):
-        """Return the gradient of a shard's mean loss, without a pass of the model itself."""
-        twin = copy.deepcopy(self.model)
-        for part in twin.modules():
-            part._forward_hooks.clear()
-        loss = F.cross_entropy(twin(images), labels)
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, twin.parameters())]).cpu()
+        """Return the gradient of a shard's mean loss, of a twin: K-FAC sees no pass."""
+        self.twin.load_state_dict(self.model.state_dict())
+        loss = F.cross_entropy(self.twin(images), labels)
+        found = torch.autograd.grad(loss, self.twin.parameters())
+        return torch.cat([gradient.flatten() for gradient in found]).cpu()
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -245,7 +235,7 @@ def test_robust_rules(comm, name, network):
     """Oracle: one process, in which the rule combines the gradients of all shards; the plan."""
     strategy, _ = RULES[name]
     kfac, serial = trainer(comm, network, strategy), trainer(comm.Split(comm.rank), network, None)
-    combine = Combined(strategy.exchange.robust, serial.model)
+    combine = Combined(strategy.exchange.robust, serial.model, NETWORKS[network]())
     for step in STEPS:
         kfac.trace.clear()
         found = problem.run(kfac, comm, [step])

@@ -643,14 +643,6 @@ TABLE = (
         "tests/property/test_levels.py",
     ),
     Mistake(
-        "shards: numbers between the parts pass through shards, too",
-        "plan/messages/shards.py",
-        "== last - first",
-        "<= last - first",
-        "tests/mpi/test_odd_sizes.py::test_the_numbers_of_one_process[staggered-three layers]",
-        5,
-    ),
-    Mistake(
         "shards: equal parts pass through shards",
         "plan/messages/shards.py",
         "max(counts) * len(counts) > 2 * sum(counts)",
