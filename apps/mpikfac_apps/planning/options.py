@@ -147,7 +147,7 @@ class SimulateOptions(PredictionOptions):
 
     Args:
         search: print the choices that no other choice is better than: strategies, workers, two
-            levels, intervals and wires; see docs/extensions/prediction.md.
+            levels, intervals and wires; see docs/extensions/search.md.
         picture: a file to draw the choices of `search` into, .pdf, .png or .svg; null for none.
     """
 
