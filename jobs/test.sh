@@ -28,8 +28,7 @@ case ${1-} in
     --frameworks) extras+=(frameworks) ;;
     --ci) extras+=(lint) chosen=(-m "not slow or gate") ;;
     *)
-        echo "usage: bash jobs/test.sh, with nothing," \
-            "--all, --device, --sizes, --smpi, --ci or --frameworks" >&2
+        echo "usage: bash jobs/test.sh, with nothing, --all, --device, --sizes, --smpi, --ci or --frameworks" >&2
         exit 2
         ;;
 esac
