@@ -168,7 +168,7 @@ def _rounds(primitive: str, parts: Sequence[float], nodes: int, library: str) ->
     found: list[Round] = []
     for name in primitive.split(", "):
         size = max(parts) * len(parts) if name == "Alltoall" else sum(parts)
-        pieces = math.ceil(size / PIECES.get(name, size))
+        pieces = math.ceil(size / PIECES.get(name, size) - 1e-9)  # sums of parts are rounded
         piece = [part / pieces for part in parts]
         way = algorithms.chosen(name, piece, library)
         of_piece = algorithms.rounds(name, way, piece, together)

@@ -89,13 +89,18 @@ def test_bytes_of_a_layer_by_formula():
 
 
 def test_large_layers_are_split_and_small_layers_are_not():
-    """Oracle: the formula: VGG's first linear layer against a convolution on large images."""
+    """Oracle: the formula: VGG's first linear layer against a convolution on large images.
+
+    Latencies of two messages with activations are more than a sum of gradients in a single piece.
+    """
     linear = LayerCall("fc", (4096, 25088), True, 32 * 25088, 32 * 4096)
     convolution = LayerCall("conv", (64, 64, 3, 3), True, 32 * 64 * 224**2, 32 * 64 * 224**2)
     assert choose_distribution([convolution, linear], 4).layers == {"fc": "inputs"}
     assert choose_distribution([convolution], 4) == Distribution()
     slow = Machine("slow", Level(10.0, 1e9), (), {})
-    assert choose_distribution([linear], 4, slow) == Distribution()
+    one_piece = LayerCall("fc", (1024, 2048), True, 32 * 2048, 32 * 1024)
+    assert choose_distribution([one_piece], 4).layers == {"fc": "inputs"}
+    assert choose_distribution([one_piece], 4, slow) == Distribution()
 
 
 @pytest.mark.parametrize("strided", [False, True])
