@@ -41,9 +41,9 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
         per_element = message.size / max(1, sum(counts))
         return seconds(message.primitive, message.size, [per_element * count for count in counts])
     if message.primitive == PASSED:
-        sent = [
-            (*move[:2], plan.itemsize * move.size) for move in passed(message.spans, message.to)
-        ]
+        moves = passed(message.spans, message.to)
+        per_element = message.size / sum(move.size for move in moves)
+        sent = ((move.source, move.target, per_element * move.size) for move in moves)
         one = algorithms.transfer(sent, math.ceil(ranks / nodes))
         return sum(round_seconds(one, machine, sharing))
     if message.codec and message.primitive == IN_TWO_SUMS:
