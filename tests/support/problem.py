@@ -1,4 +1,4 @@
-"""The tests' small training problem, in float64: 12 images of 2 x 8 x 8 at every step.
+"""The tests' small training problem, in float64: about 12 images of 2 x 8 x 8 at every step.
 
 The problem lies on the device that MPIKFAC_TEST_DEVICE names, by default on the CPU.
 """
@@ -28,7 +28,7 @@ SETTINGS = {
 }
 DEVICE = torch.device(os.environ.get("MPIKFAC_TEST_DEVICE", "cpu"))
 STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
-EXAMPLES = world().size * max(1, 12 // world().size)
+EXAMPLES = world().size * max(1, 12 // world().size)  # equal shards; 12 of 1 to 4 ranks
 
 
 LENGTH = {
