@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from mpikfac.plan import PASSED, PIECE, Message, Plan, names
-from mpikfac.predict import Job, Machine, algorithms, costs, load_machine, simulator
-from mpikfac_apps.planning import simulate
+from mpikfac.predict import Machine, algorithms, costs, load_machine, simulator
+from mpikfac_apps.planning import predictions
 from mpikfac_apps.planning.options import SIMULATE
 
 PROGRAM = Path(__file__).parents[1] / "smpi" / "replay.c"
@@ -306,9 +306,9 @@ def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Pla
             *(["--ranks_per_node", str(network.ranks_per_node)] * name.endswith(ON_NODES)),
         ]
     )
-    job = Job(model, options.batch_per_rank, 10, 100, 0.0, str(options.kfac.length.source))
-    shapes = simulate.both_shapes(options)[strategy != "sgd"]
-    return simulate.plan_of(options, shapes, strategy, ranks, network, job)
+    job = predictions.job_of(options)
+    shapes = predictions.both_shapes(options)[strategy != "sgd"]
+    return predictions.plan_of(options, shapes, strategy, ranks, network, job)
 
 
 def predicted(plan: Plan, machine: Machine, statistics: bool, refresh: bool) -> dict[str, float]:
