@@ -65,7 +65,7 @@ def page() -> Iterator[str]:
         *steps(),
         *("## Not measured", ""),
         "- [K-FAC and preconditioners on GPUs](../../benchmarks/results/predictions.md)",
-        "- `sharded`, clients and servers",
+        "- clients and servers",
         "- steps of more than 16 real ranks",
     )
 
