@@ -68,6 +68,7 @@ from mpikfac.plan.layout import ALIGNMENT as ALIGNMENT
 from mpikfac.plan.layout import Layout as Layout
 from mpikfac.plan.layout import Shape as Shape
 from mpikfac.plan.layout import lay_out as lay_out
+from mpikfac.plan.messages import BATCH as BATCH
 from mpikfac.plan.messages import BETWEEN_NODES as BETWEEN_NODES
 from mpikfac.plan.messages import IN_NODE as IN_NODE
 from mpikfac.plan.messages import PASSED as PASSED

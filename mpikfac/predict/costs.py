@@ -13,7 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from mpikfac.plan import IN_TWO_SUMS, PASSED, PIECE, Factor, LayerShape, Message, Plan, passed
+from mpikfac.plan import (
+    BATCH,
+    IN_TWO_SUMS,
+    PASSED,
+    PIECE,
+    Factor,
+    LayerShape,
+    Message,
+    Plan,
+    passed,
+)
 from mpikfac.predict import algorithms
 from mpikfac.predict.algorithms import Round
 from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, interpolated
@@ -22,7 +32,6 @@ UNEQUAL = ("Reduce_scatter", "Alltoall", "Allgatherv")
 BLOCKING = {"Iallreduce": "Allreduce", "Ireduce": "Reduce"}
 DRAWS = 512  # points of the quadrature over the slowest rank
 CHAINED = 4 * PIECE  # bytes of a piece of a message, in float32
-BATCH = 2**18  # elements of a piece of a sum that does not block, as in `comm`
 PIECES = dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter", "Alltoall"), CHAINED)
 PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 """Bytes of a piece of a collective that is sent in pieces."""

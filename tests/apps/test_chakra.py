@@ -175,6 +175,10 @@ def assert_in_order(nodes):
         (["--export", "goal:x"], "export: goal:x must be chakra:FILE"),
         (["--export", "chakra:"], "export: chakra: must be chakra:FILE"),
         (["--export", "chakra:/none/x"], "/none/x must be a file in a folder that exists"),
+        (["--strategy", "staggered", "--export", "chakra:x"], "stagger=5 has a refresh for each"),
+        (["--strategy", "a-sgd", "--export", "chakra:x"], "exchanged='updates' has steps with and"),
+        (["--strategy", "daso", "--export", "chakra:x"], "exchanged='weights' has steps with and"),
+        (["--strategy", "median", "--export", "chakra:x"], "no rule to combine 'reduce gradients'"),
         (["--parts", "2", "--export", "chakra:x"], "Send, Bcast of 'reduce gradients' has no"),
         (
             ["--gradient_wire", "int8", "--export", "chakra:x"],

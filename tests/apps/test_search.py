@@ -157,6 +157,18 @@ def test_the_table_and_the_picture_hold_the_best_choices(tmp_path, capsys):
     )
 
 
+def test_a_solver_without_factors_has_no_other_intervals():
+    """Oracle: by hand: intervals of factors change nothing for Muon."""
+    asked = [*ASK, "--search", "--ranks=7,16", "--solver=muon", "--strategy=hybrid,owner-stepped"]
+    machine = mpikfac.predict.load_machine("v100-edr")
+    rows = search.search(SIMULATE.read(asked), machine)
+    assert {row["ranks"]: len({row["factor_every"] for row in rows}) for row in rows} == {
+        7: 1,
+        16: 1,
+    }
+    assert {row["strategy"] for row in rows if row["ranks"] == 7} == {"owner-stepped"}
+
+
 def test_fronts_are_those_of_choices_with_the_same_numbers():
     """Oracle: all pairs with the same ranks, intervals and wires, in steps of about 3 %."""
     machine = mpikfac.predict.load_machine("v100-edr")
@@ -179,6 +191,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
         ("--search --picture=x.txt", "x.txt must end in .pdf, .png or .svg"),
         ("--search --solver=own", "give solver, not own"),
         ("--search --strategy=dp-kfac,sgd,delayed", "trains like one process on all images"),
+        ("--search --strategy=hybrid --ranks=7", "hybrid needs a divisor of the ranks above 1"),
         ("--search --strategy=spd-kfac --parts=4", "unknown key parts"),
         ("--search --model=resnet20", "only of: resnet50"),
         ("--search --strategy=kfac-lw --overlap", "overlap=True needs"),

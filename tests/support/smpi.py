@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from mpikfac.plan import PASSED, PIECE, Message, Plan, names
+from mpikfac.plan import BATCH, PASSED, PIECE, Message, Plan, names
 from mpikfac.predict import Machine, algorithms, costs, load_machine, simulator
 from mpikfac_apps.planning import predictions
 from mpikfac_apps.planning.options import SIMULATE
@@ -22,7 +22,6 @@ from mpikfac_apps.planning.options import SIMULATE
 PROGRAM = Path(__file__).parents[1] / "smpi" / "replay.c"
 SCALE = 256
 WORD = 4  # bytes of an element of the C program
-SMALL_PIECE = 2**18  # elements of a piece of an overlapped message
 OF_PARTS = ("Reduce_scatter", "Allgatherv", "Alltoall")
 IN_PARTS, ON_NODES = " in parts", " on nodes"  # behind a strategy: no shards; two levels
 NAMES = {
@@ -158,7 +157,7 @@ def calls_of(message: Message, team: range, plan: Plan) -> list[Call]:
         return [Call(tuple(triples), elements)]
     counts = [stop - start for start, stop in message.spans]
     words = message.size / sum(counts) / WORD
-    piece = SMALL_PIECE if overlapped(message, plan) else PIECE
+    piece = BATCH if overlapped(message, plan) else PIECE
     if primitive == "Bcast":
         piece = sum(counts)
     calls = []

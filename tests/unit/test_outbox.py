@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from mpikfac.comm.messages.outbox import BATCH, Outbox, Piece
+from mpikfac.comm.messages.outbox import Outbox, Piece
+from mpikfac.plan import BATCH
 from support.pace import paced
 
 

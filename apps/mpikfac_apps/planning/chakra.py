@@ -43,9 +43,10 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
             traces of messages alone.
 
     Raises:
-        ValueError: a message has no counterpart in Chakra.
+        ValueError: a message has no counterpart in Chakra, or steps have further kinds.
         OSError: a file cannot be written.
     """
+    _check_kinds(plan)
     groups: Groups = {}
     traces: dict[str, bytes] = {}  # all are made first: no file of a plan that is refused
     for kind, (statistics, refresh) in KINDS.items():
@@ -60,6 +61,22 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
     listing = path.with_name(f"{path.name}.groups.json")
     files.write_text(listing, json.dumps(members) + "\n", named=True)
     return len(traces)
+
+
+def _check_kinds(plan: Plan) -> None:
+    """Return if `KINDS` are all kinds of steps.
+
+    Raises:
+        ValueError: refreshes have turns, or ranks exchange something else than gradients.
+    """
+    stagger, exchanged = plan.strategy.refresh.stagger, plan.strategy.exchange.exchanged
+    if stagger > 1:
+        raise ValueError(f"export: stagger={stagger} has a refresh for each turn; take stagger=1")
+    if exchanged != "gradients":
+        raise ValueError(
+            f"export: exchanged={exchanged!r} has steps with and without an exchange; "
+            f"take a strategy with exchanged='gradients'"
+        )
 
 
 def nodes(
@@ -107,7 +124,12 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
     team = tuple(plan.grid.team(rank, message.over))
     if message.primitive == PASSED:
         return list(passing(message, team, team.index(rank)))
-    if message.primitive not in COLLECTIVES or message.rule:
+    if message.rule:
+        raise ValueError(
+            f"export: Chakra has no rule to combine {message.stage!r}; take combine='mean' and "
+            f"combine_factors='mean'"
+        )
+    if message.primitive not in COLLECTIVES:
         raise ValueError(
             f"export: {message.primitive} of {message.stage!r} has no counterpart in Chakra; "
             f"take a strategy with {', '.join(COLLECTIVES)} only"

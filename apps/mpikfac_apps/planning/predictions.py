@@ -114,11 +114,16 @@ def plan_of(
     return make_plan(kfac, *shapes, ranks, strategy, solver)
 
 
+def without_factors(options: PredictionOptions) -> bool:
+    """Return whether the solver of the options has no factors, and so no intervals."""
+    solver = mpikfac.solvers.SOLVERS.get(options.solver)
+    return solver is not None and not solver.form.blocks
+
+
 def job_in_words(options: PredictionOptions) -> str:
     """Return model, batch, solver and intervals of the runs to predict."""
     words = f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}"
-    solver = mpikfac.solvers.SOLVERS.get(options.solver)
-    if solver is not None and not solver.form.blocks:
+    if without_factors(options):
         return f"{words}, without factors"
     return (
         f"{words}, factors every {number(options.kfac.lasting_factor_every, 'step')}, "

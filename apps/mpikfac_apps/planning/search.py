@@ -20,7 +20,13 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.options.strategy import Shapes
 from mpikfac_apps.planning.options import PredictionOptions
-from mpikfac_apps.planning.predictions import Row, both_shapes, job_in_words, predicted
+from mpikfac_apps.planning.predictions import (
+    Row,
+    both_shapes,
+    job_in_words,
+    predicted,
+    without_factors,
+)
 from mpikfac_apps.text import MIB, NONE, mib, number, table
 
 WIRES: Mapping[str, Mapping[str, str]] = {
@@ -47,15 +53,18 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
     if options.solver == "own":
         raise ValueError("search=true compares strategies of one solver; give solver, not own")
     shapes, groups = both_shapes(options), dict[Hashable, list[Row]]()
-    for ranks in dict.fromkeys(options.ranks):
-        rows = variants(options, shapes, ranks, machine, WIRES)
-        if all("left_out" in row for row in rows):
-            none = "search=true needs a strategy that trains like one process on all images"
-            raise ValueError(rows[0]["left_out"] if rows else none)
-        for row in rows:
-            for choice in at_intervals(row, options):
-                numbers = ranks, *(choice[name] for name in TRAINED)
-                groups.setdefault(numbers, []).append(choice)
+    every = dict.fromkeys(options.ranks)
+    rows = [row for ranks in every for row in variants(options, shapes, ranks, machine, WIRES)]
+    if all("left_out" in row for row in rows):
+        none = (
+            "search=true needs a strategy that trains like one process on all images; hybrid needs "
+            "a divisor of the ranks above 1 and below the ranks"
+        )
+        raise ValueError(rows[0]["left_out"] if rows else none)
+    for row in rows:
+        for choice in at_intervals(row, options):
+            numbers = row["ranks"], *(choice[name] for name in TRAINED)
+            groups.setdefault(numbers, []).append(choice)
     found: list[Row] = []
     for rows in groups.values():
         best = front([costs(row) for row in rows])
@@ -159,7 +168,8 @@ def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
         "ranks_per_node": row["change"].get("ranks_per_node"),
         "wires": row["wires"],
     }
-    pairs = [given] if row["wires"] else intervals(*given, stagger)
+    alone = row["wires"] or without_factors(options)
+    pairs = [given] if alone else intervals(*given, stagger)
     for factors, bases in pairs:
         job = mpikfac.predict.Job(options.model, options.batch_per_rank, factors, bases)
         parts = mpikfac.predict.shares(job, stagger)

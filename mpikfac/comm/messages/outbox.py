@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-BATCH = 2**18  # elements of a batch, and of a piece of a message
+from mpikfac.plan import BATCH
+
 PAUSE = 1e-4  # seconds until ranks ask again that have no message in common
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from mpikfac.comm.messages.buffers import Buffers, synchronize
 from mpikfac.comm.messages.collectives import SUMS, op_of
 from mpikfac.comm.messages.encoded import Encoded
-from mpikfac.comm.messages.outbox import BATCH, Outbox, Piece
+from mpikfac.comm.messages.outbox import Outbox, Piece
 from mpikfac.comm.messages.patient import Patient, sleep_until
 from mpikfac.comm.mpi import MPI
-from mpikfac.plan import Layout, Message
+from mpikfac.plan import BATCH, Layout, Message
 from mpikfac.trace import Trace
 
 

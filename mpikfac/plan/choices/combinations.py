@@ -166,9 +166,10 @@ STRATEGY: tuple[Combination, ...] = (
     Combination(
         "shards",
         (True,),
-        {"sums": "reduce", "fusion": None, "overlap": False, "stagger": 1, "parts": None},
+        {"fusion": None, "overlap": False, "stagger": 1, "parts": None},
         "shards are of all layers, in one message",
     ),
+    Combination("shards", (True,), {"sums": "reduce"}, "MPI adds up shards"),
     Combination(
         "reduce_at",
         ("bases",),

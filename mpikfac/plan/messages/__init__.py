@@ -5,6 +5,7 @@ from mpikfac.plan.messages.levels import IN_NODE as IN_NODE
 from mpikfac.plan.messages.levels import Seat as Seat
 from mpikfac.plan.messages.levels import in_two_levels as in_two_levels
 from mpikfac.plan.messages.levels import seat as seat
+from mpikfac.plan.messages.messages import BATCH as BATCH
 from mpikfac.plan.messages.messages import PIECE as PIECE
 from mpikfac.plan.messages.messages import Message as Message
 from mpikfac.plan.messages.messages import NearMost as NearMost

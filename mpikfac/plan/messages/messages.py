@@ -13,6 +13,7 @@ Kind = Callable[[str], Hashable]
 # Elements that are summed at once: MPI's temporaries stay small and in cache, which is faster than
 # a reduction of everything and takes less memory.
 PIECE = 2**22
+BATCH = 2**18  # elements of a batch of overlapped sums, and of a piece of such a sum
 
 
 @dataclass(frozen=True)
