@@ -36,7 +36,7 @@ class Patient:
         than twice their bytes.
         """
         if sent is MPI.IN_PLACE:
-            sent = np.array(received)
+            sent = np.asarray(received).copy()
         sleep_until(self._comm.Iallreduce(sent, received, op or MPI.SUM))
 
     def Reduce(self, sent: Any, received: Any, op: MPI.Op, root: int) -> None:
