@@ -650,6 +650,13 @@ TABLE = (
         "tests/unit/test_plan.py",
     ),
     Mistake(
+        "shards: numbers between parts pass through shards, too",
+        "plan/messages/shards.py",
+        "for start, stop in whole.spans) == last - first",
+        "for start, stop in whole.spans) <= last - first",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
         "shards: the last element that is passed on stays behind",
         "plan/messages/shards.py",
         "max(start, first), min(stop, last)",

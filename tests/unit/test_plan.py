@@ -259,7 +259,7 @@ EVERYWHERE = ("reduce statistics", "Allreduce", "world")
 @pytest.mark.parametrize("unit", [2**18, 16])
 def test_unequal_parts_pass_through_shards_if_numbers_are_many(blocks, through_shards, unit):
     """Oracle: by hand: the largest part is above twice the mean, and all have 2**18 elements."""
-    layout = lay_out([(str(n), (unit * n,))] for n in blocks)
+    layout = lay_out([(f"of {owner}", (unit * n,))] for owner, n in enumerate(blocks))
     whole = sums("stage", layout, lambda name: 0, 4, 4)
     found = in_shards(whole, 4, 0, None, 4, always=False)
     counts = [[stop - start for start, stop in message.spans] for message in found]
@@ -268,6 +268,14 @@ def test_unequal_parts_pass_through_shards_if_numbers_are_many(blocks, through_s
         assert counts[0] == [3 * unit] * 4 and found[1].to == whole[0].spans
     else:
         assert found == whole
+
+
+def test_parts_with_numbers_between_them_do_not_pass_through_shards():
+    """Oracle: by hand: a shard would have numbers that nobody asked for, as of other turns."""
+    layout = lay_out([[("now", (64,)), ("later", (64,))], [("now, too", (16,))]])
+    whole = sums("stage", layout, lambda name: None if name == "later" else 0, 2, 4)
+    assert [message.spans for message in whole] == [((0, 64), (128, 144))]
+    assert in_shards(whole, 2, 0, None, 4) == whole
 
 
 TO_OWNERS = ("reduce statistics", "Reduce_scatter", "world")
