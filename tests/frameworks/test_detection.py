@@ -40,7 +40,7 @@ def trained(ranks, run_dir, *more):
     assert ended.returncode == 0, ended.stderr
     assert "different numbers of examples" not in ended.stderr
     lines = [line for line in ended.stdout.splitlines() if line.startswith("epoch ")]
-    losses = [float(re.match(r"epoch \d+: loss (\S+) ", line)[1]) for line in lines]
+    losses = [float(re.match(r"epoch \d+: loss ([\d.]+),", line)[1]) for line in lines]
     return [line.rpartition(",")[0] for line in lines], losses  # without seconds
 
 
