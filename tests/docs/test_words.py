@@ -50,7 +50,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/reference/gpu.md": 1150,
     "docs/reference/models.md": 700,  # a test writes it
     "docs/reference/references.md": 2050,
-    "docs/decisions/index.md": 1000,
+    "docs/decisions/index.md": 1100,
     "benchmarks/README.md": 800,
 }
 FOLDERS = {"docs/decisions": 130, "benchmarks/results": 400}  # of a page without a line above
