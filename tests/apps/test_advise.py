@@ -191,7 +191,10 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
         ("--model resnet50 --ranks 2", "--machine"),
         ("--model resnet50 --machine v100-edr --ranks 0", "a whole number, 1 to 1,048,576"),
         ("--model resnet50 --machine v100-edr --ranks 2 --batch_per_rank 0", "batch_per_rank=0"),
-        ("--model resnet20 --machine v100-edr --ranks 2", "only of: resnet50"),
+        (
+            "--model resnet20 --machine v100-edr --ranks 2",
+            "only of: resnet101, resnet152, resnet50",
+        ),
         ("--model resnet50 --machine v100-edr --ranks 2 --strategy kfac-lw", "overlap=True needs"),
     ],
 )

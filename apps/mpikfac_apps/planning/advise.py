@@ -20,9 +20,11 @@ from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.planning.options import ADVISE, SGD, AdviseOptions
 from mpikfac_apps.planning.predictions import (
     BOUNDED,
+    WIDTH,
     Row,
     both_shapes,
     job_in_words,
+    machine_in_words,
     predictions,
 )
 from mpikfac_apps.planning.search import changed, variants
@@ -30,7 +32,6 @@ from mpikfac_apps.text import MIB, number, show, table
 
 PASSES = ("forward", "backward")
 FLOAT32 = 4  # bytes
-WIDTH = 96
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +139,7 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
     """Return lines with the job, the machine and the meaning of the columns."""
     return [
         job_in_words(options),
-        f"Machine: {machine.name}; predicted, not measured",
+        *machine_in_words(machine),
         "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",
         "  further messages, which no batch hides; step, exposed: the step played by the model,",
         "  and the part in which a rank does nothing but communicate.",
