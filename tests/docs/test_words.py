@@ -33,6 +33,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/ideas/lengths.md": 1450,
     "docs/ideas/plan.md": 1200,
     "docs/ideas/strategies.md": 2500,
+    "docs/extensions/advice.md": 400,
     "docs/extensions/codistillation.md": 400,
     "docs/extensions/detection.md": 800,
     "docs/extensions/emulated_cluster.md": 500,
@@ -50,7 +51,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/reference/gpu.md": 1150,
     "docs/reference/models.md": 700,  # a test writes it
     "docs/reference/references.md": 1800,
-    "docs/decisions/index.md": 1000,
+    "docs/decisions/index.md": 1010,
     "benchmarks/README.md": 800,
 }
 FOLDERS = {"docs/decisions": 130, "benchmarks/results": 400}  # of a page without a line above
@@ -84,5 +85,5 @@ def test_a_page_has_a_budget_by_its_name_or_its_folder():
     """Oracle: by hand."""
     assert budget("README.md") == 600
     assert budget("benchmarks/results/step_time.md") == 400
-    assert budget("docs/decisions/index.md") == 1000
+    assert budget("docs/decisions/index.md") == 1010
     assert budget("new.md") is None
