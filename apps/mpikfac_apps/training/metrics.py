@@ -18,7 +18,7 @@ class Meter:
 
     Args:
         alone: `recent` is of the images of this rank alone, and waits for no rank.
-        measures: the number of measures.
+        measures: the number of measures, or of the numbers that make the measures.
 
     Attributes:
         loss: the mean loss that `recent` or `everything` returned last.
@@ -92,8 +92,9 @@ class Meter:
             ValueError: the counts are not those of a `state`.
         """
         for name, value in {"run/counted": counted, "run/reported": reported}.items():
-            if (value.dtype, value.shape) != (torch.float64, (3,)):
-                raise ValueError(f"item {name!r} must be float64 [3]; it is {list(value.shape)}")
+            if (value.dtype, value.shape) != (torch.float64, self._here.shape):
+                right, found = (list(part.shape) for part in (self._here, value))
+                raise ValueError(f"item {name!r} must be float64 {right}; it is {found}")
         if self.comm.rank == 0:
             self._here.copy_(counted)
         self._reported = self._here.to("cpu", copy=True) if self.alone else reported

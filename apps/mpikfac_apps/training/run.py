@@ -99,7 +99,8 @@ class Run:
         self.steps = problem.calendar.first(options.epochs)
         if options.max_steps:
             self.steps = min(self.steps, options.max_steps)
-        self.meter = Meter(comm, place.device, self.training.alone)
+        numbers = problem.task.numbers(problem.classes)
+        self.meter = Meter(comm, place.device, self.training.alone, numbers)
         self.speed = Speed(self.trainer.trace)
         self.best = best.Best(problem.task)
         self._first_loss = math.nan  # of this rank, since this start
@@ -292,7 +293,8 @@ class Run:
 
     def _end_epoch(self, epoch: int) -> None:
         measure = self.problem.task.measure
-        loss, value = self.meter.everything()
+        loss, *means = self.meter.everything()
+        value = self.problem.task.value(means)
         self._compare_with_first(loss)
         numbers = {"train_loss": loss, f"train_{key_of(measure)}": value}
         text = f"epoch {epoch}: loss {loss:.4f}, train {measure} {measured(measure, value)},"
