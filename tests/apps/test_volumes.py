@@ -23,7 +23,7 @@ from mpikfac_apps.training.testing import evaluate
 from support.launch import run_each
 
 nibabel = pytest.importorskip(
-    "nibabel", reason="nibabel is not installed; run pip install mpikfac[volumes]"
+    "nibabel", reason="nibabel is not installed; run pip install nibabel"
 )
 SIDE, SIZE = 32, 8
 VOLUME = ("--model=segmenter3d", "--data.name=volume")
@@ -89,7 +89,7 @@ def test_crops_are_a_grid_of_each_half(tmp_path):
 def test_the_template_has_grey_and_white_matter():
     """Oracle: the files of nilearn, read here; halves share no voxel."""
     if importlib.util.find_spec("nilearn") is None:
-        pytest.skip("nilearn is not installed; run pip install mpikfac[volumes]")
+        pytest.skip("nilearn is not installed; run pip install --no-deps nilearn")
     volume = crops.read()
     assert volume.voxels.shape == volume.classes.shape == (197, 233, 189)
     brightness = [volume.voxels[volume.classes == kind].mean() for kind in range(3)]

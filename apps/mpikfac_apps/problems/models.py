@@ -31,7 +31,7 @@ from mpikfac_apps.problems.vit import VisionTransformer
 from mpikfac_apps.problems.volumes.networks import Segmenter3d
 
 
-def kaiming(conv: nn.Conv2d | nn.Conv3d) -> None:
+def kaiming(conv: nn.Conv2d) -> None:
     """Draw the weights of a convolution in front of ReLUs."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
 
@@ -59,7 +59,7 @@ class NetworkEntry:
     classes: int | None = 10
     fixed: bool = False
     task: Task = CLASSIFICATION
-    draw: Callable[[nn.Conv2d | nn.Conv3d], None] | None = kaiming
+    draw: Callable[[nn.Conv2d], None] | None = kaiming
     takes: Collection[str] = ("classes", "channels")
     covers: mpikfac.layers.Kinds = field(default_factory=lambda: mpikfac.KINDS)
 
@@ -198,7 +198,7 @@ def _made(entry: NetworkEntry, classes: int | None, channels: int | None) -> nn.
     model = entry.make(classes=classes or entry.classes, channels=channels or entry.channels)
     if entry.draw:
         for module in model.modules():
-            if isinstance(module, nn.Conv2d | nn.Conv3d):
+            if isinstance(module, nn.Conv2d):
                 entry.draw(module)
     return model
 

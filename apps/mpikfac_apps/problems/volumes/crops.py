@@ -41,9 +41,9 @@ class Volume:
 
     def halves(self) -> tuple[Volume, Volume]:
         """Return both halves of the volume, without a common voxel."""
-        pairs = (np.array_split(part, 2, ACROSS) for part in (self.voxels, self.classes))
-        first, second = (Volume(*pair, self.about) for pair in zip(*pairs))
-        return first, second
+        parts = (np.array_split(part, 2, ACROSS) for part in (self.voxels, self.classes))
+        (first, second), classes = parts
+        return Volume(first, classes[0], self.about), Volume(second, classes[1], self.about)
 
     def crops(self, size: int) -> tuple[Tensor, Tensor]:
         """Return the crops of `size` voxels a side with a named voxel, which do not overlap.
@@ -104,7 +104,7 @@ def template() -> tuple[np.ndarray, np.ndarray]:
     """
     found = importlib.util.find_spec("nilearn")  # the package itself is not imported
     if found is None or not found.submodule_search_locations:
-        raise ValueError(missing("nilearn", "data.path=null"))
+        raise ValueError(missing("nilearn", "data.path=null", "--no-deps "))
     folder = Path(found.submodule_search_locations[0]) / "datasets" / "data"
     t1, grey, white = (array(folder / TEMPLATE.format(name)) for name in ("t1", "gm", "wm"))
     return t1, np.where(grey > 127, 1, np.where(white > 127, 2, 0)).astype(np.uint8)
@@ -127,6 +127,7 @@ def array(file: Path) -> np.ndarray:
         return np.asarray(image.dataobj)
 
 
-def missing(package: str, what: str) -> str:
+def missing(package: str, what: str, how: str = "") -> str:
     """Return the line about a package that is not installed."""
-    return f"{what} needs the package {package}, which is not installed; run pip install {package}"
+    remedy = f"run pip install {how}{package}"
+    return f"{what} needs the package {package}, which is not installed; {remedy}"

@@ -37,3 +37,6 @@ class Segmenter3d(nn.Sequential):
         blocks = [ResidualBlock3d(width) for _ in range(depth)]
         head = nn.Conv3d(width, classes, 1)
         super().__init__(conv3d(channels, width), *blocks, nn.ReLU(), head)
+        for module in self.modules():
+            if isinstance(module, nn.Conv3d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
