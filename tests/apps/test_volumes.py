@@ -22,9 +22,7 @@ from mpikfac_apps.training.batches import Normalise
 from mpikfac_apps.training.testing import evaluate
 from support.launch import run_each
 
-nibabel = pytest.importorskip(
-    "nibabel", reason="nibabel is not installed; run pip install nibabel"
-)
+nibabel = pytest.importorskip("nibabel", reason="nibabel is not installed; run pip install nibabel")
 SIDE, SIZE = 32, 8
 VOLUME = ("--model=segmenter3d", "--data.name=volume")
 RUN = ("--batch=8", "--data.train_images=24", "--data.test_images=9", "--epochs=2", "--log_every=1")
