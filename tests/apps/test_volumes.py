@@ -16,6 +16,7 @@ from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.problems.tasks import SEGMENTATION
 from mpikfac_apps.problems.volumes import crops
+from mpikfac_apps.problems.volumes.networks import ResidualBlock3d
 from mpikfac_apps.study.measures import MEASURES
 from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Normalise
@@ -208,6 +209,15 @@ def test_the_network_keeps_a_volume_and_is_covered_by_kfac():
     layers, others = models.shapes_of("segmenter3d")
     assert [name for name, _ in others] == ["(votes)"] and len(layers) == 6
     assert {(layer.inputs, layer.outputs) for layer in layers} == {(28, 16), (433, 16), (17, 3)}
+
+
+def test_a_block_adds_to_its_input():
+    """Oracle: convolutions that give 1, whatever the input: the input plus 1."""
+    block = ResidualBlock3d(2)
+    torch.nn.init.zeros_(block.conv2.weight)
+    torch.nn.init.ones_(block.conv2.bias)
+    x = torch.randn(1, 2, 3, 4, 5)
+    torch.testing.assert_close(block(x), x + 1)
 
 
 def test_kfac_of_three_dimensions(capsys):
