@@ -53,6 +53,18 @@ PROBLEMS = {
         "test_AP50_of_boxes",
         rates={"kfac": (0.0001, 0.0003, 0.001), "sgd": (0.05, 0.1, 0.2)},
     ),
+    "volumes": Problem(
+        "train_cnn.py",
+        {
+            **{"data.name": "volume", "model": "segmenter3d", "epochs": "5", "batch": "16"},
+            **{"threads": "1"},
+        },
+        "test_dice",
+        rates={
+            **{"kfac": (0.003, 0.0075, 0.02), "sgd": (0.001, 0.003, 0.01)},
+            "adamw": (0.001, 0.003, 0.01),
+        },
+    ),
 }
 
 
