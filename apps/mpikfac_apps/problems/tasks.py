@@ -135,10 +135,9 @@ def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
         scores: `[n, classes, d, h, w]`.
         classes: `[n, d, h, w]`.
     """
-    count = scores.shape[1]
-    best, both = scores.argmax(1).flatten(), classes.flatten()
-    found = (best[best == both], torch.cat([best, both]))
-    return torch.cat([torch.bincount(voxels, minlength=count) for voxels in found])
+    names = torch.arange(scores.shape[1], device=scores.device)[:, None]
+    best, right = (of_voxels.flatten() == names for of_voxels in (scores.argmax(1), classes))
+    return torch.cat([(best & right).sum(1), best.sum(1) + right.sum(1)])
 
 
 def dice(means: Sequence[float]) -> float:
