@@ -46,6 +46,7 @@ class Problem(NamedTuple):
     rates: Mapping[str, Sequence[float]] = RATES
 
 
+VOLUMES = {"data.name": "volume", "model": "segmenter3d", "batch": "16", "threads": "1"}
 PROBLEMS = {
     "detection": Problem(
         "train_detection.py",
@@ -55,15 +56,18 @@ PROBLEMS = {
     ),
     "volumes": Problem(
         "train_cnn.py",
-        {
-            **{"data.name": "volume", "model": "segmenter3d", "epochs": "5", "batch": "16"},
-            **{"threads": "1"},
-        },
+        VOLUMES | {"epochs": "5"},
         "test_dice",
         rates={
             **{"kfac": (0.003, 0.0075, 0.02), "sgd": (0.001, 0.003, 0.01)},
             "adamw": (0.001, 0.003, 0.01),
         },
+    ),
+    "volumes_longer": Problem(  # about the seconds of K-FAC
+        "train_cnn.py",
+        VOLUMES | {"epochs": "10"},
+        "test_dice",
+        rates={"sgd": (0.01,), "adamw": (0.003,)},
     ),
 }
 
