@@ -46,12 +46,28 @@ class Problem(NamedTuple):
     rates: Mapping[str, Sequence[float]] = RATES
 
 
+VOLUMES = {"data.name": "volume", "model": "segmenter3d", "batch": "16", "threads": "1"}
 PROBLEMS = {
     "detection": Problem(
         "train_detection.py",
         {"size": "48", "images": "128", "test_images": "32", "epochs": "4"},
         "test_AP50_of_boxes",
         rates={"kfac": (0.0001, 0.0003, 0.001), "sgd": (0.05, 0.1, 0.2)},
+    ),
+    "volumes": Problem(
+        "train_cnn.py",
+        VOLUMES | {"epochs": "5"},
+        "test_dice",
+        rates={
+            **{"kfac": (0.003, 0.0075, 0.02), "sgd": (0.001, 0.003, 0.01)},
+            "adamw": (0.001, 0.003, 0.01),
+        },
+    ),
+    "volumes_longer": Problem(  # about the seconds of K-FAC
+        "train_cnn.py",
+        VOLUMES | {"epochs": "10"},
+        "test_dice",
+        rates={"sgd": (0.01,), "adamw": (0.003,)},
     ),
 }
 

@@ -123,6 +123,11 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
     library: str = "Open MPI"
 
+    @property
+    def estimated(self) -> list[str]:
+        """The keys of numbers that were derived from other numbers, by the texts of `sources`."""
+        return [key for key, source in self.sources.items() if "derived" in source]
+
     def to_json(self) -> str:
         """Return the text for `machine_from_json`."""
         return json.dumps(asdict(self), indent=1) + "\n"

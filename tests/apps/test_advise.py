@@ -191,8 +191,17 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
         ("--model resnet50 --ranks 2", "--machine"),
         ("--model resnet50 --machine v100-edr --ranks 0", "a whole number, 1 to 1,048,576"),
         ("--model resnet50 --machine v100-edr --ranks 2 --batch_per_rank 0", "batch_per_rank=0"),
-        ("--model resnet20 --machine v100-edr --ranks 2", "only of: resnet50"),
+        (
+            "--model resnet20 --machine v100-edr --ranks 2",
+            "only of: resnet101, resnet152, resnet50",
+        ),
         ("--model resnet50 --machine v100-edr --ranks 2 --strategy kfac-lw", "overlap=True needs"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --efficiency 80", "efficiency=80"),
+        (
+            "--model resnet50 --machine v100-edr --ranks 8 --strategy krum --overlap=false "
+            "--efficiency 0.8",
+            "efficiency=0.8 compares with a single rank: combine='krum'",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, told, capsys):
@@ -201,3 +210,31 @@ def test_bad_arguments_are_one_line(arguments, told, capsys):
     output = capsys.readouterr()
     assert (output.out, output.err.count("\n")) == ("", 1)
     assert told in output.err
+
+
+@pytest.mark.parametrize(
+    ("least", "ranks"), [(1.0, 1), (0.95, 2), (0.9, 8), (0.8, 8), (0.5, 16), (0.1, 16)]
+)
+def test_the_largest_number_of_ranks_is_efficient_enough(least, ranks):
+    """Oracle: by hand: efficiencies of 1, 0.95, 0.85, 0.9 and 0.5; 8 ranks are better than 4."""
+    steps = {1: 1.0, 2: 1 / 0.95, 4: 1 / 0.85, 8: 1 / 0.9, 16: 2.0}
+    assert advise.efficient(steps, least - 1e-9) == ranks
+
+
+@pytest.mark.parametrize(("efficiency", "ranks"), [(0.95, 1), (0.93, 2), (0.92, 4), (0.9, 8)])
+def test_ranks_for_an_efficiency(efficiency, ranks, round_machine, capsys):
+    """Oracle: by hand: 12 images take 36 ms, and a ring of 2 MB on P ranks 4 (P - 1) / P ms.
+
+    So 2, 4 and 8 ranks have efficiencies of 36/38, 36/39 and 36/39.5.
+    """
+    asked = ["--ranks", "2,8", "--strategy", "sgd", "--overlap", "false", "--batch_per_rank", "12"]
+    assert advise.main([*round_machine, *asked, "--efficiency", str(efficiency)]) == 0
+    text = capsys.readouterr().out.partition("Ranks for an efficiency")[2]
+    told = [line.split() for line in text.splitlines() if line.strip()[:1].isdecimal()]
+    assert told == [
+        ["1", "36.0", "1.00"],
+        ["2", "38.0", "0.95"],
+        ["4", "39.0", "0.92"],
+        ["8", "39.5", "0.91"],
+    ]
+    assert f"Take --optimizer sgd --overlap false on {ranks} rank" in text

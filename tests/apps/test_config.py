@@ -516,9 +516,8 @@ def test_help_has_two_lengths_and_names_every_option_and_model(capsys):
     """Oracle: the fields of the options, the basic options, the keys of `MODELS`."""
     brief, text = shown(capsys, "--help")
     assert brief - {"config", "print_config", "help_all"} == set(BASIC)
-    assert set(re.findall(r"digits_cnn|airbench94|resnet\d+|\w+_small|autoencoder\b", text)) == set(
-        MODELS
-    )
+    names = r"digits_cnn|airbench94|resnet\d+|\w+_small|autoencoder\b|segmenter3d"
+    assert set(re.findall(names, text)) == set(MODELS)
     whole, text = shown(capsys, "--help_all")
     assert whole - {"config", "print_config"} == {leaf.key for leaf in leaves(Options)}
     assert " ".join(text.split()).count("default: ") == len(leaves(Options))

@@ -193,7 +193,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
         ("--search --strategy=dp-kfac,sgd,delayed", "trains like one process on all images"),
         ("--search --strategy=hybrid --ranks=7", "hybrid needs a divisor of the ranks above 1"),
         ("--search --strategy=spd-kfac --parts=4", "unknown key parts"),
-        ("--search --model=resnet20", "only of: resnet50"),
+        ("--search --model=resnet20", "only of: resnet101, resnet152, resnet50"),
         ("--search --strategy=kfac-lw --overlap", "overlap=True needs"),
     ],
 )

@@ -33,6 +33,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/ideas/lengths.md": 1450,
     "docs/ideas/plan.md": 1200,
     "docs/ideas/strategies.md": 2500,
+    "docs/extensions/advice.md": 400,
     "docs/extensions/codistillation.md": 400,
     "docs/extensions/detection.md": 800,
     "docs/extensions/emulated_cluster.md": 500,
@@ -43,8 +44,10 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/extensions/search.md": 200,
     "docs/extensions/split_layers.md": 1100,
     "docs/extensions/study.md": 1200,
+    "docs/extensions/taxonomy.md": 850,  # a script writes it
     "docs/extensions/trace.md": 1000,
     "docs/extensions/validation.md": 850,
+    "docs/extensions/volumes.md": 400,
     "docs/reference/failures.md": 4300,
     "docs/reference/glossary.md": 1000,
     "docs/reference/gpu.md": 1150,
@@ -84,5 +87,5 @@ def test_a_page_has_a_budget_by_its_name_or_its_folder():
     """Oracle: by hand."""
     assert budget("README.md") == 600
     assert budget("benchmarks/results/step_time.md") == 400
-    assert budget("docs/decisions/index.md") == 1000
+    assert budget("docs/decisions/index.md") == 1100
     assert budget("new.md") is None

@@ -1227,4 +1227,11 @@ TABLE = (
         "nearest.sum(1).argmax()",
         "tests/unit/test_robust.py",
     ),
+    Mistake(
+        "predictions: a number that is derived in part counts as published",
+        "predict/machine.py",
+        'if "derived" in source]',
+        'if source.startswith("derived")]',
+        "tests/apps/test_simulate.py",
+    ),
 )

@@ -129,8 +129,8 @@ def check_data(data: DataOptions) -> None:
             raise ValueError(
                 f"data.{key}={value} needs images in memory, not data.name={data.name}"
             )
-    if data.augment and data.name == "text":
-        raise ValueError("data.augment=true needs images, not data.name=text")
+    if data.augment and not {"labels", "pixels"} & {*entry.holds}:
+        raise ValueError(f"data.augment=true needs images, not data.name={data.name}")
     if entry.files:
         check_pillow(f"data.name={data.name}")
 
@@ -211,11 +211,10 @@ def doubt(options: Options) -> str:
     image, size = network(options.model).image, pixels(options.data)
     if image is None or size is None or size * 2 > min(image[1:], default=0):
         return ""
-    height, width = image[1:]
+    usual, given = ("x".join(map(str, sides)) for sides in (image[1:], [size] * (len(image) - 1)))
     return (
-        f"model={options.model} is made for images of {height}x{width} pixels, and "
-        f"data.name={options.data.name} has {size}x{size}: expect low accuracy, or take another "
-        "model"
+        f"model={options.model} is made for images of {usual} pixels, and "
+        f"data.name={options.data.name} has {given}: expect low accuracy, or take another model"
     )
 
 

@@ -22,7 +22,7 @@ SOLVERS = (
 """The names in `mpikfac.solvers.SOLVERS`."""
 DATASETS = (
     *("digits", "cifar10", "cifar100", "curves", "patches", "synthetic", "folder", "packed"),
-    "text",
+    *("text", "volume"),
 )
 """The names in `problems.datasets.DATASETS`."""
 MODELS = (
@@ -30,6 +30,7 @@ MODELS = (
     *("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"),
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
     *("autoencoder", "autoencoder_small", "gpt_small", "lstm_small"),
+    "segmenter3d",
 )
 """The names in `problems.models.MODELS`."""
 
@@ -42,12 +43,13 @@ class DataOptions:
         name: the data set. "digits": handwritten digits, installed with the program; "cifar10" and
             "cifar100": the files in data.path; "patches": grey patches of cifar10, for
             autoencoders; "curves": smooth curves, made up for autoencoders; "synthetic": random
-            images; "text": the bytes of text files, for language models; "folder": a folder of
-            images; "packed": a file of `mpikfac pack`; FILE.py:FUNCTION: the tensors that a
-            function of yours returns. Names.
+            images; "text": the bytes of text files, for language models; "volume": crops of a
+            brain, for segmenters; "folder": a folder of images; "packed": a file of `mpikfac pack`;
+            FILE.py:FUNCTION: the tensors that a function of yours returns. Names.
         path: the directory in which the archive of cifar10 or cifar100 was unpacked; the folder
             with train/CLASS/*.jpg and val/CLASS/*.jpg; the file of `mpikfac pack`; or a text file,
-            or a directory with files *.py and *.txt, null for the standard library of Python.
+            or a directory with files *.py and *.txt, null for the standard library of Python; or
+            the folder of a volume's image.nii.gz and labels.nii.gz, null for MNI152 of nilearn.
         train_images: the number of training images to use, the first images of the data set; of a
             folder or a packed file, images at equal distances; of curves and synthetic images, the
             number to make; of a text, the number of windows. null for all images or windows, 20,000
@@ -65,8 +67,8 @@ class DataOptions:
             weighs the labels by area; the share of a step is drawn from Beta(alpha, alpha). With
             both mixup and cutmix, a step takes one of both at random. null for none.
         size: the pixels of a side of patches, null for 28; of synthetic images, null for 32; of the
-            part of an image in a file that the network gets, null for 224; or the bytes of a window
-            of text, null for 64.
+            part of an image in a file that the network gets, null for 224; the bytes of a window of
+            text, null for 64; or the voxels of a side of a crop of a volume, null for 16.
         classes: the number of classes of synthetic images; null for 10.
         workers: the processes of a rank that decode images in files ahead of the steps; 0: the rank
             decodes; null for 2. Results do not depend on the number.

@@ -46,8 +46,10 @@ def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None
 def of_run(options: Options) -> KfacOptions:
     """Return the settings of K-FAC, with what other options say of momentum and positions."""
     estimator, length = options.kfac.estimator, options.kfac.length
-    if network(options.model).task.inputs == "tokens" and estimator.loss_positions == 1:
-        estimator = dataclasses.replace(estimator, loss_positions=pixels(options.data) or 1)
+    dimensions = network(options.model).task.dimensions
+    if dimensions and estimator.loss_positions == 1:
+        positions = (pixels(options.data) or 1) ** dimensions
+        estimator = dataclasses.replace(estimator, loss_positions=positions)
     if options.momentum_of_gradients:
         length = dataclasses.replace(length, momentum=options.momentum)
     return dataclasses.replace(options.kfac, estimator=estimator, length=length)

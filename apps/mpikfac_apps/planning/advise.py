@@ -1,8 +1,8 @@
-"""Advise batch, servers and strategy that hide the messages of training on a machine. No MPI.
+"""Advise batch, servers, ranks and strategy for training on a machine. No MPI.
 
     mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_every 10
 
-docs/extensions/prediction.md states the assumptions of the two lemmas.
+docs/extensions/advice.md states the assumptions of the two lemmas.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import mpikfac
@@ -20,9 +20,11 @@ from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.planning.options import ADVISE, SGD, AdviseOptions
 from mpikfac_apps.planning.predictions import (
     BOUNDED,
+    WIDTH,
     Row,
     both_shapes,
     job_in_words,
+    machine_in_words,
     predictions,
 )
 from mpikfac_apps.planning.search import changed, variants
@@ -30,7 +32,6 @@ from mpikfac_apps.text import MIB, number, show, table
 
 PASSES = ("forward", "backward")
 FLOAT32 = 4  # bytes
-WIDTH = 96
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +61,8 @@ def advise(options: AdviseOptions) -> int:
             shown = [row for row in rows if row["ranks"] == ranks]
             sections += [overview(ranks, shown), of_batch(row, options)]
             sections += [of_servers(ranks, options, machine), of_rate(row, options)]
+    if options.efficiency:
+        sections += [of_ranks(rows, options, machine)]
     show(sections)
     if options.json:
         files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
@@ -81,6 +84,18 @@ def servers_to_hide(size: float, clients: int, bandwidth: float, computing: floa
     all servers. A server moves `bandwidth` bytes per second.
     """
     return max(1, math.ceil(2 * size * clients / (bandwidth * computing) - 1e-9))
+
+
+def efficient(steps: Mapping[int, float], least: float) -> int:
+    """Return the largest number of ranks whose efficiency is at least `least`.
+
+    The efficiency is the step of a single rank over the step of all ranks, with as many images per
+    rank: the share of a rank's images per second that is left.
+
+    Args:
+        steps: the seconds of a step by number of ranks, of a single rank among them.
+    """
+    return max(ranks for ranks, seconds in steps.items() if steps[1] / seconds >= least)
 
 
 def growing(options: AdviseOptions) -> tuple[str, ...]:
@@ -138,7 +153,7 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
     """Return lines with the job, the machine and the meaning of the columns."""
     return [
         job_in_words(options),
-        f"Machine: {machine.name}; predicted, not measured",
+        *machine_in_words(machine),
         "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",
         "  further messages, which no batch hides; step, exposed: the step played by the model,",
         "  and the part in which a rank does nothing but communicate.",
@@ -234,6 +249,40 @@ def of_rate(row: Row, options: AdviseOptions) -> list[str]:
         f"Learning rate of {number(ranks * images, 'image')}, in place of {images} on one rank",
         f"  --scale_lr linear: lr x {ranks}",
         f"  --scale_lr sqrt: lr x {math.sqrt(ranks):.2f}",
+    ]
+
+
+def of_ranks(
+    rows: Sequence[Row], options: AdviseOptions, machine: mpikfac.predict.Machine
+) -> list[str]:
+    """Return the efficiency of a strategy on 1, 2, 4 ... ranks, and the largest efficient number.
+
+    The strategy is the one that is advised for the largest number of ranks, without choices of the
+    search, which fit a single number of ranks.
+
+    Raises:
+        ValueError: the strategy, or a choice of the options, does not fit a single rank.
+    """
+    assert options.efficiency, "asked for"
+    named = [row for row in rows if "left_out" not in row and not row.get("change")]
+    most = max(row["ranks"] for row in named)
+    row = best([row for row in named if row["ranks"] == most], options.batch_per_rank)
+    ranks = (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
+    doubled = replace(options, strategy=(row["strategy"],), ranks=ranks)
+    found = predictions(doubled, machine)
+    if "left_out" in found[0]:
+        raise ValueError(
+            f"efficiency={options.efficiency:g} compares with a single rank: {found[0]['left_out']}"
+        )
+    steps = {row["ranks"]: row["mean"]["seconds"] for row in found if "left_out" not in row}
+    lines = [("ranks", "step", "efficiency")]
+    lines += [(f"{n:,}", ms(seconds), f"{steps[1] / seconds:.2f}") for n, seconds in steps.items()]
+    count = efficient(steps, options.efficiency)
+    return [
+        f"Ranks for an efficiency of {options.efficiency:g}, with {row['strategy']}",
+        *table(lines),
+        f"  efficiency = step of 1 rank / step; {options.batch_per_rank} images per rank",
+        f"  Take {words_for(row, options)} on {number(count, 'rank')}",
     ]
 
 

@@ -157,7 +157,14 @@ class SimulateOptions(PredictionOptions):
 
 @dataclass(frozen=True)
 class AdviseOptions(PredictionOptions):
-    """Advise batch, servers and strategy that hide messages on a machine. No MPI."""
+    """Advise batch, servers and strategy that hide messages on a machine. No MPI.
+
+    Args:
+        efficiency: the least efficiency, such as 0.8: print the largest number of ranks that has
+            the efficiency, up to the largest of `ranks`; null for none.
+    """
+
+    efficiency: float | None = bounded(None, "> 0", "<= 1")
 
 
 @dataclass(frozen=True)
@@ -208,6 +215,8 @@ PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC, usual=usual_values)
 SIMULATE = CommandLine(
     "mpikfac simulate", SimulateOptions, (*SIMULATE_BASIC, *SEARCH), usual=usual_values
 )
-ADVISE = CommandLine("mpikfac advise", AdviseOptions, SIMULATE_BASIC, usual=usual_values)
+ADVISE = CommandLine(
+    "mpikfac advise", AdviseOptions, (*SIMULATE_BASIC, "efficiency"), usual=usual_values
+)
 LIST = CommandLine("mpikfac strategies", StrategiesOptions)
 CALIBRATE = CommandLine("mpikfac calibrate", CalibrateOptions)

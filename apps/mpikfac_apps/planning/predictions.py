@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from mpikfac_apps.problems import models
 from mpikfac_apps.text import number
 
 BOUNDED = ("delayed", "event-driven")  # predictions are upper bounds
+WIDTH = 96
 Row = dict[str, Any]
 
 
@@ -118,6 +120,13 @@ def without_factors(options: PredictionOptions) -> bool:
     """Return whether the solver of the options has no factors, and so no intervals."""
     solver = mpikfac.solvers.SOLVERS.get(options.solver)
     return solver is not None and not solver.form.blocks
+
+
+def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
+    """Return lines with the machine, and with its numbers that are estimates."""
+    words = f"Estimated: {', '.join(machine.estimated)}" if machine.estimated else ""
+    lines = textwrap.wrap(words, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [f"Machine: {machine.name}; predicted, not measured", *lines]
 
 
 def job_in_words(options: PredictionOptions) -> str:

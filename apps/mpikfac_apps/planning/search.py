@@ -24,6 +24,7 @@ from mpikfac_apps.planning.predictions import (
     Row,
     both_shapes,
     job_in_words,
+    machine_in_words,
     predicted,
     without_factors,
 )
@@ -210,7 +211,7 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
     """Return lines with the job, the machine and the meaning of the columns."""
     return [
         job_in_words(options),
-        f"Machine: {machine.name}; predicted, not measured",
+        *machine_in_words(machine),
         "The choices that no other choice with the same intervals and wires is better than, in",
         "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
         f"  numbers that differ by less than {STEP - 1:.0%} may count as equal",

@@ -16,7 +16,13 @@ from mpikfac_apps import cli
 from mpikfac_apps.options.options import KfacOptions
 from mpikfac_apps.planning import search
 from mpikfac_apps.planning.options import SIMULATE, SimulateOptions
-from mpikfac_apps.planning.predictions import BOUNDED, Row, job_in_words, predictions
+from mpikfac_apps.planning.predictions import (
+    BOUNDED,
+    Row,
+    job_in_words,
+    machine_in_words,
+    predictions,
+)
 from mpikfac_apps.text import mib, number, show, table
 
 
@@ -49,7 +55,7 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     """Return lines with the job, the machine and the meaning of the columns."""
     lines = [
         job_in_words(options),
-        f"Machine: {machine.name}; predicted, not measured",
+        *machine_in_words(machine),
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
         "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",
         "  rank does nothing but communicate, and wait, for slower ranks.",

@@ -1,9 +1,9 @@
 """Return data sets by name: as whole tensors of bytes, or as lists of images that stay in files.
 
 `digits` comes with the program, `curves` and `synthetic` are made up, `text` is read from text
-files, and `cifar10`, `cifar100` and `patches` are read from any of the two official layouts. The
-readers never execute anything in a file. `folder` and `packed` are lists. FILE.py:FUNCTION is a
-function of the user.
+files, `volume` from files of a brain, and `cifar10`, `cifar100` and `patches` are read from any of
+the two official layouts. The readers never execute anything in a file. `folder` and `packed` are
+lists. FILE.py:FUNCTION is a function of the user.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mpikfac_apps.images import folder, packed
 from mpikfac_apps.images.listing import Listing
 from mpikfac_apps.problems import curves, own
 from mpikfac_apps.problems.language import corpus
+from mpikfac_apps.problems.volumes import crops
 
 CIFAR_RECORDS = 10_000  # in a file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32
@@ -88,7 +89,8 @@ HUNDRED = Cifar(
 class Dataset:
     """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for test.
 
-    Of a text, images are windows of bytes `[n, size]`, and labels the next byte of each byte.
+    Of a text, images are windows of bytes `[n, size]`, and labels the next byte of each byte. Of a
+    volume, images are crops `[n, 1, d, h, w]`, and labels the class of each voxel, as bytes.
 
     Attributes:
         classes: the number of classes; 0 if images have no labels, and all labels are 0. Of a text,
@@ -146,11 +148,13 @@ def load(
 
     Args:
         path: cifar10, cifar100, patches: the directory of the files, or the parent directory;
-            folder: the folder; packed: the file; text: a file, or a directory of text files.
+            folder: the folder; packed: the file; text: a file, or a directory of text files;
+            volume: the folder of two files.
         train_images: number of training images to take from the start; of lists, at equal
             distances; curves, synthetic: number to make.
         test_images: number of test images to take, as of training images.
-        size: patches, synthetic, folder, packed: pixels of a side; text: bytes of a window.
+        size: patches, synthetic, folder, packed: pixels of a side; text: bytes of a window;
+            volume: voxels of a side of a crop.
         classes: synthetic: number of classes.
 
     Raises:
@@ -223,6 +227,21 @@ def text(
     parts = read.tokens.tensor_split([len(read.tokens) - len(read.tokens) // 10])
     (train, labels), (test, test_labels) = (corpus.windows(part, size) for part in parts)
     return Dataset(train, labels, test, test_labels, corpus.TOKENS, about=read.about)
+
+
+def volume(
+    path: str | None = None,
+    images: int | None = None,  # noqa: ARG001 (as all loaders)
+    size: int = 16,
+) -> Dataset:
+    """Return crops of a volume; the first half is for training, the second half for test.
+
+    `load` takes the first `images`.
+    """
+    read = crops.read(path)
+    (train, labels), (test, test_labels) = (half.crops(size) for half in read.halves())
+    count = 1 + int(read.classes.max())
+    return Dataset(train, labels, test, test_labels, count, about=read.about)
 
 
 def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
@@ -434,6 +453,9 @@ DATASETS = {
         needs=("path", "a file of mpikfac pack"),
     ),
     "text": Source(text, channels=0, size=64, classes=256, holds=("text",), takes=("path", "size")),
+    "volume": Source(
+        volume, channels=1, size=16, classes=None, holds=("voxels",), takes=("path", "size")
+    ),
 }
 
 

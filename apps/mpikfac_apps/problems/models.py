@@ -20,8 +20,15 @@ from mpikfac_apps.problems.autoencoder import Autoencoder
 from mpikfac_apps.problems.language.networks import gpt_small, lstm_small
 from mpikfac_apps.problems.mobilenet import MobileNet
 from mpikfac_apps.problems.resnet import BasicBlock, Bottleneck, CifarResNet, ImageNetResNet, conv
-from mpikfac_apps.problems.tasks import CLASSIFICATION, LANGUAGE, RECONSTRUCTION, Task
+from mpikfac_apps.problems.tasks import (
+    CLASSIFICATION,
+    LANGUAGE,
+    RECONSTRUCTION,
+    SEGMENTATION,
+    Task,
+)
 from mpikfac_apps.problems.vit import VisionTransformer
+from mpikfac_apps.problems.volumes.networks import Segmenter3d
 
 
 def kaiming(conv: nn.Conv2d) -> None:
@@ -36,8 +43,8 @@ class NetworkEntry:
     Attributes:
         make: makes the network from the numbers of `classes` and `channels`; a language model from
             the number of different tokens and the tokens of a window.
-        image: the usual shape of an image, `(channels, height, width)`; of a language model the
-            tokens of a window; None if nobody knows the shape.
+        image: the usual shape of an image, `(channels, height, width)`, or of a volume; of a
+            language model the tokens of a window; None if nobody knows the shape.
         classes: the usual number of classes, or of different tokens; None if only the network knows
             the number.
         fixed: True if the network takes images of the usual height and width only.
@@ -120,8 +127,14 @@ MODELS: dict[str, NetworkEntry] = {
     "autoencoder_small": autoencoder(8, (256, 128, 64, 32, 10), nn.init.xavier_uniform_),
     "gpt_small": NetworkEntry(gpt_small, (64,), 256, task=LANGUAGE),
     "lstm_small": NetworkEntry(lstm_small, (64,), 256, task=LANGUAGE),
+    "segmenter3d": NetworkEntry(
+        partial(Segmenter3d, width=16, depth=2), (1, 16, 16, 16), 3, task=SEGMENTATION
+    ),
 }
 
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Memory formats by the dimensions of a weight."""
 
 OTHERS = "FILE.py:FUNCTION", "timm:NAME"
 """The forms of names of networks that others wrote."""
@@ -153,7 +166,8 @@ def build(name: str, classes: int | None = None, channels: int | None = None) ->
     """Return a freshly initialised network from images `[n, channels, h, w]` to `[n, outputs]`.
 
     A classifier has an output for each class, an autoencoder for each pixel. A language model takes
-    windows of up to `channels` tokens, and has an output for each of `classes` tokens.
+    windows of up to `channels` tokens, and has an output for each of `classes` tokens. A segmenter
+    takes volumes, and has an output for each class and voxel.
 
     Args:
         classes: None for the usual number.
@@ -219,8 +233,10 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
 
 def channels_last(model: nn.Module) -> nn.Module:
     """Return the model with weights of convolutions in the memory format channels last."""
-    to: Callable[..., nn.Module] = model.to  # the stub of torch lacks this argument
-    return to(memory_format=torch.channels_last)
+    for weight in model.parameters():
+        if weight.dim() in FORMATS:
+            weight.data = weight.data.contiguous(memory_format=FORMATS[weight.dim()])
+    return model
 
 
 def shapes_of(

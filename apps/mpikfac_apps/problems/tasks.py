@@ -1,20 +1,25 @@
 """What a network learns: the targets, the loss, and the measure of success.
 
 A classifier learns the labels of images. An autoencoder learns the pixels of its own input. A
-language model learns the next token of a text.
+language model learns the next token of a text, and a segmenter the class of each voxel of a volume.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Measure = Literal["accuracy", "error", "bits per byte"]
+Measure = Literal["accuracy", "error", "bits per byte", "dice"]
+Sums = Mapping[str, Callable[[Tensor, Tensor], Tensor]]
+"""Measures by name, each as the sum over the examples of outputs and targets."""
 
 
 @dataclass(frozen=True)
@@ -27,33 +32,49 @@ class Task:
         loss: returns the mean loss of outputs and targets.
         targets: returns the targets of inputs and labels: `[n, channels, h, w]` and `[n]` of
             images, or `[n, classes]` of mixed images; or windows of tokens `[n, positions]` and the
-            next tokens `[n, positions]`.
-        measure: the name of the measure. A high accuracy is good; a low error and few bits are.
-        measured: returns the sum of the measure over the examples of outputs and targets.
+            next tokens `[n, positions]`; or volumes and classes `[n, d, h, w]`.
+        measure: the name of the measure. A high accuracy or Dice coefficient is good; a low error
+            and few bits are.
+        measured: returns the sum of the measure over the examples of outputs and targets; or the
+            sums of the numbers that make the measure.
         inputs: the network takes "tokens", pixels between 0 and 1 ("unit"), or pixels of mean 0 and
             variance 1 ("normal").
+        dimensions: the dimensions of an example's positions whose losses the loss averages; 0 if an
+            example has a single loss.
+        further: what a test measures beside the measure.
+        per_class: how many numbers of each class make the measure; 0 if it is a mean itself.
+        value: returns the measure, from the means of its numbers over all examples.
     """
 
-    learns: Literal["labels", "pixels", "text"]
+    learns: Literal["labels", "pixels", "text", "voxels"]
     loss_name: Literal["cross-entropy", "logistic"]
     loss: Callable[..., Tensor]
     targets: Callable[[Tensor, Tensor], Tensor]
     measure: Measure
     measured: Callable[[Tensor, Tensor], Tensor]
     inputs: Literal["normal", "unit", "tokens"]
+    dimensions: int = 0
+    further: Sums = field(default_factory=dict)
+    per_class: int = 0
+    value: Callable[[Sequence[float]], float] = itemgetter(0)
 
-    def tests(self, classes: int) -> Mapping[str, Callable[[Tensor, Tensor], Tensor]]:
+    def tests(self, classes: int) -> Sums:
         """Return what a test measures, by name, as sums over images; the measure comes first.
 
         Args:
             classes: the number of classes; top-5 accuracy needs more than 5 classes.
         """
         top5 = self.measure == "accuracy" and classes > 5
-        return {self.measure: self.measured} | ({"top5": right_in_5} if top5 else {})
+        further = {"top5": right_in_5} if top5 else self.further
+        return {self.measure: self.measured, **further}
+
+    def numbers(self, classes: int) -> int:
+        """Return how many numbers make the measure."""
+        return self.per_class * classes or 1
 
     def better(self, value: float, than: float) -> bool:
         """Return whether a value of the measure is better than another value; NaN is not."""
-        return value > than if self.measure == "accuracy" else value < than
+        return value > than if self.measure in ("accuracy", "dice") else value < than
 
 
 def labels_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
@@ -89,7 +110,7 @@ def squared_error(logits: Tensor, pixels: Tensor) -> Tensor:
     return (logits.sigmoid() - pixels).square().sum()
 
 
-def tokens_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
+def classes_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
     """Return bytes as the classes of a cross entropy."""
     return labels.long()
 
@@ -102,6 +123,39 @@ def bits(scores: Tensor, tokens: Tensor) -> Tensor:
     """
     positions = tokens.shape[1]
     return F.cross_entropy(scores, tokens, reduction="sum") / (positions * math.log(2))
+
+
+def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
+    """Return numbers of voxels by class `[2 * classes]`, summed over volumes, for `dice`.
+
+    With the voxels A where a class has the largest score, and the voxels B of the class, the
+    numbers are |A and B| of every class, then |A| + |B| of every class.
+
+    Args:
+        scores: `[n, classes, d, h, w]`.
+        classes: `[n, d, h, w]`.
+    """
+    names = torch.arange(scores.shape[1], device=scores.device)[:, None]
+    best, right = (of_voxels.flatten() == names for of_voxels in (scores.argmax(1), classes))
+    return torch.cat([(best & right).sum(1), best.sum(1) + right.sum(1)])
+
+
+def dice(means: Sequence[float]) -> float:
+    """Return the Dice coefficient 2 |A and B| / (|A| + |B|), the mean over classes above 0.
+
+    All volumes count as one. A class without a voxel in A and B does not count.
+
+    Args:
+        means: of the numbers of `overlaps` over volumes.
+    """
+    both, sizes = np.split(np.asarray(means), 2)
+    here = sizes[1:] > 0
+    return float(np.mean(2 * both[1:][here] / sizes[1:][here])) if here.any() else math.nan
+
+
+def right_voxels(scores: Tensor, classes: Tensor) -> Tensor:
+    """Return the share of a volume's voxels whose class has the largest score, sum over volumes."""
+    return (scores.argmax(1) == classes).flatten(1).float().mean(1).sum()
 
 
 CLASSIFICATION = Task(
@@ -120,8 +174,22 @@ LANGUAGE = Task(
     "text",
     "cross-entropy",
     F.cross_entropy,  # the mean over windows and positions
-    tokens_of,
+    classes_of,
     "bits per byte",
     bits,
     inputs="tokens",
+    dimensions=1,
+)
+SEGMENTATION = Task(
+    "voxels",
+    "cross-entropy",
+    F.cross_entropy,  # the mean over volumes and voxels
+    classes_of,
+    "dice",
+    overlaps,
+    inputs="normal",
+    dimensions=3,
+    further={"voxel accuracy": right_voxels},
+    per_class=2,
+    value=dice,
 )

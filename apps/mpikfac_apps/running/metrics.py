@@ -18,7 +18,7 @@ class Meter:
 
     Args:
         alone: `recent` is of the images of this rank alone, and waits for no rank.
-        measures: the number of measures.
+        measures: the number of measures, or of the numbers that make the measures.
 
     Attributes:
         loss: the mean loss that `recent` or `everything` returned last.

@@ -73,6 +73,7 @@ class Measure:
 MEASURES: dict[tasks.Measure, Measure] = {
     "accuracy": Measure("accuracy", max, min, 1.0, 100.0, "test accuracy (%)"),
     "error": Measure("error", min, max, 0.0, 1.0, "test error"),
+    "dice": Measure("dice", max, min, 1.0, 1.0, "Dice coefficient of the test"),
     "bits per byte": Measure("bits per byte", min, max, 0.0, 1.0, "bits per byte of the test"),
 }
 
@@ -87,6 +88,6 @@ def common(measures: Iterable[Measure]) -> Measure:
     if others:
         raise ValueError(
             "runs of classifiers measure accuracy, runs of autoencoders error, runs of language "
-            "models bits per byte; give one kind of run"
+            "models bits per byte, runs of segmenters dice; give one kind of run"
         )
     return first

@@ -43,7 +43,7 @@ class Normalise:
     Mixed images may be means of bytes, in float32.
 
     Args:
-        images: bytes `[n, channels, h, w]`, in a tensor or in several.
+        images: bytes `[n, channels, h, w]` or volumes, in a tensor or in several.
     """
 
     def __init__(self, images: Tensor | Iterable[Tensor], device: torch.device) -> None:
@@ -54,12 +54,12 @@ class Normalise:
         mean = weights @ levels
         variance = weights @ levels**2 - mean**2
         scale = variance.clamp(min=1e-12).rsqrt()
-        self.mean, self.scale = (
-            value.float().view(1, -1, 1, 1).to(device) for value in (mean, scale)
-        )
+        self.mean, self.scale = (value.float().to(device) for value in (mean, scale))
 
     def __call__(self, images: Tensor) -> Tensor:
-        return images.to(torch.float32, copy=True).sub_(self.mean).mul_(self.scale)
+        sides = [1] * (images.dim() - 2)
+        mean, scale = (value.view(-1, *sides) for value in (self.mean, self.scale))
+        return images.to(torch.float32, copy=True).sub_(mean).mul_(scale)
 
 
 def counted(images: Tensor) -> Tensor:

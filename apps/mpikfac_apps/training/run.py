@@ -90,10 +90,11 @@ class Run(Loop):
         self.best = best.Best(self.problem.task)
         self._first_loss = math.nan  # of this rank, since this start
         rate = learning_rate(options, calendar.at(0).steps, self.origin.ranks)
+        numbers = self.problem.task.numbers(self.problem.classes)  # of a measure
         super().__init__(
             *(comm, options, guard, self.training.trainer),
             steps=min(calendar.first(options.epochs), options.max_steps or sys.maxsize),
-            meter=Meter(comm, place.device, self.training.alone),
+            meter=Meter(comm, place.device, self.training.alone, numbers),
             lr=lambda step: rate(calendar.clock(step)),
             rate=options.rate,
         )
@@ -235,7 +236,8 @@ class Run(Loop):
 
     def _end_epoch(self, epoch: int) -> None:
         measure = self.problem.task.measure
-        loss, value = self.meter.everything()
+        loss, *means = self.meter.everything()
+        value = self.problem.task.value(means)
         self._compare_with_first(loss)
         numbers = {"train_loss": loss, f"train_{key_of(measure)}": value}
         text = f"epoch {epoch}: loss {loss:.4f}, train {measure} {measured(measure, value)},"

@@ -26,6 +26,7 @@ from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
 # Training images that give averaged weights their statistics: all at once, and in a pass.
 SAMPLE, PASS = 1024, 128
+FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # in words, after the measure
 
 log = logging.getLogger("mpikfac.train")
 
@@ -155,20 +156,23 @@ class Problem:
         return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return means of loss and measures over all test images, each image counted once."""
+        """Return loss and measures of all test images, each image counted once."""
         measures = self.task.tests(self.classes)
-        meter = Meter(self.comm, self.device, measures=len(measures))
+        numbers = self.task.numbers(self.classes)  # of the first measure
+        meter = Meter(self.comm, self.device, measures=numbers + len(measures) - 1)
         model.eval()
         with torch.no_grad():
             for images, labels in self.batches.test(self.batches.per_rank(0)):
                 outputs, targets = self.outputs(model, images, labels)
                 sums = [measured(outputs, targets).double() for measured in measures.values()]
-                meter.add(self.task.loss(outputs, targets), torch.stack(sums), len(outputs))
+                meter.add(self.task.loss(outputs, targets), torch.hstack(sums), len(outputs))
         model.train()
-        return dict(zip(("loss", *measures), meter.everything()))
+        loss, *means = meter.everything()
+        values = loss, self.task.value(means[:numbers]), *means[numbers:]
+        return dict(zip(("loss", *measures), values))
 
 
 def words_of(tested: Mapping[str, float], measure: str) -> str:
     """Return the measures of a test in words, without the loss."""
-    top5 = f", top-5 {percent(tested['top5'], 2)}" if "top5" in tested else ""
-    return f"{measure} {measured(measure, tested[measure])}{top5}"
+    further = (f", {words} {percent(tested[n], 2)}" for n, words in FURTHER.items() if n in tested)
+    return f"{measure} {measured(measure, tested[measure])}{''.join(further)}"

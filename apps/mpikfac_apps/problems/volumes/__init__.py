@@ -1,0 +1,1 @@
+"""Volumes in three dimensions: a brain cut into crops, and a network that names each voxel."""

@@ -1,0 +1,113 @@
+"""Write the page that places all named strategies on the axes of two surveys. No MPI.
+
+    python docs/taxonomy.py > docs/extensions/taxonomy.md
+
+Places follow from the choices of a strategy and from the messages of its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import mpikfac
+from mpikfac.plan import NAMED, LayerShape, Plan, Strategy, axes
+from mpikfac.plan import names as stages
+
+RANKS = 8
+LAYERS = [LayerShape(f"layer{order}", order, order) for order in range(200, 280, 5)]
+OF_WEIGHTS = (
+    *(stages.REDUCE_GRADIENTS, stages.EXCHANGE_WEIGHTS),
+    *(stages.PUBLISH_DIRECTIONS, stages.PUBLISH_WEIGHTS),
+)
+"""Stages whose messages make the same weights of all ranks' gradients."""
+
+HEAD = """\
+# Named strategies on the axes of surveys
+
+`python docs/taxonomy.py` writes this page from the catalogue that `mpikfac strategies` prints.
+
+## Parallelism, optimisation, scheduling, exchange
+
+The axes of [[Langer et al. 2020](../reference/references.md)]:
+
+- All strategies are data-parallel. *By layers* is the work of a step that ranks divide among them
+  by layers, as in model parallelism. [Split layers](split_layers.md) divide a layer itself, next to
+  most strategies.
+- *Centralised*: all ranks train one model, whoever holds it. *Decentralised*: each rank, or each
+  node, steps a copy of its own between exchanges.
+- *Synchronous*: all ranks meet at an exchange. *Asynchronous*: no rank waits for a second.
+- *Exchange*: the collectives by which gradients or weights travel, without those of curvature.
+"""
+MIDDLE = """
+## Communication
+
+The axes of [[Tang et al. 2020](../reference/references.md)], and the rule that combines the
+numbers of ranks. Only gradients count as compressed:
+"""
+
+
+def main() -> None:
+    """Print the page."""
+    print("\n".join(page()))
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield HEAD
+    yield from table(langer)
+    yield MIDDLE
+    yield from table(lambda name: axes(NAMED[name].make(RANKS)))
+
+
+def langer(name: str) -> dict[str, str]:
+    """Return a named strategy on the axes of [Langer et al. 2020]."""
+    strategy = NAMED[name].make(RANKS)
+    exchange = strategy.exchange
+    return {
+        "by layers": by_layers(name, strategy),
+        "optimisation": "decentralised" if exchange.of_copies else "centralised",
+        "scheduling": "asynchronous" if exchange.asynchronous else "synchronous",
+        "exchange": exchanged(name, strategy),
+    }
+
+
+def by_layers(name: str, strategy: Strategy) -> str:
+    """Return the work of a step that ranks divide among them by layers."""
+    if strategy.exchange.asynchronous:
+        return "none"
+    factors = plan_of(name, strategy).factors.values()
+    work = [] if all(factor.solver.vector for factor in factors) else ["decompositions"]
+    work += ["directions"] if strategy.workers < RANKS else []
+    work += ["steps"] if strategy.update == "owner" else []
+    return ", ".join(work) or "none"
+
+
+def exchanged(name: str, strategy: Strategy) -> str:
+    """Return the primitives of MPI that make the same weights of all ranks' gradients."""
+    if strategy.exchange.asynchronous:
+        return "Send to a server, and back"
+    sent = plan_of(name, strategy).messages(0, False, False)
+    of_weights = (message.primitive for message in sent if message.stage in OF_WEIGHTS)
+    return ", ".join(dict.fromkeys(name for names in of_weights for name in names.split(", ")))
+
+
+def plan_of(name: str, strategy: Strategy) -> Plan:
+    """Return the plan of a named strategy for equal layers."""
+    solver = NAMED[name].settings.get("solver", "inverse")
+    return mpikfac.make_plan(LAYERS, RANKS, strategy, solver=solver)
+
+
+def table(place: Callable[[str], Mapping[str, str]]) -> Iterator[str]:
+    """Yield a table with a line for each place, and the names of the strategies of the place."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name in NAMED:
+        names.setdefault(tuple(place(name).values()), []).append(f"`{name}`")
+    head = "strategies", *place(next(iter(NAMED)))
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for cells, alike in names.items():
+        yield f"| {', '.join(alike)} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
