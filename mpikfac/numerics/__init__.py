@@ -22,6 +22,7 @@ from mpikfac.numerics.messages import add_decoded as add_decoded
 from mpikfac.numerics.messages import by_vector as by_vector
 from mpikfac.numerics.messages import combined as combined
 from mpikfac.numerics.messages import encode as encode
+from mpikfac.numerics.messages import farthest as farthest
 from mpikfac.numerics.messages import matrix_in as matrix_in
 from mpikfac.numerics.messages import orthonormal as orthonormal
 from mpikfac.numerics.messages import renewed as renewed

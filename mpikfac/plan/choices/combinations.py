@@ -303,7 +303,10 @@ STRATEGY: tuple[Combination, ...] = (
     ),
     *(
         Combination(name, None, {"combine": "safeguard"}, "no other rule has windows", default)
-        for name, default in (("long_window", 300), ("short_window", 50), ("safe_noise", 0.0))
+        for name, default in (
+            *(("long_window", 300), ("short_window", 50), ("readmit_every", 0)),
+            *(("safe_floor", 3.0), ("safe_of", "after"), ("safe_noise", 0.0)),
+        )
     ),
     Combination(
         "safe_factor",

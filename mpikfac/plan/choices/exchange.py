@@ -116,7 +116,7 @@ class Robust:
             "geometric-median": the point with the least sum of distances. "centred-clip": the
             result of the step before, and the mean of the ranks' differences from the result, with
             no difference longer than `clip_radius` [Karimireddy et al. 2021]. "safeguard": the mean
-            of the ranks whose vectors, summed over two windows of time, are near the sums of most
+            of good ranks, whose vectors, summed over two windows of time, are near the sums of most
             ranks [Allen-Zhu et al. 2021].
         combine_factors: how ranks combine factors of K-FAC. "mean": the mean over the examples of
             all ranks. "near": of each factor, the mean over the examples of the ranks whose means
@@ -126,6 +126,12 @@ class Robust:
         long_window, short_window: the steps of both windows, for "safeguard".
         safe_factor: the farthest distance of a good rank, in distances that hold most ranks; for
             "safeguard" and "near".
+        safe_floor: the distance that is near in any case, in lengths of a walk of right ranks: the
+            usual distance of two ranks' vectors, times the root of the window; for "safeguard".
+        safe_of: the ranks of the mean of "safeguard": good "before" the step's vectors were looked
+            at, as published, or "after".
+        readmit_every: the steps after which both windows of "safeguard" begin anew and dropped
+            ranks count again. 0: a rank is dropped for ever.
         safe_noise: the standard deviation of noise on the result of "safeguard".
     """
 
@@ -136,6 +142,9 @@ class Robust:
     long_window: int = 300
     short_window: int = 50
     safe_factor: float = 2.0
+    safe_floor: float = 3.0
+    safe_of: Literal["before", "after"] = "after"
+    readmit_every: int = 0
     safe_noise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -149,14 +158,22 @@ class Robust:
         check_positive("safe_factor", self.safe_factor)
         if self.safe_factor < 1:
             raise ValueError(f"safe_factor={self.safe_factor!r} must be at least 1")
+        check_size("safe_floor", self.safe_floor)
+        one_of("safe_of", self.safe_of, ("before", "after"))
+        check_count("readmit_every", self.readmit_every, 0)
         check_size("safe_noise", self.safe_noise)
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """The steps of the long and of the short window."""
+        return self.long_window, self.short_window
 
     def products(self, ranks: int) -> int:
         """Return the number of inner products that the rule takes; 0 for rules by coordinate."""
         with_centre = (ranks + 1) ** 2
         return {
             **{"krum": ranks**2, "geometric-median": ranks**2},
-            **{"centred-clip": with_centre, "safeguard": 2 * ranks**2},
+            **{"centred-clip": with_centre, "safeguard": 3 * ranks**2},
         }.get(self.combine, 0)
 
     def remembered(self, ranks: int) -> int:
