@@ -50,7 +50,7 @@ from mpikfac.numerics.products import of_coordinates as of_coordinates
 from mpikfac.numerics.products import product as product
 from mpikfac.numerics.products import usual_precision as usual_precision
 from mpikfac.numerics.steps import AdamSteps as AdamSteps
-from mpikfac.numerics.steps import elastic_step as elastic_step
+from mpikfac.numerics.steps import elastic_gradient as elastic_gradient
 from mpikfac.numerics.steps import nesterov as nesterov
 from mpikfac.numerics.triangles import add_identity as add_identity
 from mpikfac.numerics.triangles import add_triangle as add_triangle

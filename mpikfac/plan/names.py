@@ -68,6 +68,7 @@ OF_GROUPS = "optimizer/groups/"
 OF_OPTIMIZER_STATE = "optimizer/state/"
 OF_KFAC = "kfac/"
 OF_EXCHANGE = "exchange/"
+OWN_MOMENTUM = "own momentum"  # behind `OF_EXCHANGE`; of a copy
 OF_RULE = "exchange/rule/{} of {}/"  # a rank, all ranks
 OF_COPY = "copies/{}/"  # a rank
 VERSION = "asynchronous/version"

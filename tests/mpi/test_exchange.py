@@ -219,39 +219,67 @@ def test_the_copy_of_the_leader_is_the_state_of_the_run(comm):
     assert torch.equal(problem.state(model), copies[-1])
 
 
-def elastic(
-    ranks, steps, begin=0, outer_lr=0.9, rho=0.2, gamma=0.05, growth=0.1, decay=0.6, copies=None
-):
+def elastic(ranks, steps, begin=0, copies=None, **choices):
     """Return the weights of all ranks after each step: Parle in numpy [Chaudhari et al. 2018].
 
-    With `copies`, neighbouring ranks step a copy together.
+    Both pulls grow with the exchanges so far, the present one included, and never above 1 and 10
+    in the authors' program. With `copies`, neighbouring ranks step a copy together.
     """
+    rule = ELASTIC | choices
     losses = [quadratic(rank) for rank in range(ranks)]
     y, v, found = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE)), []
-    x, z = y.copy(), y.copy()
+    x, z, outer = y.copy(), y.copy(), np.zeros((ranks, SIZE))
+
+    def pull(name, exchanges):
+        grown = rule[f"{name}_pull"] * (1 + rule["pull_growth"]) ** exchanges
+        return min(grown, rule[f"{name}_most"])
+
     for step in range(steps):
+        exchanges = max(0, step - begin) // 4
         g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(y, losses)])
-        g = within(1, g) if step < begin else within(copies or ranks, g) + gamma * (y - x)
+        if step < begin:
+            g = within(1, g)
+        else:
+            g = within(copies or ranks, g) + pull("anchor", exchanges) * (y - x)
         v = MOMENTUM * v + g
         y = y - RATE * (g + MOMENTUM * v)
-        z = decay * z + (1 - decay) * y
+        z = rule["average_decay"] * z + (1 - rule["average_decay"]) * y
         if step < begin:
             x, z = y.copy(), y.copy()
         elif (step + 1 - begin) % 4 == 0:
-            x = x - outer_lr * ((x - z) + rho * (x - z.mean(0)))
-            gamma, rho = gamma * (1 + growth), rho * (1 + growth)
+            d = (x - z) + pull("mean", exchanges + 1) * (x - z.mean(0))
+            outer = rule["outer_momentum"] * outer + d
+            x = x - rule["outer_lr"] * (d + rule["outer_momentum"] * outer)
             y, z = x.copy(), x.copy()
         found.append(y.copy())
     return found
 
 
+PAPER = {
+    **{"anchor_pull": 0.01, "mean_pull": 0.1, "pull_growth": 0.5, "average_decay": 0.75},
+    **{"anchor_most": 1.0, "mean_most": 10.0, "outer_lr": 0.1, "outer_momentum": 0.9},
+}
+"""The authors' numbers, with a growth that reaches both limits within 60 steps."""
+
+
 @pytest.mark.parametrize("begin", [0, 2])
-def test_each_step_is_elastic(comm, begin):
-    """Oracle: the rule in numpy, with Nesterov's momentum inside."""
-    strategy = Strategy.mem_opt(exchanged="weights", exchange_from=begin, **ELASTIC)
-    right = elastic(comm.size, 14, begin)
-    for found, of_ranks in zip(trained(comm, strategy, 14, nesterov=True), right):
-        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize("choices", [{}, PAPER, {"outer_momentum": 0.0}])
+def test_each_step_is_elastic(comm, choices, begin):
+    """Oracle: the rule in numpy, with Nesterov's momentum inside, and outside in two cases."""
+    rule = ELASTIC | choices
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_from=begin, **rule)
+    right = elastic(comm.size, 60, begin, **choices)
+    for found, of_ranks in zip(trained(comm, strategy, 60, nesterov=True), right):
+        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-11, atol=1e-12)
+
+
+def test_pulls_that_grow_for_long_stay_finite(comm):
+    """Oracle: pulls that begin at their limits; the growth is beyond all numbers of float64."""
+    limits = {"anchor_pull": ELASTIC["anchor_most"], "mean_pull": ELASTIC["mean_most"]}
+    choices = ELASTIC | limits | {"exchange_every": 2}
+    growing = Strategy.mem_opt(exchanged="weights", **choices | {"pull_growth": 1e300})
+    pairs = (trained(comm, s, 9) for s in (growing, growing.changed(pull_growth=0.0)))
+    assert all(np.array_equal(one, other) for one, other in zip(*pairs))
 
 
 OF_NODES = {
@@ -447,7 +475,10 @@ def test_messages_are_the_plans(comm, every):
 
 @pytest.mark.parametrize(
     ("outer", "kept"),
-    [({}, 1), ({"outer_lr": 0.5}, 2), (DILOCO, 3), ({"merge": "elastic"}, 3)],
+    [
+        *(({}, 1), ({"outer_lr": 0.5}, 2), (DILOCO, 3)),
+        *(({"merge": "elastic"}, 3), ({"merge": "elastic", "outer_momentum": 0.9}, 4)),
+    ],
 )
 def test_memory_of_copies_is_the_plans(comm, outer, kept):
     """Oracle: the plan; the copy, the weights of the last exchange, the momentum."""

@@ -1214,6 +1214,22 @@ TABLE = (
         2,
     ),
     Mistake(
+        "exchange: the pulls between copies grow without a limit",
+        "extensions/copies/merges.py",
+        "min(pull * math.exp(min(growth, LARGEST)), most)",
+        "pull * math.exp(min(growth, LARGEST))",
+        "tests/mpi/test_exchange.py",
+        2,
+    ),
+    Mistake(
+        "exchange: all copies go on with the outer momentum of one",
+        "extensions/copies/copies.py",
+        "    OF_EXCHANGE + OWN_MOMENTUM,\n",
+        "",
+        "tests/mpi/test_replicas.py",
+        2,
+    ),
+    Mistake(
         "robust: the sums of a safeguard never begin anew",
         "numerics/messages/shards.py",
         "of_window.zero_()",

@@ -12,9 +12,11 @@ from torch import Tensor
 from mpikfac.comm import summed
 from mpikfac.engine import Gradients, Site, divided_by_ranks, slots_in
 from mpikfac.errors import UserError
-from mpikfac.numerics import Arena, all_finite, copy_all, elastic_step, nesterov
+from mpikfac.numerics import Arena, all_finite, copy_all, elastic_gradient, nesterov
 from mpikfac.plan import Layout, PlannedCopies, lay_out
+from mpikfac.plan.names import OWN_MOMENTUM
 
+LARGEST = 700.0  # of an exponent of e, in float64
 DIVERGED = (
     "the weights of a rank are not finite; try a smaller learning rate, or exchange weights more "
     "often"
@@ -26,7 +28,8 @@ class Merge:
 
     Attributes:
         unites: whether an exchange makes all copies equal.
-        kept: what a checkpoint holds, alike on all ranks: named tensors, by name.
+        kept: what a checkpoint holds: named tensors, by name; alike on all ranks, but for
+            `OWN_MOMENTUM`.
         copies: the copies of the model in the plan.
         copy: a buffer for the rank's copy of the model: weights, then running statistics and votes.
         weights: the trained part of the buffer.
@@ -380,14 +383,16 @@ class Elastic(Merge):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
+        self._choices, self._outer = self.exchange.merging, self.exchange.outer
         self._anchor, self._average = self._arena(), self._arena()
         self._exchanges = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self.kept = {"exchanges": {"count": self._exchanges}}
+        self._momentum = self._arena(self._outer.outer_momentum > 0)
+        self.kept = {"exchanges": {"count": self._exchanges}, OWN_MOMENTUM: self._momentum}
 
-    @property
-    def _growth(self) -> float:
-        """The factor of both pulls, after the exchanges so far."""
-        return float((1 + self.exchange.merging.pull_growth) ** int(self._exchanges))
+    def _pull(self, pull: float, most: float) -> float:
+        """Return a pull after the exchanges so far: it grows up to `most`."""
+        growth = int(self._exchanges) * math.log1p(self._choices.pull_growth)
+        return min(pull * math.exp(min(growth, LARGEST)), most)
 
     def keep(self) -> None:
         """Begin at the present weights."""
@@ -399,7 +404,7 @@ class Elastic(Merge):
         """Add the way from the last exchange's weights to the gradients."""
         self.read()
         self.weights -= self.trained(self._anchor)
-        self.weights *= self.exchange.merging.anchor_pull * self._growth
+        self.weights *= self._pull(self._choices.anchor_pull, self._choices.anchor_most)
         for slot in self._slots:
             parameters = slot.block.parameters
             if parameters and all(p.grad is not None for p in parameters):
@@ -409,19 +414,22 @@ class Elastic(Merge):
     def after_step(self) -> None:
         """Take the weights into the average of the steps."""
         self.read()
-        decay = self.exchange.merging.average_decay
+        decay = self._choices.average_decay
         self.trained(self._average).mul_(decay).add_(self.weights, alpha=1 - decay)
 
     def merge(self) -> None:
         """Average the averages over ranks, and step from the last exchange's weights."""
         self.after_step()
-        average, rate = self.trained(self._average), self.exchange.outer.outer_lr
+        anchor, average = self.trained(self._anchor), self.trained(self._average)
         self.weights.copy_(average)
         self._mean()
-        pull = self.exchange.merging.mean_pull * self._growth
-        stepped = elastic_step(self.trained(self._anchor), average, self.weights, rate, pull)
-        self.weights.copy_(stepped)
         self._exchanges += 1
+        pull = self._pull(self._choices.mean_pull, self._choices.mean_most)
+        gradient = elastic_gradient(anchor, average, self.weights, pull)
+        if self._momentum:
+            momentum = self.trained(self._momentum)
+            nesterov([gradient], [momentum], self._outer.outer_momentum)
+        torch.sub(anchor, gradient, alpha=self._outer.outer_lr, out=self.weights)
         self.write()
         self.keep()
 

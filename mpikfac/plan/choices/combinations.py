@@ -240,7 +240,7 @@ STRATEGY: tuple[Combination, ...] = (
         ("elastic",),
         {
             **{"exchanged": "weights", "exchange_every": AtLeast(2)},
-            **{"outer_momentum": 0.0, "combine": "mean", "gradient_wire": None},
+            **{"combine": "mean", "gradient_wire": None},
         },
         "ranks exchange averages of the steps of copies, which never become one",
     ),
@@ -249,6 +249,7 @@ STRATEGY: tuple[Combination, ...] = (
         for name, default in (
             *(("anchor_pull", 0.01), ("mean_pull", 0.1)),
             *(("pull_growth", 0.0), ("average_decay", 0.75)),
+            *(("anchor_most", 1.0), ("mean_most", 10.0)),
         )
     ),
     *(

@@ -18,10 +18,10 @@ from mpikfac.plan.choices.checks import (
 
 @dataclass(frozen=True)
 class Outer:
-    """The step that all ranks take together when copies of the model are combined [DiLoCo].
+    """The step that ranks take when copies of the model are combined [DiLoCo].
 
     The mean of the copies' changes since the last exchange takes the place of a gradient in SGD
-    with Nesterov's momentum.
+    with Nesterov's momentum. With merge="elastic", each copy steps by a gradient of its own.
 
     Attributes:
         outer_lr: the learning rate of the step. 1, without a momentum: the copies become the mean
@@ -55,6 +55,7 @@ class MergeRule:
         mean_pull: the weight of the way to the mean, beside the way to the own average.
         pull_growth: the relative growth of both weights per exchange; in [Parle] 1 / (2 B) for B
             batches an epoch.
+        anchor_most, mean_most: the largest `anchor_pull` and `mean_pull` after growth.
         average_decay: the weight of the older steps in the running average of a copy's steps.
     """
 
@@ -64,13 +65,20 @@ class MergeRule:
     anchor_pull: float = 0.01
     mean_pull: float = 0.1
     pull_growth: float = 0.0
+    anchor_most: float = 1.0
+    mean_most: float = 10.0
     average_decay: float = 0.75
 
     def __post_init__(self) -> None:
         make_plain(self)
         one_of("merge", self.merge, ("mean", "leader", "elastic"))
-        for name in ("anchor_pull", "mean_pull", "pull_growth"):
+        for name in ("anchor_pull", "mean_pull", "pull_growth", "anchor_most", "mean_most"):
             check_size(name, getattr(self, name))
+        for pull, most in (("anchor_pull", "anchor_most"), ("mean_pull", "mean_most")):
+            if getattr(self, pull) > getattr(self, most):
+                raise ValueError(
+                    f"{pull}={getattr(self, pull)} must be at most {most}={getattr(self, most)}"
+                )
         for name in ("leader_step", "leader_pull", "average_decay"):
             check_share(name, getattr(self, name))
 

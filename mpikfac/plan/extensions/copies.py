@@ -83,7 +83,8 @@ class PlannedCopies:
         if exchange.merging.merge == "leader":
             vectors = 1 + len(self.led)
         elif exchange.merging.merge == "elastic":
-            vectors = 3  # the copy, the weights of the last exchange, and the average of the steps
+            # the copy, the weights of the last exchange, the average of the steps, the momentum
+            vectors = 3 + (exchange.outer.outer_momentum > 0)
         else:  # beside the copy, the weights of the last exchange, and the outer step's momentum
             vectors = 1 + self.changes + (exchange.outer.outer_momentum > 0)
         return vectors * self.layout.size
