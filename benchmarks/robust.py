@@ -53,9 +53,8 @@ ATTACKS = ["none", "label flip", *liars.OF_GRADIENTS, *liars.OF_OWN]
 
 STEPS, SIZE, TRIES = 601, 40, range(20)  # the last step begins a window
 NOISES = {
-    f"rank {rank}, {name}": (rank, freedom)
-    for rank in (1, 3, 10)
-    for name, freedom in (("normal", 1e9), ("Student's t", 3.0))
+    **{"rank 1, normal": (1, 1e9), "rank 3, normal": (3, 1e9)},
+    **{"rank 3, Student's t": (3, 3.0)},
 }
 """The rank of the noise, and the degrees of freedom of Student's t."""
 SAFEGUARDS = {

@@ -15,13 +15,21 @@ RECEIVE_BASES = "receive bases"
 PUBLISH_BASES = "publish bases"
 REDUCE_GRADIENTS = "reduce gradients"
 EXCHANGE_WEIGHTS = "exchange weights"
+EXCHANGE_IN_NODE = "exchange weights in node"
 PUBLISH_DIRECTIONS = "publish gradients"
 CLIP = "clip"
 PUBLISH_WEIGHTS = "publish weights"
 
 IN_STEP = (
     *(REDUCE_SCALES, REDUCE_STATISTICS, SEND_FACTORS, RECEIVE_BASES, PUBLISH_BASES),
-    *(REDUCE_GRADIENTS, EXCHANGE_WEIGHTS, PUBLISH_DIRECTIONS, CLIP, PUBLISH_WEIGHTS),
+    *(
+        REDUCE_GRADIENTS,
+        EXCHANGE_IN_NODE,
+        EXCHANGE_WEIGHTS,
+        PUBLISH_DIRECTIONS,
+        CLIP,
+        PUBLISH_WEIGHTS,
+    ),
 )
 """The stages of `KFAC.step` with messages, in the order of the messages."""
 

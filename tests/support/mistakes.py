@@ -1214,6 +1214,22 @@ TABLE = (
         2,
     ),
     Mistake(
+        "exchange: losses of all steps decide who leads",
+        "extensions/copies/merges.py",
+        "        self._heard = []\n        of_rank",
+        "        of_rank",
+        "tests/mpi/test_exchange.py",
+        2,
+    ),
+    Mistake(
+        "exchange: the leader of a node changes with the leader of all ranks",
+        "extensions/copies/merges.py",
+        "[self.exchange.in_node] *",
+        "[self.exchange.exchange_every] *",
+        "tests/mpi/test_exchange.py",
+        4,
+    ),
+    Mistake(
         "exchange: the pulls between copies grow without a limit",
         "extensions/copies/merges.py",
         "min(pull * math.exp(min(growth, LARGEST)), most)",

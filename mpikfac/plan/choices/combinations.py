@@ -236,6 +236,12 @@ STRATEGY: tuple[Combination, ...] = (
         for name in ("leader_step", "leader_pull")
     ),
     Combination(
+        "node_every",
+        None,
+        {"merge": "leader", "ranks_per_node": AtLeast(2), "copies_of": "rank"},
+        "only a node of several copies has a leader",
+    ),
+    Combination(
         "merge",
         ("elastic",),
         {

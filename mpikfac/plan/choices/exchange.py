@@ -48,6 +48,9 @@ class MergeRule:
             its own [LSGD]. With `ranks_per_node`, also towards the best copy of the node.
             "elastic": each copy moves towards the running average of its own steps and towards the
             mean of all such averages, and stays a copy of its own [Parle].
+        node_every: the number of steps from one exchange with the leader of the node to the next;
+            divides `exchange_every`. None: the node's leader and the leader of all ranks change at
+            the same steps.
         leader_step: the share of the way to a leader that an exchange goes.
         leader_pull: the share of the way that the steps from one exchange to the next go together.
         anchor_pull: with "elastic", the weight of the way from the last exchange's weights, which a
@@ -60,6 +63,7 @@ class MergeRule:
     """
 
     merge: Literal["mean", "leader", "elastic"] = "mean"
+    node_every: int | None = None
     leader_step: float = 0.1
     leader_pull: float = 0.1
     anchor_pull: float = 0.01
@@ -72,6 +76,8 @@ class MergeRule:
     def __post_init__(self) -> None:
         make_plain(self)
         one_of("merge", self.merge, ("mean", "leader", "elastic"))
+        if self.node_every is not None:
+            check_count("node_every", self.node_every, 1)
         for name in ("anchor_pull", "mean_pull", "pull_growth", "anchor_most", "mean_most"):
             check_size(name, getattr(self, name))
         for pull, most in (("anchor_pull", "anchor_most"), ("mean_pull", "mean_most")):
@@ -272,6 +278,11 @@ class Exchange:
                 f"exchange_every={self.exchange_every} must be a multiple of "
                 f"fragments={self.stream.fragments}"
             )
+        if self.exchange_every % self.in_node:
+            raise ValueError(
+                f"exchange_every={self.exchange_every} must be a multiple of "
+                f"node_every={self.in_node}"
+            )
         if self.stream.lateness >= self.exchange_every > 1:
             raise ValueError(
                 f"lateness={self.stream.lateness} must be below "
@@ -287,6 +298,11 @@ class Exchange:
     def of_copies(self) -> bool:
         """Whether ranks ever step copies of their own."""
         return self.exchanged == "weights" and self.exchange_every > 1
+
+    @property
+    def in_node(self) -> int:
+        """The number of steps from one exchange with the leader of a node to the next."""
+        return self.merging.node_every or self.exchange_every
 
     @property
     def of_vectors(self) -> bool:
@@ -309,6 +325,7 @@ class Exchange:
         """Return whether each rank steps a copy of the model at `step`."""
         return self.of_copies and step >= self.exchange_from
 
-    def due(self, step: int) -> bool:
-        """Return whether copies are combined right after `step`."""
-        return self.alone(step) and (step + 1 - self.exchange_from) % self.exchange_every == 0
+    def due(self, step: int, every: int | None = None) -> bool:
+        """Return whether copies are combined right after `step`, `every` so many steps."""
+        every = every or self.exchange_every
+        return self.alone(step) and (step + 1 - self.exchange_from) % every == 0
