@@ -26,6 +26,7 @@ COMMUNICATION = (
     names.PUBLISH_DIRECTIONS,
     names.CLIP,
     names.PUBLISH_WEIGHTS,
+    names.EXCHANGE_IN_NODE,
     names.EXCHANGE_WEIGHTS,
     names.EXCHANGE_UPDATES,
 )

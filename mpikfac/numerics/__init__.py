@@ -22,6 +22,7 @@ from mpikfac.numerics.messages import add_decoded as add_decoded
 from mpikfac.numerics.messages import by_vector as by_vector
 from mpikfac.numerics.messages import combined as combined
 from mpikfac.numerics.messages import encode as encode
+from mpikfac.numerics.messages import farthest as farthest
 from mpikfac.numerics.messages import matrix_in as matrix_in
 from mpikfac.numerics.messages import orthonormal as orthonormal
 from mpikfac.numerics.messages import renewed as renewed
@@ -49,7 +50,7 @@ from mpikfac.numerics.products import of_coordinates as of_coordinates
 from mpikfac.numerics.products import product as product
 from mpikfac.numerics.products import usual_precision as usual_precision
 from mpikfac.numerics.steps import AdamSteps as AdamSteps
-from mpikfac.numerics.steps import elastic_step as elastic_step
+from mpikfac.numerics.steps import elastic_gradient as elastic_gradient
 from mpikfac.numerics.steps import nesterov as nesterov
 from mpikfac.numerics.triangles import add_identity as add_identity
 from mpikfac.numerics.triangles import add_triangle as add_triangle

@@ -69,17 +69,16 @@ class AdamSteps(dict[str, Tensor]):
         return list(torch._foreach_div(numerators or self.gradients, steps))
 
 
-def elastic_step(anchor: Tensor, average: Tensor, mean: Tensor, rate: float, pull: float) -> Tensor:
-    """Return a copy's weights after an exchange [Chaudhari et al. 2018], `[n]`.
+def elastic_gradient(anchor: Tensor, average: Tensor, mean: Tensor, pull: float) -> Tensor:
+    """Return the gradient of a copy's step at an exchange [Chaudhari et al. 2018], `[n]`.
 
     Args:
         anchor: the copy's weights after the last exchange.
         average: the running average of the copy's steps since.
         mean: the mean of all copies' averages.
-        rate: the learning rate of the step.
         pull: the weight of the way to the mean.
     """
-    return anchor - rate * ((anchor - average) + pull * (anchor - mean))
+    return (anchor - average) + pull * (anchor - mean)
 
 
 def nesterov(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> None:

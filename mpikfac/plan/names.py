@@ -15,13 +15,21 @@ RECEIVE_BASES = "receive bases"
 PUBLISH_BASES = "publish bases"
 REDUCE_GRADIENTS = "reduce gradients"
 EXCHANGE_WEIGHTS = "exchange weights"
+EXCHANGE_IN_NODE = "exchange weights in node"
 PUBLISH_DIRECTIONS = "publish gradients"
 CLIP = "clip"
 PUBLISH_WEIGHTS = "publish weights"
 
 IN_STEP = (
     *(REDUCE_SCALES, REDUCE_STATISTICS, SEND_FACTORS, RECEIVE_BASES, PUBLISH_BASES),
-    *(REDUCE_GRADIENTS, EXCHANGE_WEIGHTS, PUBLISH_DIRECTIONS, CLIP, PUBLISH_WEIGHTS),
+    *(
+        REDUCE_GRADIENTS,
+        EXCHANGE_IN_NODE,
+        EXCHANGE_WEIGHTS,
+        PUBLISH_DIRECTIONS,
+        CLIP,
+        PUBLISH_WEIGHTS,
+    ),
 )
 """The stages of `KFAC.step` with messages, in the order of the messages."""
 
@@ -68,6 +76,7 @@ OF_GROUPS = "optimizer/groups/"
 OF_OPTIMIZER_STATE = "optimizer/state/"
 OF_KFAC = "kfac/"
 OF_EXCHANGE = "exchange/"
+OWN_MOMENTUM = "own momentum"  # behind `OF_EXCHANGE`; of a copy
 OF_RULE = "exchange/rule/{} of {}/"  # a rank, all ranks
 OF_COPY = "copies/{}/"  # a rank
 VERSION = "asynchronous/version"

@@ -7,7 +7,7 @@ all ranks: plans of thousands of ranks take seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from mpikfac.plan import Message, Plan, memory_of_lengths, names
@@ -22,7 +22,7 @@ STAGES = (
     *(names.REDUCE_STATISTICS, names.DECOMPOSE, names.SEND_FACTORS, names.RECEIVE_BASES),
     *(names.PUBLISH_BASES, names.GRADIENTS, names.REDUCE_GRADIENTS, names.MOMENTS),
     *(names.PRECONDITION, names.PUBLISH_DIRECTIONS, names.CLIP, names.OPTIMIZER),
-    *(names.PUBLISH_WEIGHTS, names.EXCHANGE_WEIGHTS),
+    *(names.PUBLISH_WEIGHTS, names.EXCHANGE_WEIGHTS, names.EXCHANGE_IN_NODE),
 )
 BACKWARD = (names.BACKWARD, names.STATISTICS)
 OVERLAPPED = ("urgent", "overlapped")  # kinds of events
@@ -211,11 +211,17 @@ def _of_turns(
     """Return the mean step over the turns of a refresh, and over exchanges of weights."""
     all_layers, *turns = plan.of(0).turns
     turns = turns if kind[1] and turns else [all_layers]
-    often = 1 / plan.strategy.exchange.exchange_every
+    exchange = plan.strategy.exchange
+    everywhere, in_node = 1 / exchange.exchange_every, 1 / exchange.in_node
+    left_out = {
+        (): everywhere,
+        (names.EXCHANGE_WEIGHTS,): in_node - everywhere,
+        (names.EXCHANGE_WEIGHTS, names.EXCHANGE_IN_NODE): 1 - in_node,
+    }
     steps = [
-        (_step(plan, machine, job, ranks, kind, turn, exchanged), part / len(turns))
+        (_step(plan, machine, job, ranks, kind, turn, without), part / len(turns))
         for turn in turns
-        for exchanged, part in ((True, often), (False, 1 - often))
+        for without, part in left_out.items()
         if part > 0
     ]
     return _mean(steps)
@@ -234,14 +240,14 @@ def _step(
     ranks: Sequence[int],
     kind: tuple[bool, bool],
     turn: int | None,
-    exchanged: bool,
+    without: Collection[str],
 ) -> Step:
     statistics, refresh = kind
     seen = {
         rank: [
             message
             for message in plan.messages(rank, *kind, True, turn)
-            if exchanged or message.stage != names.EXCHANGE_WEIGHTS
+            if message.stage not in without
         ]
         for rank in ranks
     }

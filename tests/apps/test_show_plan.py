@@ -264,7 +264,10 @@ def test_exchanges_of_weights_are_told_apart_from_other_steps(capsys):
     assert main([*options, "--exchanged", "weights", "--exchange_every", "8"]) == 0
     text = capsys.readouterr().out
     assert "exchange weights: after every 8 steps; other steps send no gradients" in text
-    assert "reduce gradients" not in text
+    assert "reduce gradients" not in text and "in node" not in text
+    options += ["--exchanged=weights", "--exchange_every=8", "--merge=leader"]
+    assert main([*options, "--ranks_per_node=2", "--node_every=2"]) == 0
+    assert "exchange weights in node: after every 2 steps" in capsys.readouterr().out
 
 
 def test_low_rank_is_planned(capsys):

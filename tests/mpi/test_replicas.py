@@ -96,6 +96,20 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     assert torch.equal(*ends)
 
 
+def test_a_further_copy_goes_on_with_the_momentum_of_rank_0(comm):
+    """Oracle: rank 0's; in the run before, each copy's outer step had a momentum of its own."""
+    choices = {"exchanged": "weights", **ELASTIC, "exchange_every": 2}
+    first, second = (trainer_of(comm, "first-order", choices) for _ in range(2))
+    problem.run(first, comm, range(4))
+    first.combine()
+    state = copy.deepcopy(problem.whole_state(first, comm))
+    second.load_state_dict({n: v for n, v in state.items() if not n.startswith("copies/")})
+    kept = {n: v for n, v in second.state_dict().items() if "exchange/own momentum" in n}
+    assert kept and any(value.any() for value in kept.values())
+    for name, value in kept.items():
+        assert torch.equal(value, state["exchange" + name.partition("exchange")[2]]), name
+
+
 @pytest.mark.parametrize("length", ["adam", "rows"])
 def test_each_copy_goes_on_with_its_own_lengths(comm, length):
     """Oracle: the run that was not interrupted; averages of a copy are of the copy's directions."""

@@ -22,7 +22,9 @@ ROBUST = [
     Robust("median"),
     Robust("geometric-median"),
     Robust("centred-clip", clip_radius=2.0),
-    Robust("safeguard", long_window=4, short_window=2, safe_factor=1.1),
+    Robust("safeguard", long_window=4, short_window=2, safe_factor=1.1, safe_floor=0.0),
+    Robust("safeguard", long_window=4, short_window=2, safe_floor=0.3, safe_of="before"),
+    Robust("safeguard", long_window=4, short_window=2, safe_floor=0.1, readmit_every=3),
     Robust("trimmed-mean", liars=1),
     Robust("krum", liars=0),
 ]
@@ -119,7 +121,10 @@ def test_running_statistics_do_not_cut_vectors_in_two(comm, rule):
 
 REMEMBERING = {
     "centred-clip": {"clip_radius": 0.1},
-    "safeguard": {"long_window": 5, "short_window": 2, "safe_noise": 0.01, "safe_factor": 1.1},
+    "safeguard": {
+        **{"long_window": 5, "short_window": 2, "safe_noise": 0.01, "safe_factor": 1.1},
+        **{"safe_floor": 0.3, "readmit_every": 5},
+    },
 }
 
 

@@ -16,7 +16,8 @@ DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
 LEADER = {"merge": "leader", "exchange_every": 3, "leader_step": 0.2, "leader_pull": 0.3}
 ELASTIC = {
     **{"merge": "elastic", "exchange_every": 4, "anchor_pull": 0.05, "mean_pull": 0.2},
-    **{"pull_growth": 0.1, "average_decay": 0.6, "outer_lr": 0.9},
+    **{"pull_growth": 0.1, "anchor_most": 0.06, "mean_most": 0.25},
+    **{"average_decay": 0.6, "outer_lr": 0.9, "outer_momentum": 0.8},
 }
 STREAM = {"fragments": 2, "lateness": 3, "local_share": 0.3, "exchange_every": 4, **DILOCO}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 
 from torch import Tensor
 
 SHRINK = 0.5  # of "inner product": short vectors are near the right ranks' vectors
+RESCALED = 0.6  # of "rescaled": short enough to stay below a safeguard's threshold for long
+DELAY = 100  # of "delayed", in steps
 
 
 def flipped(labels: Tensor, classes: int) -> Tensor:
@@ -36,9 +38,24 @@ def inner_product(right: Tensor, wrong: int) -> Tensor:
     return -SHRINK * right.mean(0).expand(wrong, -1)
 
 
+def delayed(own: Sequence[Tensor]) -> Tensor:
+    """Return the wrong ranks' own vectors of long ago, or the first [Allen-Zhu et al. 2021]."""
+    return own[max(0, len(own) - 1 - DELAY)]
+
+
+def rescaled(own: Sequence[Tensor]) -> Tensor:
+    """Return the wrong ranks' own vectors, shorter and turned around [Allen-Zhu et al. 2021]."""
+    return -RESCALED * own[-1]
+
+
 OF_GRADIENTS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
     "sign flip": sign_flip,
     "a little is enough": little_is_enough,
     "inner product": inner_product,
 }
 """Attacks by name: from the right ranks' vectors `[right, n]` to vectors `[wrong, n]`."""
+OF_OWN: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    "delayed": delayed,
+    "rescaled": rescaled,
+}
+"""Attacks by name, from the wrong ranks' own vectors `[wrong, n]` of all steps so far."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, Near, by_vector, combined
+from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, Near, by_vector, combined, farthest
 from mpikfac.plan import NearMost, Robust
 from support import liars
 
@@ -127,21 +127,33 @@ WINDOWS = Robust("safeguard", long_window=6, short_window=2, safe_factor=1.2)
 
 def safeguarded(rule, steps):
     """Yield the means of steps and the good ranks, by the rule in numpy [Allen-Zhu et al. 2021]."""
-    ranks = len(steps[0])
+    ranks, windows, spread = len(steps[0]), (rule.long_window, rule.short_window), 0.0
     good, sums = np.ones(ranks, bool), np.zeros((2, *steps[0].shape))
     for step, vectors in enumerate(steps):
-        for window, of_window in zip((rule.long_window, rule.short_window), sums):
+        for window, of_window in zip(windows, sums):
             if step % window == 0:
                 of_window[:] = 0
+        if rule.readmit_every and step % rule.readmit_every == 0:
+            good, sums = np.ones(ranks, bool), 0 * sums
         sums += vectors / good.sum()
+        far, reach, median = reaches(vectors, good)
+        usual = sorted(reach.values())[(len(reach) - 1) // 2]
+        longest = min(far[median, good].max(), rule.safe_factor * usual) / good.sum()
+        spread += (longest**2 - spread) / min(step + 1, rule.long_window)
         near = good.copy()
-        for window in sums:
-            far = np.linalg.norm(window[:, None] - window, axis=-1)
-            reach = {i: sorted(far[i, good])[ranks // 2] for i in np.flatnonzero(good)}
-            median = min(reach, key=reach.get)
-            near &= far[median] <= rule.safe_factor * reach[median]
-        good = good & near
-        yield vectors[good].mean(0), good
+        for window, of_window in zip(windows, sums):
+            far, reach, median = reaches(of_window, good)
+            least = rule.safe_floor * np.sqrt(window * spread)
+            near &= far[median] <= max(rule.safe_factor * reach[median], least)
+        before, good = good, good & near
+        yield vectors[before if rule.safe_of == "before" else good].mean(0), good
+
+
+def reaches(vectors, good):
+    """Return distances, the least distance of each good rank to most ranks, the median rank."""
+    far = np.linalg.norm(vectors[:, None] - vectors, axis=-1)
+    reach = {i: sorted(far[i, good])[len(vectors) // 2] for i in np.flatnonzero(good)}
+    return far, reach, min(reach, key=reach.get)
 
 
 def small_lies(steps, size=SIZE):
@@ -152,18 +164,61 @@ def small_lies(steps, size=SIZE):
     return np.concatenate([right, lies], axis=1)
 
 
-# In the second case, sums that never begin anew keep other ranks.
-@pytest.mark.parametrize(("size", "factor"), [(SIZE, 1.2), (10, 2.0)])
-def test_the_safeguard_is_the_rule_of_two_windows(size, factor):
+@pytest.mark.parametrize(
+    ("size", "choices"),
+    [
+        (SIZE, {"safe_floor": 0.0}),
+        (10, {"safe_floor": 0.0, "safe_factor": 2.0}),  # else other ranks if sums never begin anew
+        (SIZE, {"safe_floor": 0.0, "safe_of": "before"}),
+        (SIZE, {"safe_floor": 0.9}),
+        (SIZE, {"safe_floor": 1.2, "readmit_every": 5}),
+        (SIZE, {"safe_floor": 0.0, "readmit_every": 7, "safe_of": "before"}),
+    ],
+)
+def test_the_safeguard_is_the_rule_of_two_windows(size, choices):
     """Oracle: the rule in numpy, step by step, over several windows."""
-    steps, windows = small_lies(20, size), replace(WINDOWS, safe_factor=factor)
+    steps, windows = small_lies(30, size), replace(WINDOWS, **choices)
     rule = by_vector(windows, RIGHT + WRONG, torch.zeros(size).double())
-    dropped = 0
+    dropped = []
     for (mean, good), vectors in zip(safeguarded(windows, steps), steps):
         np.testing.assert_allclose(step_of(rule, vectors), mean, rtol=1e-12)
         assert np.array_equal(rule.good.numpy(), good)
-        dropped += (~good).sum()
-    assert dropped
+        dropped.append((~good).sum())
+    assert any(dropped)
+    assert (np.diff(dropped) < 0).any() == (windows.readmit_every > 0)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.combine)
+def test_ranks_add_up_as_many_inner_products_as_planned(vectors, rule):
+    """Oracle: the plan's number."""
+    if rule.combine not in BY_COORDINATE:
+        given = torch.tensor(vectors)
+        products = by_vector(rule, len(given), given[0]).products(given)
+        assert products.numel() == rule.products(len(given))
+
+
+@pytest.mark.parametrize("floor", [0.0, 3.0])
+def test_the_floor_keeps_right_ranks_whose_noise_has_few_directions(floor):
+    """Oracle: no rank lies; without the floor, each seed drops right ranks."""
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        basis = random.normal(size=(3, SIZE))
+        rule = by_vector(Robust("safeguard", safe_floor=floor), RIGHT, torch.zeros(SIZE).double())
+        for _ in range(200):
+            step_of(rule, 1 + random.normal(size=(RIGHT, 3)) @ basis)
+        assert rule.good.all() == (floor > 0)
+
+
+@pytest.mark.parametrize("wrong", [10.0, 1e9, np.nan])
+def test_wrong_ranks_do_not_raise_the_floor(wrong):
+    """Oracle: the farthest right ranks; half of the ranks reach most ranks among right ranks."""
+    random = np.random.default_rng(0)
+    vectors = 1 + 0.1 * random.normal(size=(RIGHT + WRONG, SIZE))
+    vectors[RIGHT:] *= wrong
+    given = torch.tensor(vectors)
+    found = farthest(given @ given.T, torch.ones(RIGHT + WRONG).bool(), 2.0)
+    right = vectors[:RIGHT]
+    assert 0 < found <= 2 * np.linalg.norm(right[:, None] - right, axis=-1).max()
 
 
 def test_the_safeguard_sees_lies_that_are_small_in_each_step():
@@ -174,6 +229,15 @@ def test_the_safeguard_sees_lies_that_are_small_in_each_step():
     for vectors in steps:
         step_of(rule, vectors)
     assert rule.good.tolist() == [True] * RIGHT + [False] * WRONG
+
+
+@pytest.mark.parametrize("of", ["before", "after"])
+def test_a_vector_that_is_not_finite_never_counts(of):
+    """Oracle: the mean of the other ranks, also where the rank was good before."""
+    rule = by_vector(replace(WINDOWS, safe_of=of), RIGHT, torch.zeros(SIZE).double())
+    vectors = np.ones((RIGHT, SIZE))
+    vectors[0] = np.nan
+    assert np.array_equal(step_of(rule, vectors), np.ones(SIZE))
 
 
 def test_a_dropped_rank_never_counts_again():
@@ -217,6 +281,9 @@ def test_the_attacks_are_those_of_the_papers():
     assert found["inner product"] == [-1.0, 0.0]
     assert found["a little is enough"] == pytest.approx([2 - 0.4307, 0.0], abs=1e-4)
     assert liars.flipped(torch.tensor([0, 3, 9]), 10).tolist() == [9, 6, 0]
+    own = [torch.tensor([float(step)]) for step in range(liars.DELAY + 3)]
+    assert [liars.delayed(own[:steps]).item() for steps in (1, len(own))] == [0.0, 2.0]
+    assert liars.rescaled(own[:11]).item() == -6.0
 
 
 # -- factors --------------------------------------------------------------------------------------

@@ -330,6 +330,19 @@ def test_copies_of_the_model_travel_at_every_fourth_step():
     assert seldom.stages["exchange weights"] == pytest.approx(often.stages["reduce gradients"] / 4)
 
 
+def test_leaders_of_nodes_send_copies_more_often():
+    """Oracle: by hand: a node's leader sends in six of twelve steps, and the other one in one."""
+    choices = {"exchanged": "weights", "exchange_every": 12, "merge": "leader"}
+    strategy = Strategy().changed(**choices, ranks_per_node=2, node_every=2)
+    found, rare = (
+        mpikfac.predict.simulate(make_plan([], 4, chosen, OTHERS), MACHINE, JOB).mean.stages
+        for chosen in (strategy, strategy.changed(node_every=None))
+    )
+    assert found["exchange weights in node"] > 0
+    assert found["exchange weights in node"] == pytest.approx(6 * rare["exchange weights in node"])
+    assert found["exchange weights"] == pytest.approx(rare["exchange weights"])
+
+
 def test_ranks_that_meet_seldom_wait_less_for_slow_steps():
     """Oracle: the mean of four independent steps has half of their spread."""
     job = dataclasses.replace(JOB, stragglers=0.1)

@@ -194,8 +194,9 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
     """Return the heading of the tables of collectives."""
     exchange, apart = plan.strategy.exchange, []
     if exchange.of_copies:
-        interval = exchange.exchange_every
+        interval, in_node = exchange.exchange_every, {exchange.in_node} - {exchange.exchange_every}
         apart = [f"  exchange weights: after every {interval} steps; other steps send no gradients"]
+        apart += [f"  exchange weights in node: after every {n} steps" for n in in_node]
     return [
         f"Collectives of a step, MiB{sample_note(plan)}",
         "  buffer: the bytes that a rank passes to MPI; wire: the most bytes that a rank sends",

@@ -17,11 +17,16 @@ from mpikfac.plan.names import (
     OF_KFAC,
     OF_LENGTHS,
     OF_OPTIMIZER_STATE,
+    OWN_MOMENTUM,
     STEPS,
 )
 
 # Items that differ between the copies of ranks.
-APART = (OF_OPTIMIZER_STATE, *(OF_KFAC + kind for kind in OF_LENGTHS))
+APART = (
+    OF_OPTIMIZER_STATE,
+    OF_EXCHANGE + OWN_MOMENTUM,
+    *(OF_KFAC + kind for kind in OF_LENGTHS),
+)
 
 
 class OfCopy(Sender):
@@ -134,7 +139,7 @@ class Copies(OneModel):
         self.rule.forget()
 
     def items(self) -> Iterator[Item]:
-        """Return what exchanges keep, alike on all ranks."""
+        """Return what exchanges keep: alike on all ranks, but for the rank's own momentum."""
         for name, tensors in self.rule.kept.items():
             for block, tensor in tensors.items():
                 yield Item(f"{OF_EXCHANGE}{name}/{block}", tensor)

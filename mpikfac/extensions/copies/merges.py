@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from mpikfac.comm import summed
 from mpikfac.engine import Gradients, Site, divided_by_ranks, slots_in
 from mpikfac.errors import UserError
-from mpikfac.numerics import Arena, all_finite, copy_all, elastic_step, nesterov
+from mpikfac.numerics import Arena, all_finite, copy_all, elastic_gradient, nesterov
 from mpikfac.plan import Layout, PlannedCopies, lay_out
+from mpikfac.plan.names import OWN_MOMENTUM
 
+LARGEST = 700.0  # of an exponent of e, in float64
 DIVERGED = (
     "the weights of a rank are not finite; try a smaller learning rate, or exchange weights more "
     "often"
@@ -26,7 +29,8 @@ class Merge:
 
     Attributes:
         unites: whether an exchange makes all copies equal.
-        kept: what a checkpoint holds, alike on all ranks: named tensors, by name.
+        kept: what a checkpoint holds: named tensors, by name; alike on all ranks, but for
+            `OWN_MOMENTUM`.
         copies: the copies of the model in the plan.
         copy: a buffer for the rank's copy of the model: weights, then running statistics and votes.
         weights: the trained part of the buffer.
@@ -103,6 +107,17 @@ class Merge:
         """
         self.merge()
 
+    def _average(self) -> None:
+        """Average the buffer over ranks.
+
+        Raises:
+            UserError: the result is not finite.
+        """
+        torch._foreach_div_(self._divided, self.plan.grid.count)
+        self.site.grid.exchange(self._messages, self.copy.flat)
+        if not all_finite(self.copy.flat):
+            raise UserError(DIVERGED)
+
     def forget(self) -> None:
         """Forget earlier steps."""
         for tensors in self.kept.values():
@@ -128,14 +143,10 @@ class Mean(Merge):
 
     def merge(self) -> None:
         """Average the copies, or their changes, and take the outer step."""
-        flat = self.copy.flat
         self.read()
         if self._before:
-            flat -= self._before.flat
-        torch._foreach_div_(self._divided, self.plan.grid.count)
-        self.site.grid.exchange(self._messages, flat)
-        if not all_finite(flat):
-            raise UserError(DIVERGED)
+            self.copy.flat -= self._before.flat
+        self._average()
         if self._before:
             self._step_from_before()
         self.write()
@@ -268,27 +279,41 @@ class Streamed(Mean):
         return [slice(span.start, span.stop) for span in self._spans if span.kind == part]
 
 
-class Leader(Merge):
+class Apart(Merge):
+    """The base of rules whose copies stay apart; the mean of the copies is the state of the run."""
+
+    unites = False
+
+    def unite(self) -> None:
+        """Make all copies the mean of the copies."""
+        self.read()
+        self._average()
+        self.write()
+        self.keep()
+
+
+class Leader(Apart):
     """Each copy moves towards the copy with the least mean loss [Teng et al. 2019].
 
     A node of several copies has a leader, too. At first the leaders are the common weights.
     """
 
-    unites = False
-
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
         self._leaders = [self._arena() for _ in self.copies.led]
-        self._means = [m for m in self._messages if m.primitive != "Bcast"]
+        of_node = [self.exchange.in_node] * (len(self._leaders) - 1)
+        self._every = [self.exchange.exchange_every, *of_node]  # of all ranks' leader, the node's
+        self._statistics = self.copies.average_statistics()
+        self._messages = self.copies.average_copies()
         self._heard: list[float | Tensor] = []
         self._next: float | Tensor | None = None
-        self._loss = 0.0
 
     def keep(self) -> None:
         """Take the present weights for those of the leaders."""
         self.read()
         for leader in self._leaders:
             leader.flat.copy_(self.copy.flat)
+        self._heard = []
 
     def hear(self, loss: float | Tensor) -> None:
         """Take the mean loss of the rank's share of a batch, before the step."""
@@ -309,43 +334,35 @@ class Leader(Merge):
             )
         self._heard.append(loss)
 
-    def after_step(self) -> None:
-        """Move the copy a little towards the leaders."""
+    def end_step(self, step: int) -> bool:
+        """Get the copies of the leaders that are due, and move the copy towards all leaders."""
+        due = [self.exchange.due(step, every) for every in self._every]
         self.read()
-        self._move(self.exchange.merging.leader_pull / self.exchange.exchange_every)
+        if any(due):
+            self._follow(due)
+        if due[0]:
+            self.copy.flat[self.copies.trained :] /= self.plan.grid.count
+            self.site.grid.exchange(self._statistics, self.copy.flat)
+        self._move(due)
         self.write()
-
-    def merge(self) -> None:
-        """Find the leaders, get their copies, and move the copy towards them."""
-        self._follow()
-        self._move(self.exchange.merging.leader_step)
-        self.write()
-
-    def unite(self) -> None:
-        """Make all copies the copy of the leader of all ranks."""
-        self._follow()
-        self.weights.copy_(self.trained(self._leaders[0]))
-        self.write()
-        self.keep()
+        return due[0]
 
     def forget(self) -> None:
         """Forget earlier steps, and their losses."""
         super().forget()
-        self._heard, self._next, self._loss = [], None, 0.0
+        self._heard, self._next = [], None
 
-    def _follow(self) -> None:
-        """Get the copies of the leaders, and the means of running statistics and votes."""
-        self.read()
+    def _follow(self, due: Sequence[bool]) -> None:
+        """Get the copies of the leaders that are due."""
         losses, node = self._losses(), self.copies.node
         begins = [rank // node * node for rank in range(len(losses))]
         of_copies = [sum(losses[begin : begin + node]) for begin in begins]
-        for leader, (over, team) in zip(self._leaders, self.copies.led.items()):
+        teams = zip(self._leaders, self.copies.led.items())
+        for leader, (over, team) in itertools.compress(teams, due):
             root = min(team, key=of_copies.__getitem__)
             if root == self.copies.first:
                 leader.flat.copy_(self.copy.flat)
             self.site.grid.exchange(self.copies.from_leader(over, root), leader.flat)
-        self.copy.flat[self.copies.trained :] /= self.plan.grid.count
-        self.site.grid.exchange(self._means, self.copy.flat)
 
     def _losses(self) -> list[float]:
         """Return the mean losses of all ranks since the last exchange.
@@ -353,53 +370,53 @@ class Leader(Merge):
         Raises:
             UserError: a loss or a weight is not finite.
         """
-        if self._heard:
-            self._loss = sum(map(float, self._heard)) / len(self._heard)
+        loss = sum(map(float, self._heard)) / len(self._heard)
         self._heard = []
         of_rank = [0.0] * self.plan.grid.count
-        of_rank[self.plan.rank] = self._loss if all_finite(self.weights) else math.nan
+        of_rank[self.plan.rank] = loss if all_finite(self.weights) else math.nan
         losses = summed(self.site.grid.world, of_rank)
         if not all(map(math.isfinite, losses)):
             raise UserError(DIVERGED)
         return losses
 
-    def _move(self, share: float) -> None:
-        """Move the copy in the buffer `share` of the way to each leader."""
-        ways = [self.trained(leader) - self.weights for leader in self._leaders]
-        for way in ways:
-            self.weights.add_(way, alpha=share)
+    def _move(self, due: Sequence[bool]) -> None:
+        """Move the copy in the buffer towards each leader: a step if it is due, else a little."""
+        rule, before = self.exchange.merging, self.weights.clone()
+        for leader, now, every in zip(self._leaders, due, self._every):
+            share = rule.leader_step if now else rule.leader_pull / every
+            self.weights.add_(self.trained(leader) - before, alpha=share)
 
 
-class Elastic(Merge):
+class Elastic(Apart):
     """Each copy moves towards the average of its own steps and towards the mean of all averages.
 
     In between, the weights after the last exchange pull the copy [Chaudhari et al. 2018].
     """
 
-    unites = False
-
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self._anchor, self._average = self._arena(), self._arena()
+        self._choices, self._outer = self.exchange.merging, self.exchange.outer
+        self._anchor, self._of_steps = self._arena(), self._arena()
         self._exchanges = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self.kept = {"exchanges": {"count": self._exchanges}}
+        self._momentum = self._arena(self._outer.outer_momentum > 0)
+        self.kept = {"exchanges": {"count": self._exchanges}, OWN_MOMENTUM: self._momentum}
 
-    @property
-    def _growth(self) -> float:
-        """The factor of both pulls, after the exchanges so far."""
-        return float((1 + self.exchange.merging.pull_growth) ** int(self._exchanges))
+    def _pull(self, pull: float, most: float) -> float:
+        """Return a pull after the exchanges so far: it grows up to `most`."""
+        growth = int(self._exchanges) * math.log1p(self._choices.pull_growth)
+        return min(pull * math.exp(min(growth, LARGEST)), most)
 
     def keep(self) -> None:
         """Begin at the present weights."""
         self.read()
-        for arena in (self._anchor, self._average):
+        for arena in (self._anchor, self._of_steps):
             arena.flat.copy_(self.copy.flat)
 
     def before_step(self) -> None:
         """Add the way from the last exchange's weights to the gradients."""
         self.read()
         self.weights -= self.trained(self._anchor)
-        self.weights *= self.exchange.merging.anchor_pull * self._growth
+        self.weights *= self._pull(self._choices.anchor_pull, self._choices.anchor_most)
         for slot in self._slots:
             parameters = slot.block.parameters
             if parameters and all(p.grad is not None for p in parameters):
@@ -409,35 +426,24 @@ class Elastic(Merge):
     def after_step(self) -> None:
         """Take the weights into the average of the steps."""
         self.read()
-        decay = self.exchange.merging.average_decay
-        self.trained(self._average).mul_(decay).add_(self.weights, alpha=1 - decay)
+        decay = self._choices.average_decay
+        self.trained(self._of_steps).mul_(decay).add_(self.weights, alpha=1 - decay)
 
     def merge(self) -> None:
         """Average the averages over ranks, and step from the last exchange's weights."""
         self.after_step()
-        average, rate = self.trained(self._average), self.exchange.outer.outer_lr
+        anchor, average = self.trained(self._anchor), self.trained(self._of_steps)
         self.weights.copy_(average)
-        self._mean()
-        pull = self.exchange.merging.mean_pull * self._growth
-        stepped = elastic_step(self.trained(self._anchor), average, self.weights, rate, pull)
-        self.weights.copy_(stepped)
+        self._average()
         self._exchanges += 1
+        pull = self._pull(self._choices.mean_pull, self._choices.mean_most)
+        gradient = elastic_gradient(anchor, average, self.weights, pull)
+        if self._momentum:
+            momentum = self.trained(self._momentum)
+            nesterov([gradient], [momentum], self._outer.outer_momentum)
+        torch.sub(anchor, gradient, alpha=self._outer.outer_lr, out=self.weights)
         self.write()
         self.keep()
-
-    def unite(self) -> None:
-        """Make all copies the mean of the copies."""
-        self.read()
-        self._mean()
-        self.write()
-        self.keep()
-
-    def _mean(self) -> None:
-        """Average the buffer over ranks."""
-        torch._foreach_div_(self._divided, self.plan.grid.count)
-        self.site.grid.exchange(self._messages, self.copy.flat)
-        if not all_finite(self.copy.flat):
-            raise UserError(DIVERGED)
 
 
 MERGES: Mapping[str, type[Merge]] = {"mean": Mean, "leader": Leader, "elastic": Elastic}

@@ -8,6 +8,7 @@ from mpikfac.numerics.messages.codecs import renewed as renewed
 from mpikfac.numerics.messages.robust import BY_COORDINATE as BY_COORDINATE
 from mpikfac.numerics.messages.robust import BY_VECTOR as BY_VECTOR
 from mpikfac.numerics.messages.robust import combined as combined
+from mpikfac.numerics.messages.robust import farthest as farthest
 from mpikfac.numerics.messages.robust import near_most as near_most
 from mpikfac.numerics.messages.shards import ByVector as ByVector
 from mpikfac.numerics.messages.shards import Near as Near

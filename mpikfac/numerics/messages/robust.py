@@ -84,7 +84,9 @@ def centred_clip(products: Tensor, rule: Robust) -> Tensor:
     return shares + (1 - shares.sum()) * centre
 
 
-def near_most(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
+def near_most(
+    products: Tensor, ranks: Tensor, factor: float, least: float | Tensor = 0.0
+) -> Tensor:
     """Return which of some ranks are near most ranks, `[ranks]` [Allen-Zhu et al. 2021].
 
     The median rank reaches more than half of all ranks, itself included, within the least distance.
@@ -93,15 +95,43 @@ def near_most(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
     Args:
         ranks: the ranks to look at, `[ranks]`; ranks with vectors that are not finite are far. Half
             of all ranks or fewer are all near.
+        least: a distance that is near in any case.
     """
     ranks = ranks & products.diagonal().isfinite()
-    products = products.where(ranks & ranks[:, None], 0.0)
-    distances = _distances(products).sqrt()
-    distances = distances.where(ranks & ranks[:, None], torch.inf)
-    reach = distances.sort(1).values[:, len(ranks) // 2]
+    distances = _distances_among(products, ranks)
+    reach = _reach(distances)
     median = reach.argmin()
-    rounding = ROUNDING * products.diagonal().amax().sqrt()
-    return ranks & (distances[median] <= torch.maximum(factor * reach[median], rounding))
+    rounding = ROUNDING * products.diagonal().where(ranks, 0.0).amax().sqrt()
+    near = torch.maximum(factor * reach[median], rounding).clamp(min=least)
+    return ranks & (distances[median] <= near)
+
+
+def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
+    """Return the longest distance of some ranks from the median rank; NaN if there is none.
+
+    It is at most `factor` times as long as the distance within which half of the ranks reach most
+    ranks. So a few wrong ranks cannot make it much longer than a distance of right ranks.
+
+    Args:
+        ranks: as in `near_most`.
+    """
+    distances = _distances_among(products, ranks & products.diagonal().isfinite())
+    reach = _reach(distances)
+    longest = distances[reach.argmin()]
+    longest = longest.where(longest.isfinite(), 0.0).amax()
+    usual = reach.where(reach.isfinite(), torch.nan).nanmedian()
+    return torch.minimum(longest, factor * usual)
+
+
+def _distances_among(products: Tensor, ranks: Tensor) -> Tensor:
+    """Return distances `[ranks, ranks]`; infinite but between some of the ranks."""
+    among = ranks & ranks[:, None]
+    return _distances(products.where(among, 0.0)).sqrt().where(among, torch.inf)
+
+
+def _reach(distances: Tensor) -> Tensor:
+    """Return the distance within which each rank reaches more than half of all ranks."""
+    return distances.sort(1).values[:, len(distances) // 2]
 
 
 def _distances(products: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mpikfac.numerics.messages.robust import BY_VECTOR, combined, near_most
+from mpikfac.numerics.messages.robust import BY_VECTOR, combined, farthest, near_most
 from mpikfac.plan import NearMost, Robust
 
 SPREAD = 2_654_435_761  # a prime: seeds of neighbouring steps and shards differ
@@ -84,11 +84,12 @@ class Centred(ByVector):
 class Safeguard(ByVector):
     """Average the ranks whose vectors, summed over two windows, stay near most ranks' sums.
 
-    A rank that is dropped never counts again [Allen-Zhu et al. 2021].
+    A rank that is dropped counts again after `readmit_every` steps at most [Allen-Zhu et al. 2021].
     """
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
         return {
+            "spread": like.new_zeros(1, dtype=torch.float64),
             "sums": like.new_zeros(2, ranks, len(like)),
             "dropped": like.new_zeros(ranks, dtype=torch.int64),
             "steps": like.new_zeros(1, dtype=torch.int64),
@@ -100,31 +101,47 @@ class Safeguard(ByVector):
         return self.memory["dropped"] == 0
 
     def rows(self, parts: Tensor) -> Tensor:
-        """Add the vectors of good ranks to both sums; return the sums, `[2, ranks, n]`."""
+        """Add the vectors of good ranks to both sums; return sums and vectors, `[3, ranks, n]`."""
         steps, sums = int(self.memory["steps"]), self.memory["sums"]
-        for window, of_window in zip((self.rule.long_window, self.rule.short_window), sums):
+        for window, of_window in zip(self.rule.windows, sums):
             if steps % window == 0:
                 of_window.zero_()
+        if self.rule.readmit_every and steps % self.rule.readmit_every == 0:
+            self.memory["dropped"].zero_()
+            sums.zero_()
         good = self.good
         sums[:, good] += parts[good] / good.sum()
-        return sums
+        return torch.cat([sums, parts[None]])
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Drop ranks whose sums are far off; return the mean of the others, with noise."""
-        before = self.good
-        good = before
-        for of_window in products:
-            good = good & near_most(of_window, before, self.rule.safe_factor)
+        """Drop ranks whose sums are far off; return the mean of good ranks, with noise."""
+        *of_windows, of_step = products
+        before = good = self.good
+        spread = self._spread(of_step)
+        for window, of_window in zip(self.rule.windows, of_windows):
+            least = self.rule.safe_floor * (window * spread).sqrt()
+            good = good & near_most(of_window, before, self.rule.safe_factor, least)
         if not good.any():  # no vector is finite
             self.forget()
             return parts.mean(0)
         self.memory["dropped"].copy_(~good)
         self.memory["sums"][:, ~good] = 0
-        mean = parts[good].mean(0)
+        finite = of_step.diagonal().isfinite()
+        mean = parts[{"before": before & finite, "after": good}[self.rule.safe_of]].mean(0)
         if self.rule.safe_noise:
             mean += self.rule.safe_noise * self._noise(mean)
         self.memory["steps"] += 1
         return mean
+
+    def _spread(self, of_step: Tensor) -> Tensor:
+        """Return the mean square of the longest distance of right ranks' terms of the sums.
+
+        It is a running mean over the steps of the long window.
+        """
+        spread, good = self.memory["spread"], self.good
+        steps = min(int(self.memory["steps"]) + 1, self.rule.long_window)
+        longest = (farthest(of_step, good, self.rule.safe_factor) / good.sum()).square()
+        return spread.lerp_(longest.where(longest.isfinite(), spread[0]), 1 / steps)[0]
 
     def _noise(self, like: Tensor) -> Tensor:
         """Return normal numbers of the step and the shard, the same after a restart."""

@@ -236,11 +236,17 @@ STRATEGY: tuple[Combination, ...] = (
         for name in ("leader_step", "leader_pull")
     ),
     Combination(
+        "node_every",
+        None,
+        {"merge": "leader", "ranks_per_node": AtLeast(2), "copies_of": "rank"},
+        "only a node of several copies has a leader",
+    ),
+    Combination(
         "merge",
         ("elastic",),
         {
             **{"exchanged": "weights", "exchange_every": AtLeast(2)},
-            **{"outer_momentum": 0.0, "combine": "mean", "gradient_wire": None},
+            **{"combine": "mean", "gradient_wire": None},
         },
         "ranks exchange averages of the steps of copies, which never become one",
     ),
@@ -249,6 +255,7 @@ STRATEGY: tuple[Combination, ...] = (
         for name, default in (
             *(("anchor_pull", 0.01), ("mean_pull", 0.1)),
             *(("pull_growth", 0.0), ("average_decay", 0.75)),
+            *(("anchor_most", 1.0), ("mean_most", 10.0)),
         )
     ),
     *(
@@ -303,7 +310,10 @@ STRATEGY: tuple[Combination, ...] = (
     ),
     *(
         Combination(name, None, {"combine": "safeguard"}, "no other rule has windows", default)
-        for name, default in (("long_window", 300), ("short_window", 50), ("safe_noise", 0.0))
+        for name, default in (
+            *(("long_window", 300), ("short_window", 50), ("readmit_every", 0)),
+            *(("safe_floor", 3.0), ("safe_of", "after"), ("safe_noise", 0.0)),
+        )
     ),
     Combination(
         "safe_factor",

@@ -18,10 +18,10 @@ from mpikfac.plan.choices.checks import (
 
 @dataclass(frozen=True)
 class Outer:
-    """The step that all ranks take together when copies of the model are combined [DiLoCo].
+    """The step that ranks take when copies of the model are combined [DiLoCo].
 
     The mean of the copies' changes since the last exchange takes the place of a gradient in SGD
-    with Nesterov's momentum.
+    with Nesterov's momentum. With merge="elastic", each copy steps by a gradient of its own.
 
     Attributes:
         outer_lr: the learning rate of the step. 1, without a momentum: the copies become the mean
@@ -48,6 +48,9 @@ class MergeRule:
             its own [LSGD]. With `ranks_per_node`, also towards the best copy of the node.
             "elastic": each copy moves towards the running average of its own steps and towards the
             mean of all such averages, and stays a copy of its own [Parle].
+        node_every: the number of steps from one exchange with the leader of the node to the next;
+            divides `exchange_every`. None: the node's leader and the leader of all ranks change at
+            the same steps.
         leader_step: the share of the way to a leader that an exchange goes.
         leader_pull: the share of the way that the steps from one exchange to the next go together.
         anchor_pull: with "elastic", the weight of the way from the last exchange's weights, which a
@@ -55,22 +58,33 @@ class MergeRule:
         mean_pull: the weight of the way to the mean, beside the way to the own average.
         pull_growth: the relative growth of both weights per exchange; in [Parle] 1 / (2 B) for B
             batches an epoch.
+        anchor_most, mean_most: the largest `anchor_pull` and `mean_pull` after growth.
         average_decay: the weight of the older steps in the running average of a copy's steps.
     """
 
     merge: Literal["mean", "leader", "elastic"] = "mean"
+    node_every: int | None = None
     leader_step: float = 0.1
     leader_pull: float = 0.1
     anchor_pull: float = 0.01
     mean_pull: float = 0.1
     pull_growth: float = 0.0
+    anchor_most: float = 1.0
+    mean_most: float = 10.0
     average_decay: float = 0.75
 
     def __post_init__(self) -> None:
         make_plain(self)
         one_of("merge", self.merge, ("mean", "leader", "elastic"))
-        for name in ("anchor_pull", "mean_pull", "pull_growth"):
+        if self.node_every is not None:
+            check_count("node_every", self.node_every, 1)
+        for name in ("anchor_pull", "mean_pull", "pull_growth", "anchor_most", "mean_most"):
             check_size(name, getattr(self, name))
+        for pull, most in (("anchor_pull", "anchor_most"), ("mean_pull", "mean_most")):
+            if getattr(self, pull) > getattr(self, most):
+                raise ValueError(
+                    f"{pull}={getattr(self, pull)} must be at most {most}={getattr(self, most)}"
+                )
         for name in ("leader_step", "leader_pull", "average_decay"):
             check_share(name, getattr(self, name))
 
@@ -116,7 +130,7 @@ class Robust:
             "geometric-median": the point with the least sum of distances. "centred-clip": the
             result of the step before, and the mean of the ranks' differences from the result, with
             no difference longer than `clip_radius` [Karimireddy et al. 2021]. "safeguard": the mean
-            of the ranks whose vectors, summed over two windows of time, are near the sums of most
+            of good ranks, whose vectors, summed over two windows of time, are near the sums of most
             ranks [Allen-Zhu et al. 2021].
         combine_factors: how ranks combine factors of K-FAC. "mean": the mean over the examples of
             all ranks. "near": of each factor, the mean over the examples of the ranks whose means
@@ -126,6 +140,12 @@ class Robust:
         long_window, short_window: the steps of both windows, for "safeguard".
         safe_factor: the farthest distance of a good rank, in distances that hold most ranks; for
             "safeguard" and "near".
+        safe_floor: the distance that is near in any case, in lengths of a walk of right ranks: the
+            usual distance of two ranks' vectors, times the root of the window; for "safeguard".
+        safe_of: the ranks of the mean of "safeguard": good "before" the step's vectors were looked
+            at, as published, or "after".
+        readmit_every: the steps after which both windows of "safeguard" begin anew and dropped
+            ranks count again. 0: a rank is dropped for ever.
         safe_noise: the standard deviation of noise on the result of "safeguard".
     """
 
@@ -136,6 +156,9 @@ class Robust:
     long_window: int = 300
     short_window: int = 50
     safe_factor: float = 2.0
+    safe_floor: float = 3.0
+    safe_of: Literal["before", "after"] = "after"
+    readmit_every: int = 0
     safe_noise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -149,14 +172,22 @@ class Robust:
         check_positive("safe_factor", self.safe_factor)
         if self.safe_factor < 1:
             raise ValueError(f"safe_factor={self.safe_factor!r} must be at least 1")
+        check_size("safe_floor", self.safe_floor)
+        one_of("safe_of", self.safe_of, ("before", "after"))
+        check_count("readmit_every", self.readmit_every, 0)
         check_size("safe_noise", self.safe_noise)
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """The steps of the long and of the short window."""
+        return self.long_window, self.short_window
 
     def products(self, ranks: int) -> int:
         """Return the number of inner products that the rule takes; 0 for rules by coordinate."""
         with_centre = (ranks + 1) ** 2
         return {
             **{"krum": ranks**2, "geometric-median": ranks**2},
-            **{"centred-clip": with_centre, "safeguard": 2 * ranks**2},
+            **{"centred-clip": with_centre, "safeguard": 3 * ranks**2},
         }.get(self.combine, 0)
 
     def remembered(self, ranks: int) -> int:
@@ -247,6 +278,11 @@ class Exchange:
                 f"exchange_every={self.exchange_every} must be a multiple of "
                 f"fragments={self.stream.fragments}"
             )
+        if self.exchange_every % self.in_node:
+            raise ValueError(
+                f"exchange_every={self.exchange_every} must be a multiple of "
+                f"node_every={self.in_node}"
+            )
         if self.stream.lateness >= self.exchange_every > 1:
             raise ValueError(
                 f"lateness={self.stream.lateness} must be below "
@@ -262,6 +298,11 @@ class Exchange:
     def of_copies(self) -> bool:
         """Whether ranks ever step copies of their own."""
         return self.exchanged == "weights" and self.exchange_every > 1
+
+    @property
+    def in_node(self) -> int:
+        """The number of steps from one exchange with the leader of a node to the next."""
+        return self.merging.node_every or self.exchange_every
 
     @property
     def of_vectors(self) -> bool:
@@ -284,6 +325,7 @@ class Exchange:
         """Return whether each rank steps a copy of the model at `step`."""
         return self.of_copies and step >= self.exchange_from
 
-    def due(self, step: int) -> bool:
-        """Return whether copies are combined right after `step`."""
-        return self.alone(step) and (step + 1 - self.exchange_from) % self.exchange_every == 0
+    def due(self, step: int, every: int | None = None) -> bool:
+        """Return whether copies are combined right after `step`, `every` so many steps."""
+        every = every or self.exchange_every
+        return self.alone(step) and (step + 1 - self.exchange_from) % every == 0

@@ -83,7 +83,8 @@ class PlannedCopies:
         if exchange.merging.merge == "leader":
             vectors = 1 + len(self.led)
         elif exchange.merging.merge == "elastic":
-            vectors = 3  # the copy, the weights of the last exchange, and the average of the steps
+            # the copy, the weights of the last exchange, the average of the steps, the momentum
+            vectors = 3 + (exchange.outer.outer_momentum > 0)
         else:  # beside the copy, the weights of the last exchange, and the outer step's momentum
             vectors = 1 + self.changes + (exchange.outer.outer_momentum > 0)
         return vectors * self.layout.size
@@ -108,10 +109,19 @@ class PlannedCopies:
         if exchange.merging.merge == "leader":
             teams = self.led.items()
             led = [m for over, team in teams for m in self.from_leader(over, team.start)]
-            return led + summed(self.rank, stage, self.layout, dict.fromkeys(self.rank.means, 0))
+            return led + self.average_statistics()
         if exchange.streams:
             return self._streams()
-        kinds = dict.fromkeys(self.rank.messages_of, -1)
+        return self.average_copies()
+
+    def average_statistics(self) -> list[Message]:
+        """Return the sums of running statistics and votes."""
+        means = dict.fromkeys(self.rank.means, 0)
+        return summed(self.rank, names.EXCHANGE_WEIGHTS, self.layout, means)
+
+    def average_copies(self) -> list[Message]:
+        """Return the sums of all copies of the model, and of running statistics and votes."""
+        kinds, stage = dict.fromkeys(self.rank.messages_of, -1), names.EXCHANGE_WEIGHTS
         return [
             message
             for codec, kinds in with_uncovered(
@@ -151,7 +161,7 @@ class PlannedCopies:
             return []
         team, span, size = self.led[over], [(0, self.trained)], self.rank.itemsizes.numbers
         member, leader = self.rank.rank - team.start, root - team.start
-        stage = names.EXCHANGE_WEIGHTS
+        stage = names.EXCHANGE_WEIGHTS if over == "world" else names.EXCHANGE_IN_NODE
         copy = message(stage, "Bcast", over, span, len(team), size, member, leader)
         return in_levels(self.rank, [copy], team, size) if self.node > 1 else [copy]
 
