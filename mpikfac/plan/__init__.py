@@ -87,6 +87,7 @@ from mpikfac.plan.plan import plan_for as plan_for
 from mpikfac.plan.plan import step_messages as step_messages
 from mpikfac.plan.roles import Factor as Factor
 from mpikfac.plan.roles import PlannedLayer as PlannedLayer
+from mpikfac.plan.roles import spread as spread
 from mpikfac.plan.shapes import FactorShape as FactorShape
 from mpikfac.plan.shapes import Form as Form
 from mpikfac.plan.shapes import LayerShape as LayerShape
