@@ -1,4 +1,4 @@
-"""Start the training of a recommender on clicks; docs/extensions/recommendation.md has the needs."""
+"""Start the training of a recommender; docs/extensions/recommendation.md has the needs."""
 
 import sys
 

@@ -14,7 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac_apps.recommendation import clicks, train
 from mpikfac_apps.recommendation.tables import BACKWARD, FORWARD, Tables
-from mpikfac_apps.recommendation.train import RecommendationOptions, RecommendationWork
+from mpikfac_apps.recommendation.train import RecommendationOptions, Recommendation
 from support.problem import DEVICE
 
 EXAMPLES, STEPS = 120, 6
@@ -47,7 +47,7 @@ def work_of(comm, ratings, **options):
     torch.manual_seed(0)
     usual = {"width": 4, "bottom": [6], "top": [5], "batch": 13, "epochs": 2, "seed": 3}
     options = RecommendationOptions(data=ratings, **{**usual, **options})
-    return RecommendationWork(comm, options, DEVICE)
+    return Recommendation(comm, options, DEVICE)
 
 
 def everything(comm, work):

@@ -1,4 +1,4 @@
-"""The layers of a DLRM: layers of the numbers, products of all pairs, and layers of the products."""
+"""The layers of a DLRM: of the numbers, products of all pairs, and of the products."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
     pip install --no-deps recbole
     mpirun -n 2 python -m mpi4py apps/train_recommendation.py --run_dir runs/movies
     mpirun -n 2 python -m mpi4py apps/train_recommendation.py --optimizer adamw --data day.tsv
+
+The tables are no part of the trainer: Adagrad steps a table on the rank that owns the table.
 """
 
 from __future__ import annotations
@@ -30,11 +32,7 @@ from mpikfac_apps.recommendation.network import Dlrm
 from mpikfac_apps.recommendation.tables import Tables
 
 PROGRAM = "train_recommendation.py"
-
-
-def widths(*default: int) -> Any:
-    """Return a field of the widths of hidden layers."""
-    return field(default_factory=lambda: list(default), metadata={"bounds": (">= 1",)})
+WIDTHS = {"bounds": (">= 1",)}
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,11 @@ class RecommendationOptions(ProgramOptions):
     buckets: int = bounded(100_000, ">= 2")
     tested: float = bounded(0.2, "> 0", "< 1")
     width: int = bounded(16, ">= 1")
-    bottom: list[int] = widths(64)
-    top: list[int] = widths(64, 32)
+    bottom: list[int] = field(default_factory=lambda: [64], metadata=WIDTHS)
+    top: list[int] = field(default_factory=lambda: [64, 32], metadata=WIDTHS)
     batch: int = bounded(512, ">= 1")
     table_lr: float = bounded(0.02, "> 0")
+    run_dir: str = "runs/recommendation"
 
     def check(self, ranks: int, trained: int) -> None:
         """Check the batch.
@@ -78,18 +77,15 @@ class RecommendationOptions(ProgramOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and print a line after each epoch; return 0.
+    """Train; see `programs.run.main`.
 
     Collective over: world.
-
-    Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
-    return run(PROGRAM, RecommendationOptions, RecommendationWork, argv)
+    return run(PROGRAM, RecommendationOptions, Recommendation, argv)
 
 
-class RecommendationWork(Work):
-    """The training of a DLRM.
+class Recommendation(Work):
+    """A DLRM, and clicks.
 
     Collective over: comm, as are all methods.
 
@@ -146,18 +142,18 @@ class RecommendationWork(Work):
 
     def _tested(self) -> Iterator[np.ndarray]:
         """Yield logits and labels of the rank's clicks."""
-        for clicks in torch.arange(self.trained, len(self.labels)).split(self.options.batch):
-            chosen, shares = self.share_of(clicks)
+        for some in torch.arange(self.trained, len(self.labels)).split(self.options.batch):
+            chosen, shares = self.share_of(some)
             rows = self.tables.rows(self.categories[chosen], shares)
             logits = self.model(self.numbers[chosen], rows)
             yield torch.stack([logits, self.labels[chosen]]).double().cpu().numpy()
 
-    def share_of(self, clicks: Tensor) -> tuple[Tensor, list[int]]:
+    def share_of(self, some: Tensor) -> tuple[Tensor, list[int]]:
         """Return the rank's share of clicks, and the number of clicks of each rank."""
         ranks = self.comm.size
-        spans = [span(len(clicks), rank, ranks) for rank in range(ranks)]
+        spans = [span(len(some), rank, ranks) for rank in range(ranks)]
         start, stop = spans[self.comm.rank]
-        return clicks[start:stop].to(self.device), [stop - start for start, stop in spans]
+        return some[start:stop].to(self.device), [stop - start for start, stop in spans]
 
     def summary(self) -> str:
         """Return the network and the data in a few words; not collective."""
@@ -199,8 +195,8 @@ def area(scores: np.ndarray, labels: np.ndarray) -> float:
     """
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1 on; equal scores share the mean
-    clicks = labels.sum()
-    others = len(labels) - clicks
-    if not clicks * others:
+    hits = labels.sum()
+    others = len(labels) - hits
+    if not hits * others:
         return float("nan")
-    return float((ranks[labels == 1].sum() - clicks * (clicks + 1) / 2) / (clicks * others))
+    return float((ranks[labels == 1].sum() - hits * (hits + 1) / 2) / (hits * others))
