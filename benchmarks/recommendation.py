@@ -8,9 +8,9 @@
 
 Clicks are drawn, in Criteo's format. SGD and K-FAC train the layers by turns. A step is the mean
 over an interval of a refresh, the median over rounds; so is a stage, of the rank that comes last.
-A prediction adds the messages of the trainer's plan and those of the tables to the seconds in which
-each rank trains alone on its share, all ranks at once: hosts share the cores of this machine. Alone,
-a rank owns all tables, and decomposes all factors.
+A prediction adds the messages of the trainer's plan and those of the tables to the seconds in
+which each rank trains alone on its share, all ranks at once: hosts share the cores of this machine.
+Alone, a rank owns all tables, and decomposes all factors.
 """
 
 from __future__ import annotations

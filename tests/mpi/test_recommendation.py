@@ -14,7 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac_apps.recommendation import clicks, train
 from mpikfac_apps.recommendation.tables import BACKWARD, FORWARD, Tables
-from mpikfac_apps.recommendation.train import RecommendationOptions, Recommendation
+from mpikfac_apps.recommendation.train import Recommendation, RecommendationOptions
 from support.problem import DEVICE
 
 EXAMPLES, STEPS = 120, 6

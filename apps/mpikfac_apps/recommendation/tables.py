@@ -21,8 +21,8 @@ FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIE
 class Tables:
     """Embedding tables, each on one rank; ranks send numbers of rows, and get rows back.
 
-    The largest table goes to the rank with the fewest rows, then the next [Graham 1969]. The owner
-    steps a table by Adagrad, for the rows of the batch alone.
+    The largest table goes to the rank with the fewest rows, then the next. The owner steps a
+    table by Adagrad [Duchi et al. 2011], for the rows of the batch alone.
 
     Collective over: comm.
 
