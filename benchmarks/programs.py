@@ -53,6 +53,12 @@ PROBLEMS = {
         "test_AP50_of_boxes",
         rates={"kfac": (0.0001, 0.0003, 0.001), "sgd": (0.05, 0.1, 0.2)},
     ),
+    "recommendation": Problem(
+        "train_recommendation.py",
+        {},
+        "test_AUC",
+        rates={"kfac": (0.0003, 0.001, 0.003), "sgd": (0.3, 1, 3), "adamw": (0.01, 0.03, 0.1)},
+    ),
 }
 
 

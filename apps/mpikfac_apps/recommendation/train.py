@@ -51,7 +51,7 @@ class RecommendationOptions(ProgramOptions):
         table_lr: the learning rate of Adagrad for the tables.
     """
 
-    rates: ClassVar[Mapping[str, float]] = {"kfac": 0.001, "sgd": 0.1, "adamw": 0.001}
+    rates: ClassVar[Mapping[str, float]] = {"kfac": 0.001, "sgd": 1.0, "adamw": 0.03}
 
     data: str | None = None
     buckets: int = bounded(100_000, ">= 2")
@@ -60,7 +60,8 @@ class RecommendationOptions(ProgramOptions):
     bottom: list[int] = field(default_factory=lambda: [64], metadata=WIDTHS)
     top: list[int] = field(default_factory=lambda: [64, 32], metadata=WIDTHS)
     batch: int = bounded(512, ">= 1")
-    table_lr: float = bounded(0.02, "> 0")
+    table_lr: float = bounded(0.002, "> 0")
+    epochs: int = bounded(1, ">= 1")
     run_dir: str = "runs/recommendation"
 
     def check(self, ranks: int, trained: int) -> None:
