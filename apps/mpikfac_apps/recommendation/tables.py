@@ -60,7 +60,8 @@ class Tables:
         self._own = nn.Embedding(first[-1], width, sparse=True, device=device)
         for name, table in self._parts(self._own.weight.detach()):
             bound = self._sizes[name] ** -0.5  # as published
-            drawn = torch.rand(table.shape, generator=generator(seed, tables.index(name)))
+            draws = generator(seed, tables.index(name))
+            drawn = torch.rand(table.shape, generator=draws, device="cpu")
             table.copy_(bound * (2 * drawn - 1))
         self.optimizer = torch.optim.Adagrad(self._own.parameters(), rate)
 

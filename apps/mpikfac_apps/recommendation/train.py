@@ -179,7 +179,7 @@ class Recommendation(Work):
 @lru_cache(maxsize=1)
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:
     """Return the order of the clicks in an epoch."""
-    return torch.randperm(count, generator=generator(seed, epoch))
+    return torch.randperm(count, generator=generator(seed, epoch), device="cpu")
 
 
 def standardised(numbers: Tensor, trained: int) -> Tensor:
