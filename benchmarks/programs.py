@@ -69,6 +69,12 @@ PROBLEMS = {
         "test_dice",
         rates={"sgd": (0.01,), "adamw": (0.003,)},
     ),
+    "recommendation": Problem(
+        "train_recommendation.py",
+        {},
+        "test_AUC",
+        rates={"kfac": (0.0003, 0.001, 0.003), "sgd": (0.3, 1, 3), "adamw": (0.01, 0.03, 0.1)},
+    ),
 }
 
 

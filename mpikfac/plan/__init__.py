@@ -79,6 +79,7 @@ from mpikfac.plan.messages import Passed as Passed
 from mpikfac.plan.messages import gathers as gathers
 from mpikfac.plan.messages import message as message
 from mpikfac.plan.messages import passed as passed
+from mpikfac.plan.messages import rows as rows
 from mpikfac.plan.messages import shard_length as shard_length
 from mpikfac.plan.of_rank import RankPlan as RankPlan
 from mpikfac.plan.plan import Plan as Plan
@@ -86,6 +87,7 @@ from mpikfac.plan.plan import plan_for as plan_for
 from mpikfac.plan.plan import step_messages as step_messages
 from mpikfac.plan.roles import Factor as Factor
 from mpikfac.plan.roles import PlannedLayer as PlannedLayer
+from mpikfac.plan.roles import spread as spread
 from mpikfac.plan.shapes import FactorShape as FactorShape
 from mpikfac.plan.shapes import Form as Form
 from mpikfac.plan.shapes import LayerShape as LayerShape

@@ -1,0 +1,191 @@
+"""Read clicks: ratings of MovieLens in the files of RecBole, or rows of Criteo's format."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpikfac import files
+
+LIKED = 4.0  # a rating from here on counts as a click
+RATINGS = Path("dataset_example/ml-100k/ml-100k.inter")  # in the package recbole
+NUMBERS, CATEGORIES = 13, 26  # columns of Criteo behind the label
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """Hold examples in the order of time.
+
+    Attributes:
+        numbers: `[examples, numbers]`, for the first layers.
+        categories: a row of each table `[examples, tables]`.
+        labels: 1 for a click, 0 for none `[examples]`.
+        sizes: the number of rows of each table, by name.
+    """
+
+    numbers: Tensor
+    categories: Tensor
+    labels: Tensor
+    sizes: Mapping[str, int]
+
+
+def read(name: str | None, buckets: int) -> Clicks:
+    """Return the clicks of a file: ".inter" is MovieLens, another ending Criteo's format.
+
+    Args:
+        name: a path; None for MovieLens-100k in the package recbole.
+        buckets: the number of rows of a table of Criteo.
+
+    Raises:
+        ValueError: the file cannot be read, or has another format.
+    """
+    path = Path(name) if name else packaged()
+    try:
+        found = movielens(path) if path.suffix == ".inter" else criteo(path, buckets)
+        if not found.numbers.isfinite().all() or not set(found.labels.tolist()) <= {0, 1}:
+            raise ValueError("a number is not finite, or a label is neither 0 nor 1")
+    except OSError as error:
+        raise ValueError(f"data={path} cannot be read: {files.why(error)}") from error
+    except (csv.Error, OverflowError, ValueError) as error:
+        kind = "ratings" if path.suffix == ".inter" else "Criteo's format"
+        raise ValueError(f"data={path} is no file of {kind}: {error}") from error
+    return found
+
+
+def packaged() -> Path:
+    """Return the path of MovieLens-100k in the package recbole, without an import.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    package = importlib.util.find_spec("recbole")
+    if package is None or package.origin is None:
+        raise ValueError(
+            "data=null needs MovieLens-100k of the package recbole: "
+            "pip install --no-deps recbole, or give data=FILE"
+        )
+    return Path(package.origin).parent / RATINGS
+
+
+# -- MovieLens -------------------------------------------------------------------------------------
+
+
+def movielens(path: Path) -> Clicks:
+    """Return the ratings of a file in the order of time, with what is known before each rating.
+
+    Users and items have files of the same name with the endings .user and .item, or no file.
+    """
+    columns = ("user_id", "item_id", "rating", "timestamp")
+    ratings = sorted(listed(path, *columns), key=lambda row: float(row["timestamp"]))
+    users, items = (known(path.with_suffix(f".{kind}"), f"{kind}_id") for kind in ("user", "item"))
+    of_user = [users.get(row["user_id"], {}) for row in ratings]
+    of_item = [items.get(row["item_id"], {}) for row in ratings]
+    times = [time.gmtime(float(row["timestamp"])) for row in ratings]
+    tables = {
+        "user": [row["user_id"] for row in ratings],
+        "item": [row["item_id"] for row in ratings],
+        "age": [row.get("age", "") for row in of_user],
+        "gender": [row.get("gender", "") for row in of_user],
+        "occupation": [row.get("occupation", "") for row in of_user],
+        "year": [row.get("release_year", "") for row in of_item],
+        "genre": [row.get("class", "").partition(" ")[0] for row in of_item],
+        "hour": [str(moment.tm_hour) for moment in times],
+    }
+    found = {name: np.unique(values, return_inverse=True) for name, values in tables.items()}
+    labels = [float(row["rating"]) >= LIKED for row in ratings]
+    everything = [True] * len(ratings)
+    numbers = [
+        earlier(tables[name], counted)
+        for name in ("user", "item")
+        for counted in (everything, labels)
+    ]
+    return Clicks(
+        tensor(np.log1p(np.stack(numbers, axis=1))),
+        torch.from_numpy(np.stack([places for _, places in found.values()], axis=1)),
+        tensor(labels),
+        {name: len(values) for name, (values, _) in found.items()},
+    )
+
+
+def listed(path: Path, *columns: str) -> Iterator[Row]:
+    """Yield the rows of a file of RecBole by names of columns; "age:token" is "age".
+
+    Raises:
+        ValueError: one of the `columns` is missing.
+    """
+    head, *rows = rows_of(path)
+    names = [name.partition(":")[0] for name in head]
+    if missing := [column for column in columns if column not in names]:
+        raise ValueError(f"the first line has no column {missing[0]!r}")
+    yield from (dict(zip(names, row)) for row in rows)
+
+
+def known(path: Path, key: str) -> dict[str, Row]:
+    """Return the rows of a file by a column; nothing if there is no file."""
+    return {row[key]: row for row in listed(path, key)} if path.exists() else {}
+
+
+def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
+    """Return for each value how often the value came before and counted."""
+    seen, counts = Counter[str](), []
+    for value, counts_too in zip(values, counted):
+        counts.append(seen[value])
+        seen[value] += counts_too
+    return counts
+
+
+# -- Criteo ----------------------------------------------------------------------------------------
+
+
+def criteo(path: Path, buckets: int) -> Clicks:
+    """Return the rows of a file in their order: a label, 13 counts and 26 hexadecimal categories.
+
+    A table has a row for a category that is missing, and hashes the others.
+    """
+    labels, numbers, categories = [], [], []
+    for label, *columns in rows_of(path):
+        if len(columns) != NUMBERS + CATEGORIES:
+            raise ValueError(f"it has {1 + len(columns)} columns, not {1 + NUMBERS + CATEGORIES}")
+        labels.append(float(label))
+        numbers.append([float(number or 0) for number in columns[:NUMBERS]])
+        hashed = (int(word, 16) % (buckets - 1) + 1 if word else 0 for word in columns[NUMBERS:])
+        categories.append(list(hashed))
+    return Clicks(
+        tensor(np.log1p(np.maximum(numbers, 0.0))),
+        torch.tensor(categories),
+        tensor(labels),
+        {f"C{number}": buckets for number in range(1, 1 + CATEGORIES)},
+    )
+
+
+def rows_of(path: Path) -> Iterator[list[str]]:
+    """Yield the rows of a file with tabs; all rows have as many columns as the first row.
+
+    Raises:
+        ValueError: a row has more or fewer columns, or there is no row.
+    """
+    with io.TextIOWrapper(files.reading(path, links=True), encoding="utf-8", newline="") as text:
+        columns = 0
+        for number, row in enumerate(csv.reader(text, "excel-tab", quoting=csv.QUOTE_NONE), 1):
+            columns = columns or len(row)
+            if len(row) != columns:
+                raise ValueError(f"row {number} has {len(row)} columns, not {columns}")
+            yield row
+        if not columns:
+            raise ValueError("it is empty")
+
+
+def tensor(values: Sequence[float] | np.ndarray) -> Tensor:
+    """Return numbers in the default dtype."""
+    return torch.as_tensor(np.asarray(values), dtype=torch.get_default_dtype())

@@ -1,0 +1,48 @@
+"""The layers of a DLRM: of the numbers, products of all pairs, and of the products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Dlrm(nn.Module):
+    """Score examples from numbers and rows of tables [Naumov et al. 2019].
+
+    Args:
+        numbers: the numbers of an example.
+        tables: the number of tables.
+        width: the numbers in a row.
+        bottom: the widths of the hidden layers of the numbers.
+        top: the widths of the hidden layers of the products.
+    """
+
+    def __init__(
+        self, numbers: int, tables: int, width: int, bottom: Sequence[int], top: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.bottom = layers([numbers, *bottom, width], nn.ReLU())
+        self.top = layers([width + tables * (tables + 1) // 2, *top, 1])
+
+    def forward(self, numbers: Tensor, rows: Tensor) -> Tensor:
+        """Return a logit of each example `[examples]`.
+
+        Args:
+            numbers: `[examples, numbers]`.
+            rows: `[examples, tables, width]`.
+        """
+        first = self.bottom(numbers)
+        vectors = torch.cat([first[:, None], rows], 1)
+        count = vectors.shape[1]
+        left, right = torch.tril_indices(count, count, -1, device=rows.device)
+        products = (vectors @ vectors.mT)[:, left, right]
+        return self.top(torch.cat([first, products], 1)).squeeze(1)
+
+
+def layers(widths: Sequence[int], *last: nn.Module) -> nn.Sequential:
+    """Return linear layers with ReLU in between, and `last` behind."""
+    pairs = list(zip(widths, widths[1:]))
+    found = [module for pair in pairs for module in (nn.Linear(*pair), nn.ReLU())][:-1]
+    return nn.Sequential(*found, *last)

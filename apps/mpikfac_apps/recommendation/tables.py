@@ -1,0 +1,138 @@
+"""Embedding tables that ranks own, and the exchange of their rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mpikfac
+from mpikfac.plan import Message, names, rows, spread
+from mpikfac_apps.programs.draws import generator
+
+OF_TABLE, OF_SQUARES = "tables/{}", "tables/{}/squares"
+FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS
+
+
+class Tables:
+    """Embedding tables, each on one rank; ranks send numbers of rows, and get rows back.
+
+    The largest table goes to the rank with the fewest rows, then the next. The owner steps a
+    table by Adagrad [Duchi et al. 2011], for the rows of the batch alone.
+
+    Collective over: comm.
+
+    Args:
+        sizes: the number of rows of each table, by name.
+        width: the numbers in a row.
+        rate: the learning rate of Adagrad.
+        trace: counts the bytes of the exchanges.
+
+    Attributes:
+        owners: the rank of each table, by name.
+    """
+
+    def __init__(
+        self,
+        comm: mpikfac.comm.Comm,
+        sizes: Mapping[str, int],
+        width: int,
+        rate: float,
+        seed: int,
+        device: torch.device,
+        trace: mpikfac.Trace,
+    ) -> None:
+        self.width, self._group = width, mpikfac.comm.Group(comm, 0, trace, "world")
+        self.owners = spread([(name, (size,)) for name, size in sizes.items()], comm.size, {})
+        tables = list(sizes)
+        self._order = sorted(range(len(tables)), key=lambda k: self.owners[tables[k]])
+        self._back = torch.tensor(self._order, device=device).argsort()
+        of_ranks = Counter(self.owners.values())
+        self._counts = [of_ranks[rank] for rank in range(comm.size)]
+        self._sizes = {name: sizes[name] for name in sizes if self.owners[name] == comm.rank}
+        first = [0, *accumulate(self._sizes.values())]
+        self._first = torch.tensor(first[:-1], dtype=torch.int64, device=device)
+        # The rank's tables lie one behind the other in one table.
+        self._own = nn.Embedding(first[-1], width, sparse=True, device=device)
+        for name, table in self._parts(self._own.weight.detach()):
+            bound = self._sizes[name] ** -0.5  # as published
+            draws = generator(seed, tables.index(name))
+            drawn = torch.rand(table.shape, generator=draws, device="cpu")
+            table.copy_(bound * (2 * drawn - 1))
+        self.optimizer = torch.optim.Adagrad(self._own.parameters(), rate)
+
+    def rows(self, categories: Tensor, shares: Sequence[int]) -> Tensor:
+        """Return the rows `[examples, tables, width]` of the rank's examples.
+
+        The backward pass sends the gradients of the rows to the owners.
+
+        Collective over: comm, forward and backward.
+
+        Args:
+            categories: numbers of rows `[examples, tables]`.
+            shares: the number of examples of each rank.
+        """
+        asked, given = self._counts_of(shares)
+        wanted = categories[:, self._order].T.flatten()
+        received = mpikfac.exchange_rows(wanted, self._group, asked, given)
+        found = mpikfac.exchange_rows(self._looked_up(received, shares), self._group, given, asked)
+        by_owner = found.unflatten(0, (len(self._order), len(categories)))
+        return by_owner.transpose(0, 1)[:, self._back]
+
+    def _counts_of(self, shares: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the rows that the rank gets from each rank, and gives to each rank."""
+        member = self._group.member
+        asked = [shares[member] * count for count in self._counts]
+        return asked, [self._counts[member] * share for share in shares]
+
+    def _looked_up(self, wanted: Tensor, shares: Sequence[int]) -> Tensor:
+        """Return rows of the rank's tables, for each rank table by table."""
+        count = len(self._first)
+        blocks = wanted.split([count * share for share in shares])
+        by_table = torch.cat([b.view(count, share) for b, share in zip(blocks, shares)], 1)
+        found = self._own(by_table + self._first[:, None])
+        return torch.cat([part.flatten(0, 1) for part in found.split(list(shares), 1)])
+
+    def messages(self, shares: Sequence[int]) -> list[Message]:
+        """Return the messages of a step, as the rank sees them: numbers, rows and gradients."""
+        member, itemsize = self._group.member, self._own.weight.itemsize
+        given = [[count * share for share in shares] for count in self._counts]
+        asked = [list(counts) for counts in zip(*given)]
+        return [
+            *rows(FORWARD, asked, torch.int64.itemsize, member),
+            *rows(FORWARD, given, self.width * itemsize, member),
+            *rows(BACKWARD, asked, self.width * itemsize, member),
+        ]
+
+    def step(self) -> None:
+        """Step the rows of the rank's tables that have gradients; not collective."""
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # else torch warns
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the rank's tables and Adagrad's sums of squares, by name."""
+        return {
+            item.format(name): part
+            for item, whole in self._items()
+            for name, part in self._parts(whole)
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the tables that the rank owns now."""
+        for name, place in self.state().items():
+            place.copy_(state[name])
+
+    def _items(self) -> list[tuple[str, Tensor]]:
+        [weight] = self._own.parameters()
+        return [(OF_TABLE, weight.detach()), (OF_SQUARES, self.optimizer.state[weight]["sum"])]
+
+    def _parts(self, whole: Tensor) -> list[tuple[str, Tensor]]:
+        """Return the rank's tables in a tensor of all of them."""
+        return list(zip(self._sizes, whole.split(list(self._sizes.values()))))
