@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac_apps.graphs.networks import Aggregate
-from mpikfac_apps.graphs.parts import Part
+from mpikfac_apps.graphs.parts import GraphPart, with_means
 
 AGGREGATES = ("exact", "local", "delayed", "means")
 THERE = (mpikfac.plan.names.EXCHANGE_ACTIVATIONS, mpikfac.plan.names.EXCHANGE_ACTIVATION_GRADIENTS)
@@ -20,37 +20,47 @@ Exchange = Callable[[Tensor], Tensor]
 """From rows for other ranks `[sent, width]` to rows of other ranks `[received, width]`."""
 
 
-def of_own(part: Part) -> Aggregate:
-    """Return the sum over the neighbours that the rank holds, without messages."""
-    return lambda rows: part.own @ rows
+class Halo(NamedTuple):
+    """The rank's part of a graph, and the ranks that hold the other parts.
 
-
-def of_all(part: Part, exchange: Exchange, share: float) -> Aggregate:
-    """Return the sum over the neighbours of all ranks.
-
-    A rank's gradients are those of the mean loss of all nodes, divided by the rank's share of
-    nodes, because the trainer multiplies by the share. So gradients change their unit on the way.
-
-    Collective over: group, forward and backward.
-
-    Args:
+    Attributes:
         share: the rank's share of the nodes.
     """
 
+    group: mpikfac.comm.Group
+    part: GraphPart
+    share: float
+
+
+def of_own(halo: Halo) -> Aggregate:
+    """Return the sum over the neighbours that the rank holds, without messages."""
+    return lambda rows: halo.part.own @ rows
+
+
+def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
+    """Return the sum over the neighbours on all ranks.
+
+    A rank's gradients are those of the mean loss over all ranks, divided by the rank's share of the
+    nodes, because the trainer multiplies by the share. So gradients change their unit on the way.
+
+    Collective over: group, forward and backward.
+    """
+
     def aggregate(rows: Tensor) -> Tensor:
-        received = _weighed(exchange(_weighed(part.sent @ rows, 1 / share)), share)
-        return part.own @ rows + part.halo @ received
+        sent = _weighed(halo.part.sent @ rows, 1 / halo.share)
+        received = _weighed(exchange(sent), halo.share)
+        return halo.part.own @ rows + halo.part.halo @ received
 
     return aggregate
 
 
-def in_time(group: mpikfac.comm.Group, part: Part) -> Exchange:
+def in_time(halo: Halo) -> Exchange:
     """Return the exchange of the rows of this step.
 
     Collective over: group, forward and backward.
     """
-    counts = part.counts_out, part.counts_in
-    return lambda rows: mpikfac.exchange_rows(rows, group, *counts, THERE)
+    counts = halo.part.counts_out, halo.part.counts_in
+    return lambda rows: mpikfac.exchange_rows(rows, halo.group, *counts, THERE)
 
 
 class Late:
@@ -70,16 +80,15 @@ class Late:
 
     def __init__(
         self,
-        group: mpikfac.comm.Group,
-        part: Part,
+        halo: Halo,
         width: int,
         delay: int,
         clock: Callable[[], int],
     ) -> None:
-        out, into = part.counts_out, part.counts_in
-        like = part.own.values()
-        self._there = _Line(group, (out, into), THERE, delay, like.new_zeros(2, sum(into), width))
-        self._back = _Line(group, (into, out), BACK, delay, like.new_zeros(2, sum(out), width))
+        group, out, into = halo.group, halo.part.counts_out, halo.part.counts_in
+        zeros = halo.part.own.values().new_zeros
+        self._there = _Line(group, (out, into), THERE, delay, zeros(2, sum(into), width))
+        self._back = _Line(group, (into, out), BACK, delay, zeros(2, sum(out), width))
         self._clock = clock
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -90,6 +99,42 @@ class Late:
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the rows under way and the rows in use, and those of gradients, by name."""
         yield from (("rows", self._there.rows), ("gradients", self._back.rows))
+
+
+class Sums(NamedTuple):
+    """The sums over neighbours of a training.
+
+    Attributes:
+        halo: the rows that travel.
+        first: of the features, once.
+        hidden: of hidden rows, by layers.
+        late: the exchanges that hold rows between steps, by layers.
+    """
+
+    halo: Halo
+    first: Aggregate
+    hidden: Sequence[Aggregate]
+    late: Sequence[Late] = ()
+
+
+def sums_of(
+    name: str, halo: Halo, widths: Sequence[int], delay: int, clock: Callable[[], int]
+) -> Sums:
+    """Return the sums of a name in `AGGREGATES`.
+
+    Args:
+        halo: with "local", of the edges inside of ranks alone.
+        widths: of hidden rows.
+    """
+    if name == "local":
+        return Sums(halo, of_own(halo), [of_own(halo)] * len(widths))
+    if name == "means":
+        halo = halo._replace(part=with_means(halo.part))
+    exact = of_all(halo, in_time(halo))
+    if name != "delayed" or not delay:
+        return Sums(halo, exact, [exact] * len(widths))
+    late = [Late(halo, width, delay, clock) for width in widths]
+    return Sums(halo, exact, [of_all(halo, each) for each in late], late)
 
 
 class _Line:

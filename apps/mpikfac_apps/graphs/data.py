@@ -31,6 +31,16 @@ class Graph(NamedTuple):
     features: Numbers
     labels: Places
 
+    @property
+    def inputs(self) -> int:
+        """The number of features."""
+        return self.features.shape[1]
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return int(self.labels.max()) + 1
+
 
 @dataclass(frozen=True)
 class Planted:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpikfac_apps.graphs.data import Places
+from mpikfac_apps.graphs.data import Graph, Places
 
 PASSES = 10
 SLACK = 1.05  # the largest part, in units of an equal part
@@ -80,13 +80,14 @@ PARTITIONS: dict[str, Callable[[Places, int, int], Places]] = {
 }
 
 
-def dealt(name: str, edges: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node by the partition of a name.
+def dealt(name: str, graph: Graph, parts: int) -> Places:
+    """Return the part of each node of a graph by the partition of a name.
 
     Raises:
         ValueError: a part has no node, or a package is not installed.
     """
-    owners = PARTITIONS[name](edges, nodes, parts)
+    nodes = len(graph.labels)
+    owners = PARTITIONS[name](graph.edges, nodes, parts)
     if empty := np.flatnonzero(np.bincount(owners, minlength=parts) == 0).tolist():
         raise ValueError(
             f"partition={name} leaves ranks {empty} without a node: {nodes} nodes are too few for "

@@ -19,7 +19,7 @@ class Weights(NamedTuple):
     values: Numbers
 
 
-class Part(NamedTuple):
+class GraphPart(NamedTuple):
     """What a rank keeps of a graph.
 
     Attributes:
@@ -37,6 +37,11 @@ class Part(NamedTuple):
     sent: Tensor
     counts_out: list[int]
     counts_in: list[int]
+
+    def to(self, device: torch.device) -> GraphPart:
+        """Return the part with its tensors on the device."""
+        own, halo, sent = (tensor.to(device) for tensor in (self.own, self.halo, self.sent))
+        return self._replace(own=own, halo=halo, sent=sent)
 
 
 def of_convolution(edges: Places, nodes: int) -> Weights:
@@ -62,7 +67,7 @@ def inside(edges: Places, owners: Places) -> Places:
     return edges[:, owners[edges[0]] == owners[edges[1]]]
 
 
-def part_of(rank: int, owners: Places, weights: Weights) -> Part:
+def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
     """Return a rank's part of the sums, with a row for each node of other ranks that counts.
 
     Args:
@@ -88,7 +93,7 @@ def part_of(rank: int, owners: Places, weights: Weights) -> Part:
         return sparse(places[rows[chosen]], places[columns[chosen]], values[chosen], shape)
 
     chosen = places[sent[outgoing]]
-    return Part(
+    return GraphPart(
         of_rank,
         cut(mine & near, len(of_rank)),
         cut(mine & ~near, len(received)),
@@ -98,7 +103,7 @@ def part_of(rank: int, owners: Places, weights: Weights) -> Part:
     )
 
 
-def with_means(part: Part) -> Part:
+def with_means(part: GraphPart) -> GraphPart:
     """Return a part that takes the mean of a rank's rows for each row of the rank.
 
     Ranks send a single row to each rank with neighbours: an approximation of the other ranks'

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
 from mpikfac_apps.graphs import aggregates, data, partitions
-from mpikfac_apps.graphs.networks import KINDS, Aggregate, GraphNetwork
-from mpikfac_apps.graphs.parts import Part, inside, part_of, with_means
+from mpikfac_apps.graphs.aggregates import Halo, Sums
+from mpikfac_apps.graphs.networks import KINDS, GraphNetwork
+from mpikfac_apps.graphs.parts import inside, part_of
 from mpikfac_apps.options.fields import bounded, choice
 from mpikfac_apps.programs.options import ProgramOptions
 from mpikfac_apps.programs.run import main as run
@@ -68,7 +68,7 @@ class GraphOptions(ProgramOptions):
 
 
 class GraphWork(Work):
-    """The training of a graph network on the rank's nodes.
+    """The training of a graph network; a rank computes the rows of its own nodes.
 
     Collective over: comm, as are all methods.
 
@@ -76,8 +76,7 @@ class GraphWork(Work):
         UserError: a package is missing, a rank would have no node, or a setting cannot work.
 
     Attributes:
-        part: the rank's part of the graph, of exact sums.
-        sums: the rank's part in the training.
+        sums: the sums over neighbours in the training.
         trace: seconds and bytes of every stage.
     """
 
@@ -89,21 +88,83 @@ class GraphWork(Work):
     ) -> None:
         with mpikfac.comm.together(comm, "options"):
             graph = data.graph_of(options.graph, options.planted, options.seed)
-            nodes = len(graph.labels)
-            owners = partitions.dealt(options.partition, graph.edges, nodes, comm.size)
-        self._comm, self.examples_per_step = comm, nodes
-        self._about = f"{options.model} on {options.graph}, {nodes} nodes"
-        self.part, self.sums = (moved(p, device) for p in parts_of(comm.rank, graph, owners, options))
-        known = data.split(graph, options.known, options.seed)
-        self._places = [self._on(device, known), self._on(device, ~known)]  # training, test
-        self._labels = self._on(device, graph.labels)
-        share = len(self.part.nodes) / nodes
-        self._weight = 1 / (share * known.sum())
+            owners = partitions.dealt(options.partition, graph, comm.size)
+        self._comm, self._options, self.trace = comm, options, mpikfac.Trace()
+        self.examples_per_step = nodes = len(owners)
         hidden = [options.hidden] * (options.layers - 1)
-        widths = [graph.features.shape[1], *hidden, int(graph.labels.max()) + 1]
-        model = GraphNetwork(options.model, widths).to(device)
-        self.trace = mpikfac.Trace()
+        model = GraphNetwork(options.model, [graph.inputs, *hidden, graph.classes]).to(device)
         self.trainer = trainer_of(comm, model, options, trace=self.trace)
-        group = mpikfac.comm.Group(comm, 0, self.trace, "world")
-        exact = aggregates.of_all(self.part, aggregates.in_time(group, self.part), share)
-        ...
+        group, own = mpikfac.comm.Group(comm, 0, self.trace, "world"), owners == comm.rank
+
+        def sums_of(name: str, edges: data.Places) -> Sums:
+            part = part_of(comm.rank, owners, model.kind.weights(edges, nodes)).to(device)
+            halo = Halo(group, part, own.mean())
+            return aggregates.sums_of(name, halo, hidden, options.delay, lambda: self.trainer.steps)
+
+        local = options.aggregate == "local"
+        self.sums = sums_of(options.aggregate, inside(graph.edges, owners) if local else graph.edges)
+        self._exact = sums_of("exact", graph.edges)
+        features = torch.from_numpy(graph.features[own]).to(device, torch.get_default_dtype())
+        self._inputs = model.inputs(features, self.sums.first)
+        self._test_inputs = model.inputs(features, self._exact.first)
+        known = torch.from_numpy(data.split(graph, options.known, options.seed)).to(device)
+        self._known = known[torch.from_numpy(own).to(device)]
+        self._labels = torch.from_numpy(graph.labels[own]).to(device)
+        self._weight = 1 / (own.mean() * int(known.sum()))  # as `aggregates.of_all` wants
+
+    def step(self, step: int) -> Taken:
+        """Take a step on all nodes; the loss is of the nodes whose classes are known."""
+        self.trainer.optimizer.zero_grad()
+        logits = self.trainer.model(self._inputs, self.sums.hidden)[self._known]
+        labels = self._labels[self._known]
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        (self._weight * loss).backward()
+        self.trainer.step(examples=len(self._labels))
+        right = (logits.argmax(1) == labels).sum()
+        return Taken(loss.detach() / max(1, len(labels)), len(labels), right.double()[None])
+
+    def test(self) -> dict[str, float]:
+        """Return the accuracy of the nodes whose classes are not known, with exact sums."""
+        self.trainer.model.eval()
+        with torch.no_grad():
+            logits = self.trainer.model(self._test_inputs, self._exact.hidden)[~self._known]
+        self.trainer.model.train()
+        right = (logits.argmax(1) == self._labels[~self._known]).sum()
+        right, nodes = mpikfac.comm.summed(self._comm, [int(right), len(logits)])
+        return {"accuracy": right / nodes}
+
+    def summary(self) -> str:
+        """Return the network and the graph."""
+        options, nodes = self._options, self.examples_per_step
+        return f"{options.model} on the graph {options.graph} of {nodes} nodes"
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the trainer, and late rows of the rank."""
+        return self.trainer.state_dict() | self._late_rows()
+
+    def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
+        """Load a state; late rows begin anew on another number of ranks."""
+        self.trainer.load_state_dict(checkpoint)
+        late = self._late_rows()
+        if all(name in checkpoint for name in late):
+            for name, rows in late.items():
+                rows.copy_(checkpoint[name])
+        elif self._comm.rank == 0:
+            log.warning("rows of other ranks begin with 0: the checkpoint is of other ranks")
+
+    def _late_rows(self) -> dict[str, Tensor]:
+        """Return late rows by names that differ between ranks and between numbers of ranks."""
+        place = f"{self._comm.rank} of {self._comm.size}"
+        layers = enumerate(self.sums.late)
+        return {f"late/{n}/{name}/{place}": rows for n, late in layers for name, rows in late.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and print a line after each step; return 0.
+
+    Collective over: world.
+
+    Raises:
+        SystemExit: code 2 after a single line about a mistake that the user can correct.
+    """
+    return run("train_graph.py", GraphOptions, GraphWork, argv)
