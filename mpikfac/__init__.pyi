@@ -20,6 +20,7 @@ from .errors import ending as ending
 from .extensions import Asynchronous as Asynchronous
 from .extensions import Codistillation as Codistillation
 from .extensions import SplitLayers as SplitLayers
+from .extensions import exchange_rows as exchange_rows
 from .extensions import hybrid as hybrid
 from .extensions import layer_calls as layer_calls
 from .extensions import serve as serve

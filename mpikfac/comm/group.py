@@ -1,8 +1,9 @@
-"""Exchange activations in a group of ranks: gathers, sums in parts, and changes of the cut."""
+"""Exchange activations in a group of ranks: gathers, sums in parts, changes of the cut, rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,21 +19,22 @@ Call = Callable[[Any, Any], None]
 
 
 class Group:
-    """Exchange activations between the ranks that share out the channels of split layers.
+    """Exchange activations between ranks, such as those that share out channels of split layers.
 
     Collective over: comm.
 
     Args:
         color: the same on all ranks of a group.
+        name: the communicator in events of the trace.
 
     Attributes:
         size: ranks of the group.
         member: the place of the rank in the group.
     """
 
-    def __init__(self, comm: MPI.Intracomm, color: int, trace: Trace) -> None:
+    def __init__(self, comm: MPI.Intracomm, color: int, trace: Trace, name: str = "group") -> None:
         self._comm = cast(MPI.Intracomm, comm.Split(color, comm.rank))
-        self._comm.name = "group"
+        self._comm.name = name
         self.size, self.member, self.trace = self._comm.size, self._comm.rank, trace
         self._buffers = Buffers(trace, cuda_aware())
 
@@ -95,6 +97,26 @@ class Group:
         self._send(self._comm.Alltoall, sent, received, stage)
         return _joined(received, join)
 
+    def pass_rows(
+        self, x: Tensor, counts_out: Sequence[int], counts_in: Sequence[int], stage: str
+    ) -> Tensor:
+        """Send each member consecutive rows of `x`; return the rows received, by members.
+
+        Collective over: group.
+        """
+        if self.size == 1:
+            return x
+        sent = x.contiguous()
+        received = sent.new_empty(sum(counts_in), *sent.shape[1:])
+        row = math.prod(sent.shape[1:]) * (1 if sent.dtype in SUMMABLE else sent.itemsize)
+
+        def alltoallv(outgoing: Any, incoming: Any) -> None:
+            elements = [[row * count for count in counts] for counts in (counts_out, counts_in)]
+            self._comm.Alltoallv([outgoing, elements[0]], [incoming, elements[1]])
+
+        self._send(alltoallv, sent, received, stage)
+        return received
+
     def _send(self, call: Call, sent: Tensor, received: Tensor, stage: str) -> None:
         # A view of an activation requires gradients, and DLPack exports no such tensor.
         flats = sent.detach().view(-1), received.view(-1)
@@ -103,12 +125,12 @@ class Group:
         count = max(map(len, flats))
         if count > MAX_COUNT:
             raise ValueError(
-                f"a message of a split layer has {count} elements, and MPI takes at most "
+                f"a message of the stage {stage!r} has {count} elements, and MPI takes at most "
                 f"{MAX_COUNT}: take smaller batches"
             )
         with (
             self._buffers.both(*flats, stage) as buffers,
-            self.trace.stage(stage, "group", sent.nbytes),
+            self.trace.stage(stage, self._comm.name, sent.nbytes),
         ):
             call(*buffers)
 

@@ -6,5 +6,6 @@ from .clients import serve_updates as serve_updates
 from .codistillation import Codistillation as Codistillation
 from .curvature_ranks import serve as serve
 from .hybrid import SplitLayers as SplitLayers
+from .hybrid import exchange_rows as exchange_rows
 from .hybrid import layer_calls as layer_calls
 from .hybrid import split_layers as split_layers

@@ -79,6 +79,7 @@ from mpikfac.plan.messages import Passed as Passed
 from mpikfac.plan.messages import gathers as gathers
 from mpikfac.plan.messages import message as message
 from mpikfac.plan.messages import passed as passed
+from mpikfac.plan.messages import rows as rows
 from mpikfac.plan.messages import shard_length as shard_length
 from mpikfac.plan.of_rank import RankPlan as RankPlan
 from mpikfac.plan.plan import Plan as Plan

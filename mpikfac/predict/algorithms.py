@@ -3,8 +3,8 @@
 In a round, members send at the same time, and the next round begins when the busiest link is done.
 Links send and receive at once. So a collective takes the sum, over rounds, of a latency and of the
 bytes of the busiest link over the bandwidth. `parts` are the bytes of every member's part, in the
-order of members; a buffer without parts counts as equal parts. `together` neighbouring members
-share a node.
+order of members; a buffer without parts counts as equal parts. For Alltoallv, `parts` are the bytes
+from every member to every member. `together` neighbouring members share a node.
 
 The rounds follow the definitions in [Thakur et al. 2005]: rings, trees and exchanges at distances
 that double or halve. Without a power of two, some members first hand their numbers to a neighbour.
@@ -16,11 +16,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-Parts = Sequence[float]
+Parts = Sequence[Any]
+"""Bytes, or for Alltoallv rows of bytes."""
 Value = TypeVar("Value")
 Table = Mapping[str, Mapping[int, Mapping[int, str]]]
 """By primitive: by the least number of ranks: by the least number of bytes: the algorithm. The
@@ -30,6 +31,14 @@ KIB, MIB = 2**10, 2**20
 CHAINED_PIECE = 32 * KIB  # bytes of a piece along a chain of coll/libnbc
 RADIX = 4  # children of a k-nomial tree per level, and 1
 
+OF_ALLTOALLV = {
+    2: {0: "pairwise"},
+    4: {0: "linear"},
+    64: {0: "pairwise"},
+    128: {0: "linear"},
+    256: {0: "pairwise"},
+    1024: {0: "linear"},
+}
 # Open MPI at 8efebee, ompi/mca/coll/tuned/coll_tuned_decision_fixed.c and coll/libnbc, for
 # commutative sums and ranks that share nodes. Ranges of few KiB are joined. Left out: coll/han with
 # two levels of its own, for some collectives of several ranks on each of several nodes.
@@ -54,14 +63,8 @@ OPEN_MPI: Table = {
         1024: {0: "halving", 32 * KIB: "butterfly"},
         2048: {0: "halving", 8 * KIB: "butterfly"},
     },
-    "Alltoall": {
-        2: {0: "pairwise"},
-        4: {0: "linear"},
-        64: {0: "pairwise"},
-        128: {0: "linear"},
-        256: {0: "pairwise"},
-        1024: {0: "linear"},
-    },
+    "Alltoall": OF_ALLTOALLV,  # with parts of any size
+    "Alltoallv": OF_ALLTOALLV,
     "Allgatherv": {
         2: {0: "ring"},
         3: {0: "neighbour", 4 * KIB: "ring", 8 * KIB: "neighbour"}
@@ -107,6 +110,7 @@ MPICH: Table = {
     "Allreduce": {2: {0: "doubling", 9: "rabenseifner"}},
     "Reduce_scatter": {2: {0: "halving", 512 * KIB: "pairwise"}},
     "Alltoall": {2: {0: "linear"}},
+    "Alltoallv": {2: {0: "linear"}},
     "Allgatherv": {2: {0: "doubling", 512 * KIB: "ring"}},
     "Allgather": {2: {0: "doubling", 512 * KIB: "ring"}},
     "Reduce": {2: {0: "binomial", 2 * KIB + 1: "rabenseifner"}},
@@ -138,7 +142,7 @@ class Round(NamedTuple):
 
 def chosen(primitive: str, parts: Parts, library: str = "Open MPI") -> str:
     """Return the algorithm that the library takes for a collective."""
-    size = sum(parts) / (len(parts) if (library, primitive) in BY_PART else 1)
+    size = sum(np.ravel(parts)) / (len(parts) if (library, primitive) in BY_PART else 1)
     by_size = _last(LIBRARIES[library][primitive], len(parts))
     return _last(by_size, size)
 
@@ -225,6 +229,19 @@ def _all_at_once(parts: np.ndarray, together: int) -> list[Round]:
     """Send to all members at once, and receive a part from each."""
     ranks, of_node = len(parts), np.add.reduceat(parts, range(0, len(parts), together)).max()
     return [Round((ranks - 1) * parts.max(), (ranks - together) * of_node)]
+
+
+def _pairwise_rows(sizes: np.ndarray, together: int) -> list[Round]:
+    """Send to the member 1, 2, 3 ... further on; the bytes depend on both members."""
+    members = np.arange(len(sizes))
+    targets = (np.roll(members, -k) for k in members[1:])
+    return [_busiest(members, to, sizes[members, to], together) for to in targets]
+
+
+def _all_rows_at_once(sizes: np.ndarray, together: int) -> list[Round]:
+    """Send to all members at once; the bytes depend on both members."""
+    sources, targets = np.indices(sizes.shape)
+    return [_busiest(sources.ravel(), targets.ravel(), sizes.ravel(), together)]
 
 
 def _neighbour(parts: np.ndarray, together: int) -> list[Round]:
@@ -405,6 +422,7 @@ ROUNDS: Mapping[str, Mapping[str, Callable[[np.ndarray, int], list[Round]]]] = {
         "pairwise": _pairwise,
     },
     "Alltoall": {"pairwise": _pairwise, "linear": _all_at_once},
+    "Alltoallv": {"pairwise": _pairwise_rows, "linear": _all_rows_at_once},
     "Allgatherv": {"ring": _ring, "neighbour": _neighbour, "bruck": _bruck}
     | {"doubling": _doubling_parts},
     "Allgather": {"ring": _ring, "neighbour": _neighbour, "doubling": _doubling_parts},

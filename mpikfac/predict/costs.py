@@ -9,9 +9,11 @@ and to unequal parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from statistics import NormalDist
+
+import numpy as np
 
 from mpikfac.plan import (
     BATCH,
@@ -25,11 +27,12 @@ from mpikfac.plan import (
     passed,
 )
 from mpikfac.predict import algorithms
-from mpikfac.predict.algorithms import Round
+from mpikfac.predict.algorithms import Parts, Round
 from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, interpolated
 
 UNEQUAL = ("Reduce_scatter", "Alltoall", "Allgatherv")
 BLOCKING = {"Iallreduce": "Allreduce", "Ireduce": "Reduce"}
+MEASURED_AS = BLOCKING | {"Alltoallv": "Alltoall"}
 DRAWS = 512  # points of the quadrature over the slowest rank
 CHAINED = 4 * PIECE  # bytes of a piece of a message, in float32
 PIECES = dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter", "Alltoall"), CHAINED)
@@ -42,13 +45,15 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
-    def seconds(primitive: str, size: float, parts: Sequence[float] = ()) -> float:
+    def seconds(primitive: str, size: float, parts: Parts = ()) -> float:
         return collective_seconds(primitive, size, ranks, machine, nodes, sharing, codec, parts)
 
     if message.primitive in UNEQUAL:
         counts = [stop - start for start, stop in message.spans]
         per_element = message.size / max(1, sum(counts))
         return seconds(message.primitive, message.size, [per_element * count for count in counts])
+    if message.primitive == "Alltoallv":
+        return seconds("Alltoallv", max(map(sum, message.sizes)), message.sizes)
     if message.primitive == PASSED:
         moves = passed(message.spans, message.to)
         per_element = message.size / sum(move.size for move in moves)
@@ -100,7 +105,7 @@ def collective_seconds(
     nodes: int = 1,
     sharing: int = 1,
     codec: str | None = None,
-    parts: Sequence[float] = (),
+    parts: Parts = (),
 ) -> float:
     """Return the seconds of a collective over `ranks` ranks on `nodes` nodes.
 
@@ -108,7 +113,8 @@ def collective_seconds(
         size: bytes of the whole buffer, as sent.
         sharing: communicators that do the same at once and share the link of a node.
         codec: encoding of the numbers; encoding costs 0 s if not measured.
-        parts: bytes of every member's part; equal parts if not given.
+        parts: bytes of every member's part, for Alltoallv from every member to every member; equal
+            parts if not given.
     """
     if ranks == 1 or size == 0:
         return 0.0
@@ -119,7 +125,7 @@ def collective_seconds(
     if primitive == "Recv":
         primitive, ranks = "Send", 2
     modelled = _modelled(primitive, parts or _equal(size, ranks), machine, nodes, sharing)
-    sample = nearest(machine, BLOCKING.get(primitive, primitive), ranks, nodes, sharing, codec)
+    sample = nearest(machine, MEASURED_AS.get(primitive, primitive), ranks, nodes, sharing, codec)
     return sum(modelled) if sample is None else _converted(sample, size, modelled, machine)
 
 
@@ -171,14 +177,14 @@ def nearest(
     return min(alike, key=distance, default=None)
 
 
-def _rounds(primitive: str, parts: Sequence[float], nodes: int, library: str) -> list[Round]:
+def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Round]:
     """Return the rounds of a message, piece by piece; all pieces have a share of every part."""
     together = math.ceil(len(parts) / nodes)
     found: list[Round] = []
     for name in primitive.split(", "):
-        size = max(parts) * len(parts) if name == "Alltoall" else sum(parts)
+        size = max(parts) * len(parts) if name == "Alltoall" else sum(np.ravel(parts))
         pieces = math.ceil(size / PIECES.get(name, size) - 1e-9)  # sums of parts are rounded
-        piece = [part / pieces for part in parts]
+        piece = list(np.asarray(parts, float) / pieces)
         way = algorithms.chosen(name, piece, library)
         of_piece = algorithms.rounds(name, way, piece, together)
         found += (one._replace(times=one.times * pieces) for one in of_piece)
@@ -186,7 +192,7 @@ def _rounds(primitive: str, parts: Sequence[float], nodes: int, library: str) ->
 
 
 def _modelled(
-    primitive: str, parts: Sequence[float], machine: Machine, nodes: int, sharing: int
+    primitive: str, parts: Parts, machine: Machine, nodes: int, sharing: int
 ) -> tuple[float, float]:
     """Return the seconds of latency and of bytes of a message on the machine's levels."""
     found = _rounds(primitive, parts, nodes, machine.library)

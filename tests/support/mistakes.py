@@ -1227,4 +1227,28 @@ TABLE = (
         "nearest.sum(1).argmax()",
         "tests/unit/test_robust.py",
     ),
+    # -- rows between ranks
+    Mistake(
+        "rows: a row counts as a single number",
+        "comm/group.py",
+        "row = math.prod(sent.shape[1:]) * (1",
+        "row = (1",
+        "tests/mpi/test_rows.py",
+        2,
+    ),
+    Mistake(
+        "rows: gradients stay where the rows went",
+        "extensions/hybrid/transfers.py",
+        "return _linear(rows, exchange, transposed, stages)",
+        "return _linear(rows, exchange, lambda g, stage: g.new_zeros(rows.shape), stages)",
+        "tests/mpi/test_rows.py",
+        2,
+    ),
+    Mistake(
+        "prediction: rows cost as much as equal rows of the busiest sender",
+        "predict/costs.py",
+        'seconds("Alltoallv", max(map(sum, message.sizes)), message.sizes)',
+        'seconds("Alltoall", max(map(sum, message.sizes)))',
+        "tests/unit/test_costmodel.py",
+    ),
 )

@@ -296,6 +296,21 @@ def test_large_sums_in_parts_are_several_sums_of_all_parts():
     assert found == pytest.approx(4 * count + 4)
 
 
+def test_rows_take_the_busiest_member_and_node():
+    """Oracle: by hand: 8 ranks on 2 nodes send all at once; ranks 0 to 3 take in what 7 sends."""
+    counts = [[0] * 8 for _ in range(8)]
+    counts[0][1], counts[7][:4] = 90, [5, 10, 15, 20]
+    plan = make_plan(LAYERS, ranks=8, strategy=Strategy.comm_opt(8))
+    for rank in (0, 7):
+        (message,) = mpikfac.plan.rows("stage", counts, 2, rank)
+        seconds = costs.message_seconds(message, plan, rank, MACHINE)
+        assert seconds == pytest.approx(max(2 * 100, 10 * 2 * 50))
+    sample = Sample("Alltoall", 8, 2, 1, ((80.0, 3.0), (800.0, 30.0)))
+    measured = dataclasses.replace(MACHINE, samples=(sample,))
+    (even,) = mpikfac.plan.rows("stage", [[5] * 8] * 8, 2, 0)
+    assert costs.message_seconds(even, plan, 0, measured) == pytest.approx(3.0)
+
+
 def test_parts_that_are_passed_on_take_the_busiest_member_and_node():
     """Oracle: by hand: rank 0 hands on 3 of 4 shards of 100 elements, 2 to the other node.
 

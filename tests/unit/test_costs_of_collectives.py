@@ -300,6 +300,27 @@ def test_an_exchange_of_parts_is_a_round_of_all_messages():
         assert transfer(turned, together=2) == Round(8, 3)
 
 
+@pytest.mark.parametrize("together", [1, 2, 3])
+@pytest.mark.parametrize("algorithm", ["pairwise", "linear"])
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_rows_between_all_pairs_are_rounds_of_messages(ranks, algorithm, together):
+    """Oracle: messages one by one, in P - 1 rounds or all at once; equal parts of an Alltoall."""
+    draws = random.Random(ranks)
+    members = range(ranks)
+    sizes = [[draws.choice([0.0, 1.0, 7.0, 50.0]) for _ in members] for _ in members]
+    parts = {(r, to): sizes[r][to] for r in members for to in members}
+    program = [[(r, (r + k) % ranks, {(r, (r + k) % ranks)}) for r in members] for k in members[1:]]
+    if algorithm == "linear":
+        program = [list(itertools.chain(*program))]
+    found = rounds("Alltoallv", algorithm, sizes, together)
+    assert found == [Round(*busiest(one, parts, together)) for one in program]
+    if ranks % together == 0:
+        equal = rounds("Alltoall", algorithm, [3.0] * ranks, together)
+        rows = rounds("Alltoallv", algorithm, [[3.0] * ranks] * ranks, together)
+        assert sum(r.size * r.times for r in equal) == sum(r.size for r in rows)
+        assert sum(r.leaving * r.times for r in equal) == sum(r.leaving for r in rows)
+
+
 # -- Open MPI's choices ----------------------------------------------------------------------------
 
 
@@ -317,6 +338,9 @@ def test_an_exchange_of_parts_is_a_round_of_all_messages():
         ("Reduce", 64, 2**24, "binomial"),
         ("Iallreduce", 4, 2**16, "rabenseifner"),
         ("Iallreduce", 3, 2**16, "binomial"),
+        ("Alltoallv", 3, 2**16, "pairwise"),
+        ("Alltoallv", 4, 2**16, "linear"),
+        ("Alltoallv", 64, 2**16, "pairwise"),
     ],
 )
 def test_open_mpi_chooses_by_ranks_and_bytes(primitive, ranks, size, algorithm):
@@ -344,7 +368,8 @@ def test_every_choice_has_rounds():
     for table in algorithms.LIBRARIES.values():
         for primitive, by_ranks in table.items():
             for algorithm in {name for by_size in by_ranks.values() for name in by_size.values()}:
-                assert sum(one.times for one in rounds(primitive, algorithm, [1.0] * 6)) > 0
+                parts = [[1.0] * 6] * 6 if primitive == "Alltoallv" else [1.0] * 6
+                assert sum(one.times for one in rounds(primitive, algorithm, parts)) > 0
 
 
 # -- beside SMPI -----------------------------------------------------------------------------------

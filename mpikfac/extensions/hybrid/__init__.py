@@ -9,3 +9,4 @@ from mpikfac.extensions.hybrid.slices import SlicedGradients as SlicedGradients
 from mpikfac.extensions.hybrid.split import SplitLayers as SplitLayers
 from mpikfac.extensions.hybrid.split import split_layers as split_layers
 from mpikfac.extensions.hybrid.split import split_of as split_of
+from mpikfac.extensions.hybrid.transfers import exchange_rows as exchange_rows

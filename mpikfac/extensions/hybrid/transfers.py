@@ -2,12 +2,12 @@
 
 An exchange is a linear function of the tensors of all ranks of a group, and the backward pass is
 the transposed function: a sum in parts for a gather, a gather for a sum in parts, and the way back
-for a change of the cut.
+for a change of the cut and for rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,3 +71,39 @@ def turn(x: Tensor, group: Group, cut: int, join: int) -> Tensor:
     exchange = partial(group.turn, cut=cut, join=join)
     transposed = partial(group.turn, cut=join, join=cut)
     return _linear(x, exchange, transposed)
+
+
+def exchange_rows(
+    rows: Tensor,
+    group: Group,
+    counts_out: Sequence[int],
+    counts_in: Sequence[int],
+    stages: Stages = (names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS),
+) -> Tensor:
+    """Send each member of the group consecutive rows; return the rows received, by members.
+
+    The backward pass sends the gradients of the received rows back. Rows require gradients on all
+    members or on none, also where there are 0 rows.
+
+    Collective over: group, forward and backward.
+
+    Args:
+        rows: `[sum(counts_out), ...]`, of any dtype.
+        counts_out: rows for each member.
+        counts_in: rows from each member, the count for this rank in the member's `counts_out`.
+        stages: the stages of the forward and of the backward pass, for the trace of the group.
+
+    Raises:
+        ValueError: counts do not fit the group or the rows.
+    """
+    for name, counts in (("counts_out", counts_out), ("counts_in", counts_in)):
+        if len(counts) != group.size or min(counts) < 0:
+            raise ValueError(f"{name}={list(counts)} must have {group.size} counts of at least 0")
+    if sum(counts_out) != len(rows) or counts_out[group.member] != counts_in[group.member]:
+        raise ValueError(
+            f"counts_out={list(counts_out)} and counts_in={list(counts_in)} do not fit {len(rows)} "
+            f"rows on member {group.member}"
+        )
+    exchange = partial(group.pass_rows, counts_out=counts_out, counts_in=counts_in)
+    transposed = partial(group.pass_rows, counts_out=counts_in, counts_in=counts_out)
+    return _linear(rows, exchange, transposed, stages)

@@ -14,6 +14,7 @@ from mpikfac.plan.messages.messages import combinations as combinations
 from mpikfac.plan.messages.messages import gathers as gathers
 from mpikfac.plan.messages.messages import in_order as in_order
 from mpikfac.plan.messages.messages import message as message
+from mpikfac.plan.messages.messages import rows as rows
 from mpikfac.plan.messages.messages import shard_length as shard_length
 from mpikfac.plan.messages.messages import sums as sums
 from mpikfac.plan.messages.shards import PASSED as PASSED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from mpikfac.plan.choices import Robust
 from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
@@ -45,14 +46,17 @@ class Message:
         over: "world", "column" or "row", or a part as in two levels; or "curvature", the link to
             curvature ranks.
         spans: the place in the stage's arena: first and last (exclusive) element; for
-            Reduce_scatter, Alltoall, Allgatherv and "Isend, Irecv", of every member's part in turn.
+            Reduce_scatter, Alltoall, Allgatherv and "Isend, Irecv", of every member's part in turn;
+            for Alltoallv, rows for every member in turn.
         root: the destination of a Reduce or Send, or the source of a Bcast or Recv.
-        size: bytes of all spans as sent, of all members where every member sends a part.
+        size: bytes of all spans as sent, of all members where every member sends a part; for
+            Alltoallv, bytes of the rank's parts.
         bytes: the bytes of `size` that the rank hands to MPI.
         wire: bytes sent by the rank if the collective is a ring.
         codec: the encoding; None for plain numbers.
         rule: the rule that combines the numbers of ranks; None for sums and copies.
         to: for "Isend, Irecv", every member's part after the message, in turn.
+        sizes: for Alltoallv, bytes from every member to every member.
     """
 
     stage: str
@@ -66,6 +70,7 @@ class Message:
     codec: Codec | None = None
     rule: Robust | NearMost | None = None
     to: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
 
 
 def sums(
@@ -159,6 +164,26 @@ def gathers(
     if _alike(spans):
         return [to("Allgatherv", _parts(layout, spans, members))]
     return [to("Bcast", [(span.start, span.stop)], span.segment) for span in spans]
+
+
+def rows(
+    stage: str, counts: Sequence[Sequence[int]], size: int, member: int, over: str = "world"
+) -> list[Message]:
+    """Return the message in which members exchange rows; the rank is member `member`.
+
+    Args:
+        counts: rows from every member to every member.
+        size: bytes of a row.
+    """
+    own = counts[member]
+    if len(own) == 1:
+        return []
+    edges = [0, *accumulate(own)]
+    sizes = tuple(tuple(size * count for count in row) for row in counts)
+    sent = sum(sizes[member])
+    wire = sent - sizes[member][member]
+    spans = tuple(pairwise(edges))
+    return [Message(stage, "Alltoallv", over, spans, -1, sent, sent, wire, sizes=sizes)]
 
 
 def across(stage: str, primitive: str, layout: Layout, peer: int, itemsize: int) -> list[Message]:
