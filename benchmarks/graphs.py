@@ -114,9 +114,7 @@ def row(comm: Any, name: str, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def epoch(
-    comm: Any, work: GraphWork, options: GraphOptions, step: int
-) -> tuple[float, float, int]:
+def epoch(comm: Any, work: GraphWork, options: GraphOptions, step: int) -> tuple[float, float, int]:
     """Take a step; return its seconds, those of communication, and the rank's bytes of rows.
 
     Collective over: comm.

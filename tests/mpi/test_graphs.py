@@ -46,7 +46,9 @@ def mean_loss(comm, taken):
 
 
 def weights(work):
-    return [parameter.detach().cpu().numpy().copy() for parameter in work.trainer.model.parameters()]
+    return [
+        parameter.detach().cpu().numpy().copy() for parameter in work.trainer.model.parameters()
+    ]
 
 
 def dense(model, edges, nodes):
@@ -229,8 +231,12 @@ def test_a_loaded_state_goes_on(comm, name):
     for step in range(3):
         first.step(step)
     second = work_of(comm, **chosen)
-    second.load({k: torch.as_tensor(v).clone() if torch.is_tensor(v) else v
-                 for k, v in first.state().items()})
+    second.load(
+        {
+            k: torch.as_tensor(v).clone() if torch.is_tensor(v) else v
+            for k, v in first.state().items()
+        }
+    )
     assert [mean_loss(comm, second.step(step)) for step in range(3, STEPS)] == losses[3:]
     assert all(map(np.array_equal, weights(second), expected))
 

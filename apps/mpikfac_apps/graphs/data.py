@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +62,20 @@ class Planted:
     noise: float = bounded(4.0, ">= 0")
 
 
+def package(name: str) -> Any:
+    """Return a package.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the package {error.name} is not installed: pip install {name}"
+        ) from error
+
+
 def planted(options: Planted, seed: int) -> Graph:
     """Return a graph with planted communities [Condon & Karp 2001], and noisy features of nodes.
 
@@ -99,7 +112,7 @@ def karate() -> Graph:
     Raises:
         ValueError: networkx is not installed.
     """
-    club = _package("networkx").karate_club_graph()
+    club = package("networkx").karate_club_graph()
     labels = [club.nodes[node]["club"] == "Officer" for node in club]
     return Graph(once(np.array(club.edges).T), np.eye(len(club)), np.array(labels, np.intp))
 
@@ -113,8 +126,7 @@ def surface() -> Graph:
     Raises:
         ValueError: nibabel or nilearn is not installed.
     """
-    folder = Path(_package("nilearn", begin=False).origin).parent / FSAVERAGE
-    nibabel = _package("nibabel")
+    nibabel, folder = package("nibabel"), Path(package("nilearn").__file__).parent / FSAVERAGE
 
     def read(name: str) -> Any:
         return nibabel.load(folder / f"{name}_left.gii.gz").agg_data()
@@ -124,18 +136,6 @@ def surface() -> Graph:
     sides = triangles.T[[[0, 1, 2], [1, 2, 0]]].reshape(2, -1)
     labels = (read("sulc") > 0).astype(np.intp)
     return Graph(once(sides), (features - features.mean(0)) / features.std(0), labels)
-
-
-def _package(name: str, begin: bool = True) -> Any:
-    """Return a package, or where the package lies.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ValueError(f"the graph needs the package {name}: pip install {name}")
-    return importlib.import_module(name) if begin else spec
 
 
 GRAPHS = ("planted", "karate", "surface")

@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "gcn": Kind(of_convolution, lambda rows, sums: sums, 1),
+    "gcn": Kind(of_convolution, lambda _, sums: sums, 1),
     "sage": Kind(of_means, lambda rows, sums: torch.cat([rows, sums], 1), 2),
 }
 """Graph convolutions [Kipf & Welling 2017], and GraphSAGE with means [Hamilton et al. 2017]."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpikfac_apps.graphs.data import Graph, Places
+from mpikfac_apps.graphs.data import Graph, Places, package
 
 PASSES = 10
 SLACK = 1.05  # the largest part, in units of an equal part
 
 
-def contiguous(edges: Places, nodes: int, parts: int) -> Places:
+def contiguous(_: Places, nodes: int, parts: int) -> Places:
     """Return the part of each node: nodes of neighbouring numbers in equal parts."""
     return np.arange(nodes) * parts // nodes
 
@@ -46,11 +45,8 @@ def metis(edges: Places, nodes: int, parts: int) -> Places:
     Raises:
         ValueError: pymetis is not installed.
     """
-    if importlib.util.find_spec("pymetis") is None:
-        raise ValueError("partition=metis needs the package pymetis: pip install pymetis")
-    import pymetis
-
-    return np.array(pymetis.part_graph(parts, _neighbours(edges, nodes))[1], np.intp)
+    graph = _neighbours(edges, nodes)
+    return np.array(package("pymetis").part_graph(parts, graph)[1], np.intp)
 
 
 def _neighbours(edges: Places, nodes: int) -> list[Places]:

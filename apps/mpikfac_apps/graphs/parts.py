@@ -23,7 +23,6 @@ class GraphPart(NamedTuple):
     """What a rank keeps of a graph.
 
     Attributes:
-        nodes: `[own]`, the numbers of the rank's nodes.
         own: `[own, own]`, sparse; weights of own rows in sums over neighbours.
         halo: `[own, received]`, sparse; weights of the rows that other ranks send.
         sent: `[sent, own]`, sparse; makes the rows to send, by receivers.
@@ -31,7 +30,6 @@ class GraphPart(NamedTuple):
         counts_in: rows from each rank.
     """
 
-    nodes: Places
     own: Tensor
     halo: Tensor
     sent: Tensor
@@ -94,7 +92,6 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
 
     chosen = places[sent[outgoing]]
     return GraphPart(
-        of_rank,
         cut(mine & near, len(of_rank)),
         cut(mine & ~near, len(received)),
         sparse(np.arange(len(chosen)), chosen, np.ones(len(chosen)), (len(chosen), len(of_rank))),
@@ -109,14 +106,15 @@ def with_means(part: GraphPart) -> GraphPart:
     Ranks send a single row to each rank with neighbours: an approximation of the other ranks'
     subgraphs [Angerd et al. 2020].
     """
-    received, sent = np.count_nonzero(part.counts_in), np.count_nonzero(part.counts_out)
-    rows, columns = part.halo.indices().numpy()
+    received, sent = (
+        sum(count > 0 for count in counts) for counts in (part.counts_in, part.counts_out)
+    )
+    own, (rows, columns) = len(part.own), part.halo.indices().numpy()
     sources = np.repeat(np.arange(received), [count for count in part.counts_in if count])
-    mean = np.full(sent * len(part.nodes), 1 / len(part.nodes))
-    places = np.indices((sent, len(part.nodes))).reshape(2, -1)
+    receivers, nodes = np.indices((sent, own), np.intp)
     return part._replace(
-        halo=sparse(rows, sources[columns], part.halo.values().numpy(), (len(part.nodes), received)),
-        sent=sparse(*places, mean, (sent, len(part.nodes))),
+        halo=sparse(rows, sources[columns], part.halo.values().numpy(), (own, received)),
+        sent=sparse(receivers.ravel(), nodes.ravel(), np.full(sent * own, 1 / own), (sent, own)),
         counts_out=[min(count, 1) for count in part.counts_out],
         counts_in=[min(count, 1) for count in part.counts_in],
     )

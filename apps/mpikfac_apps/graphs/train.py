@@ -93,7 +93,8 @@ class GraphWork(Work):
         self.examples_per_step = nodes = len(owners)
         hidden = [options.hidden] * (options.layers - 1)
         model = GraphNetwork(options.model, [graph.inputs, *hidden, graph.classes]).to(device)
-        self.trainer = trainer_of(comm, model, options, trace=self.trace)
+        estimator = mpikfac.Estimator(subsample=1)  # of all nodes, whoever holds a node
+        self.trainer = trainer_of(comm, model, options, None, estimator, self.trace)
         group, own = mpikfac.comm.Group(comm, 0, self.trace, "world"), owners == comm.rank
 
         def sums_of(name: str, edges: data.Places) -> Sums:
@@ -102,7 +103,9 @@ class GraphWork(Work):
             return aggregates.sums_of(name, halo, hidden, options.delay, lambda: self.trainer.steps)
 
         local = options.aggregate == "local"
-        self.sums = sums_of(options.aggregate, inside(graph.edges, owners) if local else graph.edges)
+        self.sums = sums_of(
+            options.aggregate, inside(graph.edges, owners) if local else graph.edges
+        )
         self._exact = sums_of("exact", graph.edges)
         features = torch.from_numpy(graph.features[own]).to(device, torch.get_default_dtype())
         self._inputs = model.inputs(features, self.sums.first)
@@ -148,15 +151,17 @@ class GraphWork(Work):
         late = self._late_rows()
         if all(name in checkpoint for name in late):
             for name, rows in late.items():
-                rows.copy_(checkpoint[name])
+                rows.copy_(torch.as_tensor(checkpoint[name]))
         elif self._comm.rank == 0:
             log.warning("rows of other ranks begin with 0: the checkpoint is of other ranks")
 
     def _late_rows(self) -> dict[str, Tensor]:
         """Return late rows by names that differ between ranks and between numbers of ranks."""
-        place = f"{self._comm.rank} of {self._comm.size}"
-        layers = enumerate(self.sums.late)
-        return {f"late/{n}/{name}/{place}": rows for n, late in layers for name, rows in late.items()}
+        return {
+            f"late/{layer}/{name}/{self._comm.rank} of {self._comm.size}": rows
+            for layer, late in enumerate(self.sums.late)
+            for name, rows in late.items()
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
