@@ -59,7 +59,7 @@ class Planted:
     degree: int = bounded(10, ">= 1")
     mixing: float = bounded(0.4, ">= 0", "<= 1")
     inputs: int = bounded(32, ">= 1")
-    noise: float = bounded(4.0, ">= 0")
+    noise: float = bounded(6.0, ">= 0")
 
 
 def package(name: str) -> Any:

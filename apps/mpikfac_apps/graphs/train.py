@@ -53,12 +53,12 @@ class GraphOptions(ProgramOptions):
             exchanges one row of `delay` rows.
     """
 
-    rates: ClassVar[Mapping[str, float]] = {"kfac": 0.01, "sgd": 0.5, "adamw": 0.01}
+    rates: ClassVar[Mapping[str, float]] = {"kfac": 0.003, "sgd": 0.2, "adamw": 0.01}
 
-    epochs: int = bounded(100, ">= 1")
+    epochs: int = bounded(50, ">= 1")
     graph: str = choice("planted", data.GRAPHS)
     planted: data.Planted = field(default_factory=data.Planted)
-    known: float = bounded(0.2, "> 0", "< 1")
+    known: float = bounded(0.05, "> 0", "< 1")
     partition: str = choice("greedy", partitions.PARTITIONS)
     model: str = choice("gcn", KINDS)
     layers: int = bounded(3, ">= 1")
