@@ -86,8 +86,8 @@ def dealt(name: str, graph: Graph, parts: int) -> Places:
     owners = PARTITIONS[name](graph.edges, nodes, parts)
     if empty := np.flatnonzero(np.bincount(owners, minlength=parts) == 0).tolist():
         raise ValueError(
-            f"partition={name} leaves ranks {empty} without a node: {nodes} nodes are too few for "
-            f"{parts} ranks, or take partition=contiguous"
+            f"partition={name} leaves ranks {empty} without a node: the graph has {nodes} nodes; "
+            f"take fewer ranks than {parts}, or another partition"
         )
     return owners
 
