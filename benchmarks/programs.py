@@ -26,6 +26,7 @@ from mpikfac_apps.text import table
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 RATES = {"kfac": (0.001, 0.003, 0.01), "sgd": (0.01, 0.03, 0.1), "adamw": (0.001, 0.003, 0.01)}
+OF_GRAPHS = {"kfac": (0.003, 0.01, 0.03), "sgd": (0.2, 0.5, 1.0), "adamw": (0.01, 0.03, 0.1)}
 
 
 class Problem(NamedTuple):
@@ -52,6 +53,10 @@ PROBLEMS = {
         {"size": "48", "images": "128", "test_images": "32", "epochs": "4"},
         "test_AP50_of_boxes",
         rates={"kfac": (0.0001, 0.0003, 0.001), "sgd": (0.05, 0.1, 0.2)},
+    ),
+    "graphs": Problem("train_graph.py", {}, "test_accuracy", rates=OF_GRAPHS),
+    "graphs_surface": Problem(
+        "train_graph.py", {"graph": "surface"}, "test_accuracy", rates=OF_GRAPHS
     ),
 }
 
