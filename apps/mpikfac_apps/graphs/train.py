@@ -96,16 +96,15 @@ class GraphWork(Work):
         estimator = mpikfac.Estimator(subsample=1)  # of all nodes, whoever holds a node
         self.trainer = trainer_of(comm, model, options, None, estimator, self.trace)
         group, own = mpikfac.comm.Group(comm, 0, self.trace, "world"), owners == comm.rank
+        share = float(own.mean())
 
         def sums_of(name: str, edges: data.Places) -> Sums:
             part = part_of(comm.rank, owners, model.kind.weights(edges, nodes)).to(device)
-            halo = Halo(group, part, own.mean())
+            halo = Halo(group, part, share)
             return aggregates.sums_of(name, halo, hidden, options.delay, lambda: self.trainer.steps)
 
-        local = options.aggregate == "local"
-        self.sums = sums_of(
-            options.aggregate, inside(graph.edges, owners) if local else graph.edges
-        )
+        edges = inside(graph.edges, owners) if options.aggregate == "local" else graph.edges
+        self.sums = sums_of(options.aggregate, edges)
         self._exact = sums_of("exact", graph.edges)
         features = torch.from_numpy(graph.features[own]).to(device, torch.get_default_dtype())
         self._inputs = model.inputs(features, self.sums.first)
@@ -113,7 +112,7 @@ class GraphWork(Work):
         known = torch.from_numpy(data.split(graph, options.known, options.seed)).to(device)
         self._known = known[torch.from_numpy(own).to(device)]
         self._labels = torch.from_numpy(graph.labels[own]).to(device)
-        self._weight = 1 / (own.mean() * int(known.sum()))  # as `aggregates.of_all` wants
+        self._weight = 1 / (share * int(known.sum()))  # as `aggregates.of_all` wants
 
     def step(self, step: int) -> Taken:
         """Take a step on all nodes; the loss is of the nodes whose classes are known."""
