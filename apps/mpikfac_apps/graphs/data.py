@@ -71,9 +71,7 @@ def package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the package {error.name} is not installed: pip install {name}"
-        ) from error
+        raise ValueError(f"this needs the package {name}: {error}") from error
 
 
 def planted(options: Planted, seed: int) -> Graph:

@@ -152,7 +152,7 @@ class GraphWork(Work):
             for name, rows in late.items():
                 rows.copy_(torch.as_tensor(checkpoint[name]))
         elif self._comm.rank == 0:
-            log.warning("rows of other ranks begin with 0: the checkpoint is of other ranks")
+            log.warning("late rows begin with 0: late rows need as many ranks as before")
 
     def _late_rows(self) -> dict[str, Tensor]:
         """Return late rows by names that differ between ranks and between numbers of ranks."""
