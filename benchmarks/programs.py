@@ -26,6 +26,7 @@ from mpikfac_apps.text import table
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 RATES = {"kfac": (0.001, 0.003, 0.01), "sgd": (0.01, 0.03, 0.1), "adamw": (0.001, 0.003, 0.01)}
+OF_GRAPHS = {"kfac": (0.003, 0.01, 0.03), "sgd": (0.2, 0.5, 1.0), "adamw": (0.01, 0.03, 0.1)}
 
 
 class Problem(NamedTuple):
@@ -74,6 +75,10 @@ PROBLEMS = {
         {},
         "test_AUC",
         rates={"kfac": (0.0003, 0.001, 0.003), "sgd": (0.3, 1, 3), "adamw": (0.01, 0.03, 0.1)},
+    ),
+    "graphs": Problem("train_graph.py", {}, "test_accuracy", rates=OF_GRAPHS),
+    "graphs_surface": Problem(
+        "train_graph.py", {"graph": "surface"}, "test_accuracy", rates=OF_GRAPHS
     ),
 }
 

@@ -1318,4 +1318,37 @@ TABLE = (
         'seconds("Alltoall", max(map(sum, message.sizes)))',
         "tests/unit/test_costmodel.py",
     ),
+    # -- graphs
+    Mistake(
+        "graphs: gradients of rows keep the unit of the receiver",
+        "../apps/mpikfac_apps/graphs/aggregates.py",
+        "received = _weighed(exchange(sent), halo.share)",
+        "received = exchange(sent)",
+        "tests/mpi/test_graphs.py",
+        2,
+    ),
+    Mistake(
+        "graphs: late rows are in use before their time",
+        "../apps/mpikfac_apps/graphs/aggregates.py",
+        "return self.rows[0].clone()",
+        "return self.rows[1].clone()",
+        "tests/mpi/test_graphs.py",
+        2,
+    ),
+    Mistake(
+        "graphs: parts of different sizes weigh the same",
+        "../apps/mpikfac_apps/graphs/train.py",
+        "self.trainer.step(examples=len(self._labels))",
+        "self.trainer.step()",
+        "tests/mpi/test_graphs.py",
+        2,
+    ),
+    Mistake(
+        "graphs: rows of other ranks are taken by nodes, not by ranks",
+        "../apps/mpikfac_apps/graphs/parts.py",
+        'np.argsort(owners[received], kind="stable")',
+        "np.arange(len(received))",
+        "tests/mpi/test_graphs.py",
+        3,
+    ),
 )

@@ -1,0 +1,1 @@
+"""Graph networks on a graph whose nodes are dealt to ranks."""

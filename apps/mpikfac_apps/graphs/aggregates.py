@@ -1,0 +1,207 @@
+"""Sum over neighbours that other ranks hold: exactly, some steps late, by means, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import mpikfac
+from mpikfac_apps.graphs.networks import Aggregate
+from mpikfac_apps.graphs.parts import GraphPart, with_means
+
+AGGREGATES = ("exact", "local", "delayed", "means")
+THERE = (mpikfac.plan.names.EXCHANGE_ACTIVATIONS, mpikfac.plan.names.EXCHANGE_ACTIVATION_GRADIENTS)
+BACK = THERE[::-1]
+Exchange = Callable[[Tensor], Tensor]
+"""From rows for other ranks `[sent, width]` to rows of other ranks `[received, width]`."""
+
+
+class Halo(NamedTuple):
+    """The rank's part of a graph, and the ranks that hold the other parts.
+
+    Attributes:
+        share: the rank's share of the nodes.
+    """
+
+    group: mpikfac.comm.Group
+    part: GraphPart
+    share: float
+
+
+def of_own(halo: Halo) -> Aggregate:
+    """Return the sum over the neighbours that the rank holds, without messages."""
+    return lambda rows: halo.part.own @ rows
+
+
+def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
+    """Return the sum over the neighbours on all ranks.
+
+    A rank's gradients are those of the mean loss over all ranks, divided by the rank's share of the
+    nodes, because the trainer multiplies by the share. So gradients change their unit on the way.
+
+    Collective over: group, forward and backward.
+    """
+
+    def aggregate(rows: Tensor) -> Tensor:
+        sent = _weighed(halo.part.sent @ rows, 1 / halo.share)
+        received = _weighed(exchange(sent), halo.share)
+        return halo.part.own @ rows + halo.part.halo @ received
+
+    return aggregate
+
+
+def in_time(halo: Halo) -> Exchange:
+    """Return the exchange of the rows of this step.
+
+    Collective over: group, forward and backward.
+    """
+    counts = halo.part.counts_out, halo.part.counts_in
+    return lambda rows: mpikfac.exchange_rows(rows, halo.group, *counts, THERE)
+
+
+class Late:
+    """Exchange rows that arrive `delay` steps late, and gradients as late [DistGNN].
+
+    In a step, ranks exchange every `delay`-th row in turn, and take the rows of the same turn that
+    came `delay` steps before. So rows are `delay` to `2 delay - 1` steps old; before the first
+    arrival, rows are 0.
+
+    Collective over: group, forward and backward.
+
+    Args:
+        width: numbers in a row.
+        delay: at least 1.
+        clock: returns the number of the step.
+    """
+
+    def __init__(
+        self,
+        halo: Halo,
+        width: int,
+        delay: int,
+        clock: Callable[[], int],
+    ) -> None:
+        group, out, into = halo.group, halo.part.counts_out, halo.part.counts_in
+        zeros = halo.part.own.values().new_zeros
+        self._there = _Line(group, (out, into), THERE, delay, zeros(2, sum(into), width))
+        self._back = _Line(group, (into, out), BACK, delay, zeros(2, sum(out), width))
+        self._clock = clock
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the rows of other ranks, as late as they are."""
+        received: Tensor = _LateRows.apply(rows, self._there, self._back, self._clock())  # type: ignore[no-untyped-call]
+        return received
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the rows under way and the rows in use, and those of gradients, by name."""
+        yield from (("rows", self._there.rows), ("gradients", self._back.rows))
+
+
+class Sums(NamedTuple):
+    """The sums over neighbours of a training.
+
+    Attributes:
+        halo: the rows that travel.
+        first: of the features, once.
+        hidden: of hidden rows, by layers.
+        late: the exchanges that hold rows between steps, by layers.
+    """
+
+    halo: Halo
+    first: Aggregate
+    hidden: Sequence[Aggregate]
+    late: Sequence[Late] = ()
+
+
+def sums_of(
+    name: str, halo: Halo, widths: Sequence[int], delay: int, clock: Callable[[], int]
+) -> Sums:
+    """Return the sums of a name in `AGGREGATES`.
+
+    Args:
+        halo: with "local", of the edges inside of ranks alone.
+        widths: of hidden rows.
+    """
+    if name == "local":
+        return Sums(halo, of_own(halo), [of_own(halo)] * len(widths))
+    if name == "means":
+        halo = halo._replace(part=with_means(halo.part))
+    exact = of_all(halo, in_time(halo))
+    if name != "delayed" or not delay:
+        return Sums(halo, exact, [exact] * len(widths))
+    late = [Late(halo, width, delay, clock) for width in widths]
+    return Sums(halo, exact, [of_all(halo, each) for each in late], late)
+
+
+class _Line:
+    """A direction of late rows.
+
+    Attributes:
+        rows: `[2, received, width]`: in use, and under way.
+    """
+
+    def __init__(
+        self,
+        group: mpikfac.comm.Group,
+        counts: tuple[Sequence[int], Sequence[int]],
+        stages: tuple[str, str],
+        delay: int,
+        rows: Tensor,
+    ) -> None:
+        self._group, self._stages, self._delay, self.rows = group, stages, delay, rows
+        self._turns = [
+            [_of_turn(side, turn, delay, rows.device) for side in counts] for turn in range(delay)
+        ]
+
+    def pass_on(self, rows: Tensor, step: int) -> Tensor:
+        """Send the rows of the step's turn; return the rows in use, a copy."""
+        (sent, counts_out), (received, counts_in) = self._turns[step % self._delay]
+        self.rows[0, received] = self.rows[1, received]
+        self.rows[1, received] = mpikfac.exchange_rows(
+            rows[sent], self._group, counts_out, counts_in, self._stages
+        )
+        return self.rows[0].clone()
+
+
+def _of_turn(
+    counts: Sequence[int], turn: int, delay: int, device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """Return the places of the rows of a turn among all rows, and the numbers of such rows."""
+    places = np.concatenate([np.arange(count) for count in counts])
+    of_turn = np.flatnonzero(places % delay == turn)
+    return torch.from_numpy(of_turn).to(device), [len(range(turn, c, delay)) for c in counts]
+
+
+class _LateRows(torch.autograd.Function):
+    """Take late rows forward, and late gradients backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: _Line, back: _Line, step: int) -> Tensor:
+        ctx.back, ctx.step = back, step
+        return there.pass_on(rows, step)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> Any:
+        return ctx.back.pass_on(gradients, ctx.step), None, None, None
+
+
+class _WeighedGradient(torch.autograd.Function):
+    """Return the tensor, and multiply the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.weight, None
+
+
+def _weighed(x: Tensor, weight: float) -> Tensor:
+    weighed: Tensor = _WeighedGradient.apply(x, weight)  # type: ignore[no-untyped-call]
+    return weighed

@@ -1,0 +1,155 @@
+"""Make graphs whose nodes have features and classes: planted communities, and two known graphs."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpikfac_apps.options.fields import bounded
+
+Numbers = NDArray[np.float64]
+Places = NDArray[np.intp]
+FSAVERAGE = "datasets/data/fsaverage5"  # a folder in the package nilearn
+
+
+class Graph(NamedTuple):
+    """A graph without directions and without loops.
+
+    Attributes:
+        edges: `[2, edges]`, the numbers of two nodes, the smaller one first; each edge once.
+        features: `[nodes, inputs]`.
+        labels: `[nodes]`, the classes, from 0 on.
+    """
+
+    edges: Places
+    features: Numbers
+    labels: Places
+
+    @property
+    def inputs(self) -> int:
+        """The number of features."""
+        return self.features.shape[1]
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return int(self.labels.max()) + 1
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The planted communities.
+
+    Args:
+        nodes: the number of nodes.
+        communities: the number of communities, which are the classes.
+        degree: the mean number of neighbours of a node.
+        mixing: the share of the edges whose second node is any node, not one of the community.
+        inputs: the number of features of a node.
+        noise: the standard deviation of the noise in features; centres of communities have 1.
+    """
+
+    nodes: int = bounded(4000, ">= 2")
+    communities: int = bounded(8, ">= 2")
+    degree: int = bounded(10, ">= 1")
+    mixing: float = bounded(0.4, ">= 0", "<= 1")
+    inputs: int = bounded(32, ">= 1")
+    noise: float = bounded(6.0, ">= 0")
+
+
+def package(name: str) -> Any:
+    """Return a package.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"this needs the package {name}: {error}") from error
+
+
+def planted(options: Planted, seed: int) -> Graph:
+    """Return a graph with planted communities [Condon & Karp 2001], and noisy features of nodes.
+
+    The communities have random sizes, and the numbers of nodes say nothing about communities.
+    """
+    draws = np.random.default_rng(seed)
+    labels = draws.integers(options.communities, size=options.nodes)
+    first, second = draws.integers(options.nodes, size=(2, options.nodes * options.degree // 2))
+    inside = draws.random(len(first)) >= options.mixing
+    second[inside] = _companions(labels, first[inside], draws)
+    centres = draws.standard_normal((options.communities, options.inputs))
+    noise = options.noise * draws.standard_normal((options.nodes, options.inputs))
+    return Graph(once(np.stack([first, second])), centres[labels] + noise, labels)
+
+
+def _companions(labels: Places, nodes: Places, draws: np.random.Generator) -> Places:
+    """Return for each of the nodes a random node of the same class."""
+    by_class, sizes = np.argsort(labels, kind="stable"), np.bincount(labels)
+    places = (sizes[labels[nodes]] * draws.random(len(nodes))).astype(np.intp)
+    return by_class[(np.cumsum(sizes) - sizes)[labels[nodes]] + places]
+
+
+def once(pairs: Places) -> Places:
+    """Return edges `[2, edges]` of pairs of nodes `[2, pairs]`: no loop, no edge twice."""
+    pairs = np.sort(pairs[:, pairs[0] != pairs[1]], 0)
+    return np.unique(pairs, axis=1)
+
+
+def karate() -> Graph:
+    """Return the karate club [Zachary 1977] of networkx: 34 members, 78 friendships, 2 later clubs.
+
+    A feature says which member a node is, as nothing else is known of members.
+
+    Raises:
+        ValueError: networkx is not installed.
+    """
+    club = package("networkx").karate_club_graph()
+    labels = [club.nodes[node]["club"] == "Officer" for node in club]
+    return Graph(once(np.array(club.edges).T), np.eye(len(club)), np.array(labels, np.intp))
+
+
+def surface() -> Graph:
+    """Return the left half of the brain's surface fsaverage5 [Fischl et al. 1999] of nilearn.
+
+    The 10,242 nodes are corners of triangles. Features are place, area and thickness of the cortex,
+    standardised; the class says if the place lies in a furrow.
+
+    Raises:
+        ValueError: nibabel or nilearn is not installed.
+    """
+    nibabel, folder = package("nibabel"), Path(package("nilearn").__file__).parent / FSAVERAGE
+
+    def read(name: str) -> Any:
+        return nibabel.load(folder / f"{name}_left.gii.gz").agg_data()
+
+    places, triangles = read("pial")
+    features = np.column_stack([places, read("area"), read("thick")]).astype(float)
+    sides = triangles.T[[[0, 1, 2], [1, 2, 0]]].reshape(2, -1)
+    labels = (read("sulc") > 0).astype(np.intp)
+    return Graph(once(sides), (features - features.mean(0)) / features.std(0), labels)
+
+
+GRAPHS = ("planted", "karate", "surface")
+
+
+def graph_of(name: str, options: Planted, seed: int) -> Graph:
+    """Return the graph of a name.
+
+    Raises:
+        ValueError: a package is not installed.
+    """
+    known_graphs = {"planted": lambda: planted(options, seed), "karate": karate, "surface": surface}
+    return known_graphs[name]()
+
+
+def split(graph: Graph, share: float, seed: int) -> NDArray[np.bool_]:
+    """Return for each node if the label is known in training; the share is rounded up."""
+    order = np.random.default_rng((seed, 1)).permutation(len(graph.labels))
+    return order < np.ceil(share * len(order))

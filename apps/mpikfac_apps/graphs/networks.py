@@ -1,0 +1,71 @@
+"""Graph networks: linear layers between sums over neighbours, so that K-FAC covers all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac_apps.graphs.data import Places
+from mpikfac_apps.graphs.parts import Weights, of_convolution, of_means
+
+Aggregate = Callable[[Tensor], Tensor]
+"""From rows `[own nodes, width]` to sums over neighbours of the same shape."""
+
+
+class Kind(NamedTuple):
+    """A kind of graph network.
+
+    Attributes:
+        weights: the weights of the sums, for edges and a number of nodes.
+        join: what a layer takes, of own rows and of sums.
+        times: the width of what a layer takes, in units of the width of rows.
+    """
+
+    weights: Callable[[Places, int], Weights]
+    join: Callable[[Tensor, Tensor], Tensor]
+    times: int
+
+
+KINDS = {
+    "gcn": Kind(of_convolution, lambda _, sums: sums, 1),
+    "sage": Kind(of_means, lambda rows, sums: torch.cat([rows, sums], 1), 2),
+}
+"""Graph convolutions [Kipf & Welling 2017], and GraphSAGE with means [Hamilton et al. 2017]."""
+
+
+class GraphNetwork(nn.Module):
+    """A graph network; the nodes are the examples of the layers.
+
+    Args:
+        kind: a name of `KINDS`.
+        widths: of the features, of hidden rows, and the number of classes.
+    """
+
+    def __init__(self, kind: str, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.kind = KINDS[kind]
+        self.layers = nn.ModuleList(nn.Linear(self.kind.times * a, b) for a, b in pairwise(widths))
+
+    def inputs(self, features: Tensor, aggregate: Aggregate) -> Tensor:
+        """Return what the first layer takes: the same numbers in all steps."""
+        return self.kind.join(features, aggregate(features))
+
+    def forward(self, inputs: Tensor, aggregates: Sequence[Aggregate]) -> Tensor:
+        """Return logits `[own nodes, classes]`.
+
+        Collective over: what the aggregates state.
+
+        Args:
+            inputs: of `inputs()`.
+            aggregates: one for each layer but the first one.
+        """
+        first, *layers = self.layers
+        rows = first(inputs)
+        for layer, aggregate in zip(layers, aggregates, strict=True):
+            rows = rows.relu()
+            rows = layer(self.kind.join(rows, aggregate(rows)))
+        return rows

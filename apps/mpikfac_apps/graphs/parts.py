@@ -1,0 +1,129 @@
+"""Cut the sums over neighbours into a rank's part: own rows, rows of other ranks, rows to send."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpikfac_apps.graphs.data import Numbers, Places
+
+
+class Weights(NamedTuple):
+    """The matrix of the sums over neighbours: the places and values of numbers that are not 0."""
+
+    rows: Places
+    columns: Places
+    values: Numbers
+
+
+class GraphPart(NamedTuple):
+    """What a rank keeps of a graph.
+
+    Attributes:
+        own: `[own, own]`, sparse; weights of own rows in sums over neighbours.
+        halo: `[own, received]`, sparse; weights of the rows that other ranks send.
+        sent: `[sent, own]`, sparse; makes the rows to send, by receivers.
+        counts_out: rows for each rank.
+        counts_in: rows from each rank.
+    """
+
+    own: Tensor
+    halo: Tensor
+    sent: Tensor
+    counts_out: list[int]
+    counts_in: list[int]
+
+    def to(self, device: torch.device) -> GraphPart:
+        """Return the part with its tensors on the device."""
+        own, halo, sent = (tensor.to(device) for tensor in (self.own, self.halo, self.sent))
+        return self._replace(own=own, halo=halo, sent=sent)
+
+
+def of_convolution(edges: Places, nodes: int) -> Weights:
+    """Return weights of a graph convolution [Kipf & Welling 2017].
+
+    A node with `d` neighbours counts as a neighbour of itself, and weighs a neighbour of `e`
+    neighbours by `1 / sqrt((d + 1) (e + 1))`.
+    """
+    loops = np.arange(nodes)
+    rows, columns = (np.concatenate([a, b, loops]) for a, b in (edges, edges[::-1]))
+    roots = np.sqrt(np.bincount(rows, minlength=nodes))
+    return Weights(rows, columns, 1 / (roots[rows] * roots[columns]))
+
+
+def of_means(edges: Places, nodes: int) -> Weights:
+    """Return weights of means over neighbours [Hamilton et al. 2017]."""
+    rows, columns = np.concatenate([edges, edges[::-1]], axis=1)
+    return Weights(rows, columns, 1 / np.bincount(rows, minlength=nodes)[rows])
+
+
+def inside(edges: Places, owners: Places) -> Places:
+    """Return the edges between nodes of the same rank."""
+    return edges[:, owners[edges[0]] == owners[edges[1]]]
+
+
+def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
+    """Return a rank's part of the sums, with a row for each node of other ranks that counts.
+
+    Args:
+        owners: `[nodes]`, the ranks of nodes.
+    """
+    nodes, ranks = len(owners), owners.max() + 1
+    rows, columns, values = weights
+    of_rank = np.flatnonzero(owners == rank)
+    places = np.zeros(nodes, np.intp)  # in the lists of own nodes and of received nodes
+    places[of_rank] = np.arange(len(of_rank))
+    # Pairs of a receiver and a node, each once, by receivers and then by nodes.
+    leaving = owners[rows] != owners[columns]
+    pairs = np.unique(owners[rows[leaving]] * nodes + columns[leaving])
+    receivers, sent = pairs // nodes, pairs % nodes
+    received = sent[receivers == rank]
+    received = received[np.argsort(owners[received], kind="stable")]
+    places[received] = np.arange(len(received))
+    outgoing = owners[sent] == rank
+    mine, near = owners[rows] == rank, owners[columns] == rank
+
+    def cut(chosen: np.ndarray, width: int) -> Tensor:
+        shape = len(of_rank), width
+        return sparse(places[rows[chosen]], places[columns[chosen]], values[chosen], shape)
+
+    chosen = places[sent[outgoing]]
+    return GraphPart(
+        cut(mine & near, len(of_rank)),
+        cut(mine & ~near, len(received)),
+        sparse(np.arange(len(chosen)), chosen, np.ones(len(chosen)), (len(chosen), len(of_rank))),
+        np.bincount(receivers[outgoing], minlength=ranks).tolist(),
+        np.bincount(owners[received], minlength=ranks).tolist(),
+    )
+
+
+def with_means(part: GraphPart) -> GraphPart:
+    """Return a part that takes the mean of a rank's rows for each row of the rank.
+
+    Ranks send a single row to each rank with neighbours: an approximation of the other ranks'
+    subgraphs [Angerd et al. 2020].
+    """
+    received, sent = (
+        sum(count > 0 for count in counts) for counts in (part.counts_in, part.counts_out)
+    )
+    own, (rows, columns) = len(part.own), part.halo.indices().numpy()
+    sources = np.repeat(np.arange(received), [count for count in part.counts_in if count])
+    receivers, nodes = np.indices((sent, own), np.intp)
+    return part._replace(
+        halo=sparse(rows, sources[columns], part.halo.values().numpy(), (own, received)),
+        sent=sparse(receivers.ravel(), nodes.ravel(), np.full(sent * own, 1 / own), (sent, own)),
+        counts_out=[min(count, 1) for count in part.counts_out],
+        counts_in=[min(count, 1) for count in part.counts_in],
+    )
+
+
+def sparse(rows: Places, columns: Places, values: Numbers, shape: tuple[int, int]) -> Tensor:
+    """Return a sparse matrix of the default dtype; values in the same place are added."""
+    numbers = torch.as_tensor(values, dtype=torch.get_default_dtype())
+    places = np.stack([rows, columns])
+    return torch.sparse_coo_tensor(
+        torch.from_numpy(places), numbers, shape, check_invariants=True
+    ).coalesce()

@@ -1,0 +1,174 @@
+"""Train a graph network on all nodes of a graph in every step; the nodes are dealt to ranks.
+
+    mpirun -n 2 python -m mpi4py apps/train_graph.py
+    mpirun -n 2 python -m mpi4py apps/train_graph.py --aggregate delayed --delay 5
+
+A rank computes the rows of its own nodes; K-FAC takes nodes as examples. With the exact aggregate,
+any number of ranks computes the numbers of a single rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mpikfac
+from mpikfac_apps.graphs import aggregates, data, partitions
+from mpikfac_apps.graphs.aggregates import Halo, Sums
+from mpikfac_apps.graphs.networks import KINDS, GraphNetwork
+from mpikfac_apps.graphs.parts import inside, part_of
+from mpikfac_apps.options.fields import bounded, choice
+from mpikfac_apps.programs.options import ProgramOptions
+from mpikfac_apps.programs.run import main as run
+from mpikfac_apps.programs.trainer import trainer_of
+from mpikfac_apps.programs.work import Taken, Work
+
+log = logging.getLogger("mpikfac.train")
+
+
+@dataclass(frozen=True)
+class GraphOptions(ProgramOptions):
+    """Train a graph network on all nodes of a graph in every step; the nodes are dealt to ranks.
+
+    Args:
+        epochs: the number of steps, each on all nodes.
+        graph: "planted" communities; "karate", a club of 34 members (package networkx); or
+            "surface", a mesh of the brain with 10,242 nodes (packages nilearn and nibabel).
+        planted: the planted communities.
+        known: the share of the nodes whose classes are known in training; the others are the test.
+        partition: how nodes are dealt to ranks: by number ("contiguous"), by most neighbours
+            ("greedy"), or by METIS ("metis", package pymetis).
+        model: "gcn", graph convolutions, or "sage", GraphSAGE with means.
+        layers: the number of layers; each layer but the first one takes rows of other ranks.
+        hidden: the width of hidden rows.
+        aggregate: what a rank takes of neighbours on other ranks: "exact" rows, no rows ("local"),
+            rows of earlier steps ("delayed"), or the means of ranks ("means").
+        delay: how many steps late rows arrive, with aggregate=delayed; 0 for exact rows. A step
+            exchanges one row of `delay` rows.
+    """
+
+    rates: ClassVar[Mapping[str, float]] = {"kfac": 0.003, "sgd": 0.2, "adamw": 0.01}
+
+    epochs: int = bounded(50, ">= 1")
+    graph: str = choice("planted", data.GRAPHS)
+    planted: data.Planted = field(default_factory=data.Planted)
+    known: float = bounded(0.05, "> 0", "< 1")
+    partition: str = choice("greedy", partitions.PARTITIONS)
+    model: str = choice("gcn", KINDS)
+    layers: int = bounded(3, ">= 1")
+    hidden: int = bounded(64, ">= 1")
+    aggregate: str = choice("exact", aggregates.AGGREGATES)
+    delay: int = bounded(5, ">= 0")
+
+
+class GraphWork(Work):
+    """The training of a graph network; a rank computes the rows of its own nodes.
+
+    Collective over: comm, as are all methods.
+
+    Raises:
+        UserError: a package is missing, a rank would have no node, or a setting cannot work.
+
+    Attributes:
+        sums: the sums over neighbours in the training.
+        trace: seconds and bytes of every stage.
+    """
+
+    steps_per_epoch = 1
+    measures = ("accuracy",)
+
+    def __init__(
+        self, comm: mpikfac.comm.Comm, options: GraphOptions, device: torch.device
+    ) -> None:
+        with mpikfac.comm.together(comm, "options"):
+            graph = data.graph_of(options.graph, options.planted, options.seed)
+            owners = partitions.dealt(options.partition, graph, comm.size)
+        self._comm, self._options, self.trace = comm, options, mpikfac.Trace()
+        self.examples_per_step = nodes = len(owners)
+        hidden = [options.hidden] * (options.layers - 1)
+        model = GraphNetwork(options.model, [graph.inputs, *hidden, graph.classes]).to(device)
+        estimator = mpikfac.Estimator(subsample=1)  # of all nodes, whoever holds a node
+        self.trainer = trainer_of(comm, model, options, None, estimator, self.trace)
+        group, own = mpikfac.comm.Group(comm, 0, self.trace, "world"), owners == comm.rank
+        share = float(own.mean())
+
+        def sums_of(name: str, edges: data.Places) -> Sums:
+            part = part_of(comm.rank, owners, model.kind.weights(edges, nodes)).to(device)
+            halo = Halo(group, part, share)
+            return aggregates.sums_of(name, halo, hidden, options.delay, lambda: self.trainer.steps)
+
+        edges = inside(graph.edges, owners) if options.aggregate == "local" else graph.edges
+        self.sums = sums_of(options.aggregate, edges)
+        self._exact = sums_of("exact", graph.edges)
+        features = torch.from_numpy(graph.features[own]).to(device, torch.get_default_dtype())
+        self._inputs = model.inputs(features, self.sums.first)
+        self._test_inputs = model.inputs(features, self._exact.first)
+        known = torch.from_numpy(data.split(graph, options.known, options.seed)).to(device)
+        self._known = known[torch.from_numpy(own).to(device)]
+        self._labels = torch.from_numpy(graph.labels[own]).to(device)
+        self._weight = 1 / (share * int(known.sum()))  # as `aggregates.of_all` wants
+
+    def step(self, step: int) -> Taken:
+        """Take a step on all nodes; the loss is of the nodes whose classes are known."""
+        self.trainer.optimizer.zero_grad()
+        logits = self.trainer.model(self._inputs, self.sums.hidden)[self._known]
+        labels = self._labels[self._known]
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        (self._weight * loss).backward()
+        self.trainer.step(examples=len(self._labels))
+        right = (logits.argmax(1) == labels).sum()
+        return Taken(loss.detach() / max(1, len(labels)), len(labels), right.double()[None])
+
+    def test(self) -> dict[str, float]:
+        """Return the accuracy of the nodes whose classes are not known, with exact sums."""
+        self.trainer.model.eval()
+        with torch.no_grad():
+            logits = self.trainer.model(self._test_inputs, self._exact.hidden)[~self._known]
+        self.trainer.model.train()
+        right = (logits.argmax(1) == self._labels[~self._known]).sum()
+        right, nodes = mpikfac.comm.summed(self._comm, [int(right), len(logits)])
+        return {"accuracy": right / nodes}
+
+    def summary(self) -> str:
+        """Return the network and the graph."""
+        options, nodes = self._options, self.examples_per_step
+        return f"{options.model} on the graph {options.graph} of {nodes} nodes"
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the trainer, and late rows of the rank."""
+        return self.trainer.state_dict() | self._late_rows()
+
+    def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
+        """Load a state; late rows begin anew on another number of ranks."""
+        self.trainer.load_state_dict(checkpoint)
+        late = self._late_rows()
+        if all(name in checkpoint for name in late):
+            for name, rows in late.items():
+                rows.copy_(torch.as_tensor(checkpoint[name]))
+        elif self._comm.rank == 0:
+            log.warning("late rows begin with 0: late rows need as many ranks as before")
+
+    def _late_rows(self) -> dict[str, Tensor]:
+        """Return late rows by names that differ between ranks and between numbers of ranks."""
+        return {
+            f"late/{layer}/{name}/{self._comm.rank} of {self._comm.size}": rows
+            for layer, late in enumerate(self.sums.late)
+            for name, rows in late.items()
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and print a line after each step; return 0.
+
+    Collective over: world.
+
+    Raises:
+        SystemExit: code 2 after a single line about a mistake that the user can correct.
+    """
+    return run("train_graph.py", GraphOptions, GraphWork, argv)
