@@ -30,7 +30,7 @@ from mpikfac_apps.tracking.tracker import Trackers
 from mpikfac_apps.training import batches, checkpoints, run_directory, settings
 from mpikfac_apps.training.augmentation.mixes import Mixes
 from mpikfac_apps.training.metrics import Meter, Speed
-from mpikfac_apps.training.parts import trainers
+from mpikfac_apps.training.parts import groups, trainers
 from mpikfac_apps.training.parts.optimizers import (
     AVERAGED,
     Average,
@@ -73,8 +73,8 @@ class Run:
         place: RankPlace,
     ) -> None:
         self.comm, self.team, self.guard = comm, team, guard
-        early_log = run_directory.start_log() if comm.rank == 0 else None
-        checkpoint = checkpoints.open_checkpoint(comm, options)
+        early_log = run_directory.start_log(groups.writer(options)) if comm.rank == 0 else None
+        checkpoint = groups.open_checkpoint(place.world, comm, options)
         self.origin, options = settings.origin_of(comm, options, checkpoint)
         self.options = options = dataclasses.replace(options, batch_per_rank=None)
         self.problem = problem = Problem(comm, options, place.device, self.origin.images)
@@ -89,7 +89,9 @@ class Run:
         self.split = trainers.split_layers(problem, self.model, trace)
         rate = learning_rate(options, problem.calendar.at(0).steps, self.origin.ranks)
         self.lr: Callable[[int], float] = lambda step: rate(problem.calendar.clock(step))
-        self.training = trainers.make_training(problem, team, self.model, self.optimizer, trace)
+        self.training = trainers.make_training(
+            problem, team, place.world, self.model, self.optimizer, trace
+        )
         self.trainer = self.training.trainer
         self.average = Average(self.model, options.average) if options.average else None
         guard.stage = lambda: self.trainer.trace.current
@@ -137,7 +139,7 @@ class Run:
         log.info("%s", self._summary())
         recording = Recording(self.comm, self.options, self.training, self.steps)
         progress = None
-        if self.record:
+        if self.training.everyone.rank == 0:
             progress = run_directory.RunProgress(first, self.steps, calendar.epochs)
         stop = False
         for step in range(first, first if self.impatient else self.steps):
@@ -227,7 +229,7 @@ class Run:
             loss = problem.loss(outputs, targets)
         with stage("backward"):
             self.training.record(outputs)
-            (loss * share).backward()
+            (self.training.objective(images, outputs, loss) * share).backward()
         with torch.no_grad():
             self.meter.add(loss, problem.task.measured(outputs, targets), len(outputs))
         return loss.detach()
@@ -375,7 +377,8 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Return the rank's share of the trainer's state, and the averaged weights."""
-        return self.trainer.state_dict() | (self.average.state() if self.average else {})
+        average = self.average.state() if self.average else {}
+        return self.trainer.state_dict() | self.training.state() | average
 
     def about(self) -> dict[str, Any]:
         """Return rank 0's own items for a checkpoint."""
@@ -403,6 +406,7 @@ class Run:
             numbers = decays_and_momenta(self.optimizer)
             self.trainer.load_state_dict(checkpoint)
             follow_options(self.optimizer, numbers)
+            self.training.load(items)
             limit = "max_steps" if self.steps == self.options.max_steps else "epochs"
             checkpoints.check_steps(self.trainer.steps, checkpoint.step, self.steps, limit)
             if self.average and AVERAGED in items:

@@ -25,6 +25,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import serving_ranks
 from mpikfac_apps.place import RankPlace, share_cores
 from mpikfac_apps.training import settings
+from mpikfac_apps.training.parts.groups import joined
 from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
@@ -82,7 +83,8 @@ def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
         watchdog.follow(options.hang_after)
         with mpikfac.ending(comm):
             place = settle(comm, options)
-            team = mpikfac.split(comm, serving_ranks(options)[1])
+            group, options = joined(comm, options)
+            team = mpikfac.split(group, serving_ranks(options)[1])
         if team.comm is None:
             watchdog.follow(None)
             assist(comm, team, options, place.device)
@@ -105,7 +107,7 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
         device = mpikfac.device(comm, options.device)
         if options.shrink:
             mpikfac.comm.check_survivable()
-    return RankPlace(device, hosts)
+    return RankPlace(device, hosts, comm)
 
 
 def assist(

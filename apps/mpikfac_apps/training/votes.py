@@ -85,13 +85,14 @@ class StepVotes:
         votes = [round(mean * ranks) for mean in self._trainer.votes.tolist()]
         self._tell_of_loss(troubled=votes[TROUBLES] > self.troubles)
         self.troubles = votes[TROUBLES]
-        if votes[STOP]:
+        stop, checkpoint = self._training.asked([votes[STOP], votes[CHECKPOINT]])
+        if stop:
             return True
         if votes[WRITTEN] == ranks:
             self._saver.settle()
         elif self._comm.rank == 0:
             self._saver.remind(votes[WRITTEN], votes[LATE], self._options.hang_after)
-        if votes[CHECKPOINT] or self._due:
+        if checkpoint or self._due:
             # A diverging run must not replace good checkpoints: the checkpoint waits for a step
             # without trouble.
             self._due = self.troubled()
@@ -115,7 +116,7 @@ class StepVotes:
         Collective over: world.
         """
         troubles = self._trainer.nonfinite.counts.total()
-        return any(self._comm.allgather(troubles > self._own_troubles))
+        return any(self._training.everyone.allgather(troubles > self._own_troubles))
 
     def decompositions(self) -> int:
         """Return the decompositions of all ranks since the start; not collective."""
