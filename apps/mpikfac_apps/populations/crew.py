@@ -119,7 +119,9 @@ class Crew:
     def state_dict(self) -> State:
         """Return the rank's share of the states of its members; not collective."""
         states = {m: member.state() for m, member in self.members.items()}
-        items = {f"member-{m}/{n}": value for m, state in states.items() for n, value in state.items()}
+        items = {
+            f"member-{m}/{n}": value for m, state in states.items() for n, value in state.items()
+        }
         return items | {"trainer/steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ class Searched:
     def __init__(self, value: float) -> None:
         self.value = value
 
-    def __call__(self, step: int) -> float:  # noqa: ARG002 (as all schedules)
+    def __call__(self, step: int) -> float:
         return self.value
 
     def __repr__(self) -> str:
@@ -91,7 +91,9 @@ class Member:
     def layers(self) -> list[str]:
         """The names of the modules with parameters; not collective."""
         modules = self.model.named_modules()
-        return [name for name, module in modules if next(module.parameters(False), None) is not None]
+        return [
+            name for name, module in modules if next(module.parameters(False), None) is not None
+        ]
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step: the member's, in the form of the schedule."""

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from mpikfac_apps.programs.run import check_options, of_numbers
 from mpikfac_apps.running import checkpoints, run_directory
 from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
+from mpikfac_apps.running.votes import AnyTrainer
 from mpikfac_apps.text import key_of
 from mpikfac_apps.training.batches import mixed
 from mpikfac_apps.training.parts.problem import words_of
@@ -90,7 +91,7 @@ class PopulationRun(Loop):
         first = next(iter(self.crew.members.values()))
         self._total = self.crew.problem.calendar.first(options.train.epochs)
         super().__init__(
-            *(comm, options.train, guard, self.crew),
+            *(comm, options.train, guard, cast(AnyTrainer, self.crew)),  # asked for the same
             steps=min(self._total, options.train.max_steps or sys.maxsize),
             meter=Meter(comm, device),
             lr=first.lr,
@@ -161,14 +162,15 @@ class PopulationRun(Loop):
             distances = self.crew.distances(sorted(ranking))
             gone |= selection.suppressed(staying, distances, search.near)
         generator = torch.Generator().manual_seed(mixed(seed, SELECTION, steps))
-        parents = selection.replacements(
-            ranking, gone, search.worst, search.crossover, generator
-        )
+        parents = selection.replacements(ranking, gone, search.worst, search.crossover, generator)
         children = self.crew.members.keys() & parents.keys()
         states = self.crew.states({number for child in children for number in parents[child]})
         for child in sorted(children):
-            self._replace(child, *(states[parent] for parent in parents[child]), steps)
-        pairs = (f"{child} by {' and '.join(map(str, sorted({*of})))}" for child, of in parents.items())
+            first, second = (states[parent] for parent in parents[child])
+            self._replace(child, first, second, steps)
+        pairs = (
+            f"{child} by {' and '.join(map(str, sorted({*of})))}" for child, of in parents.items()
+        )
         log.info("step %d: replaced %s", steps, ", ".join(pairs))
 
     def _replace(self, child: int, first: State, second: State, steps: int) -> None:
@@ -204,8 +206,8 @@ class PopulationRun(Loop):
         train, members = self.population.train, self.population.population.members
         return (
             f"{members} members of {train.model} on {train.data.name} with {train.optimizer}; "
-            f"ranks {self.comm.size}, batch {train.batch}, steps {self.crew.steps} to {self.steps}, "
-            f"a selection every {self.population.population.every}"
+            f"ranks {self.comm.size}, batch {train.batch}, "
+            f"steps {self.crew.steps} to {self.steps}, a selection every {self.population.population.every}"
         )
 
     def about(self) -> dict[str, Any]:

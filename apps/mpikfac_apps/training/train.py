@@ -90,9 +90,9 @@ def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
             assist(comm, team, options, place.device)
             code = comm.bcast(0)
         elif team.link is None:
-            code, comm, options = run_training(team.comm, team, options, place, watchdog)
+            code, comm, options = run_training(comm, team, options, place, watchdog)
         else:
-            code, *_ = run_training(team.comm, team, options, place, watchdog)
+            code, *_ = run_training(comm, team, options, place, watchdog)
             code = comm.bcast(code)
     return code
 
@@ -107,7 +107,7 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
         device = mpikfac.device(comm, options.device)
         if options.shrink:
             mpikfac.comm.check_survivable()
-    return RankPlace(device, hosts, comm)
+    return RankPlace(device, hosts)
 
 
 def assist(
@@ -134,7 +134,7 @@ def assist(
 
 
 def run_training(
-    comm: mpikfac.comm.Comm,
+    world: mpikfac.comm.Comm,
     team: mpikfac.comm.Team,
     options: Options,
     place: RankPlace,
@@ -143,17 +143,18 @@ def run_training(
     """Train once; return None as exit code if ranks were lost.
 
     Args:
-        comm: the ranks that train, `team.comm`.
+        world: all ranks, of all groups.
 
     Returns:
         The exit code, the ranks that are left, and the options for their new start.
 
     Collective over: the team, and all curvature ranks.
     """
+    comm = team.trains
     with mpikfac.ending(comm):
         guard = Guard(comm, options, watchdog)
     with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
-        run = Run(comm, team, options, guard, place)
+        run = Run(world, team, options, guard, place)
         try:
             return run.train(), comm, options
         except Exception as error:

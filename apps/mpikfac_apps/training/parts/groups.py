@@ -8,7 +8,7 @@ from typing import cast
 
 import mpikfac
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.training import checkpoints
+from mpikfac_apps.running import checkpoints
 
 
 def joined(comm: mpikfac.comm.Comm, options: Options) -> tuple[mpikfac.comm.Comm, Options]:
