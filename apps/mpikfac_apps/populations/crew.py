@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
@@ -14,18 +15,20 @@ import mpikfac
 from mpikfac_apps.populations import selection
 from mpikfac_apps.populations.member import Member, searched
 from mpikfac_apps.populations.options import PopulationOptions
-from mpikfac_apps.training.batches import Batches, bounds, mixed
-from mpikfac_apps.training.parts.problem import Problem
+from mpikfac_apps.problems.datasets import Dataset
+from mpikfac_apps.training.batches import mixed, share
+from mpikfac_apps.training.parts.problem import Problem, load_data
 
 FIRST_NUMBERS = 1  # a purpose of random draws, behind the seed
 
 State = dict[str, Any]
 
 
-class Troubles:
-    """Count no numbers that are not finite: a member that diverges is replaced, and ends no run."""
+class Untroubled:
+    """Count no numbers that are not finite: a member that diverges is replaced."""
 
-    counts: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
 
 
 class Crew:
@@ -37,8 +40,8 @@ class Crew:
         comm: the ranks of all members.
 
     Attributes:
-        problem: the training images without the held-out images; the held-out images are its test.
-        tests: the problem with the test of the data set.
+        problem: the problem of the members, whose test has the held-out images.
+        tests: the same problem with the test of the data set.
         members: the rank's members by number.
         leads: whether the rank speaks for its members.
         votes, steps, combined, nonfinite, trace: as of a trainer, of all members together.
@@ -55,10 +58,8 @@ class Crew:
         number = comm.rank * groups // comm.size
         self.group = cast(mpikfac.comm.Comm, comm.Split(number, comm.rank))
         self.leads = self.group.rank == 0
-        self.tests = Problem(self.group, options.train, device)
-        with mpikfac.comm.together(comm, "options"):
-            self.problem = held_out(self.tests, options.population.held_out)
-        self.trace, self.nonfinite = mpikfac.Trace(), Troubles()
+        self.problem, self.tests = divided(self.group, options, device)
+        self.trace, self.nonfinite = mpikfac.Trace(), Untroubled()
         self.votes = torch.zeros(16, dtype=torch.float64)
         numbers = searched(options.train)
         self.members = {}
@@ -137,29 +138,33 @@ class Crew:
         self.steps = state["trainer/steps"]
 
 
-def held_out(problem: Problem, count: int) -> Problem:
-    """Return the problem without the last training images, which become the images of the test.
+def divided(
+    comm: mpikfac.comm.Comm, options: PopulationOptions, device: torch.device
+) -> tuple[Problem, Problem]:
+    """Return the problem of the training images that are not held out, with two tests.
+
+    The test of the first problem has the held-out images; the test of the second problem is that of
+    the data set.
+
+    Collective over: comm.
 
     Raises:
-        ValueError: the images that are left fill no batch.
+        UserError: no training image is left.
     """
-    whole, ranks, rank = problem.batches, problem.comm.size, problem.comm.rank
-    assert isinstance(whole, Batches), "the options are checked"
-    left = len(whole.images) - count
-    if left < problem.options.step_batch:
-        raise ValueError(
-            f"population.held_out={count} leaves {max(left, 0)} of the {len(whole.images)} "
-            f"training images, less than batch={problem.options.step_batch}"
-        )
-    share = slice(*(left + bound for bound in bounds(count, rank, ranks)))
-    part = copy.copy(problem)
-    part.batches = Batches(
-        *(whole.images[:left], whole.labels[:left], problem.options.batches),
-        seed=whole.seed,
-        augment=whole.augment,
-        rank=rank,
-        ranks=ranks,
-        tested=(whole.images[share], whole.labels[share]),
-    )
-    part.calendar = part.batches.calendar
-    return part
+    train, count = options.train, options.population.held_out
+    data = load_data(comm, train)
+    assert isinstance(data, Dataset), "the options are checked"
+    left = len(data.train_images) - count
+    with mpikfac.comm.together(comm, "options"):
+        if left < 1:
+            raise ValueError(
+                f"population.held_out={count} must be less than the {len(data.train_images)} "
+                f"training images"
+            )
+    of_members = dataclasses.replace(train.data, train_images=left)
+    tested = Problem(comm, dataclasses.replace(train, data=of_members), device)
+    judged = copy.copy(tested)
+    judged.batches = copy.copy(tested.batches)
+    images, labels = share(data.train_images[left:], data.train_labels[left:], comm.rank, comm.size)
+    judged.batches.tested = images.to(device), labels.to(device)
+    return judged, tested

@@ -132,11 +132,13 @@ class PopulationRun(Loop):
             return member not in lost, better * found[task.measure], -found["loss"]
 
         ranking = sorted(results, key=merit, reverse=True)
-        self._tell(steps, ranking[0], results[ranking[0]], numbers[ranking[0]])
+        leader = ranking[0]
+        self.row(lost_members=len(lost), train_loss=self.meter.everything()[0])
+        self._tell(steps, leader, results[leader], numbers[leader])
         if steps < self._total:
             self._select(steps, ranking, lost)
         else:
-            self._end_with(ranking[0])
+            self._end_with(leader)
 
     def _tell(
         self, steps: int, leader: int, result: Mapping[str, float], numbers: Mapping[str, float]
@@ -144,10 +146,7 @@ class PopulationRun(Loop):
         """Write a row and a line about the best member."""
         judged = {f"held_out_{key_of(name)}": value for name, value in result.items()}
         self.row(
-            train_loss=self.meter.everything()[0],
-            best_member=leader,
-            **judged,
-            **{f"best_{name}": value for name, value in numbers.items()},
+            best_member=leader, **judged, **{f"best_{n}": value for n, value in numbers.items()}
         )
         words = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
         held_out = words_of(result, self.crew.problem.task.measure)
@@ -207,7 +206,8 @@ class PopulationRun(Loop):
         return (
             f"{members} members of {train.model} on {train.data.name} with {train.optimizer}; "
             f"ranks {self.comm.size}, batch {train.batch}, "
-            f"steps {self.crew.steps} to {self.steps}, a selection every {self.population.population.every}"
+            f"steps {self.crew.steps} to {self.steps}, "
+            f"a selection every {self.population.population.every}"
         )
 
     def about(self) -> dict[str, Any]:
