@@ -253,14 +253,14 @@ def test_the_worst_member_takes_over_the_best(runs):
     options = parse([*QUICK], 1)
     problem, _ = divided(mpikfac.world(), options, torch.device("cpu"))
     before, after = (saved(runs / name, 4) for name in ("apart", "selected"))
-    merits = []
+    losses = []
     for number in range(4):
         state = of_member(before, number)
         model = first_model(problem.options, problem.classes, problem.channels, problem.device)
         model.load_state_dict({n[6:]: v for n, v in state.items() if n.startswith("model/")})
         result = problem.evaluate(model)
-        merits.append((result["accuracy"], -result["loss"]))
-    worst, best = (merits.index(found) for found in (min(merits), max(merits)))
+        losses.append(result["loss"])
+    best, worst = (losses.index(found) for found in (min(losses), max(losses)))
     for number in range(4):
         found, parent = of_member(after, number), best if number == worst else number
         changed = differing(found, of_member(before, parent))

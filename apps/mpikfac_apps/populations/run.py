@@ -115,8 +115,7 @@ class PopulationRun(Loop):
         return steps % self.population.population.every == 0 or steps == self._total
 
     def test_after(self, steps: int) -> None:
-        """Judge the members; select, or at the end of the run test the best member."""
-        task = self.crew.problem.task
+        """Judge the members by the loss of held-out images; select, or at the end of the run test the best member."""
         results = self.crew.gathered({n: m.fitness() for n, m in self.crew.members.items()})
         numbers = self.crew.gathered({n: m.numbers for n, m in self.crew.members.items()})
         lost = [member for member in results if not math.isfinite(results[member]["loss"])]
@@ -125,13 +124,8 @@ class PopulationRun(Loop):
                 f"all members are lost after step {steps}: no loss is finite; try a smaller "
                 f"lr={self.rate}, or another damping"
             )
-        better = 1 if task.measure == "accuracy" else -1
-
-        def merit(member: int) -> tuple[bool, float, float]:
-            found = results[member]
-            return member not in lost, better * found[task.measure], -found["loss"]
-
-        ranking = sorted(results, key=merit, reverse=True)
+        losses = {m: math.inf if m in lost else result["loss"] for m, result in results.items()}
+        ranking = sorted(losses, key=losses.__getitem__)
         leader = ranking[0]
         self.row(lost_members=len(lost), train_loss=self.meter.everything()[0])
         self._tell(steps, leader, results[leader], numbers[leader])
