@@ -130,6 +130,11 @@ def test_distances_are_shares_of_the_norms():
         (["--exchanged=weights"], 2, "a population needs exchanged=gradients, not weights"),
         (["--kfac.damping=1 until 3, 2"], 1, "a population needs a single damping, not 1"),
         (["--model=airbench94", "--data.name=cifar10"], 1, "another model, not airbench94"),
+        (
+            ["--optimizer=sgd", "--population.numbers=[damping]"],
+            1,
+            r"a population needs population.numbers of lr, not \['damping'\]",
+        ),
         (["--patience=2"], 1, "unknown key patience"),
         (["--batch=7"], 8, r"batch=7 must be a multiple of the number of ranks \(2\)"),
     ],

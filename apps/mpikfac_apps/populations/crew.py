@@ -61,7 +61,7 @@ class Crew:
         self.problem, self.tests = divided(self.group, options, device)
         self.trace, self.nonfinite = mpikfac.Trace(), Untroubled()
         self.votes = torch.zeros(16, dtype=torch.float64)
-        numbers = searched(options.train)
+        numbers = searched(options)
         self.members = {}
         for member in range(number, count, groups):
             generator = torch.Generator().manual_seed(mixed(seed, FIRST_NUMBERS, member))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import learning_rate
+from mpikfac_apps.populations.options import PopulationOptions
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.parts import trainers
 from mpikfac_apps.training.parts.problem import Problem
@@ -38,12 +38,13 @@ class Searched:
         return f"{self.value:g}"
 
 
-def searched(options: Options) -> dict[str, float]:
-    """Return the numbers of the options that a population searches, by name."""
-    numbers = {"lr": options.rate}
-    if options.optimizer == "kfac":
-        numbers["damping"] = float(options.kfac.damping.number)  # type: ignore[arg-type]
-    return numbers
+def searched(options: PopulationOptions) -> dict[str, float]:
+    """Return the first values of the numbers that the population searches, by name."""
+    train, names = options.train, options.population.numbers
+    values = {"lr": train.rate}
+    if train.optimizer == "kfac":
+        values["damping"] = float(train.kfac.damping.number)  # type: ignore[arg-type]
+    return {name: value for name, value in values.items() if names is None or name in names}
 
 
 class Member:
@@ -97,8 +98,8 @@ class Member:
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step: the member's, in the form of the schedule."""
-        share = self._rate(self.problem.calendar.clock(step)) / self.problem.options.rate
-        return self._numbers["lr"].value * share
+        rate, usual = self._rate(self.problem.calendar.clock(step)), self.problem.options.rate
+        return rate * self.numbers.get("lr", usual) / usual
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Take a step, unless the member is lost; return loss and sum of the measure.

@@ -31,6 +31,8 @@ class Search:
         members: the number of networks. Ranks share out the members, or groups of ranks train a
             member each.
         every: the number of steps from one selection to the next.
+        numbers: the numbers that the search changes, "lr" or "damping"; null for both, and for lr
+            alone without K-FAC.
         worst: the share of the members that a selection replaces, and from whose size on the other
             end parents are drawn.
         spread: the first numbers of a member are the options, times or divided by at most so much,
@@ -47,6 +49,7 @@ class Search:
 
     members: int = bounded(4, ">= 2")
     every: int = bounded(20, ">= 1")
+    numbers: list[str] | None = None
     worst: float = bounded(0.25, "> 0", "<= 0.5")
     spread: float = bounded(3.0, ">= 1")
     explore: float = bounded(1.2, ">= 1")
@@ -107,7 +110,8 @@ def check(options: PopulationOptions, ranks: int) -> None:
     Raises:
         ValueError: a single line names the option and what would be right.
     """
-    members, train = options.population.members, options.train
+    members, names, train = options.population.members, options.population.numbers, options.train
+    known = ("lr", "damping") if train.optimizer == "kfac" else ("lr",)
     if ranks > members and ranks % members:
         raise ValueError(
             f"population.members={members} must divide the number of ranks ({ranks}), or be at "
@@ -120,6 +124,10 @@ def check(options: PopulationOptions, ranks: int) -> None:
         (spared, f"{serving}=0, not {spared}"),
         (exchanged != "gradients", f"exchanged=gradients, not {exchanged}"),
         (isinstance(number, ByEpoch), f"a single damping, not {number}"),
+        (
+            not {*(names or ())} <= {*known},
+            f"population.numbers of {', '.join(known)}, not {names}",
+        ),
         (train.quadratic, "another kfac.length than quadratic"),
         (train.model == "airbench94", "another model, not airbench94"),
         (source(train.data.name).files, f"images in memory, not data.name={train.data.name}"),

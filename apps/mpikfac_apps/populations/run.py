@@ -115,7 +115,7 @@ class PopulationRun(Loop):
         return steps % self.population.population.every == 0 or steps == self._total
 
     def test_after(self, steps: int) -> None:
-        """Judge the members by the loss of held-out images; select, or at the end of the run test the best member."""
+        """Judge the members by the loss of held-out images; select, or at the end test the best."""
         results = self.crew.gathered({n: m.fitness() for n, m in self.crew.members.items()})
         numbers = self.crew.gathered({n: m.numbers for n, m in self.crew.members.items()})
         lost = [member for member in results if not math.isfinite(results[member]["loss"])]
