@@ -16,7 +16,7 @@ from mpikfac_apps.populations import selection
 from mpikfac_apps.populations.member import Member, searched
 from mpikfac_apps.populations.options import PopulationOptions
 from mpikfac_apps.problems.datasets import Dataset
-from mpikfac_apps.training.batches import mixed, share
+from mpikfac_apps.training.batches import Batches, mixed, share
 from mpikfac_apps.training.parts.problem import Problem, load_data
 
 FIRST_NUMBERS = 1  # a purpose of random draws, behind the seed
@@ -163,8 +163,10 @@ def divided(
             )
     of_members = dataclasses.replace(train.data, train_images=left)
     tested = Problem(comm, dataclasses.replace(train, data=of_members), device)
-    judged = copy.copy(tested)
-    judged.batches = copy.copy(tested.batches)
-    images, labels = share(data.train_images[left:], data.train_labels[left:], comm.rank, comm.size)
-    judged.batches.tested = images.to(device), labels.to(device)
+    assert isinstance(tested.batches, Batches), "images in memory"
+    judged, batches = copy.copy(tested), copy.copy(tested.batches)
+    held_out = data.train_images[left:], data.train_labels[left:]
+    images, labels = share(*held_out, comm.rank, comm.size)
+    batches.tested = images.to(device), labels.to(device)
+    judged.batches = batches
     return judged, tested
