@@ -94,6 +94,7 @@ def test_layers_come_from_one_of_two_parents():
 def test_noise_has_the_size_of_the_weights():
     """Oracle: the standard deviation that was asked for; other items stay."""
     weights = torch.full((200, 100), -3.0)
+    weights[::2] *= -1
     state = {"model/w": weights, "model/b": torch.zeros(3), "steps": 4}
     changed = selection.mutated(state, ["model/w", "model/b"], 0.1, generator())
     noise = changed["model/w"] - weights
