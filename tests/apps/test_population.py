@@ -278,6 +278,19 @@ def test_the_worst_member_takes_over_the_best(runs):
 
 
 @slow
+def test_a_request_reaches_all_ranks(tmp_path):
+    """Oracle: the exit code, and the step of the checkpoint of all members."""
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "stop").touch()
+    asked = (*QUICK, "--resume=auto", "--stop_code=7", f"--run_dir={tmp_path}")
+    ended = launch(2, PROGRAM, *asked)
+    assert ended.returncode == 7, ended.stderr
+    assert {name.partition("/")[0] for name in saved(tmp_path, 1)} == {
+        *("member-0", "member-1", "member-2", "member-3", "trainer")
+    }
+
+
+@slow
 def test_a_member_that_diverges_is_replaced(tmp_path):
     """Oracle: the log; rates up to 100,000 lose members."""
     asked = ("--optimizer=sgd", "--lr=1", "--population.spread=1e5", "--population.worst=0.5")
