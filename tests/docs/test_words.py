@@ -40,6 +40,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/extensions/exchange.md": 1700,
     "docs/extensions/graphs.md": 400,
     "docs/extensions/language.md": 600,
+    "docs/extensions/populations.md": 400,
     "docs/extensions/prediction.md": 1500,
     "docs/extensions/recommendation.md": 400,
     "docs/extensions/scoreboard.md": 800,  # a script writes it

@@ -39,6 +39,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     _check_strategy(options, ranks)
     _check_split(options, ranks)
     _check_frozen(options, ranks)
+    _check_groups(options, ranks)
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
         raise ValueError(
             f"resume={options.resume} must be never, auto, or the directory of a checkpoint or run"
@@ -109,6 +110,33 @@ def _check_frozen(options: Options, ranks: int) -> None:
     ):
         if wrong:
             raise ValueError(f"frozen_epochs={frozen} needs {need}: {why}")
+
+
+def _check_groups(options: Options, ranks: int) -> None:
+    """Refuse options that need a loss without peers, or groups that end at different steps."""
+    groups, task = options.codistillation.groups, network(options.model).task
+    if groups == 1:
+        return
+    strategy, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
+    exchanged, adapt = strategy.exchange.exchanged, options.kfac.damping_adapt
+    for wrong, need, why in (
+        (options.shrink, "shrink=false, not true", "ranks that are left form no equal groups"),
+        (options.patience, f"patience=null, not {options.patience}", "groups end together"),
+        (
+            exchanged != "gradients",
+            f"exchanged=gradients, not {exchanged}",
+            "a group has one model",
+        ),
+        (options.quadratic, "another kfac.length than quadratic", "its model knows no peers"),
+        (adapt, f"kfac.damping_adapt=null, not {adapt}", "the loss after a step knows no peers"),
+        (
+            task.loss_name != "cross-entropy",
+            f"a model of classes, not model={options.model}",
+            "peers predict classes",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"groups={groups} needs {need}: {why}")
 
 
 def check_data(data: DataOptions) -> None:

@@ -94,6 +94,27 @@ class DataOptions:
     cache: str | None = None
 
 
+@dataclass(frozen=True)
+class GroupOptions:
+    """Groups of ranks that learn from each other's predictions [codistillation].
+
+    Args:
+        groups: the number of groups of ranks. Each group trains a model of its own in
+            RUN_DIR/group-NUMBER, with the seed `seed + NUMBER` and batches of its own, and learns
+            from the predictions of the other groups. 1: all ranks train one model.
+        burn_in: the number of steps at the start in which groups train apart; null: the steps of
+            the first epoch.
+        swap_every: the number of steps from one swap of weights between groups to the next.
+        peer_weight: the factor in the loss of the distance to the predictions of the other groups;
+            0: groups train apart.
+    """
+
+    groups: int = bounded(1, ">= 1")
+    burn_in: int | None = bounded(None, ">= 0")
+    swap_every: int = bounded(50, ">= 1")
+    peer_weight: float = bounded(1.0, ">= 0")
+
+
 PAPERS = "to reproduce papers"
 STRATEGY_SECTIONS = {
     "": "placement: who decomposes, preconditions and updates",
@@ -309,6 +330,7 @@ class LearningOptions:
     model: str = listed(MODELS, "digits_cnn")
     data: DataOptions = field(default_factory=DataOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)
+    codistillation: GroupOptions = inline(GroupOptions)
     batch: int | Schedule | None = section("batch", bounded(None, ">= 1"))
     batch_per_rank: int | None = bounded(None, ">= 1")
     parts: int | None = bounded(None, ">= 1")

@@ -33,7 +33,15 @@ def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None
         ValueError: an option is wrong; a single line names key, value and the allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
-    options = TRAIN.read(argv, kept)
+    return checked(TRAIN.read(argv, kept), ranks)
+
+
+def checked(options: Options, ranks: int) -> Options:
+    """Return options that fit together, with `batch` and `kfac.loss_positions` filled in.
+
+    Raises:
+        ValueError: options do not fit together, or do not fit the number of ranks.
+    """
     training = training_ranks(options, ranks)
     check_conflicts(options, training)
     batch, kfac = global_batch(options, training), of_run(options)

@@ -67,17 +67,23 @@ def serving_ranks(options: Options) -> tuple[str, int]:
 
 
 def training_ranks(options: Options, ranks: int) -> int:
-    """Return the number of a job's ranks that train.
+    """Return the number of a job's ranks that train a model together.
 
     Raises:
-        ValueError: no rank trains, or a job with ranks that do not train may shrink.
+        ValueError: no rank trains, a job with ranks that do not train may shrink, or the groups of
+            ranks would differ in size.
     """
     name, spared = serving_ranks(options)
+    groups = options.codistillation.groups
+    if ranks % groups:
+        raise ValueError(f"groups={groups} must divide the number of ranks ({ranks})")
+    if groups > 1 and spared:
+        raise ValueError(f"groups={groups} needs {name}=0, not {spared}")
     if spared >= ranks:
         raise ValueError(f"{name}={spared} must be less than the number of ranks ({ranks})")
     if spared and options.shrink:
         raise ValueError(f"shrink=true needs {name}=0, not {spared}")
-    return ranks - spared
+    return ranks // groups - spared
 
 
 def make_strategy(

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,6 +26,9 @@ from mpikfac_apps.running import checkpoints, run_directory
 from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
 from mpikfac_apps.text import key_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound=ProgramOptions)
 Make = Callable[[mpikfac.comm.Comm, Options, torch.device], Work]
@@ -145,7 +148,7 @@ class ProgramRun(Loop):
         self.work.load(checkpoint)
 
 
-def of_numbers(options: ProgramOptions) -> dict[str, Any]:
+def of_numbers(options: DataclassInstance) -> dict[str, Any]:
     """Return the options on which the numbers of a run depend."""
     of_a_start = RunOptions.__dataclass_fields__
     return {key: value for key, value in flat(options).items() if key not in of_a_start}

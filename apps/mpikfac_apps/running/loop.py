@@ -66,7 +66,9 @@ class Loop(ABC):
         guard.stage = lambda: self.trainer.trace.current
         self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
         self.speed = Speed(trainer.trace)
-        self.votes = StepVotes(comm, options, guard, self.saver, trainer, self.call_meeting)
+        self.votes = StepVotes(
+            comm, options, guard, self.saver, trainer, self.call_meeting, self.asked
+        )
         self.record: run_directory.Record | None = None
         if restarts := os.environ.get("SLURM_RESTART_COUNT"):
             log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
@@ -120,6 +122,15 @@ class Loop(ABC):
     def call_meeting(self) -> None:  # noqa: B027 (most programs step together)
         """Let votes of this rank reach all ranks, if ranks step alone; not collective."""
 
+    def asked(self, votes: list[int]) -> list[int]:
+        """Return the sums of votes over all groups of ranks, if ranks train several networks."""
+        return votes
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether the rank shows the progress of the run."""
+        return self.record is not None
+
     @property
     def over(self) -> bool:
         """Whether the run ends before its last step."""
@@ -141,7 +152,7 @@ class Loop(ABC):
         first = self.trainer.steps
         log.info("%s", self.summary())
         progress = None
-        if self.record:
+        if self.shows_progress:
             progress = run_directory.RunProgress(first, self.steps, self.epochs)
         stop = False
         for step in range(first, first if self.over else self.steps):

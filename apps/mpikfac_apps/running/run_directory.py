@@ -79,13 +79,17 @@ class LogFile(logging.Handler):
         return io.BufferedWriter(files.writing(path, "end"))
 
 
-def start_log() -> logging.handlers.MemoryHandler:
-    """Send the log to the screen; the returned handler keeps the log for the later file."""
+def start_log(writer: str = "") -> logging.handlers.MemoryHandler:
+    """Send the log to the screen; the returned handler keeps the log for the later file.
+
+    Args:
+        writer: begins each line on the screen.
+    """
     library = logging.getLogger("mpikfac")
     library.setLevel(logging.INFO)
     early_log = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
     screen = Screen()
-    screen.setFormatter(Printable())
+    screen.setFormatter(Printable(f"{writer}%(message)s"))
     library.handlers[:] = [screen, early_log]  # without handlers of an earlier run in the process
     return early_log
 

@@ -26,6 +26,7 @@ class StepVotes:
 
     Args:
         call_meeting: lets votes of this rank reach all ranks, if ranks step alone.
+        asked: returns the sums of votes over all groups of ranks; collective.
 
     Attributes:
         troubles: numbers that were not finite, on all ranks, up to the last votes of all ranks.
@@ -39,10 +40,11 @@ class StepVotes:
         saver: Saver,
         trainer: AnyTrainer,
         call_meeting: Callable[[], None],
+        asked: Callable[[list[int]], list[int]],
     ) -> None:
         self._comm, self._options = comm, options
         self._guard, self._saver = guard, saver
-        self._trainer, self._call_meeting = trainer, call_meeting
+        self._trainer, self._call_meeting, self._asked = trainer, call_meeting, asked
         self._due = False  # a checkpoint, by the number of steps
         self._own_troubles = 0  # of this rank, before the step
         self._losses = torch.zeros(()), torch.zeros(())
@@ -90,13 +92,14 @@ class StepVotes:
         votes = [round(mean * ranks) for mean in self._trainer.votes.tolist()]
         self._tell_of_loss(troubled=votes[TROUBLES] > self.troubles)
         self.troubles = votes[TROUBLES]
-        if votes[STOP]:
+        stop, checkpoint = self._asked([votes[STOP], votes[CHECKPOINT]])
+        if stop:
             return True
         if votes[WRITTEN] == ranks:
             self._saver.settle()
         elif self._comm.rank == 0:
             self._saver.remind(votes[WRITTEN], votes[LATE], self._options.hang_after)
-        if votes[CHECKPOINT] or self._due:
+        if checkpoint or self._due:
             # A diverging run must not replace good checkpoints: the checkpoint waits for a step
             # without trouble.
             self._due = self.troubled()
@@ -120,7 +123,8 @@ class StepVotes:
         Collective over: world.
         """
         troubles = self._trainer.nonfinite.counts.total()
-        return any(self._comm.allgather(troubles > self._own_troubles))
+        troubled = any(self._comm.allgather(troubles > self._own_troubles))
+        return any(self._asked([int(troubled)]))
 
     def decompositions(self) -> int:
         """Return the decompositions of all ranks since the start; not collective."""

@@ -21,13 +21,13 @@ from mpikfac_apps.options.parse import resolved
 from mpikfac_apps.options.strategy import learning_rate
 from mpikfac_apps.place import RankPlace
 from mpikfac_apps.problems import airbench
-from mpikfac_apps.running import checkpoints, run_directory
+from mpikfac_apps.running import run_directory
 from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
 from mpikfac_apps.text import key_of, measured
 from mpikfac_apps.training import batches, carried, settings
 from mpikfac_apps.training.augmentation.mixes import Mixes
-from mpikfac_apps.training.parts import trainers
+from mpikfac_apps.training.parts import groups, trainers
 from mpikfac_apps.training.parts.optimizers import (
     AVERAGED,
     Average,
@@ -48,6 +48,10 @@ class Run(Loop):
 
     Collective over: world, as are all methods.
 
+    Args:
+        world: the ranks of all groups.
+        team: the ranks that train a network together.
+
     Attributes:
         origin: the first start of the run.
         problem: the data, the loss and the test.
@@ -64,14 +68,15 @@ class Run(Loop):
 
     def __init__(
         self,
-        comm: mpikfac.comm.Comm,
+        world: mpikfac.comm.Comm,
         team: mpikfac.comm.Team,
         options: Options,
         guard: Guard,
         place: RankPlace,
     ) -> None:
-        early_log = run_directory.start_log() if comm.rank == 0 else None
-        checkpoint = checkpoints.open_checkpoint(comm, options)
+        comm = team.trains
+        early_log = run_directory.start_log(groups.writer(options)) if comm.rank == 0 else None
+        checkpoint = groups.open_checkpoint(world, comm, options)
         self.origin, options = settings.origin_of(comm, options, checkpoint)
         options = dataclasses.replace(options, batch_per_rank=None)
         self.team, self.problem = team, Problem(comm, options, place.device, self.origin.images)
@@ -85,7 +90,9 @@ class Run(Loop):
         self._begin_epoch(calendar.place(max(0, done - 1))[0])  # as at the last step
         trace = mpikfac.Trace()
         self.split = trainers.split_layers(self.problem, self.model, trace)
-        self.training = trainers.make_training(self.problem, team, self.model, optimizer, trace)
+        self.training = trainers.make_training(
+            self.problem, team, world, self.model, optimizer, trace
+        )
         self.average = Average(self.model, options.average) if options.average else None
         self.best = best.Best(self.problem.task)
         self._first_loss = math.nan  # of this rank, since this start
@@ -175,7 +182,7 @@ class Run(Loop):
             loss = problem.loss(outputs, targets)
         with stage("backward"):
             self.training.record(outputs)
-            (loss * share).backward()
+            (self.training.objective(images, outputs, loss) * share).backward()
         with torch.no_grad():
             self.meter.add(loss, problem.task.measured(outputs, targets), len(outputs))
         return loss.detach()
@@ -192,6 +199,15 @@ class Run(Loop):
     def call_meeting(self) -> None:
         """Let votes of this rank reach all clients; not collective."""
         self.training.call_meeting()
+
+    def asked(self, votes: list[int]) -> list[int]:
+        """Return the sums of votes over the ranks of all groups."""
+        return self.training.asked(votes)
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether the rank shows the progress of the run: of several groups the first."""
+        return self.training.everyone.rank == 0
 
     def close(self) -> None:
         """Write what is recorded of a stopped run, and release the trainer and the split layers."""
@@ -304,7 +320,8 @@ class Run(Loop):
 
     def state(self) -> dict[str, Any]:
         """Return the rank's share of the trainer's state, and the averaged weights."""
-        return super().state() | (self.average.state() if self.average else {})
+        average = self.average.state() if self.average else {}
+        return super().state() | self.training.state() | average
 
     def about(self) -> dict[str, Any]:
         """Return the options of the run, its first start, and the checksums of the images."""
@@ -323,6 +340,7 @@ class Run(Loop):
         numbers = decays_and_momenta(self.trainer.optimizer)
         self.trainer.load_state_dict(checkpoint)
         follow_options(self.trainer.optimizer, numbers)
+        self.training.load(items)
         if self.average and AVERAGED in items:
             self.average.load(items)
         elif self.average:

@@ -77,6 +77,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
         left += _usual_before(before, TRAIN.read(argv, kept_of(before.given, left)), ranks)
         kept = kept_of(before.given, left)
         options = parse(argv, ranks, kept)
+        _check_groups(before, options)
         _check_code(flat(options), flat(named))
         pinned = _pinned(before, kept, options, ranks)
         return parse(argv, ranks, kept | pinned) if pinned else options
@@ -87,8 +88,10 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
 def _checkpoint(options: Options) -> Path | None:
     """Return the newest checkpoint to resume from; the training checks all bytes later."""
     if options.resume == "auto":
-        return mpikfac.checkpoint.latest_checkpoint(root(options))
+        roots = root(options), Path(options.run_dir) / "group-0" / "checkpoints"
+        return next(filter(None, map(mpikfac.checkpoint.latest_checkpoint, roots)), None)
     path = Path(options.resume)
+    path = path / "group-0" if (path / "group-0").is_dir() else path
     return checkpoint_at(path) if options.resume != "never" and path.is_dir() else None
 
 
@@ -122,6 +125,13 @@ def _pinned(
         for key, value in before.resolved.items()
         if key in kept and given[key] == kept[key] and now[key] == usual[key] != value
     }
+
+
+def _check_groups(before: RunSettings, options: Options) -> None:
+    """Refuse another number of groups: a group goes on with weights of the same peers."""
+    groups, saved = options.codistillation.groups, before.given.get("groups", 1)
+    if groups != saved:
+        raise ValueError(f"groups={groups} must be {saved}, as in the run that goes on")
 
 
 def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:

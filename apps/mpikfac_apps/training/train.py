@@ -25,6 +25,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import serving_ranks
 from mpikfac_apps.place import RankPlace, share_cores
 from mpikfac_apps.training import settings
+from mpikfac_apps.training.parts.groups import joined
 from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
@@ -82,15 +83,16 @@ def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
         watchdog.follow(options.hang_after)
         with mpikfac.ending(comm):
             place = settle(comm, options)
-            team = mpikfac.split(comm, serving_ranks(options)[1])
+            group, options = joined(comm, options)
+            team = mpikfac.split(group, serving_ranks(options)[1])
         if team.comm is None:
             watchdog.follow(None)
             assist(comm, team, options, place.device)
             code = comm.bcast(0)
         elif team.link is None:
-            code, comm, options = run_training(team.comm, team, options, place, watchdog)
+            code, comm, options = run_training(comm, team, options, place, watchdog)
         else:
-            code, *_ = run_training(team.comm, team, options, place, watchdog)
+            code, *_ = run_training(comm, team, options, place, watchdog)
             code = comm.bcast(code)
     return code
 
@@ -132,7 +134,7 @@ def assist(
 
 
 def run_training(
-    comm: mpikfac.comm.Comm,
+    world: mpikfac.comm.Comm,
     team: mpikfac.comm.Team,
     options: Options,
     place: RankPlace,
@@ -141,17 +143,18 @@ def run_training(
     """Train once; return None as exit code if ranks were lost.
 
     Args:
-        comm: the ranks that train, `team.comm`.
+        world: all ranks, of all groups.
 
     Returns:
         The exit code, the ranks that are left, and the options for their new start.
 
     Collective over: the team, and all curvature ranks.
     """
+    comm = team.trains
     with mpikfac.ending(comm):
         guard = Guard(comm, options, watchdog)
     with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
-        run = Run(comm, team, options, guard, place)
+        run = Run(world, team, options, guard, place)
         try:
             return run.train(), comm, options
         except Exception as error:

@@ -26,6 +26,7 @@ from mpikfac_apps.training.parts.optimizers import Frozen
 from mpikfac_apps.training.parts.problem import Problem, build
 from mpikfac_apps.training.parts.trainings import (
     ClientTraining,
+    GroupTraining,
     KfacTraining,
     QuadraticTraining,
     Training,
@@ -109,11 +110,43 @@ def in_words(options: Options, solver: mpikfac.solvers.Solver) -> str:
 def make_training(
     problem: Problem,
     team: mpikfac.comm.Team,
+    world: mpikfac.comm.Comm,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
 ) -> Training:
     """Return a run's training with a new trainer, without the state of a checkpoint.
+
+    Collective over: the team, and all groups.
+
+    Args:
+        world: the ranks of all groups.
+    """
+    training = training_of_group(problem, team, model, optimizer, trace)
+    chosen = problem.options.codistillation
+    if chosen.groups == 1:
+        return training
+    burn_in = problem.calendar.at(0).steps if chosen.burn_in is None else chosen.burn_in
+    codistillation = mpikfac.Codistillation(
+        model,
+        world,
+        burn_in=burn_in,
+        groups=chosen.groups,
+        every=chosen.swap_every,
+        weight=chosen.peer_weight,
+        trace=trace,
+    )
+    return GroupTraining(training, codistillation, world)
+
+
+def training_of_group(
+    problem: Problem,
+    team: mpikfac.comm.Team,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trace: mpikfac.Trace,
+) -> Training:
+    """Return the training of the ranks that train a model together.
 
     Collective over: the team.
     """

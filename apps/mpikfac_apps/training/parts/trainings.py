@@ -7,7 +7,8 @@ nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Training:
 
     Attributes:
         trainer: the trainer of the run.
+        everyone: the ranks of the run, of all groups.
         alone: whether a rank takes steps without the ranks of other clients.
         tensors_per_weight: numbers in a checkpoint for each weight: the weight and the momentum.
     """
@@ -38,11 +40,20 @@ class Training:
     tensors_per_weight = 2
 
     def __init__(self, problem: Problem, trainer: AnyTrainer) -> None:
-        self.problem, self.trainer = problem, trainer
+        self.problem, self.trainer, self.everyone = problem, trainer, problem.comm
         self._hears_loss = trainer.plan.strategy.exchange.merging.merge == "leader"
 
     def record(self, outputs: Tensor) -> None:
         """Take the outputs of a forward pass, before the backward pass; not collective."""
+
+    def objective(
+        self,
+        images: Tensor,
+        outputs: Tensor,
+        loss: Tensor,
+    ) -> Tensor:
+        """Return what a step lowers, for the loss of a forward pass; not collective."""
+        return loss
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
         """Step the trainer after all passes.
@@ -67,12 +78,27 @@ class Training:
         """Return numbers of this kind for a line of metrics.jsonl; not collective."""
         return {}
 
+    def asked(self, votes: list[int]) -> list[int]:
+        """Return the sums of votes over all ranks of the run.
+
+        Args:
+            votes: the sums over the ranks that train a model together.
+        """
+        return votes
+
     def call_meeting(self) -> None:
         """Let votes of this rank reach all clients; not collective."""
 
     def events(self) -> list[Event]:
         """Return the recorded events, over the communicators of the whole run; not collective."""
         return self.trainer.trace.events
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the trainer's state; not collective."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load what `state` returns, from the items of a checkpoint."""
 
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
         """Log numbers of this kind of the whole run.
@@ -142,3 +168,52 @@ class ClientTraining(Training):
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
         """Log the staleness of the updates of each client."""
         log.info("%s", staleness_line(staleness_of_all(self.trainer, comm)))
+
+
+class GroupTraining(Training):
+    """Training in groups of ranks that learn from each other's predictions.
+
+    Args:
+        training: the training of the rank's group.
+        codistillation: the rule of the groups.
+        everyone: the ranks of all groups.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        codistillation: mpikfac.Codistillation,
+        everyone: mpikfac.comm.Comm,
+    ) -> None:
+        super().__init__(training.problem, training.trainer)
+        self.training, self.codistillation, self.everyone = training, codistillation, everyone
+        self.tensors_per_weight = training.tensors_per_weight
+
+    def record(self, outputs: Tensor) -> None:
+        """Take the outputs for the trainer of the group."""
+        self.training.record(outputs)
+
+    def objective(self, images: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
+        """Return the loss plus the distance to the predictions of the other groups."""
+        return loss + self.codistillation.term(self.problem.normalise(images), outputs)
+
+    def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
+        """Step the trainer of the group; swap weights with the other groups if a swap is due."""
+        self.training.step(images, labels, mean_loss)
+        self.codistillation.end_step()
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the group's training."""
+        return self.training.numbers()
+
+    def asked(self, votes: list[int]) -> list[int]:
+        """Return the sums of votes over the ranks of all groups: groups stop and save together."""
+        return [round(vote) for vote in mpikfac.comm.summed(self.everyone, votes)]
+
+    def state(self) -> dict[str, Any]:
+        """Return the weights of the other groups as of the last swap."""
+        return self.codistillation.state_dict()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the weights of the other groups."""
+        self.codistillation.load_state_dict(state)

@@ -1,0 +1,136 @@
+"""The options of a population, and what a population cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpikfac_apps.options.by_epoch import ByEpoch
+from mpikfac_apps.options.command_line import CommandLine
+from mpikfac_apps.options.fields import bounded, inline
+from mpikfac_apps.options.options import BASIC, Options, usual_values
+from mpikfac_apps.options.parse import checked
+from mpikfac_apps.options.strategy import make_strategy, serving_ranks
+from mpikfac_apps.problems.datasets import source
+
+OF_ONE_NETWORK = (
+    *("parts", "accumulate", "eval_every", "eval_steps", "keep_best", "patience", "average"),
+    *("frozen_epochs", "shrink", "trace_steps", "mixup", "cutmix", "damping_adapt", "scale_lr"),
+    *("split_layers", "ways", "groups", "burn_in", "swap_every", "peer_weight"),
+)
+"""Fields of the training's options that a population leaves out."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """A population that searches for learning rate and damping [populations].
+
+    Args:
+        members: the number of networks. Ranks share out the members, or groups of ranks train a
+            member each.
+        every: the number of steps from one selection to the next.
+        numbers: the numbers that the search changes, "lr" or "damping"; null for both, and for lr
+            alone without K-FAC.
+        worst: the share of the members that a selection replaces, and from whose size on the other
+            end parents are drawn.
+        spread: the first numbers of a member are the options, times or divided by at most so much,
+            at random. The first member takes the options.
+        explore: the factor by which a replaced member multiplies or divides each number.
+        held_out: the number of training images, the last ones, that judge the members and train
+            none.
+        crossover: a replaced member takes each layer from one of two parents, at random.
+        mutation: the size of the normal noise that is added to the weights of a replaced member, as
+            a share of the root mean square of a tensor.
+        near: the distance of weights below which members form a cluster, of which only the best
+            member stays: the norm of the difference, as a share of the mean norm. null for none.
+    """
+
+    members: int = bounded(4, ">= 2")
+    every: int = bounded(20, ">= 1")
+    numbers: list[str] | None = None
+    worst: float = bounded(0.25, "> 0", "<= 0.5")
+    spread: float = bounded(3.0, ">= 1")
+    explore: float = bounded(1.2, ">= 1")
+    held_out: int = bounded(256, ">= 1")
+    crossover: bool = False
+    mutation: float = bounded(0.0, ">= 0")
+    near: float | None = bounded(None, "> 0")
+
+
+@dataclass(frozen=True)
+class PopulationOptions:
+    """Train a population of networks, which searches for learning rate and damping.
+
+    Args:
+        train: the options of the training of each member.
+        population: the options of the search.
+    """
+
+    population: Search = field(default_factory=Search)
+    train: Options = inline(Options, without=OF_ONE_NETWORK)
+
+
+def usual(_: type, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values that a solver takes where a user gives none; see `usual_values`."""
+    return usual_values(Options, given)
+
+
+POPULATION = CommandLine(
+    "train_population.py",
+    PopulationOptions,
+    [*BASIC, *(f"population.{entry.name}" for entry in dataclasses.fields(Search))],
+    files=True,
+    usual=usual,
+)
+
+
+def parse(argv: Sequence[str] | None, ranks: int) -> PopulationOptions:
+    """Return the checked options of a command line, for a job of `ranks` ranks.
+
+    Raises:
+        ValueError: an option is wrong; a single line names key, value and the allowed values.
+        SystemExit: code 0, after --help, --help_all or --print_config.
+    """
+    options = POPULATION.read(argv)
+    check(options, ranks)
+    train = checked(options.train, ranks_of_a_member(options, ranks))
+    return dataclasses.replace(options, train=train)
+
+
+def ranks_of_a_member(options: PopulationOptions, ranks: int) -> int:
+    """Return the number of ranks that train a member together."""
+    return max(1, ranks // options.population.members)
+
+
+def check(options: PopulationOptions, ranks: int) -> None:
+    """Refuse what a population cannot do.
+
+    Raises:
+        ValueError: a single line names the option and what would be right.
+    """
+    members, names, train = options.population.members, options.population.numbers, options.train
+    known = ("lr", "damping") if train.optimizer == "kfac" else ("lr",)
+    if ranks > members and ranks % members:
+        raise ValueError(
+            f"population.members={members} must divide the number of ranks ({ranks}), or be at "
+            f"least as many"
+        )
+    strategy, _ = make_strategy(train.distribution, train.kfac, ranks)
+    serving, spared = serving_ranks(train)
+    exchanged, number = strategy.exchange.exchanged, train.kfac.damping.number
+    for wrong, need in (
+        (spared, f"{serving}=0, not {spared}"),
+        (exchanged != "gradients", f"exchanged=gradients, not {exchanged}"),
+        (isinstance(number, ByEpoch), f"a single damping, not {number}"),
+        (
+            not {*(names or ())} <= {*known},
+            f"population.numbers of {', '.join(known)}, not {names}",
+        ),
+        (train.quadratic, "another kfac.length than quadratic"),
+        (train.model == "airbench94", "another model, not airbench94"),
+        (source(train.data.name).files, f"images in memory, not data.name={train.data.name}"),
+    ):
+        if wrong:
+            raise ValueError(f"a population needs {need}")

@@ -1,0 +1,67 @@
+"""Divide the ranks of a run into groups: each group trains a model in a directory of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import cast
+
+import mpikfac
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.running import checkpoints
+
+
+def joined(comm: mpikfac.comm.Comm, options: Options) -> tuple[mpikfac.comm.Comm, Options]:
+    """Return the ranks of the rank's group, and the options of the group's run.
+
+    Ranks of neighbouring numbers form a group, as in `mpikfac.Codistillation`.
+
+    Collective over: comm.
+    """
+    groups = options.codistillation.groups
+    if groups == 1:
+        return comm, options
+    number = comm.rank * groups // comm.size
+    folder, resume = f"group-{number}", options.resume
+    if resume not in ("never", "auto"):
+        resume = str(Path(resume) / folder)
+    run_dir = str(Path(options.run_dir) / folder)
+    of_group = dataclasses.replace(
+        options, seed=options.seed + number, run_dir=run_dir, resume=resume
+    )
+    return cast(mpikfac.comm.Comm, comm.Split(number, comm.rank)), of_group
+
+
+def open_checkpoint(
+    world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Options
+) -> mpikfac.checkpoint.Checkpoint | None:
+    """Return the checkpoint to resume from, of the same step in all groups; None to start anew.
+
+    A job may die when one group has written a checkpoint, and another group has not.
+
+    Collective over: world.
+
+    Args:
+        world: the ranks of all groups.
+        comm: the ranks of the rank's group.
+
+    Raises:
+        UserError: see `checkpoints.open_checkpoint`; or groups have no step in common.
+    """
+    checkpoint = checkpoints.open_checkpoint(comm, options)
+    if options.codistillation.groups == 1:
+        return checkpoint
+    skip: set[str] = set()
+    while len(steps := {*world.allgather(checkpoint.step if checkpoint else -1)}) > 1:
+        if options.resume != "auto" or checkpoint is None or min(steps) < 0:
+            break
+        if checkpoint.step > min(steps):
+            skip.add(checkpoint.path.name)
+            checkpoint = mpikfac.find_checkpoint(comm, checkpoints.root(options), skip)
+    mpikfac.comm.agree(world, {"the step of the checkpoints": checkpoint and checkpoint.step})
+    return checkpoint
+
+
+def writer(options: Options) -> str:
+    """Return the words that begin a line of the log on the screen, where several groups write."""
+    return f"{Path(options.run_dir).name}: " if options.codistillation.groups > 1 else ""

@@ -1,0 +1,218 @@
+"""Runs in groups of ranks that learn from each other's predictions."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac_apps.options.parse import parse
+from mpikfac_apps.training import settings
+from mpikfac_apps.training.batches import mixed
+from mpikfac_apps.training.parts import trainers
+from mpikfac_apps.training.parts.groups import joined
+from mpikfac_apps.training.parts.problem import Problem
+from support.launch import TRAIN, launch, run_each
+
+QUICK = (
+    *("--data.train_images=360", "--batch=120", "--epochs=3", "--threads=1", "--log_every=1"),
+    *("--groups=2", "--burn_in=2", "--swap_every=3", "--peer_weight=0.7", "--lr=0.01"),
+    *("--schedule=constant", "--seed=5"),
+)  # three steps are an epoch
+STEPS = 9  # swaps after 2, 5 and 8 steps
+
+
+def saved(run_dir, step=STEPS):
+    """Return the items of a checkpoint, without times."""
+    found = mpikfac.checkpoint.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
+    return {name: found[name] for name in found.keys() - {"run/seconds", "run/metrics_bytes"}}
+
+
+def steps(run_dir):
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def alike(found, expected):
+    """Return whether two checkpoints hold the same items, bit for bit."""
+    assert found.keys() == expected.keys()
+    return all(
+        torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
+        for name, value in expected.items()
+        if not name.startswith("run/")
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return a directory of finished runs."""
+    root = tmp_path_factory.mktemp("groups")
+    half = ("--optimizer=sgd", f"--run_dir={root / 'half'}")
+    asked = [
+        (2, ("--optimizer=sgd", f"--run_dir={root / 'sgd'}")),
+        (2, ("--optimizer=kfac", f"--run_dir={root / 'kfac'}")),
+        (2, ("--optimizer=sgd", "--model=plain", f"--run_dir={root / 'two'}")),
+        (4, ("--optimizer=sgd", "--model=plain", f"--run_dir={root / 'four'}")),
+        (2, (*half, "--max_steps=4")),
+        (2, (*half, "--resume=auto", "--checkpoint_every=3")),
+        (2, ("--optimizer=sgd", "--peer_weight=0", f"--run_dir={root / 'apart'}")),
+        (1, ("--optimizer=sgd", "--groups=1", "--seed=6", f"--run_dir={root / 'plain'}")),
+    ]
+    run_each([(ranks, [*QUICK, *more]) for ranks, more in asked], root)
+    return root
+
+
+def by_hand(optimizer):
+    """Return the models of both groups: the rule as a loop over trainings in one process."""
+    comm = mpikfac.world()
+    options = parse([*QUICK, "--groups=1", f"--optimizer={optimizer}"], 1)
+    trainings = []
+    for number in range(2):
+        of_group = dataclasses.replace(options, seed=options.seed + number)
+        problem = Problem(comm, of_group, torch.device("cpu"))
+        model, steps_of = trainers.make_model(problem, starts=True)
+        team = mpikfac.comm.Team(comm)
+        trace = mpikfac.Trace()
+        trainings.append(trainers.training_of_group(problem, team, model, steps_of, trace))
+    for step in range(STEPS):
+        if step in (2, 5, 8):
+            stale = [copy.deepcopy(training.trainer.model).eval() for training in trainings]
+        for number, training in enumerate(trainings):
+            problem, trainer = training.problem, training.trainer
+            images, labels = problem.batches.get(*problem.calendar.place(step))
+            torch.manual_seed(mixed(problem.options.seed, step, 0))
+            trainer.optimizer.zero_grad()
+            outputs = trainer.model(inputs := problem.normalise(images))
+            loss = objective = F.cross_entropy(outputs, labels)
+            if step >= 2:
+                with torch.no_grad():
+                    peer = stale[1 - number](inputs).softmax(1)
+                each = (peer * (peer.log() - outputs.log_softmax(1))).sum(1)
+                objective = loss + 0.7 * each.mean()
+            training.record(outputs)
+            objective.backward()
+            training.step(images, labels, loss)
+    return [training.trainer.model for training in trainings]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
+def test_groups_follow_the_rule(runs, optimizer):
+    """Oracle: the rule [Anil et al. 2018] as a loop in one process, with trainers of one rank."""
+    for number, model in enumerate(by_hand(optimizer)):
+        found = saved(runs / optimizer / f"group-{number}")
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close(found[f"model/{name}"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_groups_of_two_ranks_train_as_groups_of_one(runs):
+    """Oracle: the run on one rank for each group, up to rounding in float32."""
+    for number in range(2):
+        found, expected = (saved(runs / name / f"group-{number}") for name in ("four", "two"))
+        tensors = [name for name in expected if torch.is_tensor(expected[name])]
+        assert any(name.startswith("codistillation/peers/") for name in tensors)
+        for name in tensors:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_restart_repeats_every_bit(runs):
+    """Oracle: the run that was not interrupted."""
+    for number in range(2):
+        ends = [saved(runs / name / f"group-{number}") for name in ("half", "sgd")]
+        assert alike(*ends)
+
+
+@pytest.mark.slow
+def test_without_weight_a_group_is_a_plain_run_with_its_seed(runs):
+    """Oracle: the plain run, bit for bit."""
+    found, expected = saved(runs / "apart" / "group-1"), saved(runs / "plain")
+    del found["codistillation/steps"]
+    assert alike(found, expected)
+
+
+@pytest.mark.slow
+def test_a_restart_goes_back_to_a_step_of_all_groups(runs, tmp_path):
+    """Oracle: the run before; the newest checkpoint of a group is missing, as after a crash."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(runs / "half", run_dir)
+    assert steps(run_dir / "group-0") == steps(run_dir / "group-1") == [6, 9]
+    shutil.rmtree(run_dir / "group-1" / "checkpoints" / "step-000000009")
+    ended = launch(2, TRAIN, "--resume=auto", f"--run_dir={run_dir}")
+    assert ended.returncode == 0, ended.stderr
+    for number in range(2):
+        assert "step-000000006" in (run_dir / f"group-{number}" / "log.txt").read_text()
+        ends = [saved(of / f"group-{number}") for of in (run_dir, runs / "half")]
+        assert alike(*ends)
+
+
+@pytest.mark.slow
+def test_a_request_to_a_group_reaches_all_groups(tmp_path):
+    """Oracle: the steps of the checkpoints; the request waits in the directory of a group."""
+    control = tmp_path / "group-1" / "control"
+    control.mkdir(parents=True)
+    (control / "stop").touch()
+    asked = (*QUICK, "--optimizer=sgd", "--resume=auto", "--stop_code=7", f"--run_dir={tmp_path}")
+    ended = launch(2, TRAIN, *asked)
+    assert ended.returncode == 7, ended.stderr
+    assert steps(tmp_path / "group-0") == steps(tmp_path / "group-1") == [1]
+
+
+@pytest.mark.slow
+def test_another_number_of_groups_is_refused(runs):
+    """Oracle: the line."""
+    for groups, ranks in ((4, 4), (1, 1)):
+        given = (f"--groups={groups}", "--resume=auto", f"--run_dir={runs / 'sgd'}")
+        with pytest.raises(ValueError, match=f"groups={groups} must be 2, as in the run that"):
+            settings.of_start(given, ranks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--groups=3"], r"groups=3 must divide the number of ranks \(4\)"),
+        (["--groups=2", "--shrink=true"], "groups=2 needs shrink=false, not true: ranks that are"),
+        (["--groups=2", "--patience=2"], "groups=2 needs patience=null, not 2: groups end"),
+        (
+            ["--groups=2", "--exchanged=weights", "--optimizer=sgd"],
+            "groups=2 needs exchanged=gradients, not weights: a group has one model",
+        ),
+        (
+            ["--groups=2", "--kfac.damping_adapt=5"],
+            "groups=2 needs kfac.damping_adapt=null, not 5: the loss after a step",
+        ),
+        (
+            [
+                "--groups=2",
+                "--kfac.length=quadratic",
+                "--schedule=constant",
+                "--momentum=0",
+                "--weight_decay=0",
+            ],
+            "groups=2 needs another kfac.length than quadratic: its model knows no peers",
+        ),
+        (
+            ["--groups=2", "--model=autoencoder", "--data.name=curves"],
+            "groups=2 needs a model of classes, not model=autoencoder",
+        ),
+        (
+            ["--groups=2", "--curvature_ranks=1", "--delay=1"],
+            "groups=2 needs curvature_ranks=0, not 1",
+        ),
+    ],
+)
+def test_what_cannot_work_in_groups_is_refused(arguments, text):
+    """Oracle: the message."""
+    with pytest.raises(ValueError, match=text):
+        parse(arguments, 4)
+
+
+def test_a_group_has_a_directory_and_a_seed_of_its_own():
+    """Oracle: by hand, on one rank, which is in group 0."""
+    options = parse(["--groups=1", "--seed=4", "--run_dir=runs/x"], 1)
+    assert joined(mpikfac.world(), options) == (mpikfac.world(), options)
