@@ -1227,4 +1227,29 @@ TABLE = (
         "nearest.sum(1).argmax()",
         "tests/unit/test_robust.py",
     ),
+    # -- gradients: the largest numbers, with warm-up and clipping
+    Mistake(
+        "largest: padding has a share of the sent numbers",
+        "plan/codec.py",
+        "(elements - sum(stop - start for start, stop in self.padding))",
+        "elements",
+        "tests/mpi/test_feedback.py",
+        2,
+    ),
+    Mistake(
+        "largest: the warm-up ends a stage early",
+        "extensions/gradients/largest.py",
+        "stage / (STAGES + 1)",
+        "min(1, stage / STAGES)",
+        "tests/mpi/test_feedback.py",
+        2,
+    ),
+    Mistake(
+        "largest: a rank's bound is the bound of all ranks' sum",
+        "extensions/gradients/largest.py",
+        "bound * sender.grid.world.size**0.5",
+        "bound * sender.grid.world.size",
+        "tests/mpi/test_feedback.py",
+        2,
+    ),
 )

@@ -332,6 +332,19 @@ STRATEGY: tuple[Combination, ...] = (
         "the momentum is of gradients that wait to be sent",
         default=0.0,
     ),
+    *(
+        Combination(
+            name,
+            None,
+            {
+                **{"gradient_wire": "top-k", "exchanged": "gradients"},
+                **{"update": "everyone", "overlap": False},
+            },
+            "a sum of the largest gradients begins when a rank has all its gradients",
+            default,
+        )
+        for name, default in (("top_warmup", 0), ("top_clip", None))
+    ),
     Combination(
         "power_rank",
         None,
