@@ -1165,6 +1165,22 @@ TABLE = (
         2,
     ),
     Mistake(
+        "asynchronous: a client's own updates since its fetch make the next update stale",
+        "extensions/clients/server.py",
+        "        self._fetched[client] += 1",
+        "        pass",
+        "tests/mpi/test_asynchronous.py",
+        2,
+    ),
+    Mistake(
+        "asynchronous: a client steps its copy by the period of updates",
+        "extensions/clients/asynchronous.py",
+        "if self._old + 1 < self.choices.fetches:",
+        "if self._taken + 1 < self.choices.push_every:",
+        "tests/mpi/test_asynchronous.py",
+        2,
+    ),
+    Mistake(
         "asynchronous: running statistics become those of the last client",
         "extensions/clients/server.py",
         "block.tensor.lerp_(value, 1 / len(self._clients))",

@@ -212,7 +212,7 @@ STRATEGY: tuple[Combination, ...] = (
     *(
         Combination(name, None, {"exchanged": "updates"}, "only servers take updates", default)
         for name, default in (
-            *(("servers", 1), ("push_every", 1)),
+            *(("servers", 1), ("push_every", 1), ("fetch_every", None)),
             *(("warm_updates", 0), ("client_ranks", 1)),
         )
     ),
