@@ -301,6 +301,10 @@ class Options:
         frozen_epochs: the number of epochs at the start in which only the last module with
             parameters is trained, the classifier; all further layers are frozen, and are trained
             from the second step of the next epoch on. null: all layers are trained from the start.
+        feedback: the names of modules, such as [layer1, layer2]. Each of them ends a block of
+            layers. Gradients of blocks come from the error of the outputs by fixed signs, and not
+            from the next block [Han & Yoo 2019]; inside blocks, gradients are exact. K-FAC needs
+            kfac.fisher=forward-only. Empty: all gradients are exact.
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
@@ -358,6 +362,7 @@ class Options:
     distribution: StrategyOptions = inline(StrategyOptions)
     weights: str | None = section("first weights, seed", field(default=None))
     frozen_epochs: int | None = bounded(None, ">= 1")
+    feedback: list[str] = field(default_factory=list)
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = section("run directory, checkpoints, end", field(default="runs/train"))
     resume: str = "never"

@@ -91,6 +91,7 @@ class Run:
         self.lr: Callable[[int], float] = lambda step: rate(problem.calendar.clock(step))
         self.training = trainers.make_training(problem, team, self.model, self.optimizer, trace)
         self.trainer = self.training.trainer
+        trainers.give_feedback(problem, self.trainer)
         self.average = Average(self.model, options.average) if options.average else None
         guard.stage = lambda: self.trainer.trace.current
         self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
