@@ -111,13 +111,6 @@ def test_overlaps_of_boxes_and_of_full_masks():
 # -- options -------------------------------------------------------------------------------------
 
 
-def test_the_rate_rises_and_falls():
-    """Oracle: by hand; 4 steps of 2 epochs, one of warm-up."""
-    options = DetectionOptions(images=5, batch=2, epochs=2, optimizer="sgd", lr=0.8, warmup=1)
-    assert options.steps_per_epoch == 2
-    assert [options.rate(step) for step in range(4)] == pytest.approx([0.4, 0.6, 0.4, 0.2])
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -152,11 +145,3 @@ def test_torchvision_is_asked_for_in_one_line(monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert left.value.code == 2 and errors.count("\n") == 1
     assert "detection needs the torchvision that belongs to torch" in errors
-
-
-def test_a_run_goes_on_with_its_options_only():
-    """Oracle: the text."""
-    before, now = {"size": 64, "seed": 0}, {"size": 64, "seed": 1}
-    with pytest.raises(ValueError, match="the checkpoint belongs to a run with seed=0, not 1"):
-        train.check_options(before, now)
-    train.check_options(before, before)

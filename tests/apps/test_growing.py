@@ -71,7 +71,7 @@ def test_the_rate_falls_by_epochs(whole):
 def test_speed_counts_images(tmp_path, monkeypatch):
     """Oracle: a clock with 1 s a step: as many images per second as images in a step."""
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
-    monkeypatch.setattr("mpikfac_apps.training.metrics.time", clock)
+    monkeypatch.setattr("mpikfac_apps.running.metrics.time", clock)
     assert train.main(arguments(tmp_path)) == 0
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     speeds = {row["step"]: row["images_per_second"] for row in lines if "images_per_second" in row}

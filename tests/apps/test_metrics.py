@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac_apps.training.metrics import Meter, Speed
+from mpikfac_apps.running.metrics import Meter, Speed
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import mpikfac
+from mpikfac_apps.running.checkpoints import Saver
 from mpikfac_apps.tracking.metrics_file import MetricsFile
 from mpikfac_apps.training import train
-from mpikfac_apps.training.checkpoints import Saver
 from mpikfac_apps.training.run import Run
 
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1")

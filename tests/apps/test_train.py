@@ -21,7 +21,8 @@ from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
-from mpikfac_apps.training import run_directory, train
+from mpikfac_apps.running import run_directory
+from mpikfac_apps.training import train
 from mpikfac_apps.training.run import Run
 from support.launch import PROGRAMS, TRAIN, launch
 
@@ -255,7 +256,7 @@ def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(job):
 def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeypatch):
     """Oracle: a clock that advances by 1 s in every step of 120 images."""
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
-    monkeypatch.setattr("mpikfac_apps.training.metrics.time", clock)
+    monkeypatch.setattr("mpikfac_apps.running.metrics.time", clock)
     assert train.main(arguments(tmp_path, "--max_steps=5")) == 0
     assert train.main(arguments(tmp_path, "--resume=auto")) == 0
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

@@ -25,7 +25,8 @@ from mpikfac import comm
 from mpikfac.checkpoint import durable
 from mpikfac_apps.guard import guard
 from mpikfac_apps.problems import datasets, models
-from mpikfac_apps.training import batches, checkpoints, train
+from mpikfac_apps.running import checkpoints
+from mpikfac_apps.training import batches, train
 from mpikfac_apps.training.parts.problem import Problem
 from support import inside
 

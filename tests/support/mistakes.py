@@ -210,7 +210,7 @@ TABLE = (
     ),
     Mistake(
         "a restart with another solver: averages of eigenbases have no name",
-        "../apps/mpikfac_apps/training/checkpoints.py",
+        "../apps/mpikfac_apps/training/carried.py",
         '    "lengths in eigenbases": ("kfac/rotated/",),\n',
         "",
         "tests/apps/test_solvers.py",

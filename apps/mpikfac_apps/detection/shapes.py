@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from mpikfac_apps.programs.draws import generator
 
 CLASSES = ("background", "circle", "square", "triangle")
 MOST = 3  # shapes in a picture
@@ -37,14 +38,14 @@ class Shapes(Dataset[Example]):
         The target holds `masks` `[shapes, size, size]`, `boxes` `[shapes, 4]` as left, top, right
         and bottom in pixels, and `labels` `[shapes]` as numbers in `CLASSES`.
         """
-        generator = torch.Generator().manual_seed(mixed(self.seed, self.numbers[index]))
-        picture = DARK * torch.rand(3, self.size, self.size, generator=generator)
+        draws = generator(self.seed, self.numbers[index])
+        picture = DARK * torch.rand(3, self.size, self.size, generator=draws)
         masks: list[Tensor] = []
         labels: list[int] = []
-        for _ in range(int(torch.randint(1, MOST + 1, (), generator=generator))):
-            label = int(torch.randint(1, len(CLASSES), (), generator=generator))
-            radius, *centre = _placed(self.size, torch.rand(3, generator=generator))
-            colour = BRIGHT + (1 - BRIGHT) * torch.rand(3, 1, generator=generator)
+        for _ in range(int(torch.randint(1, MOST + 1, (), generator=draws))):
+            label = int(torch.randint(1, len(CLASSES), (), generator=draws))
+            radius, *centre = _placed(self.size, torch.rand(3, generator=draws))
+            colour = BRIGHT + (1 - BRIGHT) * torch.rand(3, 1, generator=draws)
             mask = shape(CLASSES[label], self.size, radius, (centre[0], centre[1]))
             if not any(bool((mask & earlier).any()) for earlier in masks):  # no shape hides another
                 picture[:, mask] = colour
@@ -53,11 +54,6 @@ class Shapes(Dataset[Example]):
         stacked = torch.stack(masks)
         target = {"boxes": boxes_of(stacked), "labels": torch.tensor(labels), "masks": stacked}
         return picture, target
-
-
-def mixed(*numbers: int) -> int:
-    """Return a seed that depends on all `numbers`; torch looks at 32 bits of a seed only."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shape(name: str, size: int, radius: float, centre: tuple[float, float]) -> Tensor:

@@ -13,7 +13,7 @@ from mpikfac_apps.guard import reports
 from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.guard.requests import Requests, end_of_job
 from mpikfac_apps.guard.watchdog import Watchdog
-from mpikfac_apps.options.options import Options
+from mpikfac_apps.running.options import RunOptions
 
 BEGAN = time.time()
 FOLDERS = ("checkpoints", "control", "hang", "tensorboard", "wandb", "mlflow")
@@ -29,7 +29,7 @@ class Guard:
 
     requests: Requests
 
-    def __init__(self, comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> None:
+    def __init__(self, comm: mpikfac.comm.Comm, options: RunOptions, watchdog: Watchdog) -> None:
         """Open the run directory; from now on the watchdog reports to the directory.
 
         Collective over: comm.

@@ -12,6 +12,7 @@ from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Schedule
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, changes, choice, inline, leaves, listed, section
+from mpikfac_apps.running.options import END, LENGTH, LOG, RunOptions
 
 # The names of tables whose code needs torch; the tests compare the names with the tables.
 SOLVERS = (
@@ -231,8 +232,8 @@ FOR_DIRECTIONS = 0.4  # times the usual rate, as momentum of directions lengthen
 
 
 @dataclass(frozen=True)
-class Options:
-    """Train a network with K-FAC or a baseline; `mpikfac launch`, mpirun or srun start ranks.
+class LearningOptions:
+    """What a run learns, by which optimizer and in how many epochs.
 
     Args:
         optimizer: the optimizer. "kfac": SGD with gradients that kfac.solver preconditions, by
@@ -268,8 +269,6 @@ class Options:
         keep_best: the weights of the best test are kept in RUN_DIR/best.pt.
         patience: the run ends after so many tests in a row that are no better than the best test
             before; null: all epochs run.
-        max_steps: the number of steps after which the run stops; the same command with --resume
-            auto continues the run. null for no limit.
         lr: the learning rate. null: 0.0075 for K-FAC with a kfac.length by Adam, or 0.003
             with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
             LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.length=own or sgd.
@@ -306,31 +305,6 @@ class Options:
             from the next block [Han & Yoo 2019]; inside blocks, gradients are exact. K-FAC needs
             kfac.fisher=forward-only. Empty: all gradients are exact.
         seed: the seed of initial weights, of the order of images and of augmentation.
-        run_dir: the directory for configuration, log, metrics and checkpoints.
-        resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
-            newest checkpoint in run_dir, or none if none exists; or the directory of a checkpoint
-            or of another run, whose newest checkpoint is taken.
-        checkpoint_minutes: the minutes between checkpoints, which are written in the background,
-            the first after 2 minutes; null for none. The end of a run always writes a checkpoint.
-        checkpoint_every: the number of steps between further checkpoints; null for none.
-        max_time: the minutes from the start to the end of the job. The run writes a checkpoint and
-            stops in time. SLURM_JOB_END_TIME has the same effect. null for no limit.
-        stop_code: the exit code of a run that was stopped before the end by SIGTERM, SIGUSR1,
-            SIGUSR2, Ctrl-C under `mpikfac launch`, RUN_DIR/control/stop or the end of the job.
-        hang_after: the longest time of a step, in seconds. A longer step ends the job and leaves
-            the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints may take 10
-            times as long. null for no limit.
-        shrink: when a rank dies, the remaining ranks continue (under mpirun --with-ft ulfm).
-        log_every: the number of steps from one line of metrics to the next.
-        trace_steps: the number of steps whose stages are recorded on every rank, from the third
-            step of a start on: a table in the log, RUN_DIR/trace.json.gz for a browser, and
-            RUN_DIR/stages.json. null for none.
-        device: the device of each rank; "auto" takes a GPU if a GPU exists.
-        threads: the number of threads of a rank. null: OMP_NUM_THREADS, or an equal share of the
-            node's cores.
-        metrics: the trackers that take the numbers of metrics.jsonl, too: "tensorboard", "wandb",
-            "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; a name, or a list of
-            names.
     """
 
     optimizer: Literal["kfac", "sgd", "adamw", "muon", "soap", "lars", "lamb"] = "kfac"
@@ -342,12 +316,11 @@ class Options:
     parts: int | None = bounded(None, ">= 1")
     accumulate: int = bounded(1, ">= 1")
     autocast: Literal["bfloat16"] | None = None
-    epochs: int = section("length of the run, and tests", bounded(10, ">= 1"))
+    epochs: int = section(LENGTH, bounded(10, ">= 1"))
     eval_every: int = bounded(1, ">= 1")
     eval_steps: int | None = bounded(None, ">= 1")
     keep_best: bool = False
     patience: int | None = bounded(None, ">= 1")
-    max_steps: int | None = bounded(None, ">= 1")
     lr: float | None = section("learning rate, momentum, regularisation", bounded(None, "> 0"))
     scale_lr: Literal["linear", "sqrt", False] = False
     warmup_epochs: float = bounded(0.0, ">= 0")
@@ -364,24 +337,6 @@ class Options:
     frozen_epochs: int | None = bounded(None, ">= 1")
     feedback: list[str] = field(default_factory=list)
     seed: int = bounded(0, ">= 0", "< 4294967296")
-    run_dir: str = section("run directory, checkpoints, end", field(default="runs/train"))
-    resume: str = "never"
-    checkpoint_minutes: float | None = bounded(15.0, "> 0")
-    checkpoint_every: int | None = bounded(None, ">= 1")
-    max_time: float | None = bounded(None, "> 0")
-    stop_code: int = bounded(0, ">= 0", "<= 255")
-    hang_after: float | None = bounded(600.0, "> 0", "<= 1e8")
-    shrink: bool = False
-    log_every: int = section("log and place", bounded(10, ">= 1"))
-    trace_steps: int | None = bounded(None, ">= 1")
-    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    threads: int | None = bounded(None, ">= 1", "<= 4096")
-    metrics: list[str] | str = field(default_factory=list)
-
-    @property
-    def trackers(self) -> list[str]:
-        """The trackers that take the numbers of metrics.jsonl, too."""
-        return [self.metrics] if isinstance(self.metrics, str) else self.metrics
 
     @property
     def rate(self) -> float:
@@ -424,6 +379,21 @@ class Options:
     def step_batch(self) -> int:
         """The number of images of a step in epoch 0, of all ranks together."""
         return int(at_start(self.batches))
+
+
+@dataclass(frozen=True)
+class Options(RunOptions, LearningOptions):
+    """Train a network with K-FAC or a baseline; `mpikfac launch`, mpirun or srun start ranks.
+
+    Args:
+        shrink: when a rank dies, the remaining ranks continue (under mpirun --with-ft ulfm).
+        trace_steps: the number of steps whose stages are recorded on every rank, from the third
+            step of a start on: a table in the log, RUN_DIR/trace.json.gz for a browser, and
+            RUN_DIR/stages.json. null for none.
+    """
+
+    shrink: bool = section(END, field(default=False))
+    trace_steps: int | None = section(LOG, bounded(None, ">= 1"))
 
 
 BASIC = (

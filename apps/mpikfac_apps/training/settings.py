@@ -29,7 +29,7 @@ from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import SOLVERS, TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.problems.own import is_own
-from mpikfac_apps.training.checkpoints import root
+from mpikfac_apps.running.checkpoints import root
 
 OF_A_START = (
     *("run_dir", "resume", "max_steps", "max_time", "shrink", "trace_steps", "device", "threads"),

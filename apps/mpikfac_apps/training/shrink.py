@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import mpikfac
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.training import checkpoints
+from mpikfac_apps.running import checkpoints
 
 if TYPE_CHECKING:
     from mpikfac_apps.training.run import Run
@@ -68,7 +68,7 @@ def save_what_is_left(run: Run) -> None:
         try:
             with mpikfac.comm.together(comm, f"run_dir={run.options.run_dir}"):
                 if comm.rank == 0:
-                    items |= counted | run.about()
+                    items |= counted | run.items_of_rank_0()
             mpikfac.save_checkpoint(comm, checkpoints.root(run.options), items, step)
             return
         except mpikfac.UserError as error:

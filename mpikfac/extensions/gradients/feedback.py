@@ -92,8 +92,7 @@ class DirectFeedback:
         if any(len(y) != len(outputs) for _, y in ends):
             raise ValueError("direct feedback needs the examples of the outputs in all blocks")
         signs = [self._signs_of(number, y, outputs.shape[1]) for number, y in ends]
-        connected: Tensor = _Connect.apply(outputs, signs, *(y for _, y in ends))
-        return connected
+        return _Connect.apply(outputs, signs, *(y for _, y in ends))  # type: ignore[no-untyped-call]
 
     def _signs_of(self, number: int, output: Tensor, classes: int) -> Tensor:
         """Return the signs of a block, `[classes, numbers of an example]`, in 8 bits."""

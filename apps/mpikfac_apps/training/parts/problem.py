@@ -19,9 +19,9 @@ from mpikfac_apps.options.by_epoch import numbers_of
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.running.metrics import Meter
 from mpikfac_apps.text import measured, percent
 from mpikfac_apps.training import batches, settings
-from mpikfac_apps.training.metrics import Meter
 from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
 # Training images that give averaged weights their statistics: all at once, and in a pass.

@@ -13,10 +13,9 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac.trace import Event
-from mpikfac_apps.training.metrics import mean_staleness, staleness_line, staleness_of_all
+from mpikfac_apps.running.metrics import mean_staleness, staleness_line, staleness_of_all
+from mpikfac_apps.running.votes import AnyTrainer
 from mpikfac_apps.training.parts.problem import Problem
-
-AnyTrainer = mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous
 
 log = logging.getLogger("mpikfac.train")
 

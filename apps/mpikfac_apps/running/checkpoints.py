@@ -1,10 +1,9 @@
-"""Write checkpoints of a training run, survive failures to write, and find a run's checkpoint."""
+"""Write checkpoints of a run, survive failures to write, and find a run's checkpoint."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,10 @@ from mpikfac import files
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
-from mpikfac_apps.options.options import Options
-from mpikfac_apps.training import run_directory
+from mpikfac_apps.running import run_directory
+from mpikfac_apps.running.options import RunOptions
 
 RECORDS = {"run/seconds": float, "run/metrics_bytes": int, "run/metrics_waiting": str}
-MOMENTA = "kfac/momentum/"  # begins the names of the items of a momentum of gradients
-KINDS = {
-    "factors": ("kfac/factors/", "kfac/vectors/", "kfac/gradient-factors/"),
-    "decompositions": ("kfac/bases/",),
-    "lengths": ("kfac/graft/",),
-    "lengths in eigenbases": ("kfac/rotated/",),
-    "lengths of rows": ("kfac/rows/",),
-    "momenta": (MOMENTA,),
-}
-"""What a solver keeps, in words, and how the names of the items begin."""
 
 log = logging.getLogger("mpikfac.train")
 
@@ -136,7 +125,7 @@ class Saver:
 
 
 def open_checkpoint(
-    comm: mpikfac.comm.Comm, options: Options
+    comm: mpikfac.comm.Comm, options: RunOptions
 ) -> mpikfac.checkpoint.Checkpoint | None:
     """Return the checkpoint to resume from, or None to start at step 0.
 
@@ -160,23 +149,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
-    """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
-
-    Args:
-        tensors_per_weight: numbers for each weight: the weight itself, and averages.
-    """
-    factors = plan.factors.values()
-    averages = sum(math.prod(factor.triangle) for factor in factors)
-    bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
-    of_rank = plan.of(0)
-    scales = mpikfac.plan.scales.layout(of_rank).size
-    weights = tensors_per_weight * of_rank.layouts.gradients.size + scales
-    curvature = plan.factor_itemsize * averages + plan.basis_itemsize * bases
-    return (plan.itemsize * weights + curvature) / 1e6
-
-
-def root(options: Options) -> Path:
+def root(options: RunOptions) -> Path:
     """Return the folder of a run's checkpoints."""
     return Path(options.run_dir) / "checkpoints"
 
@@ -204,57 +177,3 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
         raise ValueError(f"it is of step {steps}; this run ends at step {end}: raise {limit}")
-
-
-def carried(
-    comm: mpikfac.comm.Comm, trainer: mpikfac.KFAC, items: Mapping[str, Any]
-) -> tuple[str, str, str]:
-    """Return what goes on, starts anew and is left, after the load of another solver's state.
-
-    Collective over: comm.
-
-    Args:
-        items: the items of the checkpoint.
-    """
-    shares = comm.allgather([*trainer.state_dict()])
-    now, before = _kinds(set().union(*shares)), _kinds(items)
-    forms = [layer.solver for layer in trainer.plan.of(comm.rank).layers]
-    kept = {"factors"} if trainer.plan.factors else set()
-    kept |= {"decompositions"} if any(form.blocks for form in forms) else set()
-    both = now & before
-    parts = both, (now | kept) - both, before - now - kept
-    going, anew, left = (", ".join(sorted(part)) or "nothing" for part in parts)
-    return going, anew, left
-
-
-def _kinds(names: Collection[str]) -> set[str]:
-    """Return the kinds of items of K-FAC among names, in words."""
-    return {
-        word for word, prefixes in KINDS.items() if any(name.startswith(prefixes) for name in names)
-    }
-
-
-def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
-    """Refuse the state of a run whose momentum was of gradients, or of directions, and now is not.
-
-    `KFAC.load_state_dict` refuses the same states, without the names of options.
-
-    Args:
-        items: the items of a checkpoint.
-
-    Raises:
-        ValueError: the momentum would be taken twice, or never.
-    """
-    now = options.momentum if options.momentum_of_gradients else 0.0
-    if not now and any(name.startswith(MOMENTA) for name in items):
-        raise ValueError(
-            "it has momenta of gradients, and no momentum of directions; go on with "
-            "optimizer=kfac, kfac.momentum_of=gradients and momentum above 0"
-        )
-    for name in items:
-        of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
-        if now and of_group and items[name]:
-            raise ValueError(
-                f"it has momentum={items[name]} of directions, and none of gradients; go on with "
-                f"kfac.momentum_of=directions"
-            )

@@ -24,7 +24,7 @@ import yaml
 from tqdm import tqdm
 
 from mpikfac import files
-from mpikfac_apps.options.options import Options
+from mpikfac_apps.running.options import RunOptions
 from mpikfac_apps.tracking.metrics_file import MetricsFile, state_on_disk
 from mpikfac_apps.tracking.tracker import Trackers
 
@@ -103,7 +103,7 @@ class Record:
 
     def __init__(
         self,
-        options: Options,
+        options: RunOptions,
         config: Mapping[str, Any],
         environment: Mapping[str, Any],
         early_log: logging.handlers.MemoryHandler,

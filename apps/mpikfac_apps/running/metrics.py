@@ -92,8 +92,9 @@ class Meter:
             ValueError: the counts are not those of a `state`.
         """
         for name, value in {"run/counted": counted, "run/reported": reported}.items():
-            if (value.dtype, value.shape) != (torch.float64, (3,)):
-                raise ValueError(f"item {name!r} must be float64 [3]; it is {list(value.shape)}")
+            if (value.dtype, value.shape) != (torch.float64, self._reported.shape):
+                form = list(self._reported.shape)
+                raise ValueError(f"item {name!r} must be float64 {form}; it is {list(value.shape)}")
         if self.comm.rank == 0:
             self._here.copy_(counted)
         self._reported = self._here.to("cpu", copy=True) if self.alone else reported

@@ -9,9 +9,10 @@ import torch
 
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
-from mpikfac_apps.options.options import Options
-from mpikfac_apps.training.checkpoints import Saver
-from mpikfac_apps.training.parts.trainings import Training
+from mpikfac_apps.running.checkpoints import Saver
+from mpikfac_apps.running.options import RunOptions
+
+AnyTrainer = mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous
 
 log = logging.getLogger("mpikfac.train")
 
@@ -23,6 +24,9 @@ class StepVotes:
 
     A request may reach any rank, and all ranks follow the request after the same step.
 
+    Args:
+        call_meeting: lets votes of this rank reach all ranks, if ranks step alone.
+
     Attributes:
         troubles: numbers that were not finite, on all ranks, up to the last votes of all ranks.
     """
@@ -30,14 +34,15 @@ class StepVotes:
     def __init__(
         self,
         comm: mpikfac.comm.Comm,
-        options: Options,
+        options: RunOptions,
         guard: Guard,
         saver: Saver,
-        training: Training,
+        trainer: AnyTrainer,
+        call_meeting: Callable[[], None],
     ) -> None:
         self._comm, self._options = comm, options
         self._guard, self._saver = guard, saver
-        self._training, self._trainer = training, training.trainer
+        self._trainer, self._call_meeting = trainer, call_meeting
         self._due = False  # a checkpoint, by the number of steps
         self._own_troubles = 0  # of this rank, before the step
         self._losses = torch.zeros(()), torch.zeros(())
@@ -59,7 +64,7 @@ class StepVotes:
         votes = [due, requests.stop, written, late, troubles, decompositions]
         trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
         if due or requests.stop or written:
-            self._training.call_meeting()
+            self._call_meeting()
 
     def note(self, loss: torch.Tensor) -> None:
         """Keep this rank's loss of a step; the next step's votes tell whether to look at the loss.

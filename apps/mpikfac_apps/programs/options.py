@@ -1,0 +1,77 @@
+"""The options that small training programs share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from mpikfac.settings import MOMENTUM
+from mpikfac_apps.options.fields import bounded, choice
+from mpikfac_apps.running.options import RunOptions
+
+RATES = {"kfac": 0.003, "sgd": 0.1, "adamw": 0.001}
+
+
+@dataclass(frozen=True)
+class Kfac:
+    """The settings of K-FAC.
+
+    Args:
+        damping: the damping of a layer, in units of the mean eigenvalue of the layer's curvature.
+        factor_every: the number of steps from one update of the factors to the next.
+        basis_every: the number of steps from one decomposition of the factors to the next.
+        workers: the number of ranks that precondition a layer; null for all ranks (COMM-OPT).
+        largest: the largest order of a factor; a larger factor falls into equal blocks. null for no
+            limit.
+        skip: the names of modules that are trained without K-FAC, such as backbone.
+    """
+
+    damping: float = bounded(0.1, "> 0")
+    factor_every: int = bounded(1, ">= 1")
+    basis_every: int = bounded(10, ">= 1")
+    workers: int | None = bounded(None, ">= 1")
+    largest: int | None = bounded(None, ">= 1")
+    skip: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ProgramLearning:
+    """How a small program learns.
+
+    Args:
+        optimizer: "kfac", "sgd" or "adamw"; K-FAC and SGD take momentum.
+        epochs: the number of passes over the data.
+        lr: the learning rate after the warm-up; falls to 0 in a line. null for the usual rate of
+            the optimizer.
+        warmup: the number of steps in which the learning rate grows.
+        momentum: the momentum of K-FAC and SGD, or beta1 of AdamW.
+        weight_decay: the weight decay.
+        seed: the seed of first weights and data.
+        kfac: the settings of K-FAC.
+    """
+
+    rates: ClassVar[Mapping[str, float]] = RATES
+
+    optimizer: str = choice("kfac", RATES)
+    epochs: int = bounded(5, ">= 1")
+    lr: float | None = bounded(None, "> 0")
+    warmup: int = bounded(10, ">= 0")
+    momentum: float = bounded(MOMENTUM, ">= 0", "< 1")
+    weight_decay: float = bounded(0.0001, ">= 0")
+    seed: int = bounded(0, ">= 0", "< 4294967296")
+    kfac: Kfac = field(default_factory=Kfac)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate after the warm-up."""
+        return self.lr or self.rates[self.optimizer]
+
+    def rate_of(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step of so many steps."""
+        return self.rate * min((step + 1) / (self.warmup + 1), 1 - step / steps)
+
+
+@dataclass(frozen=True)
+class ProgramOptions(RunOptions, ProgramLearning):
+    """The options of a small program; a program adds fields of its own."""

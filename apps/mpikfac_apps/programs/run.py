@@ -1,0 +1,165 @@
+"""Run a small program: read the options, make the work, and take its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+import mpikfac
+from mpikfac import files
+from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.guard.ranks import run_on_ranks
+from mpikfac_apps.guard.watchdog import Watchdog
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.documents import nested
+from mpikfac_apps.options.fields import flat
+from mpikfac_apps.place import RankPlace, share_cores
+from mpikfac_apps.programs.options import ProgramOptions
+from mpikfac_apps.programs.work import Work
+from mpikfac_apps.running import checkpoints, run_directory
+from mpikfac_apps.running.loop import Loop
+from mpikfac_apps.running.metrics import Meter
+from mpikfac_apps.running.options import RunOptions
+from mpikfac_apps.text import key_of
+
+Options = TypeVar("Options", bound=ProgramOptions)
+Make = Callable[[mpikfac.comm.Comm, Options, torch.device], Work]
+
+log = logging.getLogger("mpikfac.train")
+
+
+def main(
+    program: str, group: type[Options], make: Make[Options], argv: Sequence[str] | None = None
+) -> int:
+    """Train, and print a line after each epoch; return 0, or `stop_code` after a stop.
+
+    Collective over: world.
+
+    Args:
+        program: the name of the program, such as train_detection.py.
+        group: the dataclass of the options.
+        make: makes the work on every rank; collective. A `ValueError` of a single rank goes in
+            `mpikfac.comm.together`.
+
+    Raises:
+        SystemExit: code 2 after a single line about a mistake that the user can correct.
+    """
+
+    def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
+        hosts = share_cores(comm, options.threads)
+        with mpikfac.comm.together(comm, "options"):
+            device = mpikfac.device(comm, options.device)
+        watchdog.follow(options.hang_after)
+        guard = Guard(comm, options, watchdog)
+        with contextlib.closing(guard):
+            early_log = run_directory.start_log() if comm.rank == 0 else None
+            checkpoint = checkpoints.open_checkpoint(comm, options)
+            torch.manual_seed(options.seed)
+            run = ProgramRun(comm, options, guard, make(comm, options, device), device)
+            kept = run.restore(checkpoint)
+            config = nested(flat(options) | {"lr": options.rate})
+            run.open_record(early_log, RankPlace(device, hosts), config, *kept)
+            return run.train()
+
+    return run_on_ranks(lambda _: read(program, group, argv), work)
+
+
+class ProgramRun(Loop):
+    """The run of a small program.
+
+    Collective over: comm, as are all methods.
+    """
+
+    options: ProgramOptions
+
+    def __init__(
+        self,
+        comm: mpikfac.comm.Comm,
+        options: ProgramOptions,
+        guard: Guard,
+        work: Work,
+        device: torch.device,
+    ) -> None:
+        self.work = work
+        steps = options.epochs * work.steps_per_epoch
+        super().__init__(
+            *(comm, options, guard, work.trainer),
+            steps=min(steps, options.max_steps or sys.maxsize),
+            meter=Meter(comm, device, measures=len(work.measures)),
+            lr=lambda step: options.rate_of(step, steps),
+            rate=options.rate,
+        )
+
+    def take(self, step: int) -> None:
+        """Take a step of the work."""
+        self.set_rate(step)
+        with self.speed.step(self.work.examples_per_step):
+            loss, examples, sums = self.work.step(step)
+        self.meter.add(loss, sums, examples)
+        self.votes.note(loss)
+
+    def epochs(self, steps: int) -> float:
+        """Return the epochs after so many steps; not collective."""
+        return steps / self.work.steps_per_epoch
+
+    def test_due(self, steps: int) -> bool:
+        """Return whether an epoch ends after so many steps; not collective."""
+        return steps % self.work.steps_per_epoch == 0
+
+    def test_after(self, steps: int) -> None:
+        """Test the network after an epoch, and write a row and a line."""
+        loss, *means = self.meter.everything()
+        trained = dict(zip(self.work.measures, means))
+        tests = self.work.test()
+        rows = {f"train_{key_of(name)}": value for name, value in trained.items()}
+        rows |= {f"test_{key_of(name)}": value for name, value in tests.items()}
+        self.row(train_loss=loss, **rows)
+        words = [f"loss {loss:.4f}", *(f"{name} {value:.4f}" for name, value in trained.items())]
+        words += [f"test {name} {value:.4f}" for name, value in tests.items()]
+        epoch = steps // self.work.steps_per_epoch
+        log.info("epoch %d: %s, %.1f s", epoch, ", ".join(words), self.speed.seconds)
+
+    def summary(self) -> str:
+        """Return a line about the work, the ranks and the steps; not collective."""
+        return (
+            f"{self.work.summary()} with {self.options.optimizer}; ranks {self.comm.size}, "
+            f"steps {self.trainer.steps} to {self.steps}, {self.work.steps_per_epoch} per epoch"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the rank's share of the state of the work."""
+        return self.work.state()
+
+    def about(self) -> dict[str, Any]:
+        """Return the options on which the numbers of the run depend."""
+        return of_numbers(self.options)
+
+    def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
+        """Load a `state` of a run with the same options."""
+        check_options(files.json_of(str(checkpoint["run/data"])), of_numbers(self.options))
+        self.work.load(checkpoint)
+
+
+def of_numbers(options: ProgramOptions) -> dict[str, Any]:
+    """Return the options on which the numbers of a run depend."""
+    of_a_start = RunOptions.__dataclass_fields__
+    return {key: value for key, value in flat(options).items() if key not in of_a_start}
+
+
+def check_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that a run goes on with its options.
+
+    Raises:
+        ValueError: an option has changed.
+    """
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"the checkpoint belongs to a run with {name}={before.get(name)}, not {value}; "
+                f"give the same option, or another run_dir"
+            )

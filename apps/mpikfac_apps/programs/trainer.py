@@ -1,0 +1,66 @@
+"""The trainer of a small program: K-FAC, or averaged gradients with a first-order optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+import mpikfac
+from mpikfac_apps.programs.options import ProgramLearning
+
+Trainer = mpikfac.KFAC | mpikfac.DataParallel
+
+
+def trainer_of(
+    comm: mpikfac.comm.Comm,
+    model: nn.Module,
+    options: ProgramLearning,
+    coverage: mpikfac.Coverage | None = None,
+    estimator: mpikfac.Estimator | None = None,
+    trace: mpikfac.Trace | None = None,
+) -> Trainer:
+    """Return the trainer of a network, with K-FAC or without.
+
+    Collective over: comm.
+
+    Args:
+        coverage: the layers of K-FAC; the options add `skip` and `largest`. None for all layers.
+        estimator: how K-FAC estimates factors; the usual way if None.
+        trace: times the stages; a new trace if None.
+
+    Raises:
+        UserError: a setting of K-FAC cannot work, or ranks disagree.
+    """
+    optimizer = optimizer_of(model, options)
+    if options.optimizer != "kfac":
+        return mpikfac.DataParallel(model, optimizer, comm, trace=trace)
+    kfac, coverage = options.kfac, coverage or mpikfac.Coverage()
+    factors_of = coverage.rule
+
+    def rule(layer: mpikfac.LayerShape) -> mpikfac.LayerShape:
+        return dataclasses.replace(factors_of(layer), largest=kfac.largest)
+
+    with mpikfac.comm.together(comm, "options"):
+        strategy = mpikfac.Strategy.hybrid(comm.size, workers=kfac.workers or comm.size)
+        coverage = dataclasses.replace(coverage, skip=[*coverage.skip, *kfac.skip], rule=rule)
+        mpikfac.layers.cover(model, coverage)
+    return mpikfac.KFAC(
+        *(model, optimizer, comm, strategy),
+        damping=mpikfac.Damping(relative=kfac.damping),
+        factor_every=kfac.factor_every,
+        basis_every=kfac.basis_every,
+        estimator=estimator,
+        coverage=coverage,
+        trace=trace,
+    )
+
+
+def optimizer_of(model: nn.Module, options: ProgramLearning) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters; for K-FAC, SGD takes the directions."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    beta, decay = options.momentum, options.weight_decay
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(trained, options.rate, (beta, 0.999), weight_decay=decay)
+    return torch.optim.SGD(trained, options.rate, beta, weight_decay=decay)

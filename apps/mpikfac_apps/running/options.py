@@ -1,0 +1,61 @@
+"""The options of a start: the run directory, checkpoints, the end of the run, and the place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mpikfac_apps.options.fields import bounded, section
+
+LENGTH = "length of the run, and tests"
+END = "run directory, checkpoints, end"
+LOG = "log and place"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run writes, when it ends, and where it computes.
+
+    Args:
+        max_steps: the number of steps after which the run stops; the same command with --resume
+            auto continues the run. null for no limit.
+        run_dir: the directory for configuration, log, metrics and checkpoints.
+        resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
+            newest checkpoint in run_dir, or none if none exists; or the directory of a checkpoint
+            or of another run, whose newest checkpoint is taken.
+        checkpoint_minutes: the minutes between checkpoints, which are written in the background,
+            the first after 2 minutes; null for none. The end of a run always writes a checkpoint.
+        checkpoint_every: the number of steps between further checkpoints; null for none.
+        max_time: the minutes from the start to the end of the job. The run writes a checkpoint and
+            stops in time. SLURM_JOB_END_TIME has the same effect. null for no limit.
+        stop_code: the exit code of a run that was stopped before the end by SIGTERM, SIGUSR1,
+            SIGUSR2, Ctrl-C under `mpikfac launch`, RUN_DIR/control/stop or the end of the job.
+        hang_after: the longest time of a step, in seconds. A longer step ends the job and leaves
+            the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints may take 10
+            times as long. null for no limit.
+        log_every: the number of steps from one line of metrics to the next.
+        device: the device of each rank; "auto" takes a GPU if a GPU exists.
+        threads: the number of threads of a rank. null: OMP_NUM_THREADS, or an equal share of the
+            node's cores.
+        metrics: the trackers that take the numbers of metrics.jsonl, too: "tensorboard", "wandb",
+            "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; a name, or a list of
+            names.
+    """
+
+    max_steps: int | None = section(LENGTH, bounded(None, ">= 1"))
+    run_dir: str = section(END, field(default="runs/train"))
+    resume: str = "never"
+    checkpoint_minutes: float | None = bounded(15.0, "> 0")
+    checkpoint_every: int | None = bounded(None, ">= 1")
+    max_time: float | None = bounded(None, "> 0")
+    stop_code: int = bounded(0, ">= 0", "<= 255")
+    hang_after: float | None = bounded(600.0, "> 0", "<= 1e8")
+    log_every: int = section(LOG, bounded(10, ">= 1"))
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    threads: int | None = bounded(None, ">= 1", "<= 4096")
+    metrics: list[str] | str = field(default_factory=list)
+
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers that take the numbers of metrics.jsonl, too."""
+        return [self.metrics] if isinstance(self.metrics, str) else self.metrics

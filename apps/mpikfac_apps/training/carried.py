@@ -1,0 +1,91 @@
+"""Say how much state a checkpoint holds, and what another solver takes over of the state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import mpikfac
+from mpikfac_apps.options.options import Options
+
+MOMENTA = "kfac/momentum/"  # begins the names of the items of a momentum of gradients
+KINDS = {
+    "factors": ("kfac/factors/", "kfac/vectors/", "kfac/gradient-factors/"),
+    "decompositions": ("kfac/bases/",),
+    "lengths": ("kfac/graft/",),
+    "lengths in eigenbases": ("kfac/rotated/",),
+    "lengths of rows": ("kfac/rows/",),
+    "momenta": (MOMENTA,),
+}
+"""What a solver keeps, in words, and how the names of the items begin."""
+
+
+def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
+    """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
+
+    Args:
+        tensors_per_weight: numbers for each weight: the weight itself, and averages.
+    """
+    factors = plan.factors.values()
+    averages = sum(math.prod(factor.triangle) for factor in factors)
+    bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
+    of_rank = plan.of(0)
+    scales = mpikfac.plan.scales.layout(of_rank).size
+    weights = tensors_per_weight * of_rank.layouts.gradients.size + scales
+    curvature = plan.factor_itemsize * averages + plan.basis_itemsize * bases
+    return (plan.itemsize * weights + curvature) / 1e6
+
+
+def carried(
+    comm: mpikfac.comm.Comm, trainer: mpikfac.KFAC, items: Mapping[str, Any]
+) -> tuple[str, str, str]:
+    """Return what goes on, starts anew and is left, after the load of another solver's state.
+
+    Collective over: comm.
+
+    Args:
+        items: the items of the checkpoint.
+    """
+    shares = comm.allgather([*trainer.state_dict()])
+    now, before = _kinds(set().union(*shares)), _kinds(items)
+    forms = [layer.solver for layer in trainer.plan.of(comm.rank).layers]
+    kept = {"factors"} if trainer.plan.factors else set()
+    kept |= {"decompositions"} if any(form.blocks for form in forms) else set()
+    both = now & before
+    parts = both, (now | kept) - both, before - now - kept
+    going, anew, left = (", ".join(sorted(part)) or "nothing" for part in parts)
+    return going, anew, left
+
+
+def _kinds(names: Collection[str]) -> set[str]:
+    """Return the kinds of items of K-FAC among names, in words."""
+    return {
+        word for word, prefixes in KINDS.items() if any(name.startswith(prefixes) for name in names)
+    }
+
+
+def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
+    """Refuse the state of a run whose momentum was of gradients, or of directions, and now is not.
+
+    `KFAC.load_state_dict` refuses the same states, without the names of options.
+
+    Args:
+        items: the items of a checkpoint.
+
+    Raises:
+        ValueError: the momentum would be taken twice, or never.
+    """
+    now = options.momentum if options.momentum_of_gradients else 0.0
+    if not now and any(name.startswith(MOMENTA) for name in items):
+        raise ValueError(
+            "it has momenta of gradients, and no momentum of directions; go on with "
+            "optimizer=kfac, kfac.momentum_of=gradients and momentum above 0"
+        )
+    for name in items:
+        of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
+        if now and of_group and items[name]:
+            raise ValueError(
+                f"it has momentum={items[name]} of directions, and none of gradients; go on with "
+                f"kfac.momentum_of=directions"
+            )
