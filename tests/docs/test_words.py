@@ -37,6 +37,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/extensions/detection.md": 800,
     "docs/extensions/emulated_cluster.md": 500,
     "docs/extensions/exchange.md": 1700,
+    "docs/extensions/feedback.md": 400,
     "docs/extensions/language.md": 600,
     "docs/extensions/prediction.md": 1500,
     "docs/extensions/scoreboard.md": 800,  # a script writes it
@@ -49,7 +50,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/reference/glossary.md": 1000,
     "docs/reference/gpu.md": 1150,
     "docs/reference/models.md": 700,  # a test writes it
-    "docs/reference/references.md": 1800,
+    "docs/reference/references.md": 1850,
     "docs/decisions/index.md": 1000,
     "benchmarks/README.md": 800,
 }

@@ -1268,4 +1268,33 @@ TABLE = (
         "tests/mpi/test_feedback.py",
         2,
     ),
+    # -- gradients: direct feedback
+    Mistake(
+        "feedback: the error of a block also comes from the next block",
+        "extensions/gradients/feedback.py",
+        "return output.detach()",
+        "return output",
+        "tests/mpi/test_direct_feedback.py",
+    ),
+    Mistake(
+        "feedback: all blocks have the same signs",
+        "extensions/gradients/feedback.py",
+        "self._seed + number * SPREAD",
+        "self._seed",
+        "tests/mpi/test_direct_feedback.py",
+    ),
+    Mistake(
+        "feedback: an error grows with the numbers of a block",
+        "extensions/gradients/feedback.py",
+        " / math.sqrt(signs.shape[1])",
+        "",
+        "tests/mpi/test_direct_feedback.py",
+    ),
+    Mistake(
+        "feedback: K-FAC may estimate G",
+        "extensions/gradients/feedback.py",
+        'if factor.side == "G"',
+        'if factor.side == "B"',
+        "tests/mpi/test_direct_feedback.py",
+    ),
 )
