@@ -49,7 +49,7 @@ def test_ranks_and_restarts_change_no_bit(job, name):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--optimizer=sgd", "--feedback=[conv9]"], "a block at 'conv9', which is no module"),
+        (["--optimizer=sgd", "--feedback=[conv9]"], "must be a module of the model, not 'conv9'"),
         ([], "direct feedback needs Estimator(fisher='forward-only')"),
     ],
 )

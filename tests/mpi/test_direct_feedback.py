@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_in_a_line(comm):
         DirectFeedback(kfac, ["2"])
     kfac.close()
     trainer = DataParallel(model, problem.sgd(model), comm)
-    with pytest.raises(ValueError, match="ends a block at 'relu', which is no module"):
+    with pytest.raises(ValueError, match="must be a module of the model, not 'relu'"):
         DirectFeedback(trainer, ["relu"])
     trainer.close()
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.Conv2d(3, 2, 1)).double()

@@ -49,7 +49,9 @@ class DirectFeedback:
         inner = {name for name, _ in model.named_modules() if name}
         for name in ends:
             if name not in inner:
-                raise ValueError(f"direct feedback ends a block at {name!r}, which is no module")
+                raise ValueError(
+                    f"direct feedback: a block's end must be a module of the model, not {name!r}"
+                )
         self._seed = seed
         self._outputs: list[tuple[int, Tensor]] = []  # of blocks of the present forward pass
         self._signs: dict[int, Tensor] = {}

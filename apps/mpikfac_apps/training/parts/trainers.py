@@ -22,10 +22,10 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
 )
 from mpikfac_apps.problems import airbench
+from mpikfac_apps.running.votes import AnyTrainer
 from mpikfac_apps.training.parts.optimizers import Frozen
 from mpikfac_apps.training.parts.problem import Problem, build
 from mpikfac_apps.training.parts.trainings import (
-    AnyTrainer,
     ClientTraining,
     KfacTraining,
     QuadraticTraining,
