@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -51,7 +52,7 @@ def main() -> None:
     found: dict[str, list[list[float]]] = {way: [] for way in made}
     for _ in range(options.rounds):
         for way, (kfac, step) in made.items():
-            found[way].append(timed(comm, kfac, step))
+            found[way].append(timed(comm, kfac, step, partial(inside.settle, kfac)))
     if comm.rank == 0:
         lines = [("", "step ms", *(f"{stage} ms" for stage in STAGES))]
         for way, rows in found.items():
@@ -85,21 +86,24 @@ def make(comm: Any, options: argparse.Namespace, images: Images, way: str) -> tu
     return kfac, step
 
 
-def timed(comm: Any, kfac: Any, step: Step) -> list[float]:
+def timed(comm: Any, trainer: Any, step: Step, settle: Step) -> list[float]:
     """Return seconds of a step, and of each stage the least waiting time of any rank.
 
     The numbers are means of several steps without pauses, because messages could proceed in pauses.
 
     Collective over: world.
+
+    Args:
+        settle: ends the messages that are unfinished after the steps.
     """
     waited = []
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(AT_ONCE):
-        kfac.trace.clear()
+        trainer.trace.clear()
         step()
-        waited.append({stage: kfac.trace.seconds[stage] for stage in STAGES})
-    inside.settle(kfac)  # unfinished messages count, too
+        waited.append({stage: trainer.trace.seconds[stage] for stage in STAGES})
+    settle()  # unfinished messages count, too
     comm.Barrier()
     seconds = time.perf_counter() - start
     everyone = comm.allgather(waited)

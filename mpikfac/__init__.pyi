@@ -19,6 +19,7 @@ from .errors import UserError as UserError
 from .errors import ending as ending
 from .extensions import Asynchronous as Asynchronous
 from .extensions import Codistillation as Codistillation
+from .extensions import DirectFeedback as DirectFeedback
 from .extensions import SplitLayers as SplitLayers
 from .extensions import exchange_rows as exchange_rows
 from .extensions import hybrid as hybrid

@@ -39,6 +39,8 @@ from mpikfac.comm.messages import InOrder as InOrder
 from mpikfac.comm.messages import Overlapped as Overlapped
 from mpikfac.comm.messages import Sender as Sender
 from mpikfac.comm.messages import Turns as Turns
+from mpikfac.comm.servers import FETCH as FETCH
+from mpikfac.comm.servers import GIVE as GIVE
 from mpikfac.comm.servers import HOLD as HOLD
 from mpikfac.comm.servers import LOAD as LOAD
 from mpikfac.comm.servers import MEET as MEET

@@ -18,9 +18,10 @@ from mpikfac.comm.job import survives, tells_of_loss
 from mpikfac.comm.mpi import MPI
 
 PAUSE = 2e-4  # seconds between two looks for a message: a rank that polls takes a core
-PUSH, HOLD, MEET, SAVE, LOAD = range(5)
-"""Tags: a client sends an update; waits for the end of the warm start; waits for all clients; asks
-for the state of the optimizer; sends a state."""
+PUSH, GIVE, FETCH, HOLD, MEET, SAVE, LOAD = range(7)
+"""Tags: a client sends an update and asks for weights; does the first alone; does the second alone;
+waits for the end of the warm start; waits for all clients; asks for the state of the optimizer;
+sends a state."""
 
 
 class Request(NamedTuple):
@@ -77,7 +78,8 @@ def ask(
 
     Args:
         update: a share for each server, on the host; empty to send no update.
-        weights: a share from each server, on the host, other memory than `update`.
+        weights: a share from each server, on the host, other memory than `update`; empty to get no
+            weights.
     """
     waits = [begin_receive(link, part, server, tag) for server, part in enumerate(weights)]
     for server in range(link.remote_size):
@@ -126,9 +128,15 @@ def lost_ranks(link: MPI.Intercomm) -> list[int]:
     return [rank for rank in ranks if rank != MPI.UNDEFINED]
 
 
-def answer(link: MPI.Intercomm, client: int, tag: int, weights: Tensor, words: Answer) -> None:
-    """Send a client a share of the weights. Collective over: none; the client waits."""
-    begin_send(link, weights, client, tag)()
+def answer(
+    link: MPI.Intercomm, client: int, tag: int, weights: Sequence[Tensor], words: Answer
+) -> None:
+    """Send a client a share of the weights, or words alone.
+
+    Collective over: none; the client waits.
+    """
+    for part in weights:
+        begin_send(link, part, client, tag)()
     link.send(words, dest=client, tag=tag)
 
 

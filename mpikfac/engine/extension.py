@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -82,11 +82,12 @@ class OneModel(Part):
         return state
 
 
-EXCHANGES: Mapping[bool, str] = {
-    False: "mpikfac.engine.extension:OneModel",
-    True: "mpikfac.extensions.copies:Copies",
+EXCHANGES: Mapping[tuple[bool, bool], str] = {
+    (False, False): "mpikfac.engine.extension:OneModel",
+    (True, False): "mpikfac.extensions.copies:Copies",
+    (False, True): "mpikfac.extensions.gradients:GentleStart",
 }
-"""What ranks exchange, by whether ranks ever step copies of the model of their own."""
+"""What ranks exchange: whether ranks step copies of the model, and whether sums begin gently."""
 
 ATTACHED: Mapping[str, Callable[[RankPlan], bool]] = {
     "mpikfac.extensions.hybrid:SlicedGradients": lambda plan: bool(
@@ -99,8 +100,9 @@ ATTACHED: Mapping[str, Callable[[RankPlan], bool]] = {
 
 def exchange_of(site: Site, gradients: Gradients) -> OneModel:
     """Return the exchange that the strategy asks for."""
-    kind: type[OneModel] = resolve_name(EXCHANGES[site.plan.strategy.exchange.of_copies])
-    return kind(site, gradients)
+    strategy = site.plan.strategy
+    place = EXCHANGES[strategy.exchange.of_copies, strategy.transport.wires.gentle]
+    return cast(OneModel, resolve_name(place)(site, gradients))
 
 
 def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:

@@ -1,10 +1,12 @@
 from . import clients as clients
 from . import copies as copies
+from . import gradients as gradients
 from . import hybrid as hybrid
 from .clients import Asynchronous as Asynchronous
 from .clients import serve_updates as serve_updates
 from .codistillation import Codistillation as Codistillation
 from .curvature_ranks import serve as serve
+from .gradients import DirectFeedback as DirectFeedback
 from .hybrid import SplitLayers as SplitLayers
 from .hybrid import exchange_rows as exchange_rows
 from .hybrid import layer_calls as layer_calls

@@ -56,6 +56,8 @@ class Codec:
         momentum: the momentum of numbers that wait until "top-k" sends the numbers.
         rank: the columns of P and Q.
         matrices: the matrices in a message with "power-sgd".
+        padding: the padding in an arena with "top-k", first and last (exclusive) elements: padding
+            has no share.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Codec:
     momentum: float = 0.0
     rank: int = 0
     matrices: tuple[Matrix, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
 
     @property
     def summable(self) -> bool:
@@ -76,14 +79,18 @@ class Codec:
         return EVERYWHERE.get(self.name, "Allreduce")
 
     def within(self, start: int, stop: int) -> Codec:
-        """Return the codec of a message with a span, with the matrices of the span."""
+        """Return the codec of a span, with the matrices and the padding of the span."""
         return replace(
-            self, matrices=tuple(matrix for matrix in self.matrices if start <= matrix.start < stop)
+            self,
+            matrices=tuple(matrix for matrix in self.matrices if start <= matrix.start < stop),
+            padding=tuple(gap for gap in self.padding if start <= gap[0] < stop),
         )
 
     def count(self, elements: int) -> int:
-        """Return the number of sent numbers among `elements` numbers."""
-        return math.ceil(self.share * elements)
+        """Return the number of sent numbers among `elements` elements of a span."""
+        return math.ceil(
+            self.share * (elements - sum(stop - start for start, stop in self.padding))
+        )
 
     def sides(self) -> tuple[int, int]:
         """Return the elements of all P, and of all Q."""
@@ -99,6 +106,10 @@ class Codec:
         if self.name == "power-sgd":
             return sum(self.sides()) * itemsize
         return self.count(elements) * (itemsize + PLACE)
+
+    def size_of(self, start: int, stop: int, itemsize: int) -> int:
+        """Return the bytes of an encoded span of an arena."""
+        return self.within(start, stop).size(stop - start, itemsize)
 
     @property
     def arenas(self) -> int:

@@ -40,6 +40,12 @@ class Layout:
         """Return the number of elements of every segment."""
         return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))
 
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """Return first and last (exclusive) element of the padding behind every block."""
+        behind = [*list(self.offsets.values())[1:], self.size]
+        ends = (self.place(name)[1] for name in self.offsets)
+        return tuple((end, start) for end, start in zip(ends, behind) if end < start)
+
     def segments(self) -> list[tuple[int, int]]:
         """Return first and last (exclusive) element of every segment."""
         return list(zip(self.bounds, self.bounds[1:]))

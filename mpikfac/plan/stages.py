@@ -57,7 +57,7 @@ def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
     counts = {factor.counted: fused.get(factor.name) for factor in rank.factors}
     # Averages over time make up for losses of a batch's factors; nothing makes up for losses of
     # averages that travel.
-    codec = _codec(rank, rank.strategy.transport.wires.factor_wire, feedback=not rank.late)
+    codec = _codec(rank, rank.strategy.transport.wires.factor_wire, rank.sums, not rank.late)
     if codec is None:
         return summed(rank, stage, rank.sums, factors | counts)
     # Counts travel as they are, in one message.
@@ -72,8 +72,8 @@ def publish_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
         return []
     fused = _fused(rank, turn)
     kinds = {b.name: fused.get(f.name) for f in rank.factors for b in f.blocks}
-    codec = _codec(rank, rank.strategy.transport.wires.basis_wire, feedback=False)
     layout, size = rank.layouts.bases, rank.itemsizes.bases
+    codec = _codec(rank, rank.strategy.transport.wires.basis_wire, layout, feedback=False)
     return gathered(rank, names.PUBLISH_BASES, "column", layout, kinds, size, codec)
 
 
@@ -107,7 +107,7 @@ def publish_directions(rank: RankPlan) -> list[Message]:
         return []
     kinds = {layer.name: layer.fused for layer in rank.layers}
     layout, size = rank.layouts.directions, rank.itemsizes.numbers
-    codec = _codec_of_values(rank)
+    codec = _codec_of_values(rank, layout)
     return gathered(rank, names.PUBLISH_DIRECTIONS, "row", layout, kinds, size, codec)
 
 
@@ -127,7 +127,7 @@ def publish_weights(rank: RankPlan) -> list[Message]:
     kinds = dict.fromkeys(rank.messages_of, 0)
     return [
         message
-        for codec, kinds in with_uncovered(rank, _codec_of_values(rank), kinds, 0)
+        for codec, kinds in with_uncovered(rank, _codec_of_values(rank, layout), kinds, 0)
         for message in gathered(rank, names.PUBLISH_WEIGHTS, "world", layout, kinds, size, codec)
     ]
 
@@ -135,7 +135,7 @@ def publish_weights(rank: RankPlan) -> list[Message]:
 def publishes_changes(rank: RankPlan) -> bool:
     """Return whether a step's changes of weights travel: changes bear rounding, weights do not."""
     owner = rank.owner_updates and rank.grid.count > 1
-    return owner and _codec_of_values(rank) is not None
+    return owner and _codec_of_values(rank, rank.layouts.gradients) is not None
 
 
 # -- the rank's view of sums and gathers ----------------------------------------------------------
@@ -194,7 +194,7 @@ def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
 def codec_of_sums(rank: RankPlan, layout: Layout) -> Codec | None:
     """Return the codec of sums of gradients, or of changes of weights, in the form of both."""
     wires = rank.strategy.transport.wires
-    codec = _codec(rank, wires.gradient_wire)
+    codec = _codec(rank, wires.gradient_wire, layout)
     if codec is None or codec.name != "power-sgd":
         return codec
     layers = {layer.name for layer in rank.layers}
@@ -219,15 +219,17 @@ def with_uncovered(
     return [(None, {**kinds, **plain})] if codec is None else [(codec, kinds), (None, plain)]
 
 
-def _codec(rank: RankPlan, wire: str | None, feedback: bool = True) -> Codec | None:
+def _codec(rank: RankPlan, wire: str | None, layout: Layout, feedback: bool = True) -> Codec | None:
     """Return the codec of a wire; losses of bfloat16 are too small to keep."""
     if wire is None:
         return None
-    share = rank.strategy.transport.wires.top_share if wire == "top-k" else 1.0
-    return Codec(wire, share, feedback and wire != "bfloat16")
+    if wire == "top-k":
+        share = rank.strategy.transport.wires.top_share
+        return Codec(wire, share, feedback, padding=layout.padding())
+    return Codec(wire, feedback=feedback and wire != "bfloat16")
 
 
-def _codec_of_values(rank: RankPlan) -> Codec | None:
+def _codec_of_values(rank: RankPlan, layout: Layout) -> Codec | None:
     """Return the codec of numbers that a rank sends as they are; PowerSGD only adds up."""
     wire = rank.strategy.transport.wires.gradient_wire
-    return _codec(rank, None if wire == "power-sgd" else wire)
+    return _codec(rank, None if wire == "power-sgd" else wire, layout)

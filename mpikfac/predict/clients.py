@@ -88,7 +88,8 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
     }
     between = 1 if machine.between is None else 2  # nodes; a server is a node of its own
     hop = costs.collective_seconds("Recv", size / asynchrony.servers, 2, machine, between)
-    service = 2 * hop + network.optimizer / asynchrony.servers
+    fetches = steps / asynchrony.fetches  # for each update
+    service = (1 + fetches) * hop + network.optimizer / asynchrony.servers
     computing = steps * sum(stages.values())
     played = play_clients(number, computing, service, job.stragglers / math.sqrt(steps))
     seconds = played.seconds / steps

@@ -39,6 +39,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/extensions/emulated_cluster.md": 500,
     "docs/extensions/exchange.md": 1700,
     "docs/extensions/graphs.md": 400,
+    "docs/extensions/feedback.md": 400,
     "docs/extensions/language.md": 600,
     "docs/extensions/populations.md": 400,
     "docs/extensions/prediction.md": 1500,

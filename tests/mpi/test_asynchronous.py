@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Asynchronous, DataParallel, Strategy, UserError
+from mpikfac import Asynchronous, DataParallel, Distribution, Strategy, UserError
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -118,6 +118,51 @@ def test_updates_follow_the_rule_in_order_of_arrival(comm, batches, servers):
         np.testing.assert_allclose(fetched, right, rtol=1e-12, atol=1e-13)
         assert trainer.staleness == staleness[ranks.rank]
         assert trainer.version == max(i + 1 for i, turn in enumerate(order) if turn == ranks.rank)
+
+    served = on_both(comm, *linear(), strategy, train)
+    if served is not None:
+        assert served == staleness
+
+
+def expected_apart(order, clients, push, fetch):
+    """Return a client's weights after each turn, and staleness: the published loop in numpy.
+
+    Downpour SGD [Dean et al. 2012]: a client steps its weights, adds up gradients, sends the sum
+    every `push` batches and fetches weights every `fetch` batches.
+    """
+    losses = [quadratic(client) for client in range(clients)]
+    w, v, updates = np.ones(SIZE), np.zeros(SIZE), []
+    local, sums, since = [w.copy() for _ in losses], np.zeros((clients, SIZE)), [0] * clients
+    found, staleness, taken = [], [Counter() for _ in losses], [0] * clients
+    for turn in order:
+        a, b = losses[turn]
+        g = a.T @ (a @ local[turn] - b)
+        local[turn], sums[turn] = local[turn] - RATE * g, sums[turn] + g
+        taken[turn] += 1
+        if taken[turn] % push == 0:
+            staleness[turn][sum(client != turn for client in updates[since[turn] :])] += 1
+            v = MOMENTUM * v + sums[turn]
+            w, sums[turn] = w - RATE * v, 0
+            updates.append(turn)
+        if taken[turn] % fetch == 0:
+            local[turn], since[turn] = w.copy(), len(updates)
+        found.append(local[turn])
+    return found, staleness
+
+
+@pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
+def test_updates_and_fetches_have_periods_of_their_own(comm, push, fetch):
+    """Oracle: the published loop in numpy: weights after each turn, staleness, messages."""
+    clients, strategy = comm.size - 1, UPDATES.changed(push_every=push, fetch_every=fetch)
+    order = script(clients, 30)
+    right, staleness = expected_apart(order, clients, push, fetch)
+
+    def train(trainer, ranks):
+        found = in_turns(trainer, ranks, order, clients)
+        np.testing.assert_allclose(found, right, rtol=1e-11, atol=1e-12)
+        assert trainer.staleness == staleness[ranks.rank]
+        size, turns = inside.gradients(trainer).layout.size * 8, order.count(ranks.rank)
+        assert trainer.trace.sent["exchange updates"] == size * (turns // push)
 
     served = on_both(comm, *linear(), strategy, train)
     if served is not None:
@@ -236,7 +281,8 @@ def test_all_clients_hold_the_same_model_after_they_met(comm):
     on_both(comm, model, problem.sgd(model), UPDATES, train)
 
 
-def test_a_call_makes_all_clients_meet_after_the_same_step(comm):
+@pytest.mark.parametrize("choices", [{}, {"push_every": 3, "fetch_every": 2}], ids=str)
+def test_a_call_makes_all_clients_meet_after_the_same_step(comm, choices):
     """Oracle: the other clients; some are slower than the client that calls."""
     model = network()
 
@@ -253,7 +299,7 @@ def test_a_call_makes_all_clients_meet_after_the_same_step(comm):
         assert len(set(ranks.allgather(tuple(met)))) == 1
         assert len(met) == 1 and 5 <= met[0] < 40
 
-    on_both(comm, model, problem.sgd(model), UPDATES, train)
+    on_both(comm, model, problem.sgd(model), UPDATES.changed(**choices), train)
 
 
 def test_a_call_after_going_back_makes_all_clients_meet_at_once(comm):
@@ -330,6 +376,76 @@ def test_a_state_goes_to_and_from_synchronous_training(comm, servers):
         assert (trainer.steps, trainer.version) == (4, 4)
 
     on_both(comm, other, problem.sgd(other), strategy, second)
+
+
+def convolutions():
+    """Return a model whose layers fall into two or three slices, and its optimizer."""
+    torch.manual_seed(2)
+    layers = [nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 12, 3, 2), nn.Flatten(), nn.Linear(48, 5)]
+    model = nn.Sequential(*layers).double().to(problem.DEVICE)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+IN_SLICES = {"0": "outputs", "2": "inputs", "4": "inputs"}
+
+
+@pytest.mark.parametrize("push_every", [1, 2])
+def test_a_client_of_split_layers_is_a_client_of_one_rank(comm, push_every):
+    """Oracle: an unsplit client of one rank with the same batches, to rounding, also from a state.
+
+    The state of the split client goes to several clients, and to the client of one rank.
+    """
+    if comm.size < 3:
+        pytest.skip("a client of one rank splits nothing")
+    ways, choices = comm.size - 1, {"push_every": push_every}
+    strategy = UPDATES.changed(client_ranks=ways, **choices)
+    model, optimizer = convolutions()
+
+    def on_shards(trainer, ranks, numbers):
+        for step in numbers:
+            images, labels = (
+                part[:12].chunk(ranks.size)[ranks.rank] for part in problem.batch(step)
+            )
+            trainer.optimizer.zero_grad()
+            F.cross_entropy(trainer.model(images), labels).backward()
+            trainer.step()
+        trainer.combine()
+
+    def split(trainer, ranks):
+        on_shards(trainer, ranks, range(4))
+        state = copy.deepcopy(ranks.bcast(trainer.state_dict()))
+        on_shards(trainer, ranks, range(4, 6))
+        return state, problem.state(model)
+
+    team = mpikfac.split(comm, 1)
+    if team.comm is not None:
+        layers = mpikfac.split_layers(model, team.comm, Distribution(ways, IN_SLICES))
+    kept = on_both(comm, model, optimizer, strategy, split)
+    if team.comm is not None:
+        layers.detach()
+    kept = comm.bcast(kept)
+
+    def several(trainer, ranks):
+        trainer.load_state_dict(kept[0])
+        assert trainer.steps == 4
+        on_shards(trainer, ranks, range(4, 6))
+        assert trainer.version == 4 // push_every + 2 // push_every * ranks.size
+
+    on_both(comm, *convolutions(), UPDATES.changed(**choices), several)
+
+    def alone(trainer, ranks):
+        on_shards(trainer, ranks, range(4))
+        for name, value in trainer.state_dict().items():
+            if torch.is_tensor(value):
+                torch.testing.assert_close(value, kept[0][name], rtol=1e-10, atol=1e-13)
+        trainer.load_state_dict(kept[0])
+        on_shards(trainer, ranks, range(4, 6))
+        torch.testing.assert_close(problem.state(trainer.model), kept[1], rtol=1e-10, atol=1e-13)
+
+    two = comm.Split(comm.rank in (0, comm.size - 1))
+    if comm.rank in (0, comm.size - 1):
+        on_both(two, *convolutions(), UPDATES.changed(**choices), alone)
+    two.Free()
 
 
 def test_a_state_that_does_not_fit_changes_nothing(comm):
@@ -423,6 +539,7 @@ def test_an_update_goes_once_to_the_servers(comm, push_every):
         ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; give the trainer what"),
         ({"client_ranks": 9}, problem.sgd, "client_ranks=9 must divide the number of ranks"),
         ({"push_every": 2}, problem.adam, "push_every=2 needs the optimizer SGD, not Adam"),
+        ({"fetch_every": 3}, problem.adam, "fetch_every=3 needs the optimizer SGD, not Adam"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):

@@ -35,9 +35,9 @@ def cut(start, stop, count):
     return [slice(*span) for span in zip(edges, [*edges[1:], stop])]
 
 
-def largest(values, share):
-    """Return where the largest numbers lie."""
-    return np.argsort(-np.abs(values))[: int(np.ceil(share * len(values)))]
+def largest(values, share, count=None):
+    """Return where the largest of `count` numbers lie; of all numbers if None."""
+    return np.argsort(-np.abs(values))[: int(np.ceil(share * (count or len(values))))]
 
 
 def in_eighths(values):
@@ -159,11 +159,27 @@ def gradients_by_hand(model, layout, batch):
     return flat
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_training_with_the_largest_gradients(comm, momentum):
-    """Oracle: numpy with the gradients of all ranks' shards [DGC, Lin et al. 2018], and SGD."""
+def share_at(step, warmup):
+    """Return the published share of sent numbers: 0.1 after four stages of the warm-up."""
+    return 0.1 ** ((1 + 4 * step // warmup) / 5) if step < warmup else 0.1
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        *({}, {"top_momentum": 0.9}, {"top_warmup": 6}, {"top_clip": 0.2}),
+        {"top_momentum": 0.9, "top_warmup": 3, "top_clip": 0.4},
+    ],
+    ids=str,
+)
+def test_training_with_the_largest_gradients(comm, choices):
+    """Oracle: numpy with the gradients of all ranks' shards [DGC, Lin et al. 2018], and SGD.
+
+    The model has 9 * 18 + 9 + 9 + 4 * 82 + 185 = 693 numbers, and padding.
+    """
+    momentum, warmup, clip = (choices.get("top_" + n, 0) for n in ("momentum", "warmup", "clip"))
     model, by_hand = problem.network(), problem.network()
-    wires = {"gradient_wire": "top-k", "top_share": 0.1, "top_momentum": momentum}
+    wires = {"gradient_wire": "top-k", "top_share": 0.1, **choices}
     sgd = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, by_hand)]
     trainer = DataParallel(model, sgd[0], comm, Strategy().changed(**wires))
     layout = trainer.plan.of(0).layouts.gradients
@@ -174,9 +190,12 @@ def test_training_with_the_largest_gradients(comm, momentum):
         total = np.zeros(size)
         for rank, batch in enumerate(problem.shards(step, RANKS)):
             found = gradients_by_hand(by_hand, layout, batch)[:size] / RANKS
+            if clip:
+                found *= min(1, clip / np.sqrt(RANKS) / np.linalg.norm(found))
             velocity[rank] = momentum * velocity[rank] + found
             lost[rank] += velocity[rank]
-            places = largest(lost[rank], 0.1) if RANKS > 1 else slice(None)
+            share = share_at(step, warmup)
+            places = largest(lost[rank], share, 693) if RANKS > 1 else slice(None)
             total[places] += lost[rank][places]
             lost[rank][places] = velocity[rank][places] = 0
         for name, parameter in by_hand.named_parameters():

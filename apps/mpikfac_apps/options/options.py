@@ -323,6 +323,10 @@ class LearningOptions:
         frozen_epochs: the number of epochs at the start in which only the last module with
             parameters is trained, the classifier; all further layers are frozen, and are trained
             from the second step of the next epoch on. null: all layers are trained from the start.
+        feedback: the names of modules, such as [layer1, layer2]. Each of them ends a block of
+            layers. Gradients of blocks come from the error of the outputs by fixed signs, and not
+            from the next block [Han & Yoo 2019]; inside blocks, gradients are exact. K-FAC needs
+            kfac.fisher=forward-only. Empty: all gradients are exact.
         seed: the seed of initial weights, of the order of images and of augmentation.
     """
 
@@ -355,6 +359,7 @@ class LearningOptions:
     distribution: StrategyOptions = inline(StrategyOptions)
     weights: str | None = section("first weights, seed", field(default=None))
     frozen_epochs: int | None = bounded(None, ">= 1")
+    feedback: list[str] = field(default_factory=list)
     seed: int = bounded(0, ">= 0", "< 4294967296")
 
     @property

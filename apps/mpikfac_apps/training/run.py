@@ -93,6 +93,7 @@ class Run(Loop):
         self.training = trainers.make_training(
             self.problem, team, world, self.model, optimizer, trace
         )
+        trainers.give_feedback(self.problem, self.training.trainer)
         self.average = Average(self.model, options.average) if options.average else None
         self.best = best.Best(self.problem.task)
         self._first_loss = math.nan  # of this rank, since this start

@@ -119,7 +119,7 @@ class Encoded:
 
     def _gather(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Send every member's span to all members."""
-        counts = [codec.size(stop - start, flat.element_size()) for start, stop in message.spans]
+        counts = [codec.size_of(*span, flat.element_size()) for span in message.spans]
         encoded = self._encoded(flat, message.spans[comm.rank], message.stage, codec)
 
         def gather(sent: Tensor, received: Tensor) -> None:
@@ -150,13 +150,13 @@ class Encoded:
             synchronize(received)
             comm.Bcast(received, message.root)
 
-        size = codec.size(span[1] - span[0], flat.element_size())
+        size = codec.size_of(*span, flat.element_size())
         _decode(flat, span, [self._passed(broadcast, encoded, size)], codec)
         return len(encoded)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
         """Return a span of `flat` as bytes; with feedback, the error is kept as a residual."""
-        part = slice(*span)
+        part, codec = slice(*span), codec.within(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
         residuals, velocity = self._memory_of(stage, flat), None

@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from mpikfac.comm import (
+    FETCH,
+    GIVE,
     HOLD,
     LEAVING,
     LOAD,
@@ -239,7 +241,8 @@ class Client(OneModel):
         self._client_comm = column
         self.staleness = Counter[int]()
         self.version, self.wish = 0, False
-        self._steps = self._taken = 0  # completed steps, and steps of the present update
+        self._steps = 0  # completed steps
+        self._taken = self._old = 0  # steps of the present update, and since the last fetch
         self._waits = team.trains.rank >= self.choices.client_ranks
         flat, layout = gradients.arena.flat, gradients.arena.layout
         several = layout if self.choices.push_every > 1 else lay_out([])
@@ -271,7 +274,7 @@ class Client(OneModel):
 
     def begin(self, steps: int, version: int) -> None:
         """Begin anew after `steps` steps, where all clients hold the same model."""
-        self._steps, self.version, self._taken = steps, version, 0
+        self._steps, self.version, self._taken, self._old = steps, version, 0, 0
         self._sums.flat.zero_()
         self._numbers, self._changed = dict(group_settings(self.optimizer)), set()
         self._note_meeting()
@@ -287,13 +290,13 @@ class Client(OneModel):
         self._steps = step
 
     def add(self) -> None:
-        """Add the gradients to the update; step the copy by SGD unless the update is complete."""
+        """Add the gradients to the update; step the copy by SGD unless new weights are due."""
         arena, sums = self.gradients.arena, self._sums
         for slot in self._trained if sums else ():
             name = slot.block.name
             if name not in self.gradients.broken:
                 sums[name] += arena[name]
-        if self._taken + 1 < self.choices.push_every:
+        if self._old + 1 < self.choices.fetches:
             self._step_alone()
 
     def _step_alone(self) -> None:
@@ -308,20 +311,23 @@ class Client(OneModel):
     def end_step(self, step: int) -> None:
         """Count the step, and push a complete update; servers leave blocks with NaN as they are."""
         self.heard = False
-        self._taken += 1
+        self._taken, self._old = self._taken + 1, self._old + 1
+        fetches = self._old == self.choices.fetches
         if self._taken == self.choices.push_every:
-            self._push()
+            self._push(PUSH if fetches else GIVE)
+        elif fetches:
+            self._ask(FETCH)
         self._steps = step + 1
 
-    def _push(self) -> None:
-        """Push the update, fetch the weights, and meet if the servers say so."""
+    def _push(self, tag: int = PUSH) -> None:
+        """Push the update, and meet if the servers say so."""
         arena, self._taken = self.gradients.arena, 0
         if self._sums:
             copy_all([(arena[s.block.name], self._sums[s.block.name]) for s in self._trained])
             self._sums.flat.zero_()
         hold = self._waits and self.version < self.choices.warm_updates
         self._waits = False
-        words = self._ask(HOLD if hold else PUSH)
+        words = self._ask(HOLD if hold else tag)
         if words.staleness is not None:
             self.staleness[words.staleness] += 1
         if words.meet_at is not None and words.meet_at <= self._steps:
@@ -333,26 +339,32 @@ class Client(OneModel):
         Collective over: the client's ranks.
         """
         arena, comm, votes = self.gradients.arena, self._client_comm, self.gradients.votes.name
-        update, weights = ([f[s] for s in self._spans] for f in (self._outgoing, self._incoming))
-        pushes = tag == PUSH
+        pushes, fetches = tag in (PUSH, GIVE), tag != GIVE
+        update = [self._outgoing[span] for span in self._spans if pushes]
+        weights = [self._incoming[span] for span in self._spans if fetches]
         if self._outgoing is not arena.flat and pushes:
             self._outgoing.copy_(arena.flat)
         sent = self._outgoing.nbytes if pushes and comm.rank == 0 else 0
         with self.site.trace.stage(EXCHANGE_UPDATES, "servers", sent):
-            words = None
+            words: Any = None
             if comm.rank == 0:
                 numbers = self._new_numbers()
                 request = Request(self._steps, self.wish, arena[votes].tolist(), numbers)
-                words = ask(self._link, tag, request, update if pushes else [], weights)
+                words = ask(self._link, tag, request, update, weights)
             words = comm.bcast(words)
-            if comm.size > 1:
+            if comm.size > 1 and fetches:
                 broadcast(comm, [self._incoming])
-        arena.flat.copy_(self._incoming)
-        arena[votes].copy_(torch.tensor(words.votes))
-        slots = self.gradients.slots
-        copy_all(copy for slot in slots for copy in slot.block.values_from(slot.parts))
         self.version = words.version
-        return words
+        if fetches:
+            self._take(words)
+        return cast(Answer, words)
+
+    def _take(self, words: Answer) -> None:
+        """Take the weights that have come, and the votes of all clients."""
+        arena, slots, self._old = self.gradients.arena, self.gradients.slots, 0
+        arena.flat.copy_(self._incoming)
+        arena[self.gradients.votes.name].copy_(torch.tensor(words.votes))
+        copy_all(copy for slot in slots for copy in slot.block.values_from(slot.parts))
 
     def _new_numbers(self) -> dict[str, float]:
         """Return the numbers of the optimizer that the program has ever changed."""
@@ -463,8 +475,9 @@ def _check(team: Team, strategy: Strategy, optimizer: Optimizer) -> None:
             f"mpikfac.split(comm, {choices.servers}) returned"
         )
     strategy.check_ranks(team.trains.size)
-    if choices.push_every > 1 and not isinstance(optimizer, SGD):
+    if choices.fetches > 1 and not isinstance(optimizer, SGD):
+        name = "push_every" if choices.fetch_every is None else "fetch_every"
         raise ValueError(
-            f"push_every={choices.push_every} needs the optimizer SGD, not "
-            f"{type(optimizer).__name__}: between two updates, a client takes steps of SGD"
+            f"{name}={choices.fetches} needs the optimizer SGD, not {type(optimizer).__name__}: "
+            f"between two fetches, a client takes steps of SGD"
         )

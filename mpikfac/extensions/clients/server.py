@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import (
+    FETCH,
+    GIVE,
     HOLD,
     LEAVING,
     LOAD,
@@ -146,7 +148,8 @@ class Server:
 
     def run(self) -> None:
         """Answer clients, until all clients have left."""
-        tasks = {PUSH: self._push, HOLD: self._hold, MEET: self._meet}
+        tasks = {PUSH: self._push, GIVE: self._give, FETCH: self._fetch}
+        tasks |= {HOLD: self._hold, MEET: self._meet}
         tasks |= {SAVE: self._save, LOAD: self._load, LEAVING: self._leave}
         while self._present:
             if (request := look(self._link)) is None:
@@ -163,17 +166,32 @@ class Server:
     # -- requests --------------------------------------------------------------------------------
 
     def _push(self, client: int) -> None:
-        request = receive_request(self._link, client, PUSH)
+        self._answer(client, PUSH, self._take(client, PUSH))
+        self._release()
+
+    def _give(self, client: int) -> None:
+        staleness = self._take(client, GIVE)
+        self._fetched[client] += 1  # the client has taken a step of its own by the update
+        answer(self._link, client, GIVE, [], self._words(staleness))
+        self._release()
+
+    def _take(self, client: int, tag: int) -> int:
+        """Step by the update of a client, and return the staleness of the update."""
+        request = receive_request(self._link, client, tag)
         with self.trace.stage(RECEIVE_UPDATE, "servers"):
-            begin_receive(self._link, self._host, client, PUSH)()
+            begin_receive(self._link, self._host, client, tag)()
         self._note(client, request)
         staleness = self.version - self._fetched[client]
         self._counts[client][staleness] += 1
         with self.trace.stage(OPTIMIZER):
             self._apply(request.numbers)
         self.version += 1
-        self._answer(client, PUSH, staleness)
-        self._release()
+        return staleness
+
+    def _fetch(self, client: int) -> None:
+        request = receive_request(self._link, client, FETCH)
+        self._note(client, request._replace(step=self._steps[client]))  # meetings follow updates
+        self._answer(client, FETCH)
 
     def _hold(self, client: int) -> None:
         self._note(client, receive_request(self._link, client, HOLD))
@@ -242,12 +260,14 @@ class Server:
         copy_all(pair for block, parts in self._slots for pair in block.values_to(parts))
         if self._host is not self._arena.flat:
             self._host.copy_(self._arena.flat)
+        with self.trace.stage(SEND_WEIGHTS, "servers", self._host.nbytes):
+            answer(self._link, client, tag, [self._host], self._words(staleness))
+        self._fetched[client] = self.version
+
+    def _words(self, staleness: int | None) -> Answer:
         columns = list(zip(*self._votes.values()))
         votes = [sum(column) / len(column) for column in columns]
-        words = Answer(self.version, staleness, self._meet_at, votes)
-        with self.trace.stage(SEND_WEIGHTS, "servers", self._host.nbytes):
-            answer(self._link, client, tag, self._host, words)
-        self._fetched[client] = self.version
+        return Answer(self.version, staleness, self._meet_at, votes)
 
     def _release(self) -> None:
         """Answer the clients that wait, if the wait is over.

@@ -212,7 +212,7 @@ STRATEGY: tuple[Combination, ...] = (
     *(
         Combination(name, None, {"exchanged": "updates"}, "only servers take updates", default)
         for name, default in (
-            *(("servers", 1), ("push_every", 1)),
+            *(("servers", 1), ("push_every", 1), ("fetch_every", None)),
             *(("warm_updates", 0), ("client_ranks", 1)),
         )
     ),
@@ -341,6 +341,19 @@ STRATEGY: tuple[Combination, ...] = (
         {"gradient_wire": "top-k", "exchanged": "gradients"},
         "the momentum is of gradients that wait to be sent",
         default=0.0,
+    ),
+    *(
+        Combination(
+            name,
+            None,
+            {
+                **{"gradient_wire": "top-k", "exchanged": "gradients"},
+                **{"update": "everyone", "overlap": False},
+            },
+            "a sum of the largest gradients begins when a rank has all its gradients",
+            default,
+        )
+        for name, default in (("top_warmup", 0), ("top_clip", None))
     ),
     Combination(
         "power_rank",

@@ -143,6 +143,13 @@ SPLIT: tuple[Combination, ...] = (
         default=1,
     ),
     Combination(
+        "ways",
+        None,
+        {"top_clip": None},
+        "a rank has the gradient of a slice alone, whose norm is not the gradient's",
+        default=1,
+    ),
+    Combination(
         "handed_on",
         (True,),
         {"reduction": OneOf(("everyone", "owners"))},

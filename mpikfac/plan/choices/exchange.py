@@ -217,12 +217,15 @@ class Asynchrony:
             the share in order of arrival.
         push_every: the batches of an update. Between two updates, a client takes plain steps of SGD
             on a copy of the weights, and adds up the gradients.
+        fetch_every: the batches from one fetch of weights to the next. Without a number, weights
+            come with each update.
         warm_updates: the number of updates at the start that come from a single client.
         client_ranks: the number of ranks of a client; the ranks average gradients.
     """
 
     servers: int = 1
     push_every: int = 1
+    fetch_every: int | None = None
     warm_updates: int = 0
     client_ranks: int = 1
 
@@ -230,8 +233,14 @@ class Asynchrony:
         make_plain(self)
         check_count("servers", self.servers, 1)
         check_count("push_every", self.push_every, 1)
+        check_count("fetch_every", self.fetches, 1)
         check_count("warm_updates", self.warm_updates, 0)
         check_count("client_ranks", self.client_ranks, 1)
+
+    @property
+    def fetches(self) -> int:
+        """The batches from one fetch of weights to the next."""
+        return self.push_every if self.fetch_every is None else self.fetch_every
 
 
 @dataclass(frozen=True)

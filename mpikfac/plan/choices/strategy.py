@@ -50,6 +50,10 @@ class Wires:
         top_share: the share of the numbers that gradient_wire="top-k" sends.
         top_momentum: the momentum of gradients that wait for their turn in gradient_wire="top-k"
             [DGC, Lin et al. 2018]; the optimizer has none.
+        top_warmup: the steps of the warm-up of gradient_wire="top-k". In four stages, sums of
+            gradients send more numbers: `top_share` to the power of 1/5, 2/5, 3/5 and 4/5.
+        top_clip: the bound of the norm of a gradient with gradient_wire="top-k". Of N ranks, each
+            bounds its part of the mean by `top_clip / sqrt(N)`. Without a number, no bound.
         power_rank: the columns of the thin matrices of gradient_wire="power-sgd".
     """
 
@@ -58,6 +62,8 @@ class Wires:
     gradient_wire: Wire | Literal["top-k", "power-sgd"] | None = None
     top_share: float = 0.01
     top_momentum: float = 0.0
+    top_warmup: int = 0
+    top_clip: float | None = None
     power_rank: int = 2
 
     def __post_init__(self) -> None:
@@ -69,7 +75,15 @@ class Wires:
         if self.top_share > 1:
             raise ValueError(f"top_share={self.top_share} must be above 0 and at most 1")
         check_fraction("top_momentum", self.top_momentum)
+        check_count("top_warmup", self.top_warmup, 0)
+        if self.top_clip is not None:
+            check_positive("top_clip", self.top_clip)
         check_count("power_rank", self.power_rank, 1)
+
+    @property
+    def gentle(self) -> bool:
+        """Whether sums of gradients have a warm-up or a bound."""
+        return self.top_warmup > 0 or self.top_clip is not None
 
 
 @dataclass(frozen=True)

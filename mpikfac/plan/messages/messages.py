@@ -207,13 +207,14 @@ def message(
     codec: Codec | None = None,
 ) -> Message:
     """Return the message sent by a member of `members`, with the bytes."""
-    counts = [stop - start for start, stop in spans]
+    parts = list(spans)
     codec = codec.within(spans[0][0], spans[-1][1]) if codec else None
     if primitive == IN_SHARDS:
-        counts = [shard_length(counts[0], members)] * members
+        ((start, stop),) = spans
+        parts = [(0, shard_length(stop - start, members))] * members
     elif primitive == "Allgather":
-        counts *= members
-    sizes = [codec.size(count, itemsize) if codec else count * itemsize for count in counts]
+        parts *= members
+    sizes = [codec.size_of(a, z, itemsize) if codec else (z - a) * itemsize for a, z in parts]
     size = handed = sum(sizes)
     if primitive in ("Allgatherv", "Allgather"):
         handed = sizes[member]

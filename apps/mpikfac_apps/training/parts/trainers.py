@@ -22,6 +22,7 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
 )
 from mpikfac_apps.problems import airbench
+from mpikfac_apps.running.votes import AnyTrainer
 from mpikfac_apps.training.parts.optimizers import Frozen
 from mpikfac_apps.training.parts.problem import Problem, build
 from mpikfac_apps.training.parts.trainings import (
@@ -94,6 +95,18 @@ def split_layers(
         distribution = layer_distribution(choices, calls, comm.size)
         log.info("%s", distribution_table(calls, distribution, comm.size))
         return mpikfac.split_layers(model, comm, distribution, trace)
+
+
+def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
+    """Train the blocks that the options name by direct feedback.
+
+    Collective over: problem.comm.
+    """
+    ends, seed = problem.options.feedback, problem.options.seed
+    if ends:
+        with mpikfac.comm.together(problem.comm, f"feedback={ends}"):
+            mpikfac.DirectFeedback(trainer, ends, seed)
+        log.info("blocks with direct feedback end at %s", ", ".join(ends))
 
 
 def in_words(options: Options, solver: mpikfac.solvers.Solver) -> str:

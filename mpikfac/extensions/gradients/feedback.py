@@ -1,0 +1,151 @@
+"""Direct feedback: the error of the output reaches each block of a model at once.
+
+Back-propagation passes an error from block to block. With direct feedback alignment, the error at
+the output of block k is `e B_k`: e is the gradient of the loss by the model's outputs, and B_k is a
+fixed random matrix [Nøkland 2016]. Here B_k has the entries `+-1 / sqrt(n)`, for the n numbers of
+the output of an example, so that the error keeps its length in the mean. Inside a block, gradients
+come by back-propagation; the gradient of the last block is exact [Han & Yoo 2019].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.layers import Hook
+from mpikfac.trainer import Trainer
+
+SPREAD = 2_654_435_761  # a prime: blocks and neighbouring seeds have signs of their own
+
+
+class DirectFeedback:
+    """Train the blocks of a trainer's model by direct feedback.
+
+        trainer = mpikfac.DataParallel(model, optimizer)
+        mpikfac.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
+
+    The program stays as it is: the backward pass of the loss makes the gradients of all blocks.
+    Without gradients (`torch.no_grad`), the model is as before. The signs follow from the seed, the
+    places and the shapes, so checkpoints hold nothing.
+
+    Collective over: none; give all ranks the same arguments.
+
+    Args:
+        ends: the names of the modules whose outputs end a block, but for the last block.
+        seed: of the signs.
+
+    Raises:
+        ValueError: the model has no such module, or the trainer needs the true gradients of layers'
+            outputs.
+    """
+
+    def __init__(self, trainer: Trainer, ends: Sequence[str], seed: int = 0) -> None:
+        check_feedback(trainer)
+        model = trainer.model
+        inner = {name for name, _ in model.named_modules() if name}
+        for name in ends:
+            if name not in inner:
+                raise ValueError(
+                    f"direct feedback: a block's end must be a module of the model, not {name!r}"
+                )
+        self._seed = seed
+        self._outputs: list[tuple[int, Tensor]] = []  # of blocks of the present forward pass
+        self._signs: dict[int, Tensor] = {}
+        hooks = [
+            model.get_submodule(name).register_forward_hook(Hook(self._end_block, number))
+            for number, name in enumerate(ends)
+        ]
+        begin = model.register_forward_pre_hook(Hook(self._begin))
+        self._hooks = [begin, *hooks, model.register_forward_hook(Hook(self._connect))]
+
+    def detach(self) -> None:
+        """Go back to back-propagation."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._outputs.clear()
+
+    def _end_block(self, number: int, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        """Let no gradient pass from the next block to this block."""
+        if not torch.is_grad_enabled():
+            return output
+        if not torch.is_tensor(output):
+            raise ValueError(f"direct feedback needs tensors between blocks, not {type(output)}")
+        if output.requires_grad:
+            self._outputs.append((number, output))
+        return output.detach()
+
+    def _connect(self, _module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+        """Let the gradient of the model's outputs reach the outputs of all blocks."""
+        ends = list(self._outputs)
+        self._outputs.clear()
+        if not ends:
+            return outputs
+        if not torch.is_tensor(outputs) or outputs.dim() != 2:
+            form = list(outputs.shape) if torch.is_tensor(outputs) else type(outputs).__name__
+            raise ValueError(
+                f"direct feedback needs a model with outputs [batch, classes], not {form}"
+            )
+        if any(len(y) != len(outputs) for _, y in ends):
+            raise ValueError("direct feedback needs the examples of the outputs in all blocks")
+        signs = [self._signs_of(number, y, outputs.shape[1]) for number, y in ends]
+        return _Connect.apply(outputs, signs, *(y for _, y in ends))  # type: ignore[no-untyped-call]
+
+    def _signs_of(self, number: int, output: Tensor, classes: int) -> Tensor:
+        """Return the signs of a block, `[classes, numbers of an example]`, in 8 bits."""
+        shape = classes, output[0].numel()
+        kept = self._signs.get(number)
+        if kept is None or kept.shape != shape or kept.device != output.device:
+            generator = torch.Generator("cpu").manual_seed(self._seed + number * SPREAD)
+            drawn = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device="cpu")
+            kept = self._signs[number] = (2 * drawn - 1).to(output.device)
+        return kept
+
+
+class _Connect(torch.autograd.Function):
+    """The outputs of a model, whose gradient also goes to the outputs of blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, signs: list[Tensor], *ends: Tensor) -> Tensor:
+        ctx.signs, ctx.forms = signs, [(y.shape, y.dtype) for y in ends]
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, error: Tensor) -> Any:
+        ends = zip(ctx.signs, ctx.forms)
+        return error, None, *(fed_back(error, s).view(shape).to(d) for s, (shape, d) in ends)
+
+
+def fed_back(error: Tensor, signs: Tensor) -> Tensor:
+    """Return the error at the output of a block, `[batch, n]`.
+
+    Args:
+        error: at the outputs of the model, `[batch, classes]`.
+        signs: `[classes, n]`.
+    """
+    return error @ signs.to(error.dtype) / math.sqrt(signs.shape[1])
+
+
+def check_feedback(trainer: Trainer) -> None:
+    """Return if the trainer needs no true gradients of the outputs of layers.
+
+    Raises:
+        ValueError: the trainer estimates G, or takes a quadratic model of the loss.
+    """
+    plan, settings = trainer.plan, getattr(trainer, "settings", None)
+    made = [] if plan.of(0).of_gradient else plan.factors.values()
+    if of_outputs := [factor.name for factor in made if factor.side == "G"]:
+        raise ValueError(
+            f"direct feedback needs Estimator(fisher='forward-only'), or a solver of the averaged "
+            f"gradient: {of_outputs[0]} would be made of gradients that are none"
+        )
+    if settings is not None and settings.length.source == "quadratic":
+        raise ValueError(
+            "direct feedback needs another length than 'quadratic', a model of the true gradient"
+        )
