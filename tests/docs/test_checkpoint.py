@@ -27,7 +27,7 @@ def items_of(own=0.9, **settings):
 
 
 def test_items_that_the_page_names_exist():
-    """Oracle: the states of seven trainers; the last state as rank 2 of three ranks saves it."""
+    """Oracle: the states of eight trainers; copies as rank 2 and 0 of three ranks save them."""
     items = re.search(r"\*\*Items\*\*.*?\n\n(?!-)", PAGE.read_text(), re.DOTALL)
     names = re.findall(r"`([a-z]+/[^`]+)`", items[0])
     assert len(names) >= 5
@@ -40,6 +40,7 @@ def test_items_that_the_page_names_exist():
         items_of(own=0, length="rows"),
     ]
     exchange = {"exchanged": "weights", "exchange_every": 2, "outer_momentum": 0.9}
-    copies = items_of(strategy=mpikfac.Strategy.comm_opt(1, **exchange))
-    known.append(inside.of_copies(copies, 2))
+    for merge, rank in (("mean", 2), ("elastic", 0)):
+        copies = items_of(strategy=mpikfac.Strategy.comm_opt(1, **exchange, merge=merge))
+        known.append(inside.of_copies(copies, rank))
     assert set(names) <= set().union(*known)

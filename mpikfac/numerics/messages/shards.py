@@ -84,7 +84,7 @@ class Centred(ByVector):
 class Safeguard(ByVector):
     """Average the ranks whose vectors, summed over two windows, stay near most ranks' sums.
 
-    A rank that is dropped counts again after `readmit_every` steps at most [Allen-Zhu et al. 2021].
+    With `readmit_every`, dropped ranks count again at times [Allen-Zhu et al. 2021].
     """
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
