@@ -51,7 +51,7 @@ class RecommendationOptions(ProgramOptions):
         table_lr: the learning rate of Adagrad for the tables.
     """
 
-    rates: ClassVar[Mapping[str, float]] = {"kfac": 0.001, "sgd": 1.0, "adamw": 0.03}
+    rates: ClassVar[Mapping[str, float]] = {"kfac": 0.003, "sgd": 0.3, "adamw": 0.03}
 
     data: str | None = None
     buckets: int = bounded(100_000, ">= 2")
