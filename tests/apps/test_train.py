@@ -18,11 +18,11 @@ from torch import nn
 import mpikfac
 from mpikfac.checkpoint import read_checkpoint
 from mpikfac_apps.options import by_epoch
-from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
 from mpikfac_apps.running import run_directory
 from mpikfac_apps.training import train
+from mpikfac_apps.training.calendar import Calendar
 from mpikfac_apps.training.run import Run
 from support.launch import PROGRAMS, TRAIN, launch
 

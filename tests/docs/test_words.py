@@ -27,7 +27,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/guide/preconditioners.md": 1200,
     "docs/guide/training.md": 2300,
     "docs/guide/tuning.md": 800,
-    "docs/ideas/architecture.md": 2300,
+    "docs/ideas/architecture.md": 2400,
     "docs/ideas/curvature.md": 3000,
     "docs/ideas/gradient.md": 850,
     "docs/ideas/lengths.md": 1450,
@@ -50,7 +50,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/reference/glossary.md": 1000,
     "docs/reference/gpu.md": 1150,
     "docs/reference/models.md": 700,  # a test writes it
-    "docs/reference/references.md": 1850,
+    "docs/reference/references.md": 2050,
     "docs/decisions/index.md": 1000,
     "benchmarks/README.md": 800,
 }

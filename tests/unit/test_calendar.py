@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpikfac_apps.options.by_epoch import read
-from mpikfac_apps.options.calendar import Calendar
+from mpikfac_apps.training.calendar import Calendar
 
 IMAGES, EPOCHS = 50, 9
 BATCHES = {

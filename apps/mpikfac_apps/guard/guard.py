@@ -13,7 +13,7 @@ from mpikfac_apps.guard import reports
 from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.guard.requests import Requests, end_of_job
 from mpikfac_apps.guard.watchdog import Watchdog
-from mpikfac_apps.running.options import RunOptions
+from mpikfac_apps.options.run import RunOptions
 
 BEGAN = time.time()
 FOLDERS = ("checkpoints", "control", "hang", "tensorboard", "wandb", "mlflow")

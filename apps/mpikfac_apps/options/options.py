@@ -12,7 +12,7 @@ from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Schedule
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, changes, choice, inline, leaves, listed, section
-from mpikfac_apps.running.options import END, LENGTH, LOG, RunOptions
+from mpikfac_apps.options.run import END, LENGTH, LOG, RunOptions
 
 # The names of tables whose code needs torch; the tests compare the names with the tables.
 SOLVERS = (

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mpikfac.settings import MOMENTUM
 from mpikfac_apps.options.fields import bounded, choice
-from mpikfac_apps.running.options import RunOptions
+from mpikfac_apps.options.run import RunOptions
 
 RATES = {"kfac": 0.003, "sgd": 0.1, "adamw": 0.001}
 

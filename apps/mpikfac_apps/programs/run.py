@@ -18,13 +18,13 @@ from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
+from mpikfac_apps.options.run import RunOptions
 from mpikfac_apps.place import RankPlace, share_cores
 from mpikfac_apps.programs.options import ProgramOptions
 from mpikfac_apps.programs.work import Work
 from mpikfac_apps.running import checkpoints, run_directory
 from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
-from mpikfac_apps.running.options import RunOptions
 from mpikfac_apps.text import key_of
 
 Options = TypeVar("Options", bound=ProgramOptions)

@@ -12,8 +12,8 @@ from mpikfac import files
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
+from mpikfac_apps.options.run import RunOptions
 from mpikfac_apps.running import run_directory
-from mpikfac_apps.running.options import RunOptions
 
 RECORDS = {"run/seconds": float, "run/metrics_bytes": int, "run/metrics_waiting": str}
 

@@ -15,10 +15,10 @@ from typing import Any
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.documents import flattened
+from mpikfac_apps.options.run import RunOptions
 from mpikfac_apps.place import RankPlace, environment
 from mpikfac_apps.running import checkpoints, run_directory
 from mpikfac_apps.running.metrics import Meter, Speed
-from mpikfac_apps.running.options import RunOptions
 from mpikfac_apps.running.votes import AnyTrainer, StepVotes
 from mpikfac_apps.tracking.start import Start
 from mpikfac_apps.tracking.tracker import Trackers

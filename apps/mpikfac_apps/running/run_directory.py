@@ -24,7 +24,7 @@ import yaml
 from tqdm import tqdm
 
 from mpikfac import files
-from mpikfac_apps.running.options import RunOptions
+from mpikfac_apps.options.run import RunOptions
 from mpikfac_apps.tracking.metrics_file import MetricsFile, state_on_disk
 from mpikfac_apps.tracking.tracker import Trackers
 

@@ -9,8 +9,8 @@ import torch
 
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.options.run import RunOptions
 from mpikfac_apps.running.checkpoints import Saver
-from mpikfac_apps.running.options import RunOptions
 
 AnyTrainer = mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous
 

@@ -21,11 +21,11 @@ from mpikfac_apps.images.decoders import TRAINING
 from mpikfac_apps.images.listing import Images, Listing
 from mpikfac_apps.images.reader import DecodeRequest, Draw, ImageReader
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
-from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.options.conflicts import check_size
 from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
+from mpikfac_apps.training.calendar import Calendar
 
 SEEN = 1024  # images in files that give mean and variance of the pixels
 ROOM = 128  # the least room for images in files, whatever the batch
