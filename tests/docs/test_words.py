@@ -56,7 +56,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/reference/glossary.md": 1000,
     "docs/reference/gpu.md": 1150,
     "docs/reference/models.md": 700,  # a test writes it
-    "docs/reference/references.md": 2050,
+    "docs/reference/references.md": 2300,
     "docs/decisions/index.md": 1100,
     "benchmarks/README.md": 800,
 }
