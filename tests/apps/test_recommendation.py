@@ -57,7 +57,7 @@ def test_rows_of_criteo_are_counts_and_hashed_categories(tmp_path):
     """Oracle: by hand; a missing count is 0, a negative count too, a missing category is row 0."""
     path = tmp_path / "day.tsv"
     numbers = ["5", "", "-1", *"0" * 10]
-    path.write_text("\t".join(["1", *numbers, "0b", "", *["5e"] * 24]) + "\n" * 1)
+    path.write_text("\t".join(["1", *numbers, "0b", "", *["5e"] * 24]) + "\n")
     found = clicks.read(str(path), 10)
     assert found.labels.tolist() == [1]
     np.testing.assert_allclose(found.numbers[0, :4], [math.log(6), 0, 0, 0], rtol=1e-6)
