@@ -100,7 +100,7 @@ def test_counts_that_do_not_fit_are_refused(comm):
         mpikfac.exchange_rows(some, group, [*right, 2], right)
     with pytest.raises(ValueError, match="counts of at least 0"):
         mpikfac.exchange_rows(some, group, right, [-1] * comm.size)
-    with pytest.raises(ValueError, match=f"do not fit {2 * comm.size} rows"):
+    with pytest.raises(ValueError, match=f"must fit {2 * comm.size} rows"):
         mpikfac.exchange_rows(some, group, [1] * comm.size, [1] * comm.size)
     with pytest.raises(ValueError, match=f"on member {comm.rank}"):
         mpikfac.exchange_rows(some, group, right, [1] * comm.size)

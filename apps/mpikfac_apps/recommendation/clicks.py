@@ -54,12 +54,12 @@ def read(name: str | None, buckets: int) -> Clicks:
     try:
         found = movielens(path) if path.suffix == ".inter" else criteo(path, buckets)
         if not found.numbers.isfinite().all() or not set(found.labels.tolist()) <= {0, 1}:
-            raise ValueError("a number is not finite, or a label is neither 0 nor 1")
+            raise ValueError("numbers must be finite, and labels 0 or 1")
     except OSError as error:
         raise ValueError(f"data={path} cannot be read: {files.why(error)}") from error
     except (csv.Error, OverflowError, ValueError) as error:
         kind = "ratings" if path.suffix == ".inter" else "Criteo's format"
-        raise ValueError(f"data={path} is no file of {kind}: {error}") from error
+        raise ValueError(f"data={path} must be a file of {kind}: {error}") from error
     return found
 
 
@@ -127,7 +127,7 @@ def listed(path: Path, *columns: str) -> Iterator[Row]:
     head, *rows = rows_of(path)
     names = [name.partition(":")[0] for name in head]
     if missing := [column for column in columns if column not in names]:
-        raise ValueError(f"the first line has no column {missing[0]!r}")
+        raise ValueError(f"the first line must have the column {missing[0]!r}")
     yield from (dict(zip(names, row)) for row in rows)
 
 
@@ -156,7 +156,9 @@ def criteo(path: Path, buckets: int) -> Clicks:
     labels, numbers, categories = [], [], []
     for label, *columns in rows_of(path):
         if len(columns) != NUMBERS + CATEGORIES:
-            raise ValueError(f"it has {1 + len(columns)} columns, not {1 + NUMBERS + CATEGORIES}")
+            raise ValueError(
+                f"rows must have {1 + NUMBERS + CATEGORIES} columns, not {1 + len(columns)}"
+            )
         labels.append(float(label))
         numbers.append([float(number or 0) for number in columns[:NUMBERS]])
         hashed = (int(word, 16) % (buckets - 1) + 1 if word else 0 for word in columns[NUMBERS:])
@@ -180,10 +182,10 @@ def rows_of(path: Path) -> Iterator[list[str]]:
         for number, row in enumerate(csv.reader(text, "excel-tab", quoting=csv.QUOTE_NONE), 1):
             columns = columns or len(row)
             if len(row) != columns:
-                raise ValueError(f"row {number} has {len(row)} columns, not {columns}")
+                raise ValueError(f"row {number} must have {columns} columns, not {len(row)}")
             yield row
         if not columns:
-            raise ValueError("it is empty")
+            raise ValueError("it must have rows")
 
 
 def tensor(values: Sequence[float] | np.ndarray) -> Tensor:

@@ -101,7 +101,7 @@ def exchange_rows(
             raise ValueError(f"{name}={list(counts)} must have {group.size} counts of at least 0")
     if sum(counts_out) != len(rows) or counts_out[group.member] != counts_in[group.member]:
         raise ValueError(
-            f"counts_out={list(counts_out)} and counts_in={list(counts_in)} do not fit {len(rows)} "
+            f"counts_out={list(counts_out)} and counts_in={list(counts_in)} must fit {len(rows)} "
             f"rows on member {group.member}"
         )
     exchange = partial(group.pass_rows, counts_out=counts_out, counts_in=counts_in)
