@@ -58,7 +58,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/reference/models.md": 700,  # a test writes it
     "docs/reference/references.md": 2300,
     "docs/decisions/index.md": 1100,
-    "benchmarks/README.md": 800,
+    "benchmarks/README.md": 850,
 }
 FOLDERS = {"docs/decisions": 130, "benchmarks/results": 400}  # of a page without a line above
 PAGES = [
