@@ -1,0 +1,76 @@
+"""Start a program of one loop: read the options, guard the run directory, and take the steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+import mpikfac
+from mpikfac_apps.cli import mend_streams, read_options
+from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.guard.ranks import watched
+from mpikfac_apps.guard.watchdog import Watchdog
+from mpikfac_apps.options.run import RunOptions
+from mpikfac_apps.place import RankPlace, share_cores
+from mpikfac_apps.running import checkpoints, run_directory
+from mpikfac_apps.running.loop import Loop
+
+Options = TypeVar("Options")
+Make = Callable[[mpikfac.comm.Comm, Options, Guard, torch.device], Loop]
+
+
+def start(
+    parse: Callable[[int], Options],
+    of_run: Callable[[Options], RunOptions],
+    make: Make[Options],
+    config: Callable[[Options], Mapping[str, Any]],
+) -> int:
+    """Run a program on all ranks; return 0, or `stop_code` after a stop.
+
+    Collective over: world.
+
+    Args:
+        parse: makes the options on rank 0, from the number of ranks.
+        of_run: returns the options of the run directory, the end and the place.
+        make: makes the loop on every rank; collective.
+        config: returns all options as in a YAML file.
+
+    Raises:
+        SystemExit: code 2 after a single line about a mistake that the user can correct.
+    """
+    mend_streams()
+    comm = mpikfac.world()
+    with watched(comm) as watchdog:
+        with mpikfac.ending(comm):
+            options = read_options(comm, lambda: parse(comm.size))
+            if options is None:
+                return 0
+            place, guard = settle(comm, of_run(options), watchdog)
+        with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
+            early_log = run_directory.start_log() if comm.rank == 0 else None
+            checkpoint = checkpoints.open_checkpoint(comm, of_run(options))
+            loop = make(comm, options, guard, place.device)
+            kept = loop.restore(checkpoint)
+            loop.open_record(early_log, place, config(options), *kept)
+            code = loop.train()
+    return mpikfac.comm.leaving(code)
+
+
+def settle(
+    comm: mpikfac.comm.Comm, options: RunOptions, watchdog: Watchdog
+) -> tuple[RankPlace, Guard]:
+    """Share cores and GPUs among the ranks of nodes, and take the run directory.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: the device or the directory cannot be used.
+    """
+    watchdog.follow(options.hang_after)
+    hosts = share_cores(comm, options.threads)
+    with mpikfac.comm.together(comm, "options"):
+        device = mpikfac.device(comm, options.device)
+    return RankPlace(device, hosts), Guard(comm, options, watchdog)
