@@ -179,7 +179,7 @@ def test_factors_of_gradients_are_made_behind_the_sum_of_gradients():
     machine = dataclasses.replace(costly(MACHINE), inside=Level(1e-15, 1e2))
     machine = dataclasses.replace(machine, decompositions={"shampoo": ((8.0, 1.0),)})
     for kind, beside in {(True, False): 0.3, (True, True): 0.0, (False, True): 0.0}.items():
-        step = simulator._step(plan, machine, JOB, [0, 1], kind, None, False)
+        step = simulator._step(plan, machine, JOB, [0, 1], kind, None, ())
         assert step.stages["reduce gradients"] == pytest.approx(2 * 2.56)
         made = step.stages.get("moments of gradients", 0.0)
         assert made == pytest.approx(2 * 2 * 8**3 * 1e-4 * kind[0])
