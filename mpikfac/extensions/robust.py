@@ -40,5 +40,6 @@ class RuleMemory(Part):
         return complete if complete & set(names) else set()
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return the items among `names`: rules of other numbers of ranks begin anew."""
-        return [item for item in self.items() if item.name in names]
+        """Return the items if `names` has all: else, as of other ranks, rules begin anew."""
+        items = list(self.items())
+        return items if all(item.name in names for item in items) else []

@@ -128,6 +128,16 @@ def test_ranks_train_as_one_rank(comm, kfac, choices):
     assert not any(name.endswith(".G") for name in state)
 
 
+def test_a_rank_without_examples_takes_part(comm):
+    """Oracle: gradients of 0, in the shape of the outputs."""
+    model = perceptron()
+    DirectFeedback(DataParallel(model, problem.plain_sgd(model), comm), ["1", "3"])
+    outputs = model(torch.zeros(0, 6, dtype=torch.float64, device=problem.DEVICE))
+    outputs.sum().backward()
+    assert outputs.shape == (0, 4)
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
 def test_what_does_not_fit_is_refused_in_a_line(comm):
     """Oracle: the message."""
     model = problem.network()
@@ -144,3 +154,7 @@ def test_what_does_not_fit_is_refused_in_a_line(comm):
     DirectFeedback(DataParallel(model, problem.sgd_all(model), comm), ["1"])
     with pytest.raises(ValueError, match=r"outputs \[batch, classes\], not \[12, 2, 8, 8\]"):
         model(problem.batch(0)[0][:12])
+    model = perceptron()
+    DirectFeedback(DataParallel(model, problem.plain_sgd(model), comm), ["1", "4"])
+    with pytest.raises(ValueError, match="the last block ends with the model; leave out its end"):
+        model(torch.zeros(2, 6, dtype=torch.float64, device=problem.DEVICE))

@@ -162,3 +162,14 @@ def test_a_rule_keeps_its_memory_for_the_same_number_of_ranks_only(comm):
     other = {name.replace(f" of {comm.size}/", " of 5/"): v for name, v in state.items()}
     trainer.load_state_dict(other)
     assert not any(kept.any() for kept in inside.replicas(trainer).state_dict().values())
+
+
+def test_a_memory_with_a_gap_begins_anew(comm):
+    """Oracle: zeros; a spread of 0 after many steps would leave no floor, and drop right ranks."""
+    model = problem.network()
+    trainer = DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(combine="safeguard"))
+    problem.run(trainer, comm, [0])
+    state = copy.deepcopy(problem.whole_state(trainer, comm))
+    trainer.load_state_dict({n: v for n, v in state.items() if not n.endswith("/spread")})
+    kept = {n: v for n, v in trainer.state_dict().items() if n.startswith("exchange/rule")}
+    assert kept and not any(value.any() for value in kept.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -100,7 +102,11 @@ def test_counts_that_do_not_fit_are_refused(comm):
         mpikfac.exchange_rows(some, group, [*right, 2], right)
     with pytest.raises(ValueError, match="counts of at least 0"):
         mpikfac.exchange_rows(some, group, right, [-1] * comm.size)
-    with pytest.raises(ValueError, match=f"must fit {2 * comm.size} rows"):
-        mpikfac.exchange_rows(some, group, [1] * comm.size, [1] * comm.size)
+    ones = np.ones(comm.size, np.int64)
+    said = re.escape(f"counts_out={ones.tolist()} and counts_in={ones.tolist()} must fit")
+    with pytest.raises(ValueError, match=said):
+        mpikfac.exchange_rows(some, group, ones, ones)
+    with pytest.raises(TypeError, match="'float'"):
+        mpikfac.exchange_rows(some, group, [2.0] * comm.size, right)
     with pytest.raises(ValueError, match=f"on member {comm.rank}"):
         mpikfac.exchange_rows(some, group, right, [1] * comm.size)

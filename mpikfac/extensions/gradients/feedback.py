@@ -75,7 +75,8 @@ class DirectFeedback:
         if not torch.is_grad_enabled():
             return output
         if not torch.is_tensor(output):
-            raise ValueError(f"direct feedback needs tensors between blocks, not {type(output)}")
+            form = type(output).__name__
+            raise ValueError(f"direct feedback needs tensors between blocks, not {form}")
         if output.requires_grad:
             self._outputs.append((number, output))
         return output.detach()
@@ -93,12 +94,16 @@ class DirectFeedback:
             )
         if any(len(y) != len(outputs) for _, y in ends):
             raise ValueError("direct feedback needs the examples of the outputs in all blocks")
+        if any(outputs.is_set_to(y) for _, y in ends):
+            raise ValueError(
+                "direct feedback: the last block ends with the model; leave out its end"
+            )
         signs = [self._signs_of(number, y, outputs.shape[1]) for number, y in ends]
         return _Connect.apply(outputs, signs, *(y for _, y in ends))  # type: ignore[no-untyped-call]
 
     def _signs_of(self, number: int, output: Tensor, classes: int) -> Tensor:
         """Return the signs of a block, `[classes, numbers of an example]`, in 8 bits."""
-        shape = classes, output[0].numel()
+        shape = classes, output.shape[1:].numel()
         kept = self._signs.get(number)
         if kept is None or kept.shape != shape or kept.device != output.device:
             generator = torch.Generator("cpu").manual_seed(self._seed + number * SPREAD)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -95,14 +96,16 @@ def exchange_rows(
 
     Raises:
         ValueError: counts do not fit the group or the rows.
+        TypeError: a count is no whole number.
     """
+    counts_out, counts_in = ([*map(index, counts)] for counts in (counts_out, counts_in))
     for name, counts in (("counts_out", counts_out), ("counts_in", counts_in)):
         if len(counts) != group.size or min(counts) < 0:
-            raise ValueError(f"{name}={list(counts)} must have {group.size} counts of at least 0")
+            raise ValueError(f"{name}={counts} must have {group.size} counts of at least 0")
     if sum(counts_out) != len(rows) or counts_out[group.member] != counts_in[group.member]:
         raise ValueError(
-            f"counts_out={list(counts_out)} and counts_in={list(counts_in)} must fit {len(rows)} "
-            f"rows on member {group.member}"
+            f"counts_out={counts_out} and counts_in={counts_in} must fit {len(rows)} rows on "
+            f"member {group.member}"
         )
     exchange = partial(group.pass_rows, counts_out=counts_out, counts_in=counts_in)
     transposed = partial(group.pass_rows, counts_out=counts_in, counts_in=counts_out)
