@@ -143,8 +143,8 @@ class PopulationRun(Loop):
             best_member=leader, **judged, **{f"best_{n}": value for n, value in numbers.items()}
         )
         words = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-        held_out = words_of(result, self.crew.problem.task.measure)
-        log.info("step %d: best is member %d, held-out %s, %s", steps, leader, held_out, words)
+        held_out = f"{result['loss']:.4f}, {words_of(result, self.crew.problem.task.measure)}"
+        log.info("step %d: best is member %d, held-out loss %s, %s", steps, leader, held_out, words)
 
     def _select(self, steps: int, ranking: Sequence[int], lost: Sequence[int]) -> None:
         """Replace members by children of better members."""
