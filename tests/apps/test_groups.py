@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
+from mpikfac_apps.options.options import GroupOptions
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.training import settings
 from mpikfac_apps.training.batches import mixed
@@ -212,7 +214,13 @@ def test_what_cannot_work_in_groups_is_refused(arguments, text):
         parse(arguments, 4)
 
 
-def test_a_group_has_a_directory_and_a_seed_of_its_own():
-    """Oracle: by hand, on one rank, which is in group 0."""
-    options = parse(["--groups=1", "--seed=4", "--run_dir=runs/x"], 1)
-    assert joined(mpikfac.world(), options) == (mpikfac.world(), options)
+@pytest.mark.parametrize(("rank", "group"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_a_group_has_a_directory_and_a_seed_of_its_own(rank, group):
+    """Oracle: by hand: neighbours of four ranks form a group."""
+    world = SimpleNamespace(rank=rank, size=4, Split=lambda number, key: (number, key))
+    options = parse(["--groups=2", "--seed=4", "--run_dir=runs/x"], 4)
+    comm, found = joined(world, options)
+    assert comm == (group, rank)
+    assert (found.seed, found.run_dir) == (4 + group, f"runs/x/group-{group}")
+    alone = dataclasses.replace(options, codistillation=GroupOptions())
+    assert joined(world, alone) == (world, alone)

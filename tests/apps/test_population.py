@@ -168,6 +168,14 @@ def test_held_out_images_train_no_member():
 slow = pytest.mark.slow
 
 
+def test_a_mistake_is_told_in_a_line(tmp_path):
+    """Oracle: the line, from one rank, and the code."""
+    ended = launch(2, PROGRAM, "--population.held_out=5000", f"--run_dir={tmp_path / 'run'}")
+    assert ended.returncode == 2
+    assert ended.stderr.count("population.held_out=5000 must be less than the") == 1
+    assert "Traceback" not in ended.stderr
+
+
 def run(ranks, run_dir, *more, program=PROGRAM):
     ended = launch(ranks, program, *QUICK, *more, f"--run_dir={run_dir}")
     assert ended.returncode == 0, ended.stderr

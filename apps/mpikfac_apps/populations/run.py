@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import sys
@@ -19,12 +18,11 @@ from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
-from mpikfac_apps.place import RankPlace, share_cores
 from mpikfac_apps.populations import selection
 from mpikfac_apps.populations.crew import Crew, State
 from mpikfac_apps.populations.options import PopulationOptions, parse
 from mpikfac_apps.programs.run import check_options, of_numbers
-from mpikfac_apps.running import checkpoints, run_directory
+from mpikfac_apps.running import start
 from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
 from mpikfac_apps.running.votes import AnyTrainer
@@ -54,18 +52,11 @@ def train(comm: mpikfac.comm.Comm, options: PopulationOptions, watchdog: Watchdo
 
     Collective over: comm.
     """
-    hosts = share_cores(comm, options.train.threads)
-    with mpikfac.comm.together(comm, "options"):
-        device = mpikfac.device(comm, options.train.device)
-    watchdog.follow(options.train.hang_after)
-    guard = Guard(comm, options.train, watchdog)
-    with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
-        early_log = run_directory.start_log() if comm.rank == 0 else None
-        checkpoint = checkpoints.open_checkpoint(comm, options.train)
-        run = PopulationRun(comm, options, guard, device)
-        kept = run.restore(checkpoint)
-        run.open_record(early_log, RankPlace(device, hosts), nested(flat(options)), *kept)
-        return run.train()
+
+    def run(guard: Guard, device: torch.device) -> PopulationRun:
+        return PopulationRun(comm, options, guard, device)
+
+    return start.run(comm, options.train, watchdog, nested(flat(options)), run)
 
 
 class PopulationRun(Loop):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,9 @@ from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.run import RunOptions
-from mpikfac_apps.place import RankPlace, share_cores
 from mpikfac_apps.programs.options import ProgramOptions
 from mpikfac_apps.programs.work import Work
-from mpikfac_apps.running import checkpoints, run_directory
+from mpikfac_apps.running import start
 from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
 from mpikfac_apps.text import key_of
@@ -53,23 +51,15 @@ def main(
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
 
-    def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
-        hosts = share_cores(comm, options.threads)
-        with mpikfac.comm.together(comm, "options"):
-            device = mpikfac.device(comm, options.device)
-        watchdog.follow(options.hang_after)
-        guard = Guard(comm, options, watchdog)
-        with contextlib.closing(guard):
-            early_log = run_directory.start_log() if comm.rank == 0 else None
-            checkpoint = checkpoints.open_checkpoint(comm, options)
+    def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
+        def run(guard: Guard, device: torch.device) -> ProgramRun:
             torch.manual_seed(options.seed)
-            run = ProgramRun(comm, options, guard, make(comm, options, device), device)
-            kept = run.restore(checkpoint)
-            config = nested(flat(options) | {"lr": options.rate})
-            run.open_record(early_log, RankPlace(device, hosts), config, *kept)
-            return run.train()
+            return ProgramRun(comm, options, guard, make(comm, options, device), device)
 
-    return run_on_ranks(lambda _: read(program, group, argv), work)
+        config = nested(flat(options) | {"lr": options.rate})
+        return start.run(comm, options, watchdog, config, run)
+
+    return run_on_ranks(lambda _: read(program, group, argv), train)
 
 
 class ProgramRun(Loop):
