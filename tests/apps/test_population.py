@@ -11,7 +11,7 @@ import torch
 
 import mpikfac
 from mpikfac_apps.populations import selection
-from mpikfac_apps.populations.crew import divided
+from mpikfac_apps.populations.crew import Crew, divided
 from mpikfac_apps.populations.options import parse
 from mpikfac_apps.populations.selection import Parents
 from mpikfac_apps.training.parts.problem import first_model
@@ -161,6 +161,17 @@ def test_held_out_images_train_no_member():
     with pytest.raises(mpikfac.UserError, match="population.held_out=5000 must be less than the"):
         every = parse(["--population.held_out=5000"], 1)
         divided(mpikfac.world(), every, torch.device("cpu"))
+
+
+def test_members_say_how_they_begin(caplog):
+    """Oracle: the options for member 0; further members have other numbers."""
+    options = parse(["--population.members=2", "--optimizer=sgd", "--lr=0.25"], 1)
+    with caplog.at_level("INFO", "mpikfac"):
+        crew = Crew(mpikfac.world(), options, torch.device("cpu"))
+    told = [text for text in caplog.messages if text.startswith("member ")]
+    assert told[0] == "member 0 begins with lr 0.25"
+    assert told[1] == f"member 1 begins with lr {crew.members[1].numbers['lr']:.3g}" != told[0]
+    crew.close()
 
 
 # -- runs ------------------------------------------------------------------------------------------
