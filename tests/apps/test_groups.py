@@ -14,10 +14,11 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac_apps.options.options import GroupOptions
 from mpikfac_apps.options.parse import parse
+from mpikfac_apps.running import checkpoints
 from mpikfac_apps.training import settings
 from mpikfac_apps.training.batches import mixed
 from mpikfac_apps.training.parts import trainers
-from mpikfac_apps.training.parts.groups import joined
+from mpikfac_apps.training.parts.groups import joined, open_checkpoint
 from mpikfac_apps.training.parts.problem import Problem
 from support.launch import TRAIN, launch, run_each
 
@@ -151,6 +152,16 @@ def test_a_restart_goes_back_to_a_step_of_all_groups(runs, tmp_path):
         assert "step-000000006" in (run_dir / f"group-{number}" / "log.txt").read_text()
         ends = [saved(of / f"group-{number}") for of in (run_dir, runs / "half")]
         assert alike(*ends)
+
+
+@pytest.mark.parametrize(("found", "told"), [((4, -1), "none and step 4"), ((4, 6), "step 4 and")])
+def test_groups_without_a_common_step_are_refused(monkeypatch, found, told):
+    """Oracle: the line; a group without a checkpoint, and checkpoints that a user names."""
+    options = dataclasses.replace(parse(["--groups=2"], 2), resume="auto" if -1 in found else "x")
+    world = SimpleNamespace(allgather=lambda _: list(found))
+    monkeypatch.setattr(checkpoints, "open_checkpoint", lambda *_: SimpleNamespace(step=4))
+    with pytest.raises(mpikfac.UserError, match=f"no checkpoint of the same step, but {told}"):
+        open_checkpoint(world, None, options)
 
 
 @pytest.mark.slow
