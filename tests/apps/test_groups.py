@@ -165,6 +165,17 @@ def test_groups_without_a_common_step_are_refused(monkeypatch, found, told):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("burn_in", "lines"), [(9, 1), (8, 0)])
+def test_a_burn_in_without_an_end_is_told(tmp_path, burn_in, lines):
+    """Oracle: by hand: the run has 9 steps; one rank tells."""
+    asked = (*QUICK, "--optimizer=sgd", f"--burn_in={burn_in}", "--max_steps=1")
+    ended = launch(2, TRAIN, *asked, f"--run_dir={tmp_path}")
+    assert ended.returncode == 0, ended.stderr
+    told = f"burn_in={burn_in}: groups learn nothing from each other in the 9 steps of the run"
+    assert (ended.stdout + ended.stderr).count(told) == lines
+
+
+@pytest.mark.slow
 def test_a_request_to_a_group_reaches_all_groups(tmp_path):
     """Oracle: the steps of the checkpoints; the request waits in the directory of a group."""
     control = tmp_path / "group-1" / "control"
