@@ -96,6 +96,8 @@ def test_the_share_of_known_nodes_is_rounded_up():
     graph = clusters(4, 5)
     known = data.split(graph, 0.31, 0)
     assert known.sum() == 7 and not np.array_equal(known, data.split(graph, 0.31, 1))
+    with pytest.raises(ValueError, match=r"known=0.96 leaves none of the 20 nodes for the test"):
+        data.split(graph, 0.96, 0)
 
 
 # -- partitions --------------------------------------------------------------------------------

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
+from mpikfac_apps.options.options import GroupOptions
 from mpikfac_apps.options.parse import parse
+from mpikfac_apps.running import checkpoints
 from mpikfac_apps.training import settings
 from mpikfac_apps.training.batches import mixed
 from mpikfac_apps.training.parts import trainers
-from mpikfac_apps.training.parts.groups import joined
+from mpikfac_apps.training.parts.groups import joined, open_checkpoint
 from mpikfac_apps.training.parts.problem import Problem
 from support.launch import TRAIN, launch, run_each
 
@@ -151,6 +154,27 @@ def test_a_restart_goes_back_to_a_step_of_all_groups(runs, tmp_path):
         assert alike(*ends)
 
 
+@pytest.mark.parametrize(("found", "told"), [((4, -1), "none and step 4"), ((4, 6), "step 4 and")])
+def test_groups_without_a_common_step_are_refused(monkeypatch, found, told):
+    """Oracle: the line; a group without a checkpoint, and checkpoints that a user names."""
+    options = dataclasses.replace(parse(["--groups=2"], 2), resume="auto" if -1 in found else "x")
+    world = SimpleNamespace(allgather=lambda _: list(found))
+    monkeypatch.setattr(checkpoints, "open_checkpoint", lambda *_: SimpleNamespace(step=4))
+    with pytest.raises(mpikfac.UserError, match=f"no checkpoint of the same step, but {told}"):
+        open_checkpoint(world, None, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("burn_in", "lines"), [(9, 1), (8, 0)])
+def test_a_burn_in_without_an_end_is_told(tmp_path, burn_in, lines):
+    """Oracle: by hand: the run has 9 steps; one rank tells."""
+    asked = (*QUICK, "--optimizer=sgd", f"--burn_in={burn_in}", "--max_steps=1")
+    ended = launch(2, TRAIN, *asked, f"--run_dir={tmp_path}")
+    assert ended.returncode == 0, ended.stderr
+    told = f"burn_in={burn_in}: groups learn nothing from each other in the 9 steps of the run"
+    assert (ended.stdout + ended.stderr).count(told) == lines
+
+
 @pytest.mark.slow
 def test_a_request_to_a_group_reaches_all_groups(tmp_path):
     """Oracle: the steps of the checkpoints; the request waits in the directory of a group."""
@@ -212,7 +236,13 @@ def test_what_cannot_work_in_groups_is_refused(arguments, text):
         parse(arguments, 4)
 
 
-def test_a_group_has_a_directory_and_a_seed_of_its_own():
-    """Oracle: by hand, on one rank, which is in group 0."""
-    options = parse(["--groups=1", "--seed=4", "--run_dir=runs/x"], 1)
-    assert joined(mpikfac.world(), options) == (mpikfac.world(), options)
+@pytest.mark.parametrize(("rank", "group"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_a_group_has_a_directory_and_a_seed_of_its_own(rank, group):
+    """Oracle: by hand: neighbours of four ranks form a group."""
+    world = SimpleNamespace(rank=rank, size=4, Split=lambda number, key: (number, key))
+    options = parse(["--groups=2", "--seed=4", "--run_dir=runs/x"], 4)
+    comm, found = joined(world, options)
+    assert comm == (group, rank)
+    assert (found.seed, found.run_dir) == (4 + group, f"runs/x/group-{group}")
+    alone = dataclasses.replace(options, codistillation=GroupOptions())
+    assert joined(world, alone) == (world, alone)

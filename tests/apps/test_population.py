@@ -11,7 +11,7 @@ import torch
 
 import mpikfac
 from mpikfac_apps.populations import selection
-from mpikfac_apps.populations.crew import divided
+from mpikfac_apps.populations.crew import Crew, divided
 from mpikfac_apps.populations.options import parse
 from mpikfac_apps.populations.selection import Parents
 from mpikfac_apps.training.parts.problem import first_model
@@ -163,9 +163,28 @@ def test_held_out_images_train_no_member():
         divided(mpikfac.world(), every, torch.device("cpu"))
 
 
+def test_members_say_how_they_begin(caplog):
+    """Oracle: the options for member 0; further members have other numbers."""
+    options = parse(["--population.members=2", "--optimizer=sgd", "--lr=0.25"], 1)
+    with caplog.at_level("INFO", "mpikfac"):
+        crew = Crew(mpikfac.world(), options, torch.device("cpu"))
+    told = [text for text in caplog.messages if text.startswith("member ")]
+    assert told[0] == "member 0 begins with lr 0.25"
+    assert told[1] == f"member 1 begins with lr {crew.members[1].numbers['lr']:.3g}" != told[0]
+    crew.close()
+
+
 # -- runs ------------------------------------------------------------------------------------------
 
 slow = pytest.mark.slow
+
+
+def test_a_mistake_is_told_in_a_line(tmp_path):
+    """Oracle: the line, from one rank, and the code."""
+    ended = launch(2, PROGRAM, "--population.held_out=5000", f"--run_dir={tmp_path / 'run'}")
+    assert ended.returncode == 2
+    assert ended.stderr.count("population.held_out=5000 must be less than the") == 1
+    assert "Traceback" not in ended.stderr
 
 
 def run(ranks, run_dir, *more, program=PROGRAM):

@@ -13,7 +13,7 @@ import torch
 
 from mpikfac_apps.recommendation import clicks
 from mpikfac_apps.recommendation.network import Dlrm
-from mpikfac_apps.recommendation.train import RecommendationOptions, area
+from mpikfac_apps.recommendation.train import RecommendationOptions, area, standardised
 from support.launch import launch
 
 PROGRAM = str(Path(__file__).parents[2] / "apps" / "train_recommendation.py")
@@ -76,11 +76,13 @@ def test_rows_of_criteo_are_counts_and_hashed_categories(tmp_path):
         ("a.inter", RATINGS + "7\t3\n", "row 6 must have 4 columns, not 2"),
         ("a.inter", RATINGS.replace("881253600", "soon"), "'soon'"),
         ("a.inter", RATINGS.replace("881253600", "inf"), "must be a file of ratings"),
-        ("a.tsv", "1\t2\t3\n", "rows must have 40 columns, not 3"),
+        ("a.inter", RATINGS.replace("\t4\t", "\tnan\t"), "a number must be finite, not 'nan'"),
+        ("a.tsv", "1\t2\t3\n", "row 1: 40 columns are needed, not 3"),
         ("a.tsv", "", "it must have rows"),
-        ("a.tsv", "\t".join(["1"] * 14 + ["xyz"] * 26) + "\n", "'xyz'"),
-        ("a.tsv", "\t".join(["2"] * 40) + "\n", "labels 0 or 1"),
-        ("a.tsv", "\t".join(["1", "nan", *["2"] * 38]) + "\n", "numbers must be finite"),
+        ("a.tsv", "\t".join(["1"] * 40) + "\n\n", "row 2 must have 40 columns, not 0"),
+        ("a.tsv", "\t".join(["1"] * 14 + ["xyz"] * 26) + "\n", "row 1: .*'xyz'"),
+        ("a.tsv", "\t".join(["2"] * 40) + "\n", "a label must be 0 or 1, not 2"),
+        ("a.tsv", "\t".join(["1", "nan", *["2"] * 38]) + "\n", "row 1: a number must be finite"),
     ],
 )
 def test_other_files_are_refused(tmp_path, name, content, text):
@@ -136,7 +138,20 @@ def test_scores_are_of_products_of_all_pairs():
 def test_a_batch_that_does_not_fit_is_refused(ranks, batch):
     """Oracle: the error's text."""
     with pytest.raises(ValueError, match=f"batch={batch} must be at least the {ranks} ranks"):
-        RecommendationOptions(batch=batch).check(ranks, 80)
+        RecommendationOptions(batch=batch).check(ranks, 80, 100)
+
+
+def test_a_test_without_a_click_is_refused():
+    """Oracle: the error's text; a fifth of two clicks is rounded to none."""
+    with pytest.raises(ValueError, match=r"tested=0.2 leaves none of the 2 clicks for the test"):
+        RecommendationOptions(batch=1).check(1, 2, 2)
+
+
+def test_numbers_that_are_constant_in_training_keep_their_unit():
+    """Oracle: by hand; -1 and 1 have a variance of 2 with one degree of freedom lost."""
+    numbers = torch.tensor([[3.0, 5.0], [5.0, 5.0], [6.0, 8.0]])
+    expected = [[-(0.5**0.5), 0], [0.5**0.5, 0], [2 * 0.5**0.5, 3]]
+    torch.testing.assert_close(standardised(numbers, 2), torch.tensor(expected))
 
 
 def drawn(path):

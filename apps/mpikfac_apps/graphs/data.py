@@ -150,6 +150,16 @@ def graph_of(name: str, options: Planted, seed: int) -> Graph:
 
 
 def split(graph: Graph, share: float, seed: int) -> NDArray[np.bool_]:
-    """Return for each node if the label is known in training; the share is rounded up."""
+    """Return for each node if the label is known in training; the share is rounded up.
+
+    Raises:
+        ValueError: no node is left for the test.
+    """
     order = np.random.default_rng((seed, 1)).permutation(len(graph.labels))
-    return order < np.ceil(share * len(order))
+    known = order < np.ceil(share * len(order))
+    if known.all():
+        raise ValueError(
+            f"known={share:g} leaves none of the {len(order)} nodes for the test; give a smaller "
+            f"share, or more nodes"
+        )
+    return known

@@ -65,6 +65,7 @@ class GraphOptions(ProgramOptions):
     hidden: int = bounded(64, ">= 1")
     aggregate: str = choice("exact", aggregates.AGGREGATES)
     delay: int = bounded(5, ">= 0")
+    run_dir: str = "runs/graph"
 
 
 class GraphWork(Work):
@@ -73,7 +74,8 @@ class GraphWork(Work):
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: a package is missing, a rank would have no node, or a setting cannot work.
+        UserError: a package is missing, a rank or the test would have no node, or a setting
+            cannot work.
 
     Attributes:
         sums: the sums over neighbours in the training.
@@ -89,6 +91,7 @@ class GraphWork(Work):
         with mpikfac.comm.together(comm, "options"):
             graph = data.graph_of(options.graph, options.planted, options.seed)
             owners = partitions.dealt(options.partition, graph, comm.size)
+            split = data.split(graph, options.known, options.seed)
         self._comm, self._options, self.trace = comm, options, mpikfac.Trace()
         self.examples_per_step = nodes = len(owners)
         hidden = [options.hidden] * (options.layers - 1)
@@ -109,7 +112,7 @@ class GraphWork(Work):
         features = torch.from_numpy(graph.features[own]).to(device, torch.get_default_dtype())
         self._inputs = model.inputs(features, self.sums.first)
         self._test_inputs = model.inputs(features, self._exact.first)
-        known = torch.from_numpy(data.split(graph, options.known, options.seed)).to(device)
+        known = torch.from_numpy(split).to(device)
         self._known = known[torch.from_numpy(own).to(device)]
         self._labels = torch.from_numpy(graph.labels[own]).to(device)
         self._weight = 1 / (share * int(known.sum()))  # as `aggregates.of_all` wants

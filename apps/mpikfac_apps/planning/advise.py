@@ -257,8 +257,8 @@ def of_ranks(
 ) -> list[str]:
     """Return the efficiency of a strategy on 1, 2, 4 ... ranks, and the largest efficient number.
 
-    The strategy is the one that is advised for the largest number of ranks, without choices of the
-    search, which fit a single number of ranks.
+    The strategy is the best one on the largest number of ranks, without the choices of the search,
+    which fit a single number of ranks.
 
     Raises:
         ValueError: the strategy, or a choice of the options, does not fit a single rank.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac_apps.populations import selection
-from mpikfac_apps.populations.member import Member, searched
+from mpikfac_apps.populations.member import Member, in_words, searched
 from mpikfac_apps.populations.options import PopulationOptions
 from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.batches import Batches, mixed, share
@@ -22,6 +23,8 @@ from mpikfac_apps.training.parts.problem import Problem, load_data
 FIRST_NUMBERS = 1  # a purpose of random draws, behind the seed
 
 State = dict[str, Any]
+
+log = logging.getLogger("mpikfac.train")
 
 
 class Untroubled:
@@ -67,6 +70,7 @@ class Crew:
             generator = torch.Generator().manual_seed(mixed(seed, FIRST_NUMBERS, member))
             first = selection.first_numbers(numbers, options.population.spread, generator)
             first = first if member else numbers
+            log.info("member %d begins with %s", member, in_words(first))
             self.members[member] = Member(self.problem, member, first, self.trace)
 
     def step(self, step: int) -> list[tuple[Tensor, Tensor, int]]:

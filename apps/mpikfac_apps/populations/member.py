@@ -47,6 +47,11 @@ def searched(options: PopulationOptions) -> dict[str, float]:
     return {name: value for name, value in values.items() if names is None or name in names}
 
 
+def in_words(numbers: Mapping[str, float]) -> str:
+    """Return searched numbers in words."""
+    return ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+
+
 class Member:
     """A network that trains with numbers of its own.
 

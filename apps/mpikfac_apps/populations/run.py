@@ -18,6 +18,7 @@ from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.populations import selection
 from mpikfac_apps.populations.crew import Crew, State
+from mpikfac_apps.populations.member import in_words
 from mpikfac_apps.populations.options import PopulationOptions, parse
 from mpikfac_apps.programs.run import check_options, of_numbers
 from mpikfac_apps.running.loop import Loop
@@ -124,9 +125,11 @@ class PopulationRun(Loop):
         self.row(
             best_member=leader, **judged, **{f"best_{n}": value for n, value in numbers.items()}
         )
-        words = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-        held_out = words_of(result, self.crew.problem.task.measure)
-        log.info("step %d: best is member %d, held-out %s, %s", steps, leader, held_out, words)
+        words = words_of(result, self.crew.problem.task.measure)
+        log.info(
+            "step %d: best is member %d, held-out loss %.4f, %s, %s",
+            *(steps, leader, result["loss"], words, in_words(numbers)),
+        )
 
     def _select(self, steps: int, ranking: Sequence[int], lost: Sequence[int]) -> None:
         """Replace members by children of better members."""

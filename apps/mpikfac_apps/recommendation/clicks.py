@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,8 +54,8 @@ def read(name: str | None, buckets: int) -> Clicks:
     path = Path(name) if name else packaged()
     try:
         found = movielens(path) if path.suffix == ".inter" else criteo(path, buckets)
-        if not found.numbers.isfinite().all() or not set(found.labels.tolist()) <= {0, 1}:
-            raise ValueError("numbers must be finite, and labels 0 or 1")
+        if wrong := set(found.labels.tolist()) - {0, 1}:
+            raise ValueError(f"a label must be 0 or 1, not {min(wrong):g}")
     except OSError as error:
         raise ValueError(f"data={path} cannot be read: {files.why(error)}") from error
     except (csv.Error, OverflowError, ValueError) as error:
@@ -87,7 +88,7 @@ def movielens(path: Path) -> Clicks:
     Users and items have files of the same name with the endings .user and .item, or no file.
     """
     columns = ("user_id", "item_id", "rating", "timestamp")
-    ratings = sorted(listed(path, *columns), key=lambda row: float(row["timestamp"]))
+    ratings = sorted(listed(path, *columns), key=lambda row: finite(row["timestamp"]))
     users, items = (known(path.with_suffix(f".{kind}"), f"{kind}_id") for kind in ("user", "item"))
     of_user = [users.get(row["user_id"], {}) for row in ratings]
     of_item = [items.get(row["item_id"], {}) for row in ratings]
@@ -103,7 +104,7 @@ def movielens(path: Path) -> Clicks:
         "hour": [str(moment.tm_hour) for moment in times],
     }
     found = {name: np.unique(values, return_inverse=True) for name, values in tables.items()}
-    labels = [float(row["rating"]) >= LIKED for row in ratings]
+    labels = [finite(row["rating"]) >= LIKED for row in ratings]
     everything = [True] * len(ratings)
     numbers = [
         earlier(tables[name], counted)
@@ -153,22 +154,44 @@ def criteo(path: Path, buckets: int) -> Clicks:
 
     A table has a row for a category that is missing, and hashes the others.
     """
-    labels, numbers, categories = [], [], []
-    for label, *columns in rows_of(path):
-        if len(columns) != NUMBERS + CATEGORIES:
-            raise ValueError(
-                f"rows must have {1 + NUMBERS + CATEGORIES} columns, not {1 + len(columns)}"
-            )
-        labels.append(float(label))
-        numbers.append([float(number or 0) for number in columns[:NUMBERS]])
-        hashed = (int(word, 16) % (buckets - 1) + 1 if word else 0 for word in columns[NUMBERS:])
-        categories.append(list(hashed))
+    rows = []
+    for number, row in enumerate(rows_of(path), 1):
+        try:
+            rows.append(parsed(row, buckets))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+    labels, numbers, categories = zip(*rows)
     return Clicks(
         tensor(np.log1p(np.maximum(numbers, 0.0))),
         torch.tensor(categories),
         tensor(labels),
         {f"C{number}": buckets for number in range(1, 1 + CATEGORIES)},
     )
+
+
+def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[int]]:
+    """Return label, counts and rows of tables of a row.
+
+    Raises:
+        ValueError: the row has another number of columns, or a column is no number.
+    """
+    if len(row) != 1 + NUMBERS + CATEGORIES:
+        raise ValueError(f"{1 + NUMBERS + CATEGORIES} columns are needed, not {len(row)}")
+    label, *columns = row
+    hashed = [int(word, 16) % (buckets - 1) + 1 if word else 0 for word in columns[NUMBERS:]]
+    return finite(label), [finite(number or "0") for number in columns[:NUMBERS]], hashed
+
+
+def finite(number: str) -> float:
+    """Return a number of a file.
+
+    Raises:
+        ValueError: it is none, or not finite.
+    """
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"a number must be finite, not {number!r}")
+    return value
 
 
 def rows_of(path: Path) -> Iterator[list[str]]:

@@ -64,12 +64,21 @@ class RecommendationOptions(ProgramOptions):
     epochs: int = bounded(1, ">= 1")
     run_dir: str = "runs/recommendation"
 
-    def check(self, ranks: int, trained: int) -> None:
-        """Check the batch.
+    def check(self, ranks: int, trained: int, clicks: int) -> None:
+        """Check the shares of the clicks.
+
+        Args:
+            trained: the number of clicks of the training.
+            clicks: the number of all clicks.
 
         Raises:
-            ValueError: a rank has no click in a step, or an epoch has no step.
+            ValueError: a rank has no click in a step, an epoch has no step, or the test no click.
         """
+        if trained == clicks:
+            raise ValueError(
+                f"tested={self.tested:g} leaves none of the {clicks} clicks for the test; give a "
+                f"larger share, or more clicks"
+            )
         if not ranks <= self.batch <= trained:
             raise ValueError(
                 f"batch={self.batch} must be at least the {ranks} ranks, and at most the {trained} "
@@ -101,7 +110,7 @@ class Recommendation(Work):
         with mpikfac.comm.together(comm, "options"):
             data = clicks.read(options.data, options.buckets)
             self.trained = round(len(data.labels) * (1 - options.tested))
-            options.check(comm.size, self.trained)
+            options.check(comm.size, self.trained, len(data.labels))
         self.numbers = standardised(data.numbers, self.trained).to(device)
         self.categories, self.labels = data.categories.to(device), data.labels.to(device)
         trace = mpikfac.Trace()
@@ -183,9 +192,13 @@ def shuffled(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def standardised(numbers: Tensor, trained: int) -> Tensor:
-    """Return numbers with mean 0 and variance 1 over the clicks of the training."""
+    """Return numbers with mean 0 and variance 1 over the clicks of the training.
+
+    A number that is the same in all of them keeps the unit.
+    """
     known = numbers[:trained]
-    return (numbers - known.mean(0)) / known.std(0).clamp(min=1e-6)
+    spread = known.std(0)
+    return (numbers - known.mean(0)) / spread.where(spread > 1e-6, 1)
 
 
 def area(scores: np.ndarray, labels: np.ndarray) -> float:

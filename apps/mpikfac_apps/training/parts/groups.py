@@ -58,7 +58,11 @@ def open_checkpoint(
         if checkpoint.step > min(steps):
             skip.add(checkpoint.path.name)
             checkpoint = mpikfac.find_checkpoint(comm, checkpoints.root(options), skip)
-    mpikfac.comm.agree(world, {"the step of the checkpoints": checkpoint and checkpoint.step})
+    if len(steps) > 1:
+        words = " and ".join(f"step {step}" if step >= 0 else "none" for step in sorted(steps))
+        raise mpikfac.UserError(
+            f"groups have no checkpoint of the same step, but {words}; start in another run_dir"
+        )
     return checkpoint
 
 

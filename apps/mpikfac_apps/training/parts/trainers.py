@@ -140,6 +140,12 @@ def make_training(
     if chosen.groups == 1:
         return training
     burn_in = problem.calendar.at(0).steps if chosen.burn_in is None else chosen.burn_in
+    steps = problem.calendar.first(problem.options.epochs)
+    if burn_in >= steps and world.rank == 0:
+        log.warning(
+            "burn_in=%d: groups learn nothing from each other in the %d steps of the run",
+            *(burn_in, steps),
+        )
     codistillation = mpikfac.Codistillation(
         model,
         world,
