@@ -143,7 +143,7 @@ def make_training(
     steps = problem.calendar.first(problem.options.epochs)
     if burn_in >= steps and world.rank == 0:
         log.warning(
-            "burn_in=%d: groups learn nothing from each other in the %d steps of the run",
+            "burn_in=%d: groups learn nothing from each other in the %d steps of the run; try less",
             *(burn_in, steps),
         )
     codistillation = mpikfac.Codistillation(
