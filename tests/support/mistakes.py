@@ -1421,4 +1421,19 @@ TABLE = (
         'if factor.side == "B"',
         "tests/mpi/test_direct_feedback.py",
     ),
+    Mistake(
+        "feedback: a rank without examples has no place",
+        "extensions/gradients/feedback.py",
+        "output.shape[1:].numel()",
+        "output[0].numel()",
+        "tests/mpi/test_direct_feedback.py",
+    ),
+    Mistake(
+        "robust: a memory with a gap goes on",
+        "extensions/robust.py",
+        "items if all(item.name in names for item in items) else []",
+        "[item for item in items if item.name in names]",
+        "tests/mpi/test_robust_rules.py",
+        2,
+    ),
 )
