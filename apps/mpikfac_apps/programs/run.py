@@ -24,6 +24,7 @@ from mpikfac_apps.running import start
 from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
 from mpikfac_apps.text import key_of
+from mpikfac_apps.tracking.tracker import check as check_trackers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -59,7 +60,12 @@ def main(
         config = nested(flat(options) | {"lr": options.rate})
         return start.run(comm, options, watchdog, config, run)
 
-    return run_on_ranks(lambda _: read(program, group, argv), train)
+    def parse(_: int) -> Options:
+        options = read(program, group, argv)
+        check_trackers(options.trackers)
+        return options
+
+    return run_on_ranks(parse, train)
 
 
 class ProgramRun(Loop):
