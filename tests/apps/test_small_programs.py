@@ -81,6 +81,13 @@ def test_a_run_goes_on_with_its_options_only(tmp_path):
     assert ended.returncode == 2 and "it is not empty" in ended.stderr
 
 
+def test_an_unknown_tracker_is_refused_before_the_start(tmp_path):
+    """Oracle: the line, and no run directory."""
+    ended = launch(1, PROGRAM, *SHORT, "--metrics=foo", f"--run_dir={tmp_path / 'run'}")
+    assert ended.returncode == 2 and not (tmp_path / "run").exists()
+    assert "metrics=foo must be one of tensorboard" in ended.stderr
+
+
 def test_a_changed_option_is_named():
     """Oracle: the text; options of a start may change."""
     before, now = run.of_numbers(LineOptions()), run.of_numbers(LineOptions(seed=1))

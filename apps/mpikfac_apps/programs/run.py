@@ -22,6 +22,7 @@ from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
 from mpikfac_apps.running.start import start
 from mpikfac_apps.text import key_of
+from mpikfac_apps.tracking.tracker import check as check_trackers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -58,7 +59,12 @@ def main(
     def config(options: Options) -> dict[str, Any]:
         return nested(flat(options) | {"lr": options.rate})
 
-    return start(lambda _: read(program, group, argv), lambda options: options, loop, config)
+    def parse(_: int) -> Options:
+        options = read(program, group, argv)
+        check_trackers(options.trackers)
+        return options
+
+    return start(parse, lambda options: options, loop, config)
 
 
 class ProgramRun(Loop):
