@@ -22,7 +22,9 @@ FORWARD = Estimator(fisher="forward-only", subsample=1)
 def signs(seed, number, classes, size):
     """Return the signs of a block, over the root of their number for an output."""
     generator = torch.Generator().manual_seed(seed + number * PRIME)
-    drawn = torch.randint(0, 2, (classes, size), generator=generator, dtype=torch.int8)
+    drawn = torch.randint(
+        0, 2, (classes, size), generator=generator, dtype=torch.int8, device="cpu"
+    )
     return (2.0 * drawn.double() - 1).numpy() / np.sqrt(size)
 
 

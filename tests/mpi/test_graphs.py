@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from mpikfac_apps.graphs.parts import inside, part_of
 from mpikfac_apps.graphs.train import GraphOptions, GraphWork
 from support.problem import DEVICE
 
+pytestmark = pytest.mark.skipif(
+    "emulated" in sys.modules, reason="the emulated device has no sparse matrices"
+)
 PLANTED = data.Planted(nodes=60, communities=3, degree=5, inputs=4, noise=1.0)
 OPTIONS = GraphOptions(planted=PLANTED, known=0.3, hidden=8, warmup=0, weight_decay=0.0)
 STEPS = 6

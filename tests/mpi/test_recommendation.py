@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,10 @@ from mpikfac_apps.recommendation import clicks, train
 from mpikfac_apps.recommendation.tables import BACKWARD, FORWARD, Tables
 from mpikfac_apps.recommendation.train import Recommendation, RecommendationOptions
 from support.problem import DEVICE
+
+pytestmark = pytest.mark.skipif(
+    "emulated" in sys.modules, reason="the emulated device has no sparse gradients"
+)
 
 EXAMPLES, STEPS = 120, 6
 SIZES = {"a": 7, "b": 40, "c": 3, "d": 11, "e": 11}
