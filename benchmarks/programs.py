@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from training import SEEDS
+from training import SEEDS, run_program
 
 from mpikfac_apps.text import table
 
-ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 RATES = {"kfac": (0.001, 0.003, 0.01), "sgd": (0.01, 0.03, 0.1), "adamw": (0.001, 0.003, 0.01)}
 OF_GRAPHS = {"kfac": (0.003, 0.01, 0.03), "sgd": (0.2, 0.5, 1.0), "adamw": (0.01, 0.03, 0.1)}
@@ -127,11 +124,7 @@ def run(
     directory = options.out / options.problem / f"{optimizer}-{rate:g}-{seed}"
     chosen = {**problem.options, "optimizer": optimizer, "lr": f"{rate:g}", "seed": str(seed)}
     chosen |= {"run_dir": str(directory), "resume": "auto"}
-    launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
-    program = ROOT / "apps" / problem.program
-    command = [*launcher, "-n", options.ranks, sys.executable, "-m", "mpi4py", str(program)]
-    command += [f"--{key}={value}" for key, value in chosen.items()]
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    run_program(problem.program, options.ranks, chosen)
     rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     last = [row for row in rows if problem.measure in row][-1]
     tests = {key: value for key, value in last.items() if key.startswith("test_")}

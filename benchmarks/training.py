@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,16 +52,20 @@ def launch(
         del usual["kfac.relative_damping"]
     settings = {**usual, **settings, "optimizer": optimizer}
     settings |= {"seed": str(seed), "run_dir": str(directory), "resume": "auto"}
-    launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
-    program = Path(__file__).parents[1] / "apps" / "train_cnn.py"
-    command = [*launcher, "-n", options.ranks, sys.executable, "-m", "mpi4py", str(program)]
-    for key, value in settings.items():
-        command += [f"--{key}", value]
     print(name, flush=True)
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    run_program("train_cnn.py", options.ranks, settings)
     metrics = directory / "metrics.jsonl"
     print(f"  {shown(metrics)}", flush=True)
     return metrics
+
+
+def run_program(program: str, ranks: str, settings: Mapping[str, str]) -> None:
+    """Run a program of `apps` with options, without its output."""
+    launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
+    path = Path(__file__).parents[1] / "apps" / program
+    command = [*launcher, "-n", ranks, sys.executable, "-m", "mpi4py", str(path)]
+    command += [f"--{key}={value}" for key, value in settings.items()]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 def step_seconds(options: argparse.Namespace, optimizer: str, settings: dict[str, str]) -> float:

@@ -105,10 +105,10 @@ def test_ctrl_c_at_the_start_is_one_line(tmp_path):
     program = """
     import sys
     from mpikfac_apps import __main__
-    from mpikfac_apps.training import train
+    from mpikfac_apps.guard import ranks
     def interrupted(*_):
         raise KeyboardInterrupt
-    train.read_options = interrupted
+    ranks.read_options = interrupted
     sys.exit(__main__.main(["train"]))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]

@@ -12,6 +12,7 @@ from mpikfac_apps.guard.reports import Reports
 from mpikfac_apps.guard.watchdog import Watchdog
 
 Options = TypeVar("Options")
+Work = Callable[[mpikfac.comm.Comm, Options, Watchdog], int]
 
 
 def watched(comm: mpikfac.comm.Comm) -> closing[Watchdog]:
@@ -19,10 +20,8 @@ def watched(comm: mpikfac.comm.Comm) -> closing[Watchdog]:
     return closing(Watchdog(Reports(None, comm.rank, comm.size)))
 
 
-def run_on_ranks(
-    parse: Callable[[int], Options], work: Callable[[mpikfac.comm.Comm, Options, Watchdog], int]
-) -> int:
-    """Return the exit code of a program's work on all ranks; 0 after a call for help.
+def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
+    """Return the exit code of a program's work on all ranks; a failure of a rank ends the job.
 
     Collective over: world.
 
@@ -33,9 +32,30 @@ def run_on_ranks(
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
+
+    def together(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
+        with mpikfac.ending(comm):
+            return work(comm, options, watchdog)
+
+    return run_watched(parse, together)
+
+
+def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
+    """Return the exit code of a program's work on all ranks; 0 after a call for help.
+
+    Collective over: world.
+
+    Args:
+        parse: makes the options on rank 0, from the number of ranks.
+        work: tells the watchdog of the phases, and ends the job if a rank fails.
+
+    Raises:
+        SystemExit: code 2 after a single line about a mistake that the user can correct.
+    """
     mend_streams()
     comm = mpikfac.world()
-    with mpikfac.ending(comm), watched(comm) as watchdog:
-        options = read_options(comm, lambda: parse(comm.size))
+    with watched(comm) as watchdog:
+        with mpikfac.ending(comm):
+            options = read_options(comm, lambda: parse(comm.size))
         code = 0 if options is None else work(comm, options, watchdog)
-    return mpikfac.comm.leaving(code)
+        return mpikfac.comm.leaving(code)

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 import mpikfac
-from mpikfac_apps.cli import mend_streams, read_options
 from mpikfac_apps.guard.guard import Guard
-from mpikfac_apps.guard.ranks import watched
+from mpikfac_apps.guard.ranks import run_watched
 from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.run import RunOptions
 from mpikfac_apps.place import RankPlace, share_cores
@@ -41,13 +40,9 @@ def start(
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
-    mend_streams()
-    comm = mpikfac.world()
-    with watched(comm) as watchdog:
+
+    def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
         with mpikfac.ending(comm):
-            options = read_options(comm, lambda: parse(comm.size))
-            if options is None:
-                return 0
             place, guard = settle(comm, of_run(options), watchdog)
         with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
             early_log = run_directory.start_log() if comm.rank == 0 else None
@@ -55,8 +50,9 @@ def start(
             loop = make(comm, options, guard, place.device)
             kept = loop.restore(checkpoint)
             loop.open_record(early_log, place, config(options), *kept)
-            code = loop.train()
-    return mpikfac.comm.leaving(code)
+            return loop.train()
+
+    return run_watched(parse, work)
 
 
 def settle(

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import torch
 
 import mpikfac
-from mpikfac_apps.cli import mend_streams, read_options
 from mpikfac_apps.guard.guard import Guard
-from mpikfac_apps.guard.ranks import watched
+from mpikfac_apps.guard.ranks import run_watched
 from mpikfac_apps.guard.requests import ignore_one_interrupt, ignore_signals
 from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.options import Options
@@ -41,16 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
-    mend_streams()
-    comm = mpikfac.world()
-    with watched(comm) as watchdog:
-        with mpikfac.ending(comm):
-            options = read_options(comm, lambda: settings.of_start(argv, comm.size))
-        if options is None:
-            return 0
+
+    def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
         code = train(comm, options, watchdog)
         threading.Thread(target=tell_of_threads, args=(comm.rank,), daemon=True).start()
-        return mpikfac.comm.leaving(code)
+        return code
+
+    return run_watched(lambda ranks: settings.of_start(argv, ranks), work)
 
 
 def tell_of_threads(rank: int) -> None:
