@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -34,6 +35,11 @@ class FirstOrder:
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
         self.intact = True
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether the method has to be built anew, by what it has seen of a batch."""
+        return False
 
     @property
     def examples(self) -> int:
@@ -183,7 +189,18 @@ class Method:
             ValueError: they do not.
         """
 
-    def compared(self) -> dict[str, object]:
+    def seen(self, state: Mapping[str, Any]) -> str:
+        """Return what the run of a state has seen of a batch, as a text; "" for nothing.
+
+        Raises:
+            ValueError: the state has something else in its place.
+        """
+        return ""
+
+    def adopt(self, seen: str) -> None:
+        """Take what a state's run has seen of a batch."""
+
+    def compared(self, plan: Plan, device: torch.device) -> dict[str, object]:
         """Return the choices that have to be equal on all ranks."""
         return {}
 

@@ -47,9 +47,9 @@ SETTINGS: tuple[Combination, ...] = (
     ),
     Combination(
         "precision",
-        ("tf32",),
+        ("tf32", "amx"),
         {"delay": 0, "curvature_ranks": AtLeast(1)},
-        "TF32 is a setting of the process, and a thread that decomposes would round by chance",
+        "both are settings of the process, and a thread that decomposes would round by chance",
         any_of=True,
     ),
 )

@@ -19,9 +19,9 @@ from mpikfac.engine.part import Item, Part
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
 from mpikfac.numerics import copy_all, multiplying, together, usual_precision
-from mpikfac.plan import PlannedLayer, stages
-from mpikfac.plan.names import DAMPING, PRECONDITION
-from mpikfac.settings import Numbers, Settings
+from mpikfac.plan import PlannedLayer, Strategy, stages
+from mpikfac.plan.names import DAMPING, PRECONDITION, SEEN
+from mpikfac.settings import Length, Numbers, Settings
 from mpikfac.solvers import Held
 
 
@@ -54,8 +54,7 @@ class Directions(Part):
         self._stacks = [self._place(layers, held) for layers, held in bases.stacks]
         kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
         self.length = kind(settings.length, gradients, self._stacks, model, optimizer)
-        usual = usual_precision(self.site.device, self.plan.strategy.refresh.delay > 0)
-        self._precision = settings.length.precision or usual
+        self._precision = precision_of(settings.length, self.plan.strategy, self.site.device)
         self._run: Region = self._compute
         if settings.length.capture:
             self._run = Captured(self._compute, self._key, self.site.device)
@@ -70,7 +69,7 @@ class Directions(Part):
         solver, matrix = self.bases.solvers[first.solver.name], first.shape.maps_vectors
         direction = together(self.arena, names)
         each = -1, *[1] * (direction.dim() - 1)
-        return Stack(names, solver, held, direction, matrix, each)
+        return Stack(names, solver, held, direction, matrix, first.shape.apart, each)
 
     def make(self, numbers: Numbers) -> None:
         """Precondition gradients, send the directions to all ranks, and bound the step.
@@ -167,9 +166,9 @@ class Directions(Part):
         return self.length.items()
 
     def marks(self) -> dict[str, Any]:
-        """Return the damping, if the damping is adapted."""
-        adapted = self.settings.damping.adapted
-        return {DAMPING: adapted.damping} if adapted else {}
+        """Return the damping, if the damping is adapted, and what was seen of a batch."""
+        adapted, seen = self.settings.damping.adapted, self.settings.budget.text()
+        return ({DAMPING: adapted.damping} if adapted else {}) | ({SEEN: seen} if seen else {})
 
     def in_state(self, names: Collection[str]) -> list[Item]:
         """Return the items of the kinds that a state with `names` has; others start anew."""
@@ -214,6 +213,11 @@ class Directions(Part):
         """
         broken = self.gradients.broken
         return [layer for layer in self._layers if layer.name not in broken]
+
+
+def precision_of(length: Length, strategy: Strategy, device: torch.device) -> str:
+    """Return the precision of directions: the chosen one, or what is usual on the device."""
+    return length.precision or usual_precision(device, strategy.refresh.delay > 0)
 
 
 def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
