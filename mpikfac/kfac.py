@@ -29,8 +29,9 @@ from mpikfac.model import (
     report_uncovered,
 )
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
-from mpikfac.plan import Strategy, one_of, strategy_of
+from mpikfac.plan import Form, Strategy, one_of, strategy_of, usual_rule
 from mpikfac.settings import (
+    Budget,
     Damping,
     Estimator,
     Length,
@@ -85,6 +86,11 @@ class KFAC(Trainer):
             for most `Length()`.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of factors.
+        budget: the operations that K-FAC may add on average, in units of those of forward and
+            backward passes; in the first 160 steps, as many as those of the passes. The first batch
+            with statistics decides: intervals grow, and factors with more rows than the batch has
+            vectors fall into blocks of as many rows, at least 128. None, or any interval by hand,
+            keeps intervals and factors as they are.
         trace: times the stages; a new trace if None.
 
     Raises:
@@ -117,6 +123,7 @@ class KFAC(Trainer):
         length: Length | None = None,
         estimator: Estimator | None = None,
         coverage: Coverage | None = None,
+        budget: float | None = 0.3,
         trace: Trace | None = None,
     ) -> None:
         check_optimizer(optimizer, model)
@@ -136,13 +143,14 @@ class KFAC(Trainer):
         if damping is None:
             damping = Damping(**of_solver.get("damping", {}))
         damping = damping if isinstance(damping, Damping) else Damping(damping)
-        usual = usual_intervals(strategy.refresh.stagger)
-        often = of_solver.get("factor_every", usual.factor_every)
-        intervals = (
-            often if factor_every is None else factor_every,
-            settings.get("basis_every", usual.basis_every) if basis_every is None else basis_every,
-        )
-        self.settings = Settings(damping, *intervals, estimator.decay, length)
+        form = next(iter(solvers.values())).form
+        given = factor_every, basis_every
+        usual = of_solver.get("factor_every"), settings.get("basis_every")
+        free = budget is not None and given == usual == (None, None)
+        limits = Budget(budget if free else None, free and _cuts(form, coverage, strategy))
+        stretched = limits.stretched(usual_intervals(strategy.refresh.stagger))
+        intervals = (_first(*each) for each in zip(given, usual, stretched))
+        self.settings = Settings(damping, *intervals, estimator.decay, length, limits)
         self.estimator = estimator
         method = Curvature(self.settings, estimator, solvers, coverage)
         super().__init__(model, optimizer, team, strategy, method, trace)
@@ -150,7 +158,6 @@ class KFAC(Trainer):
             uncovered = self.built.gradients.uncovered
             ways = offers(model, uncovered, coverage)
             report_uncovered(model, self.layers, uncovered, optimizer, ways)
-            form = next(iter(solvers.values())).form
             for warning in check_habits(optimizer, length, estimator.fisher, form):
                 log.warning("%s", warning)
 
@@ -351,3 +358,15 @@ class KFAC(Trainer):
             raise ValueError("paused() needs overlap=False, as a backward pass sends gradients")
         with self.preconditioner.recorder.pausing():
             yield
+
+
+def _cuts(form: Form, coverage: Coverage, strategy: Strategy) -> bool:
+    """Return whether a budget cuts factors, which takes parts that can be built anew."""
+    of_vectors = form.of == "statistics" and form.keeps == "matrix" and not form.rescaled
+    fixed = strategy.refresh.curvature_ranks or strategy.exchange.of_copies
+    return of_vectors and coverage.rule is usual_rule and not fixed
+
+
+def _first(*choices: float | Schedule | None) -> float | Schedule:
+    """Return the first choice that is made."""
+    return next(choice for choice in choices if choice is not None)

@@ -286,7 +286,9 @@ class Trainer:
         if not alike:
             agree(self.built.grid.world, self._compared(self.built.method.numbers(self.steps)))
         if changed:
-            self._take_up()
+            self._take_up("the trained parameters have changed")
+        elif self.built.method.outgrown:
+            self._take_up("factors are cut, as a batch has fewer vectors than they have rows")
 
     def collect(self) -> None:
         """Take a part of the rank's share of a batch; call after the part's backward pass.
@@ -412,7 +414,7 @@ class Trainer:
             UserError: ranks disagree.
         """
         comm, model, plan = self._team.trains, self.model, drawn.plan
-        choices = self._method.compared()
+        choices = self._method.compared(plan, drawn.device)
         strategy = {"strategy": plan.strategy} if choices else {}  # else the plan says all
         digest = {"plan": plan.digest()}
         agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
@@ -436,7 +438,7 @@ class Trainer:
             gradients.stepped(model),
         )
 
-    def _take_up(self) -> None:
+    def _take_up(self, reason: str) -> None:
         """Build the parts anew, for the model as it is now; averages of unchanged layers stay."""
         before = self.built
         before.method.check_same_model()
@@ -452,7 +454,7 @@ class Trainer:
         steps = before.stepped, self.built.stepped
         hand_over_state(self.built.grid.world, self.model, self.optimizer, *steps)
         self._begin(self.steps)
-        log.info("step %d: the trained parameters have changed; taken up", self.steps)
+        log.info("step %d: %s; taken up", self.steps, reason)
 
     def detach(self) -> None:
         """Remove the hooks; the model is as before, except for the weights."""
@@ -522,6 +524,7 @@ class Trainer:
             UserError: on some rank an item is missing, has another dtype or shape than the model,
                 or cannot be read.
         """
+        self._adopt(state)
         built, optimizer = self.built, self.optimizer
         with together(built.grid.world, "loading state", untrusted=True):
             state = built.exchange.of_rank(state)
@@ -548,6 +551,20 @@ class Trainer:
             of_part = {n.removeprefix(part.PREFIX): v for n, v in values.items()}
             part.load_state_dict(of_part, names[part])
         self._begin(int(items[STEPS]))
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Take what the state's run has seen of a batch; build the parts anew if plans differ.
+
+        Collective over: world.
+        """
+        world = self.grid.world
+        with together(world, "loading state", untrusted=True):
+            seen = self._method.seen(state)
+        agree(world, {"kfac/seen": seen})
+        if seen:
+            self._method.adopt(seen)
+            if self._draw(self.built.gradients.votes).plan.digest() != self.plan.digest():
+                self._take_up("factors are cut as in the state")
 
     def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
         """Return the names of items of a state that a part may take."""

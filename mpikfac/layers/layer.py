@@ -189,6 +189,19 @@ class Layer:
             return self.sum_of_squares(side, x, g).view(-1, 1, 1)
         return self.input_sum(x) if side == "A" else self.output_sum(g)
 
+    def second_moments(
+        self, side: str, x: Tensor, g: Tensor, blocks: Sequence[slice]
+    ) -> list[Tensor]:
+        """Return blocks along the diagonal of `second_moment`."""
+        own = type(self).input_sum if side == "A" else type(self).output_sum
+        of_rows = own in (Layer.input_sum, Layer.output_sum) and self.shape.sharing == "expand"
+        if len(blocks) == 1 or not of_rows:
+            moment = self.second_moment(side, x, g)
+            return [moment[..., block, block] for block in blocks]
+        rows = self.with_ones(self.inputs(x)) if side == "A" else self.outputs(g)
+        columns = rows.flatten(0, self._last).movedim(0, -1)
+        return [squares(columns[..., block, :]) for block in blocks]
+
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """Return `sum(a)` or `sum(g)` of a call; if sharing="reduce", the sum of means of `a`."""
         if side == "A" and self.shape.sharing == "reduce":

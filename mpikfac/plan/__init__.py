@@ -82,6 +82,10 @@ from mpikfac.plan.messages import passed as passed
 from mpikfac.plan.messages import rows as rows
 from mpikfac.plan.messages import shard_length as shard_length
 from mpikfac.plan.of_rank import RankPlan as RankPlan
+from mpikfac.plan.operations import Operations as Operations
+from mpikfac.plan.operations import Seen as Seen
+from mpikfac.plan.operations import operations as operations
+from mpikfac.plan.operations import products as products
 from mpikfac.plan.plan import Plan as Plan
 from mpikfac.plan.plan import plan_for as plan_for
 from mpikfac.plan.plan import step_messages as step_messages

@@ -84,6 +84,7 @@ VERSION = "asynchronous/version"
 # Of K-FAC, behind `OF_KFAC`: a kind, and the name of a factor, block or layer.
 STARTED, SOLVER, DUE, DAMPING = "started", "solver", "due", "damping"
 LEARNED = "learned"
+SEEN = "seen"
 GRADIENT_FACTORS, GRADIENT_WEIGHTS = "gradient-factors/", "gradient-weights/"
 FACTORS, VECTORS, WEIGHTS = "factors/", "vectors/", "weights/"
 BASES, DECOMPOSITIONS = "bases/", "decompositions/"

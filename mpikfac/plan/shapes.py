@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from mpikfac.plan.choices import Choices, Combination, check
 from mpikfac.plan.layout import Shape, triangle_shape
@@ -164,6 +164,13 @@ class LayerShape:
         return not self.diagonal and min(self.outputs, self.inputs) > 1
 
     @property
+    def apart(self) -> tuple[int, ...]:
+        """The orders of the parts of the smaller side that are made orthogonal apart."""
+        side, order = min(("G", self.outputs), ("A", self.inputs), key=lambda pair: pair[1])
+        factors = () if side in self.diagonal else self.side(side)
+        return tuple(factor.order for factor in factors) or (order,)
+
+    @property
     def denominators(self) -> Shape:
         """Shape of the products of eigenvalues: the gradient's, unless a side has low rank."""
         outputs, inputs = (self._values(side) for side in "GA")
@@ -208,10 +215,13 @@ class LayerShape:
         """Return the multiplications of the products that make a direction orthogonal."""
         if not self.maps_vectors:
             return []
-        small, large = sorted((self.outputs, self.inputs))
-        ends = [small**2 * large] * 2
-        steps = [small**3] * (5 + 4 * 3)  # the polynomials of five steps, and three between steps
-        return [self.groups * multiplications for multiplications in ends + steps]
+        large = max(self.outputs, self.inputs)
+        return [
+            self.groups * multiplications
+            for small in self.apart
+            # Both ends; then polynomials of three steps, and three products between two steps.
+            for multiplications in [small**2 * large] * 2 + [small**3] * (3 + 2 * 3)
+        ]
 
     def _values(self, side: str) -> int:
         """Return the number of distinct eigenvalues of a side in a group."""
@@ -255,20 +265,32 @@ def count_of(name: str) -> str:
 
 
 HUGE = 16384
-"""Order above which `usual_rule` keeps a diagonal; the whole matrix has a gigabyte."""
+"""Number of outputs above which `usual_rule` keeps the diagonal of G."""
+WHOLE = 1024
+"""The order up to which `usual_rule` keeps whole factors."""
+BLOCKS = 256, 512
+"""The orders of the blocks of larger factors: for narrow layers, and at most."""
 
 
 def usual_rule(layer: LayerShape) -> LayerShape:
-    """Return the layer with whole factors, but diagonals above `HUGE` inputs or outputs.
+    """Return the layer with whole factors, or with blocks if a side is longer than `WHOLE`.
+
+    Blocks have at most twice as many rows as the layer's smaller side: so the product of a gradient
+    with the factors costs no more than the layer's orthogonal direction. They have at least 256 and
+    at most 512 rows. Above `HUGE` outputs, such as the words of a language, G is a diagonal.
 
     A rule of your own starts from the usual rule and replaces fields:
 
         def rule(layer):
-            return dataclasses.replace(mpikfac.usual_rule(layer), largest=1024)
+            return dataclasses.replace(mpikfac.usual_rule(layer), largest=None)  # whole factors
     """
     orders = {"A": layer.inputs, "G": layer.outputs}
-    huge = (side for side in layer.sides if side in layer.diagonal or orders[side] > HUGE)
-    return replace(layer, diagonal="".join(huge))  # type: ignore[arg-type]
+    least, most = BLOCKS
+    block = min(most, max(least, 2 * min(orders.values())))
+    diagonal: Any = "".join(s for s in "AG" if s in layer.diagonal or (s, orders[s]) > ("G", HUGE))
+    return replace(
+        layer, largest=block if max(orders.values()) > WHOLE else None, diagonal=diagonal
+    )
 
 
 def forward_only(layer: LayerShape) -> LayerShape:

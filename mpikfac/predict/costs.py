@@ -25,6 +25,7 @@ from mpikfac.plan import (
     Message,
     Plan,
     passed,
+    products,
 )
 from mpikfac.predict import algorithms
 from mpikfac.predict.algorithms import Parts, Round
@@ -273,7 +274,7 @@ def precondition_seconds(
     if network.precondition is None:
         return seconds + sum(product_seconds(product, machine) for product in products)
     measured = (replace(layer, sides="AG", largest=None, rank=None) for layer in plan.layers)
-    everything = sum(product for layer in measured for product in _products(layer))
+    everything = sum(sum(layer.products()) + sum(layer.orthogonalising()) for layer in measured)
     return seconds + network.precondition * sum(products) / everything
 
 
@@ -283,12 +284,9 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
     Args:
         orthogonal: whether the directions are made orthogonal.
     """
-    matrices = (layer for layer in plan.of(rank).preconditioned if not layer.solver.vector)
-    return [
-        product
-        for layer in matrices
-        for product in _products(layer.shape, layer.solver.products, orthogonal)
-    ]
+    layers = plan.of(rank).preconditioned
+    matrices = [layer for layer in layers if not layer.solver.vector]
+    return [n for layer in matrices for n in products(layer.shape, layer.solver, orthogonal)]
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
@@ -374,14 +372,3 @@ def expected_slowest(spread: float, ranks: int) -> float:
     normal = NormalDist()
     draws = (normal.inv_cdf(((k + 0.5) / DRAWS) ** (1 / ranks)) for k in range(DRAWS))
     return math.fsum(math.exp(spread * z - spread**2 / 2) for z in draws) / DRAWS
-
-
-def _products(layer: LayerShape, times: int = 1, orthogonal: bool = True) -> Iterator[int]:
-    """Yield the multiplications of a direction's products.
-
-    Args:
-        times: how many times as many products with factors a solver needs as with inverses.
-        orthogonal: whether products make the direction orthogonal.
-    """
-    yield from times * layer.products()
-    yield from layer.orthogonalising() if orthogonal else ()

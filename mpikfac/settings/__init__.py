@@ -1,5 +1,8 @@
 """The numbers and choices of K-FAC as values that check themselves."""
 
+from mpikfac.settings.budget import Budget as Budget
+from mpikfac.settings.budget import cost as cost
+from mpikfac.settings.budget import seen_in as seen_in
 from mpikfac.settings.combinations import SETTINGS as SETTINGS
 from mpikfac.settings.damping import Damping as Damping
 from mpikfac.settings.damping import LevenbergMarquardt as LevenbergMarquardt
@@ -17,4 +20,5 @@ from mpikfac.settings.usual import MOMENTUM as MOMENTUM
 from mpikfac.settings.usual import RATE as RATE
 from mpikfac.settings.usual import SHARE as SHARE
 from mpikfac.settings.usual import WEIGHT_DECAY as WEIGHT_DECAY
+from mpikfac.settings.usual import Intervals as Intervals
 from mpikfac.settings.usual import usual_intervals as usual_intervals

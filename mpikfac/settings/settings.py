@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpikfac.plan import make_plain, plain
+from mpikfac.settings.budget import Budget
 from mpikfac.settings.damping import Damping
 from mpikfac.settings.length import Length
 from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
@@ -56,6 +57,7 @@ class Settings:
     basis_every: float | Schedule
     decay: float | Schedule
     length: Length
+    budget: Budget = field(default_factory=lambda: Budget(None))
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -126,6 +128,7 @@ class Settings:
             "length": self.length.source,
             "trust": self.length.trust,
             "precision": self.length.precision,
+            "budget": self.budget.share,
         }
 
     def _numbers(self) -> dict[str, float | Schedule | None]:

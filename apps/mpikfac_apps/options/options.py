@@ -176,8 +176,8 @@ class CoverageOptions:
         norms: scale and shift of normalisation layers are preconditioned, too.
         sharing: how the positions count at which an image uses a weight. "expand": each position is
             an example of its own; "reduce": the mean over the positions is an example.
-        largest: the largest order of a factor; larger factors fall into equal blocks. null for no
-            limit.
+        largest: the largest order of a factor; larger factors fall into equal blocks. null: 512, or
+            less in narrow layers, where a side of the layer is longer than 1024.
         rank: the number of eigenvectors that are kept of factors or blocks of a larger order; the
             mean replaces the remaining eigenvalues. null keeps all. A rank needs solver=eigen.
         skip: the names of layers that are trained without K-FAC.

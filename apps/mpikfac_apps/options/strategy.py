@@ -248,10 +248,11 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
     settings = options.coverage
 
     def rule(layer: LayerShape) -> LayerShape:
+        layer = usual_rule(layer)
         layer = dataclasses.replace(
-            usual_rule(layer),
+            layer,
             sharing=settings.sharing,
-            largest=settings.largest,
+            largest=settings.largest or layer.largest,
             rank=settings.rank,
         )
         return forward_only(layer) if options.estimator.fisher == "forward-only" else layer

@@ -36,6 +36,7 @@ class Stack:
         direction: the directions, a view of the directions' arena: `[outputs, inputs]`, or of
             several layers `[layers, outputs, inputs]`.
         matrix: whether a layer maps vectors to vectors, and a direction has singular values.
+        apart: the orders of the parts of the smaller side that are made orthogonal apart.
         each: the shape of numbers of layers that multiply a tensor of the stack.
     """
 
@@ -44,6 +45,7 @@ class Stack:
     held: Held
     direction: Tensor
     matrix: bool
+    apart: Sequence[int]
     each: Sequence[int]
 
 
@@ -256,10 +258,13 @@ class Orthogonal(OfAdam):
     """The length of Adam's step, after all singular values of a direction are made about equal."""
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Orthogonalise directions that are matrices [Muon]."""
-        pairs = list(zip(self.stacks, found))
-        turned = iter(orthogonalised([one for stack, one in pairs if stack.matrix]))
-        return [next(turned) if stack.matrix else one for stack, one in pairs]
+        """Orthogonalise directions that are matrices [Muon], block by block if they are large."""
+        pairs = [(stack, one) for stack, one in zip(self.stacks, found) if stack.matrix]
+        dims = [-2 if one.shape[-2] <= one.shape[-1] else -1 for _, one in pairs]
+        parts = [one.split(stack.apart, dim) for (stack, one), dim in zip(pairs, dims)]
+        turned = iter(orthogonalised([*itertools.chain(*parts)]))
+        joined = iter([torch.cat([next(turned) for _ in p], dim) for p, dim in zip(parts, dims)])
+        return [next(joined) if s.matrix else one for s, one in zip(self.stacks, found)]
 
 
 def norms(tensors: list[Tensor]) -> Tensor:

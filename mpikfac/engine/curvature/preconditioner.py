@@ -7,6 +7,7 @@ are methods below, in order.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
@@ -16,10 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Team
+from mpikfac.comm import Team, summed
 from mpikfac.engine.curvature.bases import Bases, Decomposer
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
-from mpikfac.engine.curvature.directions import Directions
+from mpikfac.engine.curvature.directions import Directions, precision_of
 from mpikfac.engine.curvature.factors import FACTORS, Factors
 from mpikfac.engine.curvature.recording import Recorder, Together
 from mpikfac.engine.gradients import Gradients
@@ -29,7 +30,17 @@ from mpikfac.engine.part import Part, SolverPart
 from mpikfac.layers import Coverage, Layer, Other, cover
 from mpikfac.model import check_rates, groups_of
 from mpikfac.numerics import Scaler
-from mpikfac.plan import Plan, Split, Strategy, check_layers, forward_only, plan_for
+from mpikfac.plan import (
+    Plan,
+    PlannedLayer,
+    Seen,
+    Split,
+    Strategy,
+    check_layers,
+    forward_only,
+    plan_for,
+    usual_rule,
+)
 from mpikfac.plan.names import (
     BASES,
     DECOMPOSE,
@@ -40,10 +51,13 @@ from mpikfac.plan.names import (
     LEARNED,
     SCALE_WEIGHTS,
     SCALES,
+    SEEN,
     SOLVER,
 )
-from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings
+from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings, cost, seen_in
 from mpikfac.solvers import Solver
+
+log = logging.getLogger("mpikfac")
 
 OF_SOLVER = (
     *(SOLVER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS),
@@ -107,6 +121,9 @@ class Preconditioner(FirstOrder):
             *(self.factors, self.recorder, self.bases, *self.of_solver, self.directions),
         )
         self.forget()
+        self._count()
+        if self.settings.budget.seen and site.plan.rank == 0:
+            report_cost(self.settings, self.plan.layers)
 
     @property
     def examples(self) -> int:
@@ -167,6 +184,7 @@ class Preconditioner(FirstOrder):
         """
         if self.recorder.recording:
             self._average_statistics(numbers)
+            self._see()
         if numbers.refreshes or not self.bases.ready:
             self._publish_bases(numbers.step)  # of the interval before, if not in use yet
             self._decompose_owned(numbers)
@@ -188,6 +206,37 @@ class Preconditioner(FirstOrder):
         self.intact = False  # only now: a sum that fails leaves averages as they were
         for part in self.of_solver:
             part.merge(numbers.decay, numbers.step)
+
+    def _see(self) -> None:
+        """Note how many vectors the first batch with statistics gave to each layer.
+
+        Collective over: world, once in a run.
+        """
+        budget, recorder, layers = self.settings.budget, self.recorder, self.plan.layers
+        vectors, chosen = recorder.vectors, recorder.chosen
+        numbers = [n for layer in layers for n in (vectors[layer.name], chosen[layer.name])]
+        vectors.clear()
+        chosen.clear()
+        if {layer.name for layer in layers} <= budget.seen.keys():
+            return
+        of_all = summed(self.site.grid.world, numbers)
+        if self.plan.strategy.reduction == "none":  # only the owner of a layer records it
+            of_all = [self.plan.grid.count * n for n in of_all]
+        pairs = zip(of_all[::2], of_all[1::2])
+        budget.seen = {x.name: Seen(*map(int, pair)) for x, pair in zip(layers, pairs)}
+        self._count()
+        if self.site.plan.rank == 0 and not self.outgrown:
+            report_cost(self.settings, layers)
+
+    def _count(self) -> None:
+        """Count the operations of the layers, if a batch has been seen."""
+        self.settings.budget.count(self.plan.layers, self.settings.length.orthogonal)
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether the budget cuts factors of a layer that have not been cut yet."""
+        cut = self.settings.budget.cut
+        return any(cut(layer.shape) != layer.shape for layer in self.plan.layers)
 
     def _finish_statistics(self) -> None:
         """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
@@ -326,7 +375,9 @@ class Curvature(Method):
 
     def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:
         """Return the layers that K-FAC covers, and the uncovered tensors."""
-        coverage = self.coverage
+        coverage, cut = self.coverage, self.settings.budget.cut
+        if coverage.rule is usual_rule:
+            coverage = dataclasses.replace(coverage, rule=lambda layer: cut(usual_rule(layer)))
         if self.estimator.fisher == "forward-only":  # nothing estimates G
             rule = coverage.rule
             coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
@@ -379,12 +430,27 @@ class Curvature(Method):
         if self.settings.damping.adapted:
             check_rates(optimizer, "damping=LevenbergMarquardt(...)")
 
-    def compared(self) -> dict[str, object]:
+    def seen(self, state: Mapping[str, Any]) -> str:
+        """Return what the run of a state has seen of a batch; "" for nothing.
+
+        Raises:
+            ValueError: the state has something else in its place.
+        """
+        text = state.get(Part.PREFIX + SEEN, "")
+        seen_in(text)
+        return text
+
+    def adopt(self, seen: str) -> None:
+        """Take what a state's run has seen of a batch."""
+        self.settings.budget.seen = seen_in(seen)
+
+    def compared(self, plan: Plan, device: torch.device) -> dict[str, object]:
         """Return the choices that have to be equal on all ranks."""
         return {
             "solver": next(iter(self.solvers.values())),
             **dataclasses.asdict(self.estimator),
             **self.settings.described(),
+            "precision": precision_of(self.settings.length, plan.strategy, device),
         }
 
     def build(
@@ -395,6 +461,14 @@ class Curvature(Method):
         kind = resolve_name(PRECONDITIONERS[next(iter(self.solvers.values())).form.of])
         preconditioner: Preconditioner = kind(gradients, model, optimizer, *values, team, plan)
         return preconditioner
+
+
+def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
+    """Log what a step costs: a warning where it takes more than twice a first-order step."""
+    budget, shapes = settings.budget, {layer.name: layer.shape for layer in layers}
+    times, line = cost(budget.operations, shapes, settings.factor_every, settings.basis_every)
+    if line:
+        log.log(logging.WARNING if times > 2 else logging.INFO, line)
 
 
 def check_joins(link: Any, ranks: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -52,13 +53,13 @@ class Sum:
     count: Tensor
 
     def add(self, moment: Tensor, weight: float) -> None:
-        """Add the factor's block of a side's moment, times `weight`."""
-        total, block = self.total, self.block
+        """Add the moment of a call, times `weight`."""
+        total = self.total
         if self.factor.solver.vector:
-            total.add_(moment[..., block].view_as(total), alpha=weight)
+            total.add_(moment.view_as(total), alpha=weight)
         else:
             shape = (*total.shape[:-2], self.factor.order, self.factor.order)
-            add_triangle(total, moment[..., block, block].reshape(shape), weight)
+            add_triangle(total, moment.reshape(shape), weight)
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,26 @@ class SideSums:
 
     Attributes:
         quadratic: sums are of squares of gradients; else of inputs alone.
-        moment: the layer's method that returns the moment of a call.
+        vector: sums are of vectors; else of their squares.
     """
 
     layer: Layer
     side: str
     quadratic: bool
-    moment: Literal["first_moment", "second_moment"]
+    vector: bool
     sums: Sequence[Sum]
+
+    def moments(self, layer: Layer, x: Tensor, g: Tensor) -> list[Tensor]:
+        """Return the moment of a call for each sum.
+
+        Args:
+            layer: the layer, or several layers as the groups of a layer.
+        """
+        blocks = [each.block for each in self.sums]
+        if not self.vector:
+            return layer.second_moments(self.side, x, g, blocks)
+        moment = layer.first_moment(self.side, x, g)
+        return [moment[..., block] for block in blocks]
 
 
 @dataclass
@@ -121,9 +134,7 @@ def bound(
     layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: int | None
 ) -> LayerSums:
     """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
-    vector = planned.solver.vector
-    moment: Literal["first_moment", "second_moment"]
-    sides, moment = [], "first_moment" if vector else "second_moment"
+    sides, vector = [], planned.solver.vector
     for side in layer.shape.sides:
         factors, start, sums = planned.side(side), 0, []
         for factor in factors:
@@ -135,7 +146,7 @@ def bound(
                     total = total.unflatten(0, (planned.shape.groups, -1))[layer.group]
                 sums.append(Sum(factor, block, total, count))
         if sums:
-            sides.append(SideSums(layer, side, side in layer.quadratic, moment, sums))
+            sides.append(SideSums(layer, side, side in layer.quadratic, vector, sums))
     all_examples = vector or planned.shape.diagonal or planned.rescaled
     distance = 1 if subsample is None and all_examples else subsample
     order = max(factor.order for side in planned.shape.sides for factor in planned.side(side))
@@ -170,6 +181,8 @@ class Recorder(Part):
         recording: whether passes count.
         begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
         paused: whether forward passes are not the batch's.
+        vectors: of each layer's passes since the last `clear`; tables of entries have none.
+        chosen: the vectors of statistics.
     """
 
     def __init__(
@@ -195,6 +208,7 @@ class Recorder(Part):
         self._finished: set[str] = set()
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
         self._uneven: set[str] = set()  # layers that a warning was about
+        self.vectors, self.chosen = Counter[str](), Counter[str]()
         self._passes = 0
         # Whether the next call of a layer begins a pass, as a backward pass has come in between.
         self._between = True
@@ -235,6 +249,8 @@ class Recorder(Part):
         self._recorded.clear()
         self._finished.clear()
         self._counted.clear()
+        self.vectors.clear()
+        self.chosen.clear()
         self._running = self._interrupted = False
         self.statistics.flat.zero_()
 
@@ -441,10 +457,12 @@ class Recorder(Part):
         vectors, prepared = layer.positions(g), layer.prepared(x, g)
         if turn.first:
             sums.counts.add(len(x), vectors, forward_pass)
+            self.vectors[layer.name] += vectors * x.is_floating_point()
         distance = sums.distance or usual_distance(len(x), vectors, self._pooled, sums.order)
         chosen = slice(int(self.begin * min(distance, len(x))), None, distance)
         chosen_x, chosen_g = prepared[chosen], g[chosen]
         weight = len(x) / max(1, len(chosen_x))
+        self.chosen[layer.name] += vectors * len(chosen_x) // len(x)
         of_squares = turn.weight * weight
         rows = turn.rows if layer.of_batch else len(x)
         if self._turn is not None:  # a mean over this pass alone, not over all micro-batches
@@ -460,8 +478,7 @@ class Recorder(Part):
     def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:
         """Add a call's moments of inputs and of squares, times their `weights`, to the sums."""
         for side in sides:
-            moment = getattr(side.layer, side.moment)(side.side, x, g)
-            for factor_sum in side.sums:
+            for factor_sum, moment in zip(side.sums, side.moments(side.layer, x, g)):
                 factor_sum.add(moment, weights[side.quadratic])
 
 

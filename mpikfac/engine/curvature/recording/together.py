@@ -59,7 +59,7 @@ class Waiting:
         if type(side.layer) not in SIDE_BY_SIDE:
             return id(side)
         blocks = ((each.block.start, each.total.shape) for each in side.sums)
-        form = side.layer.form(side.side), side.moment, *blocks
+        form = side.layer.form(side.side), side.vector, *blocks
         return *form, tensor.shape, tensor.dtype, self.weight
 
 
@@ -131,21 +131,20 @@ class Together(Recorder):
             return
         layer = side.layer.with_groups(len(stack))
         tensor = layer.side_by_side([waiting.tensors[0] for waiting in stack])
-        moments = getattr(layer, side.moment)(side.side, tensor, tensor)
-        moments = moments.unflatten(0, (len(stack), -1))
-        for sums in zip(*(waiting.side.sums for waiting in stack)):
-            _add_all(sums, moments, weight)
+        of_sums = zip(*(waiting.side.sums for waiting in stack))
+        for sums, moments in zip(of_sums, side.moments(layer, tensor, tensor)):
+            _add_all(sums, moments.unflatten(0, (len(stack), -1)), weight)
 
 
 def _add_all(sums: Sequence[Sum], moments: Tensor, weight: float) -> None:
-    """Add each sum's block of the sum's own moment, `[sums, ...]`, times `weight`."""
-    totals, block, factor = [each.total for each in sums], sums[0].block, sums[0].factor
+    """Add each sum's own moment, of `[sums, ...]`, times `weight`."""
+    totals, factor = [each.total for each in sums], sums[0].factor
     shape = len(sums), *totals[0].shape
     if factor.solver.vector:
-        added = moments[..., block].reshape(shape) * weight
+        added = moments.reshape(shape) * weight
     else:
         added = moments.new_zeros(shape)
-        squares = moments[..., block, block].reshape(*shape[:-2], factor.order, factor.order)
+        squares = moments.reshape(*shape[:-2], factor.order, factor.order)
         add_triangle(added, squares, weight)
     torch._foreach_add_(totals, list(added))
 

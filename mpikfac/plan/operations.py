@@ -1,0 +1,73 @@
+"""The operations of a step: of passes, statistics, decompositions and directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpikfac.plan.shapes import Form, LayerShape
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The multiplications of a layer, or of several, for the whole batch and on a single rank.
+
+    Attributes:
+        passes: of the forward and backward pass.
+        statistics: of an update of the factors.
+        decomposition: of a refresh.
+        direction: of a step's direction.
+    """
+
+    passes: int = 0
+    statistics: int = 0
+    decomposition: int = 0
+    direction: int = 0
+
+    def __add__(self, other: Operations) -> Operations:
+        return Operations(*(a + b for a, b in zip(_values(self), _values(other))))
+
+    def added(self, factors: float, bases: float) -> float:
+        """Return what K-FAC adds to the passes of a step, with so many updates in a step."""
+        return self.direction + factors * self.statistics + bases * self.decomposition
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The vectors of a layer in a batch.
+
+    Attributes:
+        vectors: in passes; 0 of a table, which multiplies nothing.
+        chosen: in statistics.
+    """
+
+    vectors: int = 0
+    chosen: int = 0
+
+
+def operations(layer: LayerShape, form: Form, seen: Seen, orthogonal: bool) -> Operations:
+    """Return the operations of a layer.
+
+    Args:
+        seen: of all ranks.
+        orthogonal: whether directions are made orthogonal.
+    """
+    elements, factors = math.prod(layer.gradient), layer.factors
+    power = 1 if form.vector else 2
+    return Operations(
+        3 * elements * seen.vectors,
+        seen.chosen * sum(factor.work(power) for factor in factors) if form.of == "statistics" else 0,
+        0 if form.vector else sum(factor.work() for factor in factors if factor.order > 1),
+        sum(products(layer, form, orthogonal)),
+    )
+
+
+def products(layer: LayerShape, form: Form, orthogonal: bool = True) -> Sequence[int]:
+    """Return the multiplications of the products that make a layer's direction."""
+    with_factors = [] if form.vector else layer.products() * form.products
+    return with_factors + (layer.orthogonalising() if orthogonal else [])
+
+
+def _values(one: Operations) -> tuple[int, ...]:
+    return one.passes, one.statistics, one.decomposition, one.direction

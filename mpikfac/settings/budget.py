@@ -1,0 +1,155 @@
+"""The budget: what K-FAC may add to the operations of forward and backward passes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from mpikfac.plan import (
+    LayerShape,
+    Operations,
+    PlannedLayer,
+    Seen,
+    check_count,
+    check_positive,
+    make_plain,
+)
+from mpikfac.plan import operations as operations_of
+from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
+from mpikfac.settings.usual import Intervals
+
+AT_FIRST = 1.0  # the share until `SETTLED`
+OF_UPDATES = 1 / 4  # the part of the budget that updates may take in spite of dear directions
+LEAST_PASSES = 2**27  # multiplications; shorter steps spend their time on other things
+LEAST_BLOCK = 128
+
+
+@dataclass
+class Budget:
+    """Cut factors and stretch intervals, so that K-FAC stays cheap beside the passes of a batch.
+
+    All follows from the plan and from the first batch with statistics, of all ranks together. So
+    cuts and intervals are the same on all machines, on any number of ranks, and after a restart.
+
+    Args:
+        share: the operations that K-FAC may add on average over an interval, in units of those of
+            the passes; in the first 160 steps, as many as those of the passes. None for no limit.
+        cuts: whether factors may be cut.
+
+    Raises:
+        ValueError: the share is not positive.
+
+    Attributes:
+        seen: the vectors that the first batch gave to each layer; empty before.
+        operations: of each layer; empty before.
+    """
+
+    share: float | None = 0.3
+    cuts: bool = False
+    seen: dict[str, Seen] = field(default_factory=dict)
+    operations: dict[str, Operations] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        if self.share is not None:
+            check_positive("budget", self.share)
+
+    # -- cuts ------------------------------------------------------------------------------------
+
+    def cut(self, layer: LayerShape) -> LayerShape:
+        """Return the layer with blocks of no more rows than a batch has vectors, but up to 128.
+
+        A larger block costs more than the passes of the layer, and a batch tells little about it.
+        """
+        seen = self.seen.get(layer.name)
+        if not self.cuts or seen is None or not seen.vectors:
+            return layer
+        largest = max(LEAST_BLOCK, seen.vectors)
+        orders = [factor.order for factor in layer.factors]
+        return replace(layer, largest=largest) if max(orders, default=0) > largest else layer
+
+    def count(self, layers: Iterable[PlannedLayer], orthogonal: bool) -> None:
+        """Count the operations of the layers with what has been seen of a batch."""
+        self.operations = {
+            layer.name: operations_of(layer.shape, layer.solver, self.seen[layer.name], orthogonal)
+            for layer in layers
+            if layer.name in self.seen
+        }
+
+    # -- intervals -------------------------------------------------------------------------------
+
+    def stretched(self, usual: Intervals) -> Intervals:
+        """Return the intervals, times the least whole number that keeps to the budget."""
+        means = {settled: [_updates(each, settled) for each in usual] for settled in (False, True)}
+
+        def longer(interval: Schedule) -> Schedule:
+            return lambda step: (
+                evaluate(interval, step) * self._stretch(*means[step >= SETTLED], step)
+            )
+
+        return Intervals(*map(longer, usual))
+
+    def _stretch(self, factors: float, bases: float, step: int) -> int:
+        """Return the whole number, for so many updates in a step."""
+        if self.share is None or not self.operations:
+            return 1
+        total = sum(self.operations.values(), start=Operations())
+        share = self.share if step >= SETTLED else max(AT_FIRST, self.share)
+        allowed = share * max(LEAST_PASSES, total.passes)
+        left = max(allowed - total.direction, OF_UPDATES * allowed)
+        return max(1, math.ceil((total.added(factors, bases) - total.direction) / left))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def text(self) -> str:
+        """Return what has been seen as a text; "" before the first batch."""
+        return json.dumps({n: asdict(s) for n, s in self.seen.items()}) if self.seen else ""
+
+
+def seen_in(text: str) -> dict[str, Seen]:
+    """Return what a text says that a run has seen of a batch.
+
+    Raises:
+        ValueError: the text is of another kind.
+    """
+    try:
+        seen = {name: Seen(**counts) for name, counts in json.loads(text or "{}").items()}
+        for each in seen.values():
+            check_count("vectors", each.vectors, 0)
+            check_count("chosen", each.chosen, 0)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"item 'kfac/seen' has no numbers of vectors: {error}") from error
+    return seen
+
+
+def _updates(interval: Schedule, settled: bool) -> float:
+    """Return the updates in a step, once the interval is whole or on average before."""
+    steps = [SETTLED] if settled else range(SETTLED)
+    return sum(1 / evaluate(interval, step) for step in steps) / len(steps)
+
+
+def cost(
+    operations: Mapping[str, Operations],
+    shapes: Mapping[str, LayerShape],
+    factor_every: float | Schedule,
+    basis_every: float | Schedule,
+) -> tuple[float, str]:
+    """Return the operations of a step over those of its passes, and a line about it.
+
+    Intervals are taken where they are whole.
+    """
+    updates = [1 / evaluate(each, SETTLED) for each in (factor_every, basis_every)]
+    added = {name: one.added(*updates) for name, one in operations.items()}
+    passes, total = sum(one.passes for one in operations.values()), sum(added.values())
+    if not passes or not total:
+        return 1.0, ""
+    times, largest = 1 + total / passes, max(added, key=added.__getitem__)
+    orders = [factor.order for factor in shapes[largest].factors]
+    whole = max(shapes[largest].inputs, shapes[largest].outputs)
+    blocks = f", in blocks of at most {max(orders)}" if orders and max(orders) < whole else ""
+    return times, (
+        f"K-FAC: {times:.2g} of SGD's operations a step; {largest} is {added[largest] / total:.0%} "
+        f"of what K-FAC adds (order {whole}{blocks})"
+    )
