@@ -26,9 +26,9 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return 0
     if name not in (*PROGRAMS, "launch"):
-        names = ("launch", *PROGRAMS)
-        nearest = get_close_matches(name, names, n=1) or names
-        print(f"mpikfac: unknown program {name!r}; one of {', '.join(nearest)}", file=sys.stderr)
+        near = get_close_matches(name, ("launch", *PROGRAMS), n=1)
+        hint = f"did you mean {near[0]}?" if near else "mpikfac --help lists all programs"
+        print(f"mpikfac: unknown program {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
         if name == "launch":
