@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -270,9 +271,9 @@ def skippable(option: str = "kfac.skip") -> Iterator[None]:
     try:
         yield
     except mpikfac.layers.Refused as error:
-        names = ", ".join(error.skip)
+        names = json.dumps(error.skip)  # in quotes: names may be numbers
         raise ValueError(
-            f'{error.without_remedy}; for first-order training, give --{option} "[{names}]"'
+            f"{error.without_remedy}; for first-order training, give --{option} '{names}'"
         ) from error
 
 
