@@ -315,9 +315,9 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
             for argument, kind in PARTS.items()
             if wrong in {field.name for field in fields(kind)}
         ]
-        near = of_parts or get_close_matches(wrong, [*own, *taken], n=1)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see help(mpikfac.KFAC)"
-        raise TypeError(f"{name} has no argument {wrong!r}; {hint}")
+        if near := of_parts or get_close_matches(wrong, [*own, *taken], n=1):
+            raise TypeError(f"{name} has no argument {wrong!r}; did you mean {' or '.join(near)}?")
+        raise TypeError(f"{name} has no argument {wrong!r}; see help(mpikfac.KFAC)")
 
 
 def _check_processes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,12 +13,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from mpikfac.layers.kinds import KINDS, Kinds, maker_of, offer, same_as
 from mpikfac.layers.layer import Layer, NotCovered
 from mpikfac.layers.refusals import Refused, by_reason, check_names
-from mpikfac.layers.ties import Ties, without_ties
 from mpikfac.layers.uncovered import Other, Statistic
 from mpikfac.layers.votes import Votes
 from mpikfac.plan import LayerShape, Shape, usual_rule
 
 Rule = Callable[[LayerShape], LayerShape]
+Ties = Mapping[int, Sequence[str]]
+"""The names of shared parameters in all modules that have the parameter, by `id`."""
 NAMES = ("skip", "own_examples", "part_of_batch")
 """The choices that are names of modules."""
 
@@ -109,9 +110,31 @@ def cover(
             covering |= {id(parameter): layer for parameter in layer.parameters}
     if refused:
         raise Refused(by_reason(refused), skip)
-    layers, ties = without_ties(model, layers)
+    layers, ties = _without_ties(model, layers)
     of_layers = {id(parameter) for layer in layers for parameter in layer.parameters}
     return layers, find_uncovered(model, of_layers, ties)
+
+
+def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
+    """Return the layers that see all uses of their parameters, and the other layers' ties.
+
+    A gradient sums over all uses of a parameter, such as the weight of an embedding that is the
+    weight of the head, too; factors of some of the uses are not the curvature of the sum.
+    """
+    uses: dict[int, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(name, recurse=False):
+            uses.setdefault(id(parameter), {})[own] = module
+    kept: list[Layer] = []
+    ties: dict[int, Sequence[str]] = {}
+    for layer in layers:
+        seen = {part for module in layer.modules for part in module.modules()}
+        used = {id(parameter): uses[id(parameter)] for parameter in layer.parameters}
+        tied = {key: list(use) for key, use in used.items() if not seen.issuperset(use.values())}
+        ties |= tied
+        if not tied:
+            kept.append(layer)
+    return kept, ties
 
 
 def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
