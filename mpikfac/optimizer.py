@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -15,16 +15,19 @@ from torch import Tensor, distributed, nn
 from mpikfac.comm import Comm, Team, agree, world
 from mpikfac.errors import UserError
 from mpikfac.kfac import KFAC
+from mpikfac.layers import Coverage
 from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
 from mpikfac.plan import Strategy, check_size, plain
-from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Length
+from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator, Length
 from mpikfac.solvers import named_solver
 from mpikfac.trainer import Trainer
 
 MODEL = "model/"  # names of items of the model in a trainer's state
 PASSED = "grad_scale", "found_inf"
 """Attributes that a GradScaler gives an optimizer for a step."""
+PARTS = {"coverage": Coverage, "damping": Damping, "estimator": Estimator, "length": Length}
+"""Arguments of `KFAC` with settings of their own."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -307,8 +310,14 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
     taken = [argument.name for argument in further if argument.kind is argument.KEYWORD_ONLY]
     own = [name for name in inspect.signature(KFACOptimizer).parameters if name != "settings"]
     for wrong in settings.keys() - set(taken):
-        near = get_close_matches(wrong, [*own, *taken], n=1) or [*own, *taken]
-        raise TypeError(f"{name} has no argument {wrong!r}; did you mean {' or '.join(near)}?")
+        of_parts = [
+            f"{argument}=mpikfac.{kind.__name__}({wrong}=...)"
+            for argument, kind in PARTS.items()
+            if wrong in {field.name for field in fields(kind)}
+        ]
+        if near := of_parts or get_close_matches(wrong, [*own, *taken], n=1):
+            raise TypeError(f"{name} has no argument {wrong!r}; did you mean {' or '.join(near)}?")
+        raise TypeError(f"{name} has no argument {wrong!r}; see help(mpikfac.KFAC)")
 
 
 def _check_processes() -> None:

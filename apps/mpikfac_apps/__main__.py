@@ -26,9 +26,10 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return 0
     if name not in (*PROGRAMS, "launch"):
-        names = ("launch", *PROGRAMS)
-        nearest = get_close_matches(name, names, n=1) or names
-        print(f"mpikfac: unknown program {name!r}; one of {', '.join(nearest)}", file=sys.stderr)
+        if near := get_close_matches(name, ("launch", *PROGRAMS), n=1):
+            print(f"mpikfac: unknown program {name!r}; did you mean {near[0]}?", file=sys.stderr)
+        else:
+            print(f"mpikfac: unknown program {name!r}; see mpikfac --help", file=sys.stderr)
         return 2
     try:
         if name == "launch":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.errors import UserError
+from mpikfac.layers import Layer, skipping
 
 LEAST_DAMPING = 1e-8  # in float32
 TOLERATED = 3  # times in a row that something may go wrong before the run ends
@@ -128,15 +129,15 @@ class Cautions:
                 *(layers[0], step, damping),
             )
 
-    def unseen(self, layer: str) -> None:
+    def unseen(self, layer: Layer) -> None:
         """Warn of a layer with a gradient and without a call that K-FAC saw."""
         self._once(
-            f"unseen {layer}",
+            f"unseen {layer.name}",
             "layer %r has a gradient, and K-FAC saw no call of the module in train() mode whose "
             "outputs count: without statistics, K-FAC does not change the direction of its "
             "gradient; call the module itself in train() mode, give all heads to record() where "
-            "fisher needs record(), or add %r to skip",
-            *(layer, layer),
+            "fisher needs record(), or train it first-order with %s",
+            *(layer.name, skipping([layer.path])),
         )
 
     def without_gradient(self, layers: Sequence[str]) -> None:

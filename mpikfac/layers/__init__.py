@@ -19,6 +19,7 @@ from mpikfac.layers.kinds import same_as as same_as
 from mpikfac.layers.layer import Attached as Attached
 from mpikfac.layers.layer import Layer as Layer
 from mpikfac.layers.layer import NotCovered as NotCovered
+from mpikfac.layers.layer import skipping as skipping
 from mpikfac.layers.normalization import NormLayer as NormLayer
 from mpikfac.layers.refusals import Refused as Refused
 from mpikfac.layers.trained import Hook as Hook

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,12 +12,14 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpikfac.layers.kinds import KINDS, Kinds, maker_of, offer, same_as
 from mpikfac.layers.layer import Layer, NotCovered
-from mpikfac.layers.refusals import Refused, by_reason, check_names, not_alike
+from mpikfac.layers.refusals import Refused, by_reason, check_names
 from mpikfac.layers.uncovered import Other, Statistic
 from mpikfac.layers.votes import Votes
 from mpikfac.plan import LayerShape, Shape, usual_rule
 
 Rule = Callable[[LayerShape], LayerShape]
+Ties = Mapping[int, Sequence[str]]
+"""The names of shared parameters in all modules that have the parameter, by `id`."""
 NAMES = ("skip", "own_examples", "part_of_batch")
 """The choices that are names of modules."""
 
@@ -68,7 +70,7 @@ def cover(
 
     Modules of the types in `covers` are covered, except modules without trained parameters, and
     modules named in `skip` or inside a module named in `skip`. Modules with the same parameters are
-    a single layer.
+    a single layer, if they compute the same. Other modules that share a parameter are not covered.
 
     Args:
         statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
@@ -98,7 +100,7 @@ def cover(
             refused.append((name, str(error)))
             continue
         for layer in covered if isinstance(covered, list) else [covered]:
-            layer.rounded_to = statistics_dtype
+            layer.path, layer.rounded_to = name, statistics_dtype
             layer.of_part = within(name, coverage.part_of_batch)
             layer.of_batch = not (layer.of_part or within(name, coverage.own_examples))
             layer.shape = _ruled(coverage.rule, layer.shape)
@@ -106,9 +108,33 @@ def cover(
                 layer.shape = replace(layer.shape, rescaled=False)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
-    if refusals := [*by_reason(refused), *not_alike(model, layers)]:
-        raise Refused(refusals)
-    return layers, find_uncovered(model, covering)
+    if refused:
+        raise Refused(by_reason(refused), skip)
+    layers, ties = _without_ties(model, layers)
+    of_layers = {id(parameter) for layer in layers for parameter in layer.parameters}
+    return layers, find_uncovered(model, of_layers, ties)
+
+
+def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
+    """Return the layers that see all uses of their parameters, and the other layers' ties.
+
+    A gradient sums over all uses of a parameter, such as the weight of an embedding that is the
+    weight of the head, too; factors of some of the uses are not the curvature of the sum.
+    """
+    uses: dict[int, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(name, recurse=False):
+            uses.setdefault(id(parameter), {})[own] = module
+    kept: list[Layer] = []
+    ties: dict[int, Sequence[str]] = {}
+    for layer in layers:
+        seen = {part for module in layer.modules for part in module.modules()}
+        used = {id(parameter): uses[id(parameter)] for parameter in layer.parameters}
+        tied = {key: list(use) for key, use in used.items() if not seen.issuperset(use.values())}
+        ties |= tied
+        if not tied:
+            kept.append(layer)
+    return kept, ties
 
 
 def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
@@ -144,7 +170,7 @@ def offers(
 ) -> list[str]:
     """Return a line for each class of uncovered modules that computes as a covered class does."""
     coverage = coverage or Coverage()
-    uncovered = {id(block.tensor) for block in others if block.parameters}
+    uncovered = {id(block.tensor) for block in others if block.parameters and not block.ties}
     names: dict[type[nn.Module], list[str]] = {}
     for name, module in model.named_modules():
         left = uncovered.intersection(map(id, module.parameters(recurse=False)))
@@ -162,14 +188,20 @@ def within(name: str, chosen: Sequence[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in chosen)
 
 
-def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
+def find_uncovered(
+    model: nn.Module, covered: Collection[int] = (), ties: Ties | None = None
+) -> list[Other]:
     """Return trained parameters whose `id` is not in `covered`, and all running statistics.
+
+    Args:
+        ties: of the parameters that are not covered because modules share them.
 
     Raises:
         ValueError: a layer has sparse gradients.
     """
+    ties = ties or {}
     others = [
-        Other(name, parameter)
+        Other(name, parameter, ties.get(id(parameter), ()))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) not in covered
     ]

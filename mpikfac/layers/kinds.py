@@ -68,12 +68,13 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
-    """Return the choice of `covers` for a class that computes as a covered class does."""
+    """Return the argument of `KFAC` that covers a class that computes as a covered class does."""
     base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
     (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]
     same = f"mpikfac.{table}[torch.nn.{base.__name__}]"
-    return f"covers={{**mpikfac.KINDS, {derived}: {same}}} covers {derived}"
+    choice = f"coverage=mpikfac.Coverage(covers={{**mpikfac.KINDS, {derived}: {same}}})"
+    return f"{choice} covers {derived}"
 
 
 def covered_base(kind: type[nn.Module], covers: Kinds) -> type[nn.Module] | None:

@@ -39,6 +39,11 @@ class Attached(Protocol):
         """Leave the module as before."""
 
 
+def skipping(names: Sequence[str]) -> str:
+    """Return the argument of `KFAC` that leaves modules to first-order training."""
+    return f"coverage=mpikfac.Coverage(skip={list(names)!r})"
+
+
 class NotCovered(ValueError):
     """Report that a module cannot be covered; the text is the reason, without the module's name.
 
@@ -53,7 +58,8 @@ class Layer:
     `outputs`), and pass the class as `Coverage(covers={YourModule: YourLayer})`.
 
     Attributes:
-        name: the module's name in the model.
+        name: the module's name in the model, or of a layer inside the module.
+        path: the module's name in the model.
         modules: the modules that share the parameters; the first module has the name `name`.
         parameters: the weight and the bias, if trained.
         bias: whether the matrix's last column is the bias.
@@ -86,7 +92,7 @@ class Layer:
             NotCovered: weight or bias is no parameter of the module, but computed in every pass; or
                 neither is trained.
         """
-        self.name = name
+        self.name = self.path = name
         self.modules = [module]
         self.module: nn.Module = module
         tensors = given or [getattr(module, "weight", None), getattr(module, "bias", None)]
@@ -161,7 +167,7 @@ class Layer:
             kind = "a nested tensor" if x.is_nested else "in the layout of oneDNN"
             raise TypeError(
                 f"layer {self.name!r}: the input is {kind}, which is not covered; give a dense or "
-                f"sparse tensor, or add {self.name!r} to skip to train the layer first-order"
+                f"sparse tensor, or train the layer first-order with {skipping([self.path])}"
             )
         return x.detach().to_dense()
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mpikfac.layers.layer import Layer
-
-ALIKE = "the layers share a parameter but are not alike, which is not covered"
+from mpikfac.layers.layer import skipping
 
 
 @dataclass(frozen=True)
@@ -20,12 +18,10 @@ class Refusal:
     Attributes:
         names: the modules with the reason.
         reason: a text such as "Embedding with max_norm=1.0 is not covered".
-        skip: the modules to skip, of `names`.
     """
 
     names: tuple[str, ...]
     reason: str
-    skip: tuple[str, ...]
 
     def __str__(self) -> str:
         *first, last = map(repr, self.names)
@@ -38,13 +34,16 @@ class Refused(ValueError):
 
     Attributes:
         reasons: by refused module, the names of all modules with the same reason, and the reason.
+        skip: the modules that were skipped, and the refused modules.
+        without_remedy: the message up to the remedy.
     """
 
-    def __init__(self, refusals: Sequence[Refusal]) -> None:
-        self.reasons = {name: str(refusal) for refusal in refusals for name in refusal.skip}
-        text = "; ".join(map(str, refusals))
-        names = ", ".join(map(repr, self.reasons))
-        super().__init__(f"{text}; add {names} to skip for first-order training")
+    def __init__(self, refusals: Sequence[Refusal], skipped: Sequence[str]) -> None:
+        self.reasons = {name: str(refusal) for refusal in refusals for name in refusal.names}
+        self.skip = [*skipped, *self.reasons]
+        self.without_remedy = "; ".join(map(str, refusals))
+        remedy = f"for first-order training, give {skipping(self.skip)}"
+        super().__init__(f"{self.without_remedy}; {remedy}")
 
 
 def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
@@ -52,28 +51,7 @@ def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
     names: dict[str, list[str]] = {}
     for name, reason in refused:
         names.setdefault(reason, []).append(name)
-    return [Refusal(tuple(modules), reason, tuple(modules)) for reason, modules in names.items()]
-
-
-def not_alike(model: nn.Module, layers: Sequence[Layer]) -> list[Refusal]:
-    """Return modules that share a parameter, where a layer misses a use of the parameter.
-
-    A gradient sums over all uses of the parameter.
-    """
-    name_of = {id(module): name for name, module in model.named_modules()}
-    holders: dict[int, dict[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), {})[name] = module
-    skip: dict[tuple[str, ...], dict[str, None]] = {}
-    for layer in layers:
-        modules = {part for module in layer.modules for part in module.modules()}
-        for parameter in layer.parameters:
-            held = holders[id(parameter)]
-            if not modules.issuperset(held.values()):
-                names = dict.fromkeys(name_of[id(module)] for module in layer.modules)
-                skip.setdefault(tuple(held), {}).update(names)
-    return [Refusal(names, ALIKE, tuple(skipped)) for names, skipped in skip.items()]
+    return [Refusal(tuple(modules), reason) for reason, modules in names.items()]
 
 
 def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:

@@ -36,12 +36,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class Other:
-    """Handle a trained parameter that no layer covers; ranks average the parameter's gradient."""
+    """Handle a trained parameter that no layer covers; ranks average the parameter's gradient.
 
-    def __init__(self, name: str, tensor: Tensor) -> None:
+    Args:
+        ties: the parameter's names in the modules that share it, if no layer covers all of them.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, ties: Sequence[str] = ()) -> None:
         self.name = name
         self.tensor = tensor
         self.parameters = [tensor]
+        self.ties = ties
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
         """Return views of `matrix`, shaped as the tensors: `matrix` itself."""

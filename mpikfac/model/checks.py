@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import mpikfac
 from mpikfac.comm import SUMMABLE
 from mpikfac.errors import UserError
-from mpikfac.layers import Layer, Other, in_words
+from mpikfac.layers import Layer, Other, in_words, skipping
 from mpikfac.model.descent import Descent
 from mpikfac.model.state import group_settings
 from mpikfac.plan import Fisher, Form, Strategy
@@ -114,7 +114,8 @@ def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strateg
             if not stepped.issuperset(block.parameters):
                 raise ValueError(
                     f"update='owner' needs {block.name!r} in the optimizer: for another optimizer, "
-                    f"only the owner would have its gradient; freeze it, or take update='everyone'"
+                    f"only the owner would have its gradient; freeze it, or take "
+                    f"strategy='comm-opt'"
                 )
 
 
@@ -334,7 +335,7 @@ def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[i
         if any(id(parameter) not in group_of for parameter in layer.parameters):
             raise ValueError(
                 f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
-                f"give it to the optimizer or add it to skip"
+                f"give it to the optimizer, or train it first-order with {skipping([layer.path])}"
             )
         groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
     return groups
@@ -359,9 +360,11 @@ def report_uncovered(
             "K-FAC covers %d of %d weights; the rest is trained first-order", covered, total
         )
     stepped = members(optimizer)
-    names = [block.name for block in parameters if block.tensor in stepped]
-    words = in_words(model, names) or "none"
-    log.info("trained first-order, as no layer covers them: %s", words)
+    alone = [block for block in parameters if block.tensor in stepped]
+    if words := in_words(model, [block.name for block in alone if not block.ties]):
+        log.info("trained first-order, as no layer covers them: %s", words)
+    if ties := "; ".join(" = ".join(block.ties) for block in alone if block.ties):
+        log.info("trained first-order, as no layer covers all modules that share them: %s", ties)
     for offer in offers:
         log.warning("%s", offer)
     left = ", ".join(block.name for block in parameters if block.tensor not in stepped)

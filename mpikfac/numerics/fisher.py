@@ -45,7 +45,7 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
     if outputs.dim() != 2:
         raise ValueError(
             f"fisher='exact' takes outputs [batch, outputs], not {list(outputs.shape)}; "
-            f"use fisher='sampled'"
+            f"take estimator=mpikfac.Estimator(fisher='sampled')"
         )
     with torch.no_grad():
         yield from ROOTS[loss](outputs).unbind(2)

@@ -134,6 +134,11 @@ class Words(nn.Module):  # takes whole numbers
 def words():
     return Words()
 
+def tied():
+    model = Words()
+    model.head.weight = model.entries.weight
+    return model
+
 class Failing(nn.Module):
     def forward(self, x):
         return {"logits": x}
@@ -290,7 +295,19 @@ def test_a_derived_class_and_normalisations_are_left_out_with_reasons(file, monk
     Path(path).write_text(Path(path).read_text().replace("COVERS =", "UNUSED ="))
     found, text = wrong(capsys, f"{path}:mixed", *MIXED)
     assert "Scaled: trained first-order; derived from Linear, may compute differently" in text
-    assert "BatchNorm2d: trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS}" in text
+    line = "BatchNorm2d: trained first-order; coverage=mpikfac.Coverage(covers={**mpikfac.KINDS, "
+    assert line in text
+    assert not found
+
+
+def test_a_tied_weight_is_left_out_with_its_modules(file, capsys):
+    """Oracle: the modules, and the layers of the attention, by hand."""
+    found, text = wrong(capsys, f"{file()}:tied", "--input", "5", "--tokens", "6")
+    why = "as no layer covers all modules that share entries.weight = head.weight"
+    for kind, name in (("Embedding", "entries"), ("Linear", "head")):
+        assert f"  {kind}: trained first-order, {why}\n    {name}\n" in text
+    layers = ["norm", "attention.in_proj", "attention.out_proj"]
+    assert verdicts(text) == dict.fromkeys(layers, "ok")
     assert not found
 
 

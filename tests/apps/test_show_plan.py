@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import subprocess
 import sys
 
@@ -167,6 +168,10 @@ def build():
 
 def none():
     return None
+
+def bounded():
+    linear = [torch.nn.Linear(4, 4) for _ in range(2)]
+    return torch.nn.Sequential(torch.nn.Embedding(4, 4, max_norm=1.0), *linear)
 """
 
 
@@ -206,6 +211,18 @@ def test_a_file_without_a_model_is_one_line(tmp_path, monkeypatch, capsys, name,
     assert main(["--model", *name.split(), "--ranks", "2"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mpikfac plan: ") and message in line
+
+
+def test_a_refused_module_may_be_skipped_by_the_option_in_the_message(tmp_path, capsys):
+    """Oracle: the plan with the message's own words behind the command."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    asked = ["--model", f"{file}:bounded", "--ranks", "2", "--skip", '["1"]']
+    assert main(asked) == 2
+    told = capsys.readouterr().err.partition("for first-order training, give ")[2]
+    option, names = shlex.split(told)
+    assert main([*asked[:-2], option, names]) == 0
+    assert (option, names) == ("--skip", '["1", "0"]')
 
 
 @pytest.mark.gate

@@ -148,15 +148,14 @@ def offered(model, coverage=None):
 
 
 def test_a_class_that_computes_as_a_covered_class_is_offered():
-    """Oracle: the classes by hand; `covers` of the offered line covers the modules."""
+    """Oracle: the classes by hand; the offered line covers the modules."""
     model = nn.Sequential(*(kind(2, 2) for kind in (Subclass, Loud, Subclass, Subclass)))
     parametrize.register_parametrization(model[3], "weight", nn.Tanh())
     model.append(nn.MultiheadAttention(2, 1))
     (line,) = offered(model)
-    assert "trained first-order, as Subclass is a derived class: 0, 2; covers=" in line
-    chosen = re.search(r"covers=(\{.*\}) covers Subclass$", line)[1]
-    names = {"mpikfac": mpikfac, "torch": torch, "Subclass": Subclass}
-    coverage = layers.Coverage(covers=eval(chosen, names))
+    assert "trained first-order, as Subclass is a derived class: 0, 2; coverage=" in line
+    chosen = re.search(r"coverage=(.*) covers Subclass$", line)[1]
+    coverage = eval(chosen, {"mpikfac": mpikfac, "torch": torch, "Subclass": Subclass})
     assert [layer.name for layer in layers.cover(model, coverage)[0]][:2] == ["0", "2"]
     assert offered(model, coverage) == []
     assert offered(model, layers.Coverage(skip=["0", "2"])) == []
@@ -169,24 +168,6 @@ def test_skip_takes_a_module_and_all_in_it():
     assert covered(model) == ["body.0", "body.1", "body2"]
     assert covered(model, skip=["body"]) == ["body2"]
     assert covered(model, skip=["body.1", "body2"]) == ["body.0"]
-
-
-def tied():
-    """Return an embedding and an output layer with a shared weight."""
-    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3))
-    model[1].weight = model[0].weight
-    return model
-
-
-class Translator(nn.Module):
-    """Three embeddings and a head with a common weight, as of an encoder and a decoder."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.encoder, self.decoder = (nn.Embedding(3, 2) for _ in range(3))
-        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 3, bias=False)
-        for module in (self.encoder, self.decoder, self.head):
-            module.weight = self.shared.weight
 
 
 def twins():
@@ -210,16 +191,11 @@ def test_modules_that_share_their_parameters_are_one_layer():
         (
             nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)),
             [],
-            "layer '0': Embedding with max_norm=1.0 is not covered; add '0' to skip",
+            "layer '0': Embedding with max_norm=1.0 is not covered; for first-order training, give "
+            "coverage=mpikfac.Coverage(skip=['0'])",
         ),
         (nn.ModuleDict({"conv1": nn.Linear(2, 2)}), ["conv2"], "did you mean 'conv1'?"),
         (nn.Sequential(nn.Linear(2, 2)), ["head"], "skip names 'head', which is no module"),
-        (
-            tied(),
-            [],
-            "layers '0' and '1': the layers share a parameter but are not alike, which is not "
-            "covered; add '0', '1' to skip",
-        ),
     ],
 )
 def test_what_cannot_be_covered_is_refused_by_name(model, skip, text):
@@ -239,25 +215,17 @@ def test_weights_that_are_computed_in_every_pass_are_refused():
     text = (
         "layers '0', '1', '2' and '3': the weight is computed in every pass, as by weight_norm, "
         "spectral_norm or prune, which is not covered; layer '5': Embedding with max_norm=1.0 is "
-        "not covered; add '0', '1', '2', '3', '5' to skip for first-order training"
+        "not covered; for first-order training, give "
+        "coverage=mpikfac.Coverage(skip=['0', '1', '2', '3', '5'])"
     )
     with pytest.raises(layers.Refused, match=re.escape(text)):
         layers.cover(model)
     assert covered(model, skip=["0", "1", "2", "3", "5"]) == ["4"]
 
 
-def test_all_modules_of_a_shared_weight_are_refused_at_once():
-    """Oracle: the modules; the model is accepted if the error's own list is skipped."""
-    with pytest.raises(layers.Refused, match="'shared', 'encoder', 'decoder' and 'head'") as error:
-        layers.cover(Translator())
-    assert list(error.value.reasons) == ["shared", "encoder", "decoder", "head"]
-    assert covered(Translator(), skip=list(error.value.reasons)) == ["body"]
-
-
 def test_what_was_refused_may_be_skipped():
-    """Oracle: the parameters are trained first-order, a tied parameter once."""
+    """Oracle: the parameters are trained first-order."""
     assert others(nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), skip=["0"]) == ["0.weight"]
-    assert others(tied(), skip=["0", "1"]) == ["0.weight", "1.bias"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 63, 1000])

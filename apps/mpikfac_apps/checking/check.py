@@ -100,7 +100,8 @@ def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
 
 def coverage(subject: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
     """Return lines about every module with own parameters: covered, or not covered and why."""
-    layers, _ = mpikfac.layers.cover(subject.model, subject.coverage)
+    layers, rest = mpikfac.layers.cover(subject.model, subject.coverage)
+    ties = {name.rpartition(".")[0]: other.ties for other in rest for name in other.ties}
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
     covered = [("layer", "module", "factors")]
     others: dict[tuple[str, str], list[str]] = {}
@@ -113,9 +114,8 @@ def coverage(subject: Subject, findings: Mapping[str, Finding]) -> list[list[str
             how += "" if findings[layer.name].vectors else "; took no part in this batch"
             covered.append((shown(layer.name if is_layer_module else name), kind, how))
         if not by and any(id(p) not in inside for p in module.parameters(recurse=False)):
-            others.setdefault((kind, why_not(name, module, subject)), []).append(
-                named(name, module)
-            )
+            why = why_not(name, module, subject, ties.get(name, ()))
+            others.setdefault((kind, why), []).append(named(name, module))
     uncovered = [
         line
         for (kind, why), names in others.items()
@@ -153,14 +153,24 @@ def form(layer: mpikfac.LayerShape) -> str:
     return ", ".join(sides)
 
 
-def why_not(name: str, module: nn.Module, subject: Subject) -> str:
-    """Return the reason for which a module is not covered."""
+def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str]) -> str:
+    """Return the reason for which a module is not covered.
+
+    Args:
+        ties: the names of the parameter that the module shares with modules that are not alike.
+    """
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen"
     if name in subject.refused:
         return subject.refused[name]
+    if ties:
+        shared = " = ".join(ties)
+        return f"trained first-order, as no layer covers all modules that share {shared}"
     if type(module) in mpikfac.NORMS:
-        return "trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS} covers the module"
+        return (
+            "trained first-order; coverage=mpikfac.Coverage(covers={**mpikfac.KINDS, "
+            "**mpikfac.NORMS}) covers the module"
+        )
     covers = subject.coverage.covers
     if mpikfac.layers.same_as(module, covers):
         return f"trained first-order; {mpikfac.layers.offer(type(module), covers)}"

@@ -110,11 +110,8 @@ def subject_of(
 
 def refusals(model: nn.Module, covers: mpikfac.layers.Kinds) -> dict[str, str]:
     """Return modules that cannot be covered, each with the library's message."""
-    refused: dict[str, str] = {}
-    while True:  # a module may be refused only if others are skipped
-        try:
-            mpikfac.layers.cover(model, mpikfac.Coverage(list(refused), covers))
-        except mpikfac.layers.Refused as error:
-            refused |= error.reasons
-        else:
-            return refused
+    try:
+        mpikfac.layers.cover(model, mpikfac.Coverage(covers=covers))
+    except mpikfac.layers.Refused as error:
+        return error.reasons
+    return {}

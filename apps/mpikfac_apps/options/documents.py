@@ -33,6 +33,7 @@ SYNONYMS = {
 """Options by names that other programs use."""
 LIKENESS = 0.7  # the least likeness of a misspelt word, as `difflib` measures
 MOST_SHOWN = 30  # keys in a message
+MOST_GUESSES = 3  # keys that may be meant
 
 
 def check_file(path: str, keys: Collection[str]) -> None:
@@ -100,7 +101,7 @@ def unknown(key: str, keys: Collection[str]) -> str:
     meant = [name for name in keys if name == SYNONYMS.get(plain)]
     spelled = get_close_matches(plain, inside, n=1, cutoff=0.8) if group else []
     if guesses := meant or spelled or alike or _near(last, keys):
-        return f"unknown key {key}; did you mean {' or '.join(guesses)}?"
+        return f"unknown key {key}; did you mean {' or '.join(guesses[:MOST_GUESSES])}?"
     if len(shown := inside or keys) <= MOST_SHOWN:
         return f"unknown key {key}; known are {', '.join(shown) or 'none'}"
     return f"unknown key {key}; --help_all lists all keys"

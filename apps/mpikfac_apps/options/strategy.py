@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -258,6 +260,22 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
         return forward_only(layer) if options.estimator.fisher == "forward-only" else layer
 
     return Coverage(settings.skip, {**covers, **(NORMS if settings.norms else {})}, rule)
+
+
+@contextmanager
+def skippable(option: str = "kfac.skip") -> Iterator[None]:
+    """Name the option that skips modules in the place of the argument of `KFAC`.
+
+    Raises:
+        ValueError: the library refuses modules.
+    """
+    try:
+        yield
+    except mpikfac.layers.Refused as error:
+        names = json.dumps(error.skip)  # in quotes: names may be numbers
+        raise ValueError(
+            f"{error.without_remedy}; for first-order training, give --{option} '{names}'"
+        ) from error
 
 
 def kfac_settings(

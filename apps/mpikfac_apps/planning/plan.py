@@ -18,6 +18,7 @@ from mpikfac_apps.options.strategy import (
     job_of,
     make_plan,
     make_strategy,
+    skippable,
     solver_of,
 )
 from mpikfac_apps.planning import chakra
@@ -63,7 +64,8 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
         ValueError: options do not fit together.
     """
     covered = coverage(options.kfac, models.network(options.model).covers)
-    shapes = models.shapes_of(options.model, options.classes, covered)
+    with skippable("skip"):
+        shapes = models.shapes_of(options.model, options.classes, covered)
     strategy, settings = make_strategy(
         options.distribution, options.kfac, options.ranks, options.parts
     )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac_apps.options.strategy import skippable
 from mpikfac_apps.programs.options import ProgramLearning
 
 Trainer = mpikfac.KFAC | mpikfac.DataParallel
@@ -45,7 +46,8 @@ def trainer_of(
     with mpikfac.comm.together(comm, "options"):
         strategy = mpikfac.Strategy.hybrid(comm.size, workers=kfac.workers or comm.size)
         coverage = dataclasses.replace(coverage, skip=[*coverage.skip, *kfac.skip], rule=rule)
-        mpikfac.layers.cover(model, coverage)
+        with skippable():
+            mpikfac.layers.cover(model, coverage)
     return mpikfac.KFAC(
         *(model, optimizer, comm, strategy),
         damping=mpikfac.Damping(relative=kfac.damping),

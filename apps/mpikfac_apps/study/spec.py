@@ -31,6 +31,7 @@ from mpikfac_apps.options.strategy import (
     lasting_basis_every,
     make_plan,
     make_strategy,
+    skippable,
     solver_of,
     training_ranks,
 )
@@ -395,7 +396,8 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
         chosen, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
         return mpikfac.make_plan(layers, ranks, chosen.first_order(), others)
     covers = models.network(options.model).covers
-    layers, others = mpikfac.layers.covered_shapes(model, coverage(options.kfac, covers))
+    with skippable():
+        layers, others = mpikfac.layers.covered_shapes(model, coverage(options.kfac, covers))
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
     _, strategy = for_machine(options, (layers, others), training, strategy, settings)

@@ -241,10 +241,10 @@ class Preconditioner(FirstOrder):
     def _finish_statistics(self) -> None:
         """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
         seen = self.recorder.finish()
-        for name, called in seen.items():
-            if not called and self.gradients.arena[name].any():
-                self._cautions.unseen(name)
         layers = self.gradients.layers
+        for layer in layers:
+            if not seen.get(layer.name, True) and self.gradients.arena[layer.name].any():
+                self._cautions.unseen(layer)
         self._cautions.without_gradient(
             [x.name for x in layers if seen.get(x.name) and x.parameters[0].grad is None]
         )

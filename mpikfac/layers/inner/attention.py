@@ -58,7 +58,7 @@ class ProjectionsLayer(Layer):
     def _member(self, group: int) -> Layer:
         source, watched = SOURCES[group], self._watched[group]
         member = ProjectionLayer(self.name, self.module, self._tensors, source, *watched)
-        member.group, member.modules = group, self.modules
+        member.group, member.modules, member.path = group, self.modules, self.path
         member.of_batch, member.of_part = self.of_batch, self.of_part
         member.shape = replace(self.shape, groups=1)
         return member

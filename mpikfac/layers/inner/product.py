@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mpikfac.layers.layer import Call, Layer
+from mpikfac.layers.layer import Call, Layer, skipping
 
 Node = Any  # of autograd's graph
 TRANSPOSED = "TBackward0"
@@ -59,8 +59,8 @@ class InnerLayer(Layer):
         products = products_with(self._watched, result.grad_fn, _tensors([positional, named]))
         if not products:
             raise TypeError(
-                f"layer {self.name!r}: no product with the weight is in autograd's graph; add the "
-                f"module to skip to train the module first-order"
+                f"layer {self.name!r}: no product with the weight is in autograd's graph; train "
+                f"the module first-order with {skipping([self.path])}"
             )
         # The last product has all remaining rows of the weight.
         number, outputs = min(self._part, len(products) - 1), self.shape.outputs

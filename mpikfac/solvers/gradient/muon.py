@@ -21,8 +21,8 @@ def form_of(name: str, length: str) -> Form:
             "solver",
             (name,),
             {"diagonal": ""},
-            "a table of entries and a scale are no matrices; leave the layer out by skip, and the "
-            "layer takes Adam's step",
+            "a table of entries and a scale are no matrices; by coverage=mpikfac.Coverage("
+            "skip=[...]) the layer takes Adam's step",
         ),
         Combination(
             "solver",

@@ -20,6 +20,7 @@ from mpikfac_apps.options.strategy import (
     kfac_settings,
     layer_distribution,
     make_strategy,
+    skippable,
 )
 from mpikfac_apps.problems import airbench
 from mpikfac_apps.running.votes import AnyTrainer
@@ -182,7 +183,8 @@ def training_of_group(
             averaging = mpikfac.DataParallel(model, optimizer, comm, strategy, trace)
             return Training(problem, averaging)
         covers = problem.network.covers
-        shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
+        with skippable():
+            shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
         name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
         check_momenta(options, strategy)
         log.info("strategy %s: %s", name, differences(strategy))

@@ -514,8 +514,9 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
     log.warning(
         "layers saw different numbers of examples of one batch: %s. The first dimension of a "
         "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
-        "depends on the number of ranks; take batch_first=True, or add such layers to skip (boxes "
-        "and the like to own_examples, experts and the like to part_of_batch)",
+        "depends on the number of ranks; take batch_first=True, or name such layers in "
+        "coverage=mpikfac.Coverage(skip=[...]) (boxes and the like in own_examples=[...], experts "
+        "and the like in part_of_batch=[...])",
         "; ".join(seen),
     )
 
@@ -529,5 +530,6 @@ def _check_rows(layer: Layer, examples: int, rows: int) -> None:
     if rows != examples:
         raise ValueError(
             f"fisher='exact' needs a row of outputs for each example: record() has {rows} rows, "
-            f"and layer {layer.name!r} saw {examples} examples; use fisher='sampled'"
+            f"and layer {layer.name!r} saw {examples} examples; take "
+            f"estimator=mpikfac.Estimator(fisher='sampled')"
         )
