@@ -57,7 +57,9 @@ def operations(layer: LayerShape, form: Form, seen: Seen, orthogonal: bool) -> O
     power = 1 if form.vector else 2
     return Operations(
         3 * elements * seen.vectors,
-        seen.chosen * sum(factor.work(power) for factor in factors) if form.of == "statistics" else 0,
+        seen.chosen * sum(factor.work(power) for factor in factors)
+        if form.of == "statistics"
+        else 0,
         0 if form.vector else sum(factor.work() for factor in factors if factor.order > 1),
         sum(products(layer, form, orthogonal)),
     )

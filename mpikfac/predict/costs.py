@@ -21,7 +21,6 @@ from mpikfac.plan import (
     PASSED,
     PIECE,
     Factor,
-    LayerShape,
     Message,
     Plan,
     passed,

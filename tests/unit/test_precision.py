@@ -111,7 +111,9 @@ def test_large_products_of_amx_are_of_rounded_operands(monkeypatch, shapes, unit
         found, exact = product(a, b), product(*small)
     assert torch.equal(exact, product(*small))
     left, right = in_bits(a, "bfloat16"), in_bits(b, "bfloat16")
-    assert ((found.cpu().double() - left @ right).abs() <= 2.0**-20 * (left.abs() @ right.abs())).all()
+    assert (
+        (found.cpu().double() - left @ right).abs() <= 2.0**-20 * (left.abs() @ right.abs())
+    ).all()
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
     with multiplying("amx"):
         assert torch.equal(product(a, b, out=torch.empty_like(found)), found)

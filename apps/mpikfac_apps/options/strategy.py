@@ -248,6 +248,10 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
         covers: the covering classes of the network, by type of module.
     """
     settings = options.coverage
+    kinds = {**covers, **(NORMS if settings.norms else {})}
+    fisher, chosen = options.estimator.fisher, (settings.sharing, settings.largest, settings.rank)
+    if chosen == ("expand", None, None) and fisher != "forward-only":
+        return Coverage(settings.skip, kinds)
 
     def rule(layer: LayerShape) -> LayerShape:
         layer = usual_rule(layer)
@@ -257,9 +261,9 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
             largest=settings.largest or layer.largest,
             rank=settings.rank,
         )
-        return forward_only(layer) if options.estimator.fisher == "forward-only" else layer
+        return forward_only(layer) if fisher == "forward-only" else layer
 
-    return Coverage(settings.skip, {**covers, **(NORMS if settings.norms else {})}, rule)
+    return Coverage(settings.skip, kinds, rule)
 
 
 @contextmanager
@@ -310,6 +314,7 @@ def kfac_settings(
         "length": scheduled(options.length),
         "estimator": scheduled(options.estimator),
         "coverage": coverage(options, covers),
+        "budget": options.budget,
     }
 
 
