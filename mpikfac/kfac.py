@@ -86,11 +86,11 @@ class KFAC(Trainer):
             for most `Length()`.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of factors.
-        budget: the operations that K-FAC may add on average, in units of those of forward and
-            backward passes; in the first 160 steps, as many as those of the passes. The first batch
-            with statistics decides: intervals grow, and factors with more rows than the batch has
-            vectors fall into blocks of as many rows, at least 128. None, or any interval by hand,
-            keeps intervals and factors as they are.
+        budget: the operations of statistics and decompositions on average, in units of those of
+            forward and backward passes; in the first 160 steps, as many as those of the passes. The
+            first batch with statistics decides: intervals grow, and factors with more rows than the
+            batch has vectors fall into blocks of as many rows, at least 128. None, or any interval
+            by hand, keeps intervals and factors as they are.
         trace: times the stages; a new trace if None.
 
     Raises:

@@ -28,9 +28,9 @@ class Operations:
     def __add__(self, other: Operations) -> Operations:
         return Operations(*(a + b for a, b in zip(_values(self), _values(other))))
 
-    def added(self, factors: float, bases: float) -> float:
-        """Return what K-FAC adds to the passes of a step, with so many updates in a step."""
-        return self.direction + factors * self.statistics + bases * self.decomposition
+    def updates(self, factors: float, bases: float) -> float:
+        """Return the operations of so many updates of factors and decompositions."""
+        return factors * self.statistics + bases * self.decomposition
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
 from mpikfac.settings.usual import Intervals
 
 AT_FIRST = 1.0  # the share until `SETTLED`
-OF_UPDATES = 1 / 4  # the part of the budget that updates may take in spite of dear directions
 LEAST_PASSES = 2**27  # multiplications; shorter steps spend their time on other things
 LEAST_BLOCK = 128
 
@@ -30,12 +29,14 @@ LEAST_BLOCK = 128
 class Budget:
     """Cut factors and stretch intervals, so that K-FAC stays cheap beside the passes of a batch.
 
-    All follows from the plan and from the first batch with statistics, of all ranks together. So
-    cuts and intervals are the same on all machines, on any number of ranks, and after a restart.
+    Cuts bound what directions cost, and intervals what updates cost. All follows from the plan and
+    from the first batch with statistics, of all ranks together. So both are the same on all
+    machines, on any number of ranks, and after a restart.
 
     Args:
-        share: the operations that K-FAC may add on average over an interval, in units of those of
-            the passes; in the first 160 steps, as many as those of the passes. None for no limit.
+        share: the operations of statistics and decompositions, on average over an interval, in
+            units of those of the passes; in the first 160 steps, as many as those of the passes.
+            None for no limit.
         cuts: whether factors may be cut.
 
     Raises:
@@ -98,8 +99,7 @@ class Budget:
         total = sum(self.operations.values(), start=Operations())
         share = self.share if step >= SETTLED else max(AT_FIRST, self.share)
         allowed = share * max(LEAST_PASSES, total.passes)
-        left = max(allowed - total.direction, OF_UPDATES * allowed)
-        return max(1, math.ceil((total.added(factors, bases) - total.direction) / left))
+        return max(1, math.ceil(total.updates(factors, bases) / allowed))
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ def cost(
     Intervals are taken where they are whole.
     """
     updates = [1 / evaluate(each, SETTLED) for each in (factor_every, basis_every)]
-    added = {name: one.added(*updates) for name, one in operations.items()}
+    added = {name: one.direction + one.updates(*updates) for name, one in operations.items()}
     passes, total = sum(one.passes for one in operations.values()), sum(added.values())
     if not passes or not total:
         return 1.0, ""

@@ -1,0 +1,253 @@
+"""The budget: what operations are, how factors are cut, how intervals stretch, what is said."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import mpikfac
+from mpikfac import KFACOptimizer, LayerShape
+from mpikfac.plan import Operations, Seen, operations, usual_rule
+from mpikfac.settings import Budget, Intervals, seen_in, usual_intervals
+from mpikfac.solvers import forms
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(150, 140), nn.Tanh(), nn.Linear(140, 3)).double()
+
+
+def batch(step: int = 0, examples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(examples, 150, generator=generator, dtype=torch.float64)
+    return x, torch.arange(examples) % 3
+
+
+def train(optimizer: KFACOptimizer, steps: range) -> torch.Tensor:
+    model = optimizer.trainer.model
+    for step in steps:
+        optimizer.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def orders(optimizer: KFACOptimizer) -> list[int]:
+    return [factor.order for layer in optimizer.trainer.plan.layers for factor in layer.factors]
+
+
+# -- operations --------------------------------------------------------------------------------
+
+
+def test_passes_and_statistics_are_what_torch_counts():
+    """Oracle: torch's counter, of both passes of two layers and of their moments."""
+    model, (x, y) = network(), batch()
+    x.requires_grad_()
+    with FlopCounterMode(display=False) as passes:
+        F.cross_entropy(model(x), y).backward()
+    with FlopCounterMode(display=False) as moments:
+        for rows in (x, torch.randn(12, 140), torch.randn(12, 140), torch.randn(12, 3)):
+            rows.detach().T @ rows.detach()
+    kfac = KFACOptimizer(model).trainer
+    counted, (form, *_) = Operations(), forms("inverse")
+    for layer in kfac.plan.layers:
+        without_bias = replace(layer, inputs=layer.inputs - 1)
+        counted += operations(without_bias, form, Seen(12, 12), orthogonal=True)
+    assert 2 * counted.passes == passes.get_total_flops()
+    assert 2 * counted.statistics == moments.get_total_flops()
+
+
+def test_a_decomposition_is_the_cube_of_the_orders():
+    """Oracle: by hand."""
+    (form, *_) = forms("inverse")
+    layer = LayerShape("fc", 20, 7)
+    assert operations(layer, form, Seen(4, 2), True).decomposition == 20**3 + 7**3
+    blocks = replace(layer, largest=10)
+    assert operations(blocks, form, Seen(4, 2), True).decomposition == 2 * 10**3 + 7**3
+    diagonal = replace(layer, diagonal="A")
+    assert operations(diagonal, form, Seen(4, 2), True).decomposition == 7**3
+
+
+# -- wide layers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "largest", "diagonal"),
+    [
+        (1024, 1024, None, ""),  # the largest whole factors
+        (1025, 64, 256, ""),
+        (9217, 128, 256, ""),  # the head of a small network for digits
+        (2304, 256, 512, ""),
+        (25089, 4096, 512, ""),  # VGG's
+        (769, 50257, 512, "G"),  # of a language model
+        (50257, 8, 256, ""),
+    ],
+)
+def test_wide_layers_fall_into_blocks(inputs, outputs, largest, diagonal):
+    """Oracle: by hand: twice the smaller side, at least 256 and at most 512."""
+    layer = usual_rule(LayerShape("fc", inputs, outputs))
+    assert (layer.largest, layer.diagonal) == (largest, diagonal)
+
+
+def test_directions_of_a_layer_cut_on_its_smaller_side_are_orthogonal_block_by_block():
+    """Oracle: singular values by torch; blocks of rows, whose singular values are near 1."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30, bias=False)
+    blocks = mpikfac.Coverage(rule=lambda layer: replace(layer, largest=16))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = mpikfac.KFAC(model, plain, coverage=blocks, damping=mpikfac.Damping(relative=1.0))
+    model(torch.randn(64, 40)).square().mean().backward()
+    kfac.precondition()
+    direction = model.weight.grad
+    for part in direction.split(15):
+        values = torch.linalg.svdvals(part)
+        assert values.max() / values.min() < 1.15 / 0.85
+    assert torch.linalg.svdvals(direction).max() > 1.1 * torch.linalg.svdvals(part).max()
+
+
+# -- cuts after the first batch ----------------------------------------------------------------
+
+
+def test_factors_with_more_rows_than_vectors_fall_into_blocks():
+    """Oracle: by hand: blocks of at most 128 rows for 12 vectors, and of 145 for as many."""
+    optimizer = KFACOptimizer(network())
+    assert orders(optimizer) == [151, 140, 141, 3]
+    train(optimizer, range(1))
+    assert orders(optimizer) == [75, 76, 70, 70, 70, 71, 3]
+    budget = Budget(cuts=True, seen={"fc": Seen(145, 145)})
+    assert budget.cut(LayerShape("fc", 151, 140)).largest == 145
+    assert budget.cut(LayerShape("fc", 145, 140)).largest is None
+    assert budget.cut(LayerShape("other", 151, 140)).largest is None
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"budget": None},
+        {"factor_every": 5},
+        {"basis_every": 5},
+        {"coverage": mpikfac.Coverage(rule=lambda layer: layer)},
+        {"solver": "ekfac"},
+        {"solver": "rank-one"},
+        {"solver": "muon"},
+    ],
+)
+def test_choices_by_hand_are_left_alone(choices):
+    """Oracle: the factors before the first batch."""
+    optimizer = KFACOptimizer(network(), **choices)
+    before = orders(optimizer)
+    train(optimizer, range(2))
+    assert orders(optimizer) == before
+
+
+def test_a_cut_run_is_the_run_of_blocks_by_hand_from_the_next_step_on():
+    """Oracle: K-FAC with the same blocks from the start, which takes over after a step."""
+    cut = KFACOptimizer(network())
+    train(cut, range(1))
+    by_hand = mpikfac.Coverage(rule=lambda layer: replace(layer, largest=128))
+    twin = KFACOptimizer(network(), coverage=by_hand)
+    train(twin, range(1))
+    state = {n: v for n, v in cut.trainer.state_dict().items() if not n.startswith("kfac/seen")}
+    twin.trainer.load_state_dict(state)
+    torch.testing.assert_close(train(cut, range(1, 5)), train(twin, range(1, 5)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_run_goes_on_with_the_cut_factors(stop):
+    """Oracle: the run without a stop, to the last bit."""
+    whole = KFACOptimizer(network())
+    train(whole, range(stop))
+    stopped = KFACOptimizer(network())
+    stopped.trainer.load_state_dict(whole.trainer.state_dict())
+    assert orders(stopped) == orders(whole)
+    assert torch.equal(train(stopped, range(stop, 7)), train(whole, range(stop, 7)))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"0": {"vectors": -1, "chosen": 1}}', '{"0": 3}'])
+def test_a_state_with_other_numbers_of_vectors_is_refused(text):
+    """Oracle: the line, and the run as before."""
+    with pytest.raises(ValueError, match="item 'kfac/seen' has no numbers of vectors"):
+        seen_in(text)
+    optimizer = KFACOptimizer(network())
+    state = optimizer.trainer.state_dict() | {"kfac/seen": text}
+    with pytest.raises(mpikfac.UserError, match="has no numbers of vectors"):
+        optimizer.trainer.load_state_dict(state)
+    train(optimizer, range(1))
+
+
+# -- intervals ---------------------------------------------------------------------------------
+
+
+def stretched(share: float | None, **counts: int) -> list[tuple[float, float]]:
+    """Return the intervals at the first step and once they are whole, in units of the usual."""
+    budget = Budget(share, operations={"fc": Operations(**counts)})
+    usual = usual_intervals()
+    of_budget = budget.stretched(usual)
+    ratios = [(own(at) / plain(at)) for at in (0, 160) for own, plain in zip(of_budget, usual)]
+    return [(ratios[0], ratios[1]), (ratios[2], ratios[3])]
+
+
+G = 10**9
+
+
+@pytest.mark.parametrize(
+    ("counts", "first", "whole"),
+    [
+        # 50 updates of factors and 10 decompositions in 160 steps; then a 10th and a 50th a step.
+        ({"passes": G}, 1, 1),
+        ({"passes": G, "statistics": 29 * G // 10}, 1, 1),  # 0.91 G at first; 0.29 G
+        ({"passes": G, "statistics": 31 * G // 10}, 1, 2),  # 0.97 G; 0.31 G
+        ({"passes": G, "decomposition": 30 * G}, 2, 2),  # 1.88 G; 0.6 G
+        ({"passes": G, "statistics": 2 * G, "decomposition": 20 * G}, 2, 2),  # 1.88 G; 0.6 G
+        # A step of few operations counts as one of 2^27.
+        ({"passes": 10, "decomposition": 10**8}, 1, 1),
+        ({"passes": 10, "decomposition": 5 * 10**9}, 3, 3),
+    ],
+)
+def test_intervals_stretch_by_the_least_whole_number(counts, first, whole):
+    """Oracle: by hand."""
+    assert stretched(0.3, **counts) == [(first, first), (whole, whole)]
+    assert stretched(None, **counts) == [(1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), "0.3", True])
+def test_a_budget_is_positive(budget):
+    with pytest.raises(ValueError, match=re.escape(f"budget={budget!r} must be")):
+        KFACOptimizer(network(), budget=budget)
+
+
+# -- the line ----------------------------------------------------------------------------------
+
+
+def test_a_line_says_once_what_a_step_costs_and_where(caplog):
+    """Oracle: the operations by hand, of blocks of 75 and 76, and of 70 rows."""
+    caplog.set_level(logging.INFO, "mpikfac")
+    optimizer = KFACOptimizer(network())
+    train(optimizer, range(3))
+    (line,) = [r.getMessage() for r in caplog.records if "of SGD's operations" in r.getMessage()]
+    plan, every = optimizer.trainer.plan, (1 / 10, 1 / 50)
+    (form, *_), seen = forms("inverse"), Seen(12, 12)
+    counts = [operations(layer, form, seen, orthogonal=True) for layer in plan.layers]
+    added = sum(one.direction + one.updates(*every) for one in counts)
+    times = 1 + added / sum(one.passes for one in counts)
+    assert line.startswith(f"K-FAC: {times:.2g} of SGD's operations a step; 0 is ")
+    assert line.endswith("(order 151, in blocks of at most 76)")
+    assert times > 2
+    assert {r.levelname for r in caplog.records if r.getMessage() == line} == {"WARNING"}
+
+
+def test_intervals_of_a_budget_are_schedules():
+    """Oracle: `Intervals` of the usual schedules, step by step."""
+    usual = usual_intervals()
+    same = Budget(None).stretched(usual)
+    assert isinstance(same, Intervals)
+    for step in (0, 19, 20, 159, 160, 1000):
+        assert [own(step) for own in same] == [plain(step) for plain in usual]
