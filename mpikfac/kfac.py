@@ -88,9 +88,9 @@ class KFAC(Trainer):
         coverage: the layers to cover, and the form of factors.
         budget: the operations of statistics and decompositions on average, in units of those of
             forward and backward passes; in the first 160 steps, as many as those of the passes. The
-            first batch with statistics decides: intervals grow, and factors with more rows than the
-            batch has vectors fall into blocks of as many rows, at least 128. None, or any interval
-            by hand, keeps intervals and factors as they are.
+            first batch with statistics decides: intervals grow, and factors fall into blocks of at
+            most half as many rows as the batch has vectors, or of 128. None, or any interval by
+            hand, keeps intervals and factors as they are.
         trace: times the stages; a new trace if None.
 
     Raises:

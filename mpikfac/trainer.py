@@ -288,7 +288,7 @@ class Trainer:
         if changed:
             self._take_up("the trained parameters have changed")
         elif self.built.method.outgrown:
-            self._take_up("factors are cut, as a batch has fewer vectors than they have rows")
+            self._take_up("factors are cut into blocks, as a batch has few vectors")
 
     def collect(self) -> None:
         """Take a part of the rank's share of a batch; call after the part's backward pass.

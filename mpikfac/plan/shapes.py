@@ -219,8 +219,8 @@ class LayerShape:
         return [
             self.groups * multiplications
             for small in self.apart
-            # Both ends; then polynomials of three steps, and three products between two steps.
-            for multiplications in [small**2 * large] * 2 + [small**3] * (3 + 2 * 3)
+            # Both ends; then four polynomials, and three products between two of them.
+            for multiplications in [small**2 * large] * 2 + [small**3] * (4 + 3 * 3)
         ]
 
     def _values(self, side: str) -> int:

@@ -60,14 +60,15 @@ class Budget:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, layer: LayerShape) -> LayerShape:
-        """Return the layer with blocks of no more rows than a batch has vectors, but up to 128.
+        """Return the layer with blocks of half as many rows as a batch has vectors, but up to 128.
 
-        A larger block costs more than the passes of the layer, and a batch tells little about it.
+        With larger blocks, a direction costs more than the passes of the layer, and the batch tells
+        little about them.
         """
         seen = self.seen.get(layer.name)
         if not self.cuts or seen is None or not seen.vectors:
             return layer
-        largest = max(LEAST_BLOCK, seen.vectors)
+        largest = max(LEAST_BLOCK, seen.vectors // 2)
         orders = [factor.order for factor in layer.factors]
         return replace(layer, largest=largest) if max(orders, default=0) > largest else layer
 
