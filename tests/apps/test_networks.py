@@ -310,8 +310,6 @@ def small(classes=10, hidden=6):
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_weights_of_a_file_are_loaded_but_for_the_last_module(tmp_path, suffix):
     """Oracle: torch's state_dict; a classifier of another size keeps its values."""
-    if suffix == ".safetensors":
-        pytest.importorskip("safetensors", reason="safetensors is not installed")
     donor = small()
     nn.init.normal_(donor[1].running_mean)
     file = tmp_path / f"donor{suffix}"
@@ -336,6 +334,13 @@ def test_weights_of_another_network_are_refused(tmp_path):
     with pytest.raises(ValueError, match="x has shape .* in the file and no such tensor in the"):
         weights.load(model, {**model.state_dict(), "x": torch.ones(2)})
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_without_safetensors_there_is_one_line(tmp_path, capfd, monkeypatch):
+    """Oracle: the message, written out; a package that cannot be imported."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    told = "w.safetensors needs the package safetensors, which is not installed; run pip install"
+    assert told in refused(capfd, *arguments(tmp_path / "run", "--weights=w.safetensors"))
 
 
 class Harm:
