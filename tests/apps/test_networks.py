@@ -215,6 +215,7 @@ def test_a_file_runs_with_real_tensors(tmp_path):
 # -- networks of timm ------------------------------------------------------------------------------
 
 
+@pytest.mark.gate
 def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch):
     """Oracle: timm's own network: its covered layers; losses fall; one line for a wrong name."""
     if missing := zoo.missing():
@@ -237,6 +238,7 @@ def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch)
         models.network("timm:test_resnet.r160_in1k")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_weights_that_timm_saves_are_first_weights(tmp_path, suffix):
     """Oracle: timm's own state_dict; a classifier of 1000 classes is left out, for 10 classes."""
