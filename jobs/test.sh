@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Run the tests:
 #   bash jobs/test.sh         the quick tests, those without a mark; 5 minutes on two idle cores
-#   bash jobs/test.sh --ci    the remaining tests that every change must pass: those marked gate, the
-#                             unit tests once more for the coverage of the library, and a part of
-#                             --device; 15 minutes
+#   bash jobs/test.sh --ci    the remaining tests that every change must pass: those marked gate, and
+#                             a part of --device; for the coverage of the library, also the quick
+#                             tests of tests/unit and tests/mpi; 15 minutes
 #   bash jobs/test.sh --all   all tests; an hour
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
 #   bash jobs/test.sh --sizes   named strategies at 5, 7, 12 and 16 ranks, which take 6 GiB of
@@ -145,7 +145,7 @@ stage "tests of one process" one_process -n 2 --dist loadfile --no-loadscope-reo
     --max-worker-restart=0 "${remaining[@]}" "${others[@]}"
 [ "${1-}" = --ci ] && covered=(-m coverage run --parallel-mode --source=mpikfac)
 for ranks in "${numbers[@]}"; do
-    stage "tests of $ranks ranks" mpi "$ranks" "${covered[@]}" -m pytest -q -x "${remaining[@]}" tests/mpi
+    stage "tests of $ranks ranks" mpi "$ranks" "${covered[@]}" -m pytest -q -x "${chosen[@]}" tests/mpi
 done
 case ${1-} in
     --ci) at_sizes 5 ;;
