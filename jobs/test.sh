@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Run the tests:
 #   bash jobs/test.sh         the quick tests, those without a mark; 5 minutes on two idle cores
-#   bash jobs/test.sh --ci    the tests that every change must pass, and the coverage of the
-#                             library: quick tests, those marked gate, and a part of --device; 20
-#                             minutes
+#   bash jobs/test.sh --ci    the remaining tests that every change must pass: those marked gate, and
+#                             a part of --device; for the coverage of the library, also the quick
+#                             tests of tests/unit and tests/mpi; 15 minutes
 #   bash jobs/test.sh --all   all tests; an hour
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
 #   bash jobs/test.sh --sizes   named strategies at 5, 7, 12 and 16 ranks, which take 6 GiB of
@@ -131,15 +131,18 @@ case ${1-} in
         ;;
 esac
 
-others=(--ignore=tests/unit tests) numbers=(2 3 4)
+others=(--ignore=tests/unit tests) numbers=(2 3 4) remaining=("${chosen[@]}")
 case ${1-} in
     "") others+=(--ignore=tests/mpi) numbers=(2 3) ;;
-    --ci) "$PYTHON" -m coverage erase && covered=(--cov=mpikfac --cov-report=) ;;
+    --ci)
+        remaining=(-m gate) covered=(--cov=mpikfac --cov-report=)
+        "$PYTHON" -m coverage erase
+        ;;
 esac
 stage "unit tests" one_process -n 2 --max-worker-restart=0 "${covered[@]}" "${chosen[@]}" tests/unit
 # Files start in the order of the folders: the long tests of apps/ come first.
 stage "tests of one process" one_process -n 2 --dist loadfile --no-loadscope-reorder \
-    --max-worker-restart=0 "${chosen[@]}" "${others[@]}"
+    --max-worker-restart=0 "${remaining[@]}" "${others[@]}"
 [ "${1-}" = --ci ] && covered=(-m coverage run --parallel-mode --source=mpikfac)
 for ranks in "${numbers[@]}"; do
     stage "tests of $ranks ranks" mpi "$ranks" "${covered[@]}" -m pytest -q -x "${chosen[@]}" tests/mpi

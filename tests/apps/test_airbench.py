@@ -154,6 +154,7 @@ def test_label_smoothing_is_of_the_training_alone(tmp_path):
     assert epoch["test_loss"] == pytest.approx(tested.item(), rel=1e-5)
 
 
+@pytest.mark.gate
 @pytest.mark.skipif(
     importlib.util.find_spec("pytorch_optimizer") is None,
     reason="pytorch_optimizer is not installed; run pip install pytorch_optimizer",

@@ -49,6 +49,7 @@ def test_a_missing_package_is_named(monkeypatch, optimizer):
         parse([f"--optimizer={optimizer}"], 1)
 
 
+@pytest.mark.gate
 @needs_package
 @pytest.mark.parametrize("optimizer", ALL)
 def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer):
@@ -112,6 +113,7 @@ def test_hidden_matrices_are_between_the_first_layer_and_the_last():
     assert len(names) == 4 * len(transformer.blocks)
 
 
+@pytest.mark.gate
 @needs_package
 def test_muon_steps_along_the_polar_factor_and_adamw_along_the_sign():
     """Oracle: the singular vectors of the gradients; five Newton-Schulz steps in bfloat16."""
@@ -135,6 +137,7 @@ def test_muon_steps_along_the_polar_factor_and_adamw_along_the_sign():
             torch.testing.assert_close(step, gradient.sign(), rtol=0, atol=1e-3)
 
 
+@pytest.mark.gate
 @needs_package
 @pytest.mark.parametrize("optimizer", ["lars", "lamb"])
 def test_steps_are_in_proportion_to_the_norm_of_a_layers_weights(optimizer):

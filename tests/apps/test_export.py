@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import mpikfac
 from mpikfac_apps.inspecting import export
@@ -36,10 +37,9 @@ def test_weights_are_those_of_the_trained_model(trained, tmp_path):
 
 def test_safetensors_are_those_of_the_trained_model(trained, tmp_path):
     """Oracle: the outputs of the trained model."""
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     file = tmp_path / "model.safetensors"
     assert export.main([str(tmp_path / "run"), "--weights", str(file)]) == 0
-    check_same_output(trained.model, safetensors.load_file(file))
+    check_same_output(trained.model, load_file(file))
 
 
 def test_factors_are_those_of_the_running_trainer(trained, tmp_path):

@@ -215,6 +215,7 @@ def test_a_file_runs_with_real_tensors(tmp_path):
 # -- networks of timm ------------------------------------------------------------------------------
 
 
+@pytest.mark.gate
 def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch):
     """Oracle: timm's own network: its covered layers; losses fall; one line for a wrong name."""
     if missing := zoo.missing():
@@ -237,6 +238,7 @@ def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch)
         models.network("timm:test_resnet.r160_in1k")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_weights_that_timm_saves_are_first_weights(tmp_path, suffix):
     """Oracle: timm's own state_dict; a classifier of 1000 classes is left out, for 10 classes."""
@@ -310,8 +312,6 @@ def small(classes=10, hidden=6):
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_weights_of_a_file_are_loaded_but_for_the_last_module(tmp_path, suffix):
     """Oracle: torch's state_dict; a classifier of another size keeps its values."""
-    if suffix == ".safetensors":
-        pytest.importorskip("safetensors", reason="safetensors is not installed")
     donor = small()
     nn.init.normal_(donor[1].running_mean)
     file = tmp_path / f"donor{suffix}"
@@ -336,6 +336,13 @@ def test_weights_of_another_network_are_refused(tmp_path):
     with pytest.raises(ValueError, match="x has shape .* in the file and no such tensor in the"):
         weights.load(model, {**model.state_dict(), "x": torch.ones(2)})
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_without_safetensors_there_is_one_line(tmp_path, capfd, monkeypatch):
+    """Oracle: the message, written out; a package that cannot be imported."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    told = "w.safetensors needs the package safetensors, which is not installed; run pip install"
+    assert told in refused(capfd, *arguments(tmp_path / "run", "--weights=w.safetensors"))
 
 
 class Harm:

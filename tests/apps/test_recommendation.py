@@ -17,6 +17,11 @@ from mpikfac_apps.recommendation.train import RecommendationOptions, area, stand
 from support.launch import launch
 
 PROGRAM = str(Path(__file__).parents[2] / "apps" / "train_recommendation.py")
+IN_FLOAT64 = f"""
+import runpy, torch
+torch.set_default_dtype(torch.float64)
+runpy.run_path({PROGRAM!r}, run_name="__main__")
+"""
 RATINGS = """user_id:token\titem_id:token\trating:float\ttimestamp:float
 7\t3\t4\t881253600
 9\t3\t2\t881250000
@@ -171,18 +176,22 @@ def rows_of(folder):
 
 
 def test_a_run_goes_on_on_other_ranks(tmp_path):
-    """Oracle: the run without a restart; 8 tables move from 2 ranks to 3."""
+    """Oracle: the run without a restart; 8 tables move from 2 ranks to 3.
+
+    In float32 the runs may part: K-FAC's directions amplify rounding, and when an input of a ReLU
+    changes its sign, the gradient jumps. The log has six digits.
+    """
     arguments = [f"--data={drawn(tmp_path / 'drawn.inter')}", "--epochs=3", "--batch=20"]
     arguments += ["--device=cpu", "--table_lr=0.1"]
-    ended = launch(1, PROGRAM, *arguments, f"--run_dir={tmp_path / 'whole'}")
+    ended = launch(1, "-c", IN_FLOAT64, *arguments, f"--run_dir={tmp_path / 'whole'}")
     assert ended.returncode == 0, ended.stderr
     assert "DLRM of 6,865 weights and 8 tables" in ended.stdout
     parts = f"--run_dir={tmp_path / 'parts'}"
-    assert launch(2, PROGRAM, *arguments, parts, "--max_steps=11").returncode == 0
-    ended = launch(3, PROGRAM, *arguments, parts, "--resume=auto")
+    assert launch(2, "-c", IN_FLOAT64, *arguments, parts, "--max_steps=11").returncode == 0
+    ended = launch(3, "-c", IN_FLOAT64, *arguments, parts, "--resume=auto")
     assert ended.returncode == 0, ended.stderr
     whole, found = rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")
     assert whole.keys() == found.keys() == {8, 16, 24}
     for step in whole:
         for name in ("test_log_loss", "test_AUC"):
-            assert found[step][name] == pytest.approx(whole[step][name], rel=1e-3)
+            assert found[step][name] == pytest.approx(whole[step][name], rel=1e-5)

@@ -258,6 +258,7 @@ def test_mlflow_continues_one_run(tmp_path, stub):
     assert run.status == ["RUNNING", "FINISHED"] * 2
 
 
+@pytest.mark.gate
 @pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="no tensorboard")
 def test_tensorboard_shows_one_record_after_a_kill(tmp_path):
     """Oracle: TensorBoard's own reader; steps 4 and 5 of the first start came after step 3."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 
 def test_usage_example_trains(monkeypatch) -> None:
@@ -38,3 +39,12 @@ def test_readme_names_the_two_commands_and_has_a_picture() -> None:
         assert f"bash {script}" in text and (README.parent / script).exists()
     (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
     assert "<svg" in (README.parent / picture).read_text()
+
+
+def test_the_check_of_a_change_begins_with_the_commands_of_the_readme() -> None:
+    """Oracle: the section Install; what `.ci/run` does before it installs anything itself."""
+    section = README.read_text().partition("## Install")[2].partition("## ")[0]
+    commands = re.findall(r"^bash (\S+)", section, re.MULTILINE)
+    before = (ROOT / ".ci" / "run").read_text().partition("\ninstall ")[0]
+    assert len(commands) == 2
+    assert f'rm -rf "$VENV"\nfor script in {" ".join(commands)}; do' in before

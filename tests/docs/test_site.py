@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.gate
 DOCS = Path(__file__).parents[2] / "docs"
 
 

@@ -15,6 +15,7 @@ published = pytest.importorskip(
     "pytorch_optimizer",
     reason="pytorch_optimizer is not installed; run pip install pytorch_optimizer",
 )
+pytestmark = pytest.mark.gate
 STEPS, RATE, ORDER = 8, 0.01, 6
 
 

@@ -26,7 +26,8 @@ def check_package(path: Path) -> None:
     """
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ValueError(
-            f"{path} needs the package safetensors, which is not installed; .pt needs nothing"
+            f"{path} needs the package safetensors, which is not installed; run pip install "
+            f"safetensors, or give a .pt file"
         )
 
 
