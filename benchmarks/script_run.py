@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 import mpikfac
 
-STAND_INS = Path(__file__).parent / "stand_ins"
 CLASSES = "Adadelta", "Adam", "AdamW", "RMSprop", "SGD"
 """The optimizers of torch that scripts make."""
 OPTIMIZERS: dict[str, Callable[[Optimizer], Optimizer]] = {
@@ -171,7 +170,7 @@ def run(training: Training, script: Path, root: Path, arguments: Sequence[str], 
         seeded(seed)
     os.chdir(script.parent)
     sys.argv = [script.name, *arguments]
-    sys.path[:0] = [str(script.parent), str(root), str(STAND_INS)]
+    sys.path[:0] = [str(script.parent), str(root)]
     warm_up()
     training.patch()
     with contextlib.redirect_stdout(training), contextlib.redirect_stderr(training):

@@ -45,6 +45,7 @@ Job = tuple[str, str, str, float, int]
 Result = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results" / "scripts.jsonl"
+STAND_INS = Path(__file__).parent / "stand_ins"
 SEEDS = (0, 1, 2)
 BY_DEFAULT = {"own": "", "kfac": "falling"}
 RATES = ("rate=0.1", "rate=0.3", "", "rate=3", "rate=10")
@@ -86,7 +87,7 @@ class Script:
         return max(1, round(self.length * length))
 
     def prepare(self, scripts: Path, out: Path, epochs: int) -> Path:
-        """Return a changed copy of the script, in a copy of its repository with data."""
+        """Return the path of the script in a changed copy of its repository, with data."""
         repository, _, path = self.path.partition("/")
         shutil.copytree(scripts / repository, out, dirs_exist_ok=True)
         place, write = self.data
@@ -95,6 +96,7 @@ class Script:
             file = out / name
             text = re.sub(pattern, replacement.format(length=epochs), file.read_text())
             file.write_text(text)
+        shutil.copytree(STAND_INS, (out / path).parent, dirs_exist_ok=True)
         return out / path
 
 
@@ -191,7 +193,7 @@ def jobs(name: str, optimizer: str, seeds: Sequence[int]) -> Iterator[Job]:
         length = math.ceil((LAST + 1) / script.steps) / script.length
         yield from ((name, optimizer, "", length, seed) for seed in seeds)
         return
-    for length, seed in itertools.product(LENGTHS[optimizer], seeds):
+    for length, seed in itertools.product(LENGTHS[optimizer] if name in FIVE else (1.0,), seeds):
         yield name, optimizer, BY_DEFAULT[optimizer], length, seed
     if optimizer == "own" and name in FIVE:
         yield from ((name, optimizer, setting, 1.0, SEEDS[0]) for setting in SWEEP)
