@@ -315,8 +315,8 @@ def report(results: dict[Job, Result]) -> None:
         curves = {line: curve(name, *job, results) for line, job in lines.items()}
         for line, (_, setting) in lines.items():
             cells = [f"{length:g}: {point}" for length, point in curves[line].items()]
-            seeds = {job[4] for job in results if job[:3] == (name, *lines[line])}
-            runs.append((name, line, setting, f"{len(seeds)}", *cells))
+            if seeds := {job[4] for job in results if job[:3] == (name, *lines[line])}:
+                runs.append((name, line, setting, f"{len(seeds)}", *cells))
         for length, point in curves["K-FAC"].items():
             others = (curves.get(line, {}) for line in ("own, default", "own, best"))
             scores = [f"{at(point.seconds, other.values()):.4g}" for other in others]
