@@ -1,0 +1,1 @@
+"""Stand in for a module that a script imports and does not use."""
