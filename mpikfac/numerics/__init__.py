@@ -37,6 +37,7 @@ from mpikfac.numerics.passes import at_end_of_backward as at_end_of_backward
 from mpikfac.numerics.passes import in_backward as in_backward
 from mpikfac.numerics.passes import listen as listen
 from mpikfac.numerics.passes import makes_gradients as makes_gradients
+from mpikfac.numerics.passes import outside_of_transforms as outside_of_transforms
 from mpikfac.numerics.precision import PassedScale as PassedScale
 from mpikfac.numerics.precision import Scaler as Scaler
 from mpikfac.numerics.precision import end_step as end_step

@@ -24,7 +24,12 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the backward pass that runs now makes the gradient of a parameter."""
+    """Return whether the backward pass that runs now makes the gradient of a parameter.
+
+    A pass inside a transform of `torch.func` is one of the transform's own arguments.
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        return False
     for parameter in parameters:
         if parameter.requires_grad:
             try:
@@ -33,6 +38,13 @@ def makes_gradients(parameters: Iterable[Tensor]) -> bool:
             except RuntimeError:  # `torch.autograd.grad` asks for this parameter
                 return True
     return False
+
+
+def outside_of_transforms(tensor: Tensor) -> Tensor:
+    """Return a tensor as the program's own graph has it, outside all transforms of `torch.func`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -264,7 +264,11 @@ def twice(model: nn.Module, x: Tensor, y: Tensor) -> None:
         loss.backward(retain_graph=True, inputs=[x])
 
 
-@pytest.mark.parametrize("other", [attack, saliency, inner, penalty, twice])
+def transformed(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x)
+
+
+@pytest.mark.parametrize("other", [attack, saliency, inner, penalty, twice, transformed])
 @pytest.mark.parametrize("solver", ["inverse", "rank-one", "ekfac"])
 def test_a_pass_without_a_gradient_of_a_parameter_is_not_recorded(other, solver):
     """Oracle: the same steps without the pass, to the last bit."""

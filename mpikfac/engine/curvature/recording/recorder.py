@@ -24,7 +24,9 @@ from mpikfac.numerics import (
     add_triangle,
     at_end_of_backward,
     in_backward,
+    listen,
     makes_gradients,
+    outside_of_transforms,
     without_autocast,
 )
 from mpikfac.plan import Factor, PlannedLayer
@@ -209,6 +211,7 @@ class Recorder(Part):
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
         self._uneven: set[str] = set()  # layers that a warning was about
         self.vectors, self.chosen = Counter[str](), Counter[str]()
+        self._derivatives_told = self.plan.rank > 0  # one rank tells, once
         self._passes = 0
         # Whether the next call of a layer begins a pass, as a backward pass has come in between.
         self._between = True
@@ -417,6 +420,7 @@ class Recorder(Part):
         """Take one call into the sums; `inputs` holds the call's input until then."""
         layer, turn = sums.layer, self._turn or Turn()
         if not makes_gradients(layer.parameters):  # a gradient of inputs alone
+            self._await_derivative(layer, g)
             return
         if self._turn is None and not self._of_loss:
             inputs.clear()
@@ -446,6 +450,21 @@ class Recorder(Part):
             if early and complete and not layer.of_part:
                 self._finish_layers([layer.name])
                 self.factors.ready(layer.name)
+
+    def _await_derivative(self, layer: Layer, g: Tensor) -> None:
+        """Warn once if the loss will turn out to depend on `g`, which leads to an input's gradient.
+
+        With `create_graph=True`, `g` has a graph; a backward pass that makes gradients of
+        parameters runs through it only if the loss has the gradient of the input as a part.
+        """
+        g = outside_of_transforms(g)
+        if not self._derivatives_told and g.grad_fn is not None:
+            listen(g, partial(self._on_derivative, layer))
+
+    def _on_derivative(self, layer: Layer, _: Tensor) -> None:
+        if not self._derivatives_told and makes_gradients(layer.parameters):
+            self._derivatives_told = True
+            _warn_of_derivatives(layer)
 
     def _add(self, sums: LayerSums, x: Tensor, g: Tensor, forward_pass: int) -> None:
         """Add one call's moments to the sums of a layer."""
@@ -503,6 +522,17 @@ def _remove(hooks: list[Attached]) -> None:
     """Take all hooks away from the model."""
     while hooks:
         hooks.pop().remove()
+
+
+def _warn_of_derivatives(layer: Layer) -> None:
+    """Warn of a loss whose gradient has a part that the factors lack."""
+    log.warning(
+        "layer %r: the loss holds derivatives of the network in its inputs (create_graph=True), as "
+        "of a PINN or with a gradient penalty, and the factors lack their part: the curvature is "
+        "that of the outputs alone. For a PINN try less damping than the default: "
+        "damping=mpikfac.Damping(relative=1.0)",
+        layer.name,
+    )
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:

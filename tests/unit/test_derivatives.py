@@ -1,0 +1,214 @@
+"""Losses that hold derivatives of the network in its inputs are told once; others are not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jacrev, vmap
+from torch.utils.checkpoint import checkpoint
+
+import mpikfac
+from support import inside
+
+COMM = mpikfac.world()
+TOLD = "derivatives of the network in its inputs"
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def critic() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 6), nn.LeakyReLU(), nn.Linear(6, 1))
+
+
+def points(*shape: int) -> Tensor:
+    return torch.rand(*(shape or (16,)), 2, requires_grad=True)
+
+
+def slope(u: Tensor, x: Tensor, **ways) -> Tensor:
+    return torch.autograd.grad(u.sum(), x, **ways)[0]
+
+
+def trained(model: nn.Module, loss_of, steps: int = 3, **settings) -> mpikfac.KFACOptimizer:
+    optimizer = mpikfac.KFACOptimizer(model, **settings)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(optimizer).backward()
+        optimizer.step()
+    return optimizer
+
+
+# -- told ------------------------------------------------------------------------------------------
+
+
+def burgers(optimizer) -> Tensor:
+    x = points()
+    u = optimizer.trainer.model(x)
+    first = slope(u, x, create_graph=True)
+    second = slope(first[:, 1], x, create_graph=True)[:, 1]
+    return (first[:, 0] + u[:, 0] * first[:, 1] - 0.01 * second).square().mean()
+
+
+def second_alone(optimizer) -> Tensor:
+    x = points()
+    first = slope(optimizer.trainer.model(x), x, create_graph=True)
+    return slope(first[:, 1], x, create_graph=True).square().mean()
+
+
+def of_tokens(optimizer) -> Tensor:
+    x = points(4, 3)
+    return slope(optimizer.trainer.model(x), x, create_graph=True).square().mean()
+
+
+def checkpointed(optimizer) -> Tensor:
+    x, model = points(), optimizer.trainer.model
+    u = model[2:](checkpoint(model[:2], x, use_reentrant=False))
+    return slope(u, x, create_graph=True).square().mean()
+
+
+def of_critic(optimizer) -> Tensor:
+    x, fake, real = points(), points(), points()
+    model = optimizer.trainer.model
+    norms = slope(model(x), x, create_graph=True).norm(dim=1)
+    return model(fake).mean() - model(real).mean() + 10 * (norms - 1).square().mean()
+
+
+def by_grad(optimizer) -> Tensor:
+    model = optimizer.trainer.model
+    slopes = vmap(grad(lambda x: model(x).squeeze()))(points())
+    return slopes.square().mean() + model(points()).square().mean()
+
+
+def by_jacrev(optimizer) -> Tensor:
+    model = optimizer.trainer.model
+    return vmap(jacrev(model))(points()).square().mean() + model(points()).square().mean()
+
+
+@pytest.mark.parametrize("way", ["at once", "together"])
+@pytest.mark.parametrize(
+    "loss_of", [burgers, second_alone, of_tokens, checkpointed, of_critic, by_grad, by_jacrev]
+)
+def test_a_loss_with_derivatives_is_told_once(loss_of, way, monkeypatch, caplog):
+    """Oracle: the log; the remedy is pasted."""
+    inside.record(monkeypatch, way)
+    trained(critic() if loss_of is of_critic else network(), loss_of)
+    assert caplog.text.count(TOLD) == 1
+    remedy = re.search(r"damping=(mpikfac\.Damping\([^)]*\))", caplog.text)
+    assert remedy is not None
+    caplog.clear()
+    trained(network(), retained, damping=eval(remedy[1]))
+    assert TOLD not in caplog.text
+
+
+def test_a_loss_with_derivatives_is_told_where_labels_are_the_models(caplog):
+    """Oracle: the log; factors of `record` lack the part, too."""
+
+    def loss_of(optimizer) -> Tensor:
+        x = points()
+        u = optimizer.trainer.model(x)
+        loss = u.square().mean() + slope(u, x, create_graph=True).square().mean()
+        optimizer.trainer.record(u, "squared-error")
+        return loss
+
+    trained(network(), loss_of, estimator=mpikfac.Estimator(fisher="exact"))
+    assert caplog.text.count(TOLD) == 1
+
+
+# -- not told --------------------------------------------------------------------------------------
+
+
+def attacked(optimizer) -> Tensor:
+    x, model = points(), optimizer.trainer.model
+    step = slope(model(x).square(), x).sign()
+    return model((x + 0.1 * step).detach()).square().mean()
+
+
+def attacked_by_backward(optimizer) -> Tensor:
+    x, model = points(), optimizer.trainer.model
+    loss = model(x).square().mean()
+    loss.backward(inputs=[x], retain_graph=True)
+    return loss + model((x + x.grad.sign()).detach()).square().mean()
+
+
+def attacked_by_transform(optimizer) -> Tensor:
+    model = optimizer.trainer.model
+    step = vmap(grad(lambda x: model(x).squeeze()))(points()).sign()
+    return model((points() + 0.1 * step).detach()).square().mean()
+
+
+def retained(optimizer) -> Tensor:
+    x = points()
+    u = optimizer.trainer.model(x)
+    slope(u, x, retain_graph=True)
+    return u.square().mean()
+
+
+def left_out(optimizer) -> Tensor:
+    x = points()
+    u = optimizer.trainer.model(x)
+    first = slope(u, x, create_graph=True)
+    slope(first, x, create_graph=True)
+    return u.square().mean() + first.detach().square().mean()
+
+
+def looked_at(optimizer) -> Tensor:
+    x = points()
+    u = optimizer.trainer.model(x)
+    slope(slope(u, x, create_graph=True), x, retain_graph=True)
+    return u.square().mean()
+
+
+def recomputed(optimizer) -> Tensor:
+    model = optimizer.trainer.model
+    return model[2:](checkpoint(model[:2], points(), use_reentrant=True)).square().mean()
+
+
+def curvature_along(optimizer) -> Tensor:
+    model = optimizer.trainer.model
+    parameters = list(model.parameters())
+    with optimizer.trainer.paused():
+        loss = model(points()).square().mean()
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        torch.autograd.grad(sum(g.square().sum() for g in gradients), parameters)
+        x = points()
+        slope(model(x), x, create_graph=True).square().sum().backward(inputs=parameters)
+    optimizer.zero_grad()
+    return model(points()).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        *(attacked, attacked_by_backward, attacked_by_transform, retained, left_out, looked_at),
+        *(recomputed, curvature_along),
+    ],
+)
+def test_other_passes_are_not_told(loss_of, caplog):
+    """Oracle: the log."""
+    trained(network(), loss_of)
+    assert TOLD not in caplog.text
+
+
+def test_passes_of_record_are_not_told(caplog):
+    """Oracle: the log; `record` runs passes of its own through the outputs."""
+
+    def loss_of(optimizer) -> Tensor:
+        u = optimizer.trainer.model(points())
+        optimizer.trainer.record(u, "squared-error")
+        return u.square().mean()
+
+    trained(network(), loss_of, estimator=mpikfac.Estimator(fisher="exact"))
+    assert TOLD not in caplog.text
+
+
+def test_the_model_keeps_no_hook_between_steps_with_factors():
+    """Oracle: torch's lists of hooks, at a step without new factors."""
+    model = network()
+    trained(model, burgers, steps=2, factor_every=10)
+    assert not any(module._forward_hooks for module in model.modules())
