@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mpikfac.files import read_text
 
 LARGE = 2**24  # multiplications of a product of two matrices that oneDNN pays off for
 WORTH_ROUNDING = 2**22  # multiplications that a CPU with AMX saves more on than rounding takes
@@ -50,8 +51,10 @@ def in_float32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 @cache
 def _made_by_intel() -> bool:
-    cpus = Path("/proc/cpuinfo")
-    return cpus.exists() and "GenuineIntel" in cpus.read_text()
+    try:
+        return "GenuineIntel" in read_text("/proc/cpuinfo")
+    except OSError:
+        return False
 
 
 # -- precision ------------------------------------------------------------------------------------

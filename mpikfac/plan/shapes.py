@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from mpikfac.plan.choices import Choices, Combination, check
 from mpikfac.plan.layout import Shape, triangle_shape
@@ -265,32 +265,20 @@ def count_of(name: str) -> str:
 
 
 HUGE = 16384
-"""Number of outputs above which `usual_rule` keeps the diagonal of G."""
-WHOLE = 1024
-"""The order up to which `usual_rule` keeps whole factors."""
-BLOCKS = 256, 512
-"""The orders of the blocks of larger factors: for narrow layers, and at most."""
+"""Order above which `usual_rule` keeps a diagonal; the whole matrix has a gigabyte."""
 
 
 def usual_rule(layer: LayerShape) -> LayerShape:
-    """Return the layer with whole factors, or with blocks if a side is longer than `WHOLE`.
-
-    Blocks have at most twice as many rows as the layer's smaller side: so the product of a gradient
-    with the factors costs no more than the layer's orthogonal direction. They have at least 256 and
-    at most 512 rows. Above `HUGE` outputs, such as the words of a language, G is a diagonal.
+    """Return the layer with whole factors, but diagonals above `HUGE` inputs or outputs.
 
     A rule of your own starts from the usual rule and replaces fields:
 
         def rule(layer):
-            return dataclasses.replace(mpikfac.usual_rule(layer), largest=None)  # whole factors
+            return dataclasses.replace(mpikfac.usual_rule(layer), largest=1024)
     """
     orders = {"A": layer.inputs, "G": layer.outputs}
-    least, most = BLOCKS
-    block = min(most, max(least, 2 * min(orders.values())))
-    diagonal: Any = "".join(s for s in "AG" if s in layer.diagonal or (s, orders[s]) > ("G", HUGE))
-    return replace(
-        layer, largest=block if max(orders.values()) > WHOLE else None, diagonal=diagonal
-    )
+    huge = (side for side in layer.sides if side in layer.diagonal or orders[side] > HUGE)
+    return replace(layer, diagonal="".join(huge))  # type: ignore[arg-type]
 
 
 def forward_only(layer: LayerShape) -> LayerShape:

@@ -22,7 +22,8 @@ from mpikfac.settings.usual import Intervals
 
 AT_FIRST = 1.0  # the share until `SETTLED`
 LEAST_PASSES = 2**27  # multiplications; shorter steps spend their time on other things
-LEAST_BLOCK = 128
+LEAST_BLOCK = 256
+WIDE = 1024  # the largest order that is decomposed before the first batch has been seen
 
 
 @dataclass
@@ -59,18 +60,24 @@ class Budget:
 
     # -- cuts ------------------------------------------------------------------------------------
 
-    def cut(self, layer: LayerShape) -> LayerShape:
-        """Return the layer with blocks of half as many rows as a batch has vectors, but up to 128.
+    def cut(self, layer: LayerShape, spatial: bool = False) -> LayerShape:
+        """Return the layer with blocks of half as many rows as a batch has vectors, but up to 256.
 
         With larger blocks, a direction costs more than the passes of the layer, and the batch tells
-        little about them.
+        little about them. Before the first batch, only wide layers without pixels have blocks.
+
+        Args:
+            layer: with whole factors.
+            spatial: whether vectors are patches, of which a batch has many.
         """
-        seen = self.seen.get(layer.name)
-        if not self.cuts or seen is None or not seen.vectors:
+        if not self.cuts:
             return layer
-        largest = max(LEAST_BLOCK, seen.vectors // 2)
-        orders = [factor.order for factor in layer.factors]
-        return replace(layer, largest=largest) if max(orders, default=0) > largest else layer
+        order, largest = max((factor.order for factor in layer.factors), default=0), LEAST_BLOCK
+        if layer.name in self.seen:
+            largest = max(LEAST_BLOCK, self.seen[layer.name].vectors // 2)
+        elif spatial or order <= WIDE:
+            return layer
+        return replace(layer, largest=largest) if order > largest else layer
 
     def count(self, layers: Iterable[PlannedLayer], orthogonal: bool) -> None:
         """Count the operations of the layers with what has been seen of a batch."""

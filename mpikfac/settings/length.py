@@ -59,8 +59,9 @@ class Length:
             mantissa. "bfloat16": operands to 7 bits. "amx": operands to 7 bits in products of at
             least 4 million multiplications. Sums are in float32, and models in float64 round
             nothing. Tensor cores of an NVIDIA GPU, and for "amx" the matrix unit of a CPU with AMX,
-            multiply so; other devices round, and save no time. None: "tf32" on an NVIDIA GPU and
-            "amx" on a CPU that has it, both without a `delay`, else "float32".
+            multiply so; other devices round, and save no time. None: "tf32" on an NVIDIA GPU and,
+            for orthogonal directions, "amx" on a CPU that has it, both without a `delay`, else
+            "float32".
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to

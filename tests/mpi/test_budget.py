@@ -23,7 +23,7 @@ STRATEGIES = {
 
 def optimizer(comm, strategy=None) -> mpikfac.KFACOptimizer:
     torch.manual_seed(0)
-    layers = nn.Linear(150, 140), nn.Tanh(), nn.Linear(140, 3)
+    layers = nn.Linear(300, 270), nn.Tanh(), nn.Linear(270, 3)
     model = nn.Sequential(*layers).to(problem.DEVICE, torch.float64)
     return mpikfac.KFACOptimizer(model, comm=comm, strategy=strategy)
 
@@ -33,7 +33,7 @@ def train(kfac, comm, steps) -> torch.Tensor:
     model, shard = kfac.trainer.model, slice(comm.rank, None, comm.size)
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(EXAMPLES, 150, generator=generator, dtype=torch.float64)[shard]
+        x = torch.randn(EXAMPLES, 300, generator=generator, dtype=torch.float64)[shard]
         y = (torch.arange(EXAMPLES) % 3)[shard]
         kfac.zero_grad()
         F.cross_entropy(model(x.to(problem.DEVICE)), y.to(problem.DEVICE)).backward()
@@ -47,12 +47,12 @@ def orders(kfac) -> list[int]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ranks_cut_and_train_as_one(comm, name):
-    """Oracle: one process on the joined batch; blocks of at most 128 rows by hand."""
+    """Oracle: one process on the joined batch; blocks of at most 256 rows by hand."""
     kfac = optimizer(comm, STRATEGIES[name])
     alone_comm = comm.Split(comm.rank)
     alone = optimizer(alone_comm, STRATEGIES[name] and STRATEGIES[name].changed(workers=1))
     found, expected = train(kfac, comm, range(7)), train(alone, alone_comm, range(7))
-    assert orders(kfac) == orders(alone) == [75, 76, 70, 70, 70, 71, 3]
+    assert orders(kfac) == orders(alone) == [150, 151, 135, 135, 135, 136, 3]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     assert all(torch.equal(found, other) for other in comm.allgather(found))
     kfac.trainer.close()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac import KFAC
+from mpikfac.numerics import orthogonal
 from support import problem
 
 Matrix = np.ndarray
@@ -114,11 +115,11 @@ class Momenta:
 
 
 def polar(matrix: Matrix) -> Matrix:
-    """Return `U f(S) V'`, by singular values, with five steps of Muon's polynomial f."""
+    """Return `U f(S) V'`, by singular values, with the polynomials of `orthogonalised` for f."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    values = values / np.linalg.norm(values)
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    values = values / (values**8).sum() ** (1 / 8) / orthogonal.MARGIN**0.5
+    for first, third, fifth in orthogonal.STEPS:
+        values = first * values + third * values**3 + fifth * values**5
     return left @ np.diag(values) @ right
 
 

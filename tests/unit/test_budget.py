@@ -14,19 +14,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mpikfac
 from mpikfac import KFACOptimizer, LayerShape
-from mpikfac.plan import Operations, Seen, operations, usual_rule
+from mpikfac.plan import Operations, Seen, operations
 from mpikfac.settings import Budget, Intervals, seen_in, usual_intervals
 from mpikfac.solvers import forms
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(150, 140), nn.Tanh(), nn.Linear(140, 3)).double()
+    return nn.Sequential(nn.Linear(300, 270), nn.Tanh(), nn.Linear(270, 3)).double()
 
 
 def batch(step: int = 0, examples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(examples, 150, generator=generator, dtype=torch.float64)
+    x = torch.randn(examples, 300, generator=generator, dtype=torch.float64)
     return x, torch.arange(examples) % 3
 
 
@@ -54,7 +54,7 @@ def test_passes_and_statistics_are_what_torch_counts():
     with FlopCounterMode(display=False) as passes:
         F.cross_entropy(model(x), y).backward()
     with FlopCounterMode(display=False) as moments:
-        for rows in (x, torch.randn(12, 140), torch.randn(12, 140), torch.randn(12, 3)):
+        for rows in (x, torch.randn(12, 270), torch.randn(12, 270), torch.randn(12, 3)):
             rows.detach().T @ rows.detach()
     kfac = KFACOptimizer(model).trainer
     counted, (form, *_) = Operations(), forms("inverse")
@@ -76,25 +76,34 @@ def test_a_decomposition_is_the_cube_of_the_orders():
     assert operations(diagonal, form, Seen(4, 2), True).decomposition == 7**3
 
 
-# -- wide layers -------------------------------------------------------------------------------
+# -- cuts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "largest", "diagonal"),
+    ("inputs", "outputs", "spatial", "largest"),
     [
-        (1024, 1024, None, ""),  # the largest whole factors
-        (1025, 64, 256, ""),
-        (9217, 128, 256, ""),  # the head of a small network for digits
-        (2304, 256, 512, ""),
-        (25089, 4096, 512, ""),  # VGG's
-        (769, 50257, 512, "G"),  # of a language model
-        (50257, 8, 256, ""),
+        (1024, 1024, False, None),
+        (9217, 128, False, 256),  # the head of a small network for digits
+        (129, 1025, False, 256),
+        (4609, 512, True, None),  # a convolution of ResNet-50
     ],
 )
-def test_wide_layers_fall_into_blocks(inputs, outputs, largest, diagonal):
-    """Oracle: by hand: twice the smaller side, at least 256 and at most 512."""
-    layer = usual_rule(LayerShape("fc", inputs, outputs))
-    assert (layer.largest, layer.diagonal) == (largest, diagonal)
+def test_wide_layers_fall_into_blocks_before_the_first_batch(inputs, outputs, spatial, largest):
+    """Oracle: by hand: more than 1,024 rows, and no pixels."""
+    layer = LayerShape("fc", inputs, outputs)
+    assert Budget(cuts=True).cut(layer, spatial).largest == largest
+    assert Budget(cuts=False).cut(layer, spatial) == layer
+
+
+@pytest.mark.parametrize(
+    ("vectors", "inputs", "largest"),
+    [(64, 785, 256), (512, 785, 256), (600, 785, 300), (600, 300, None), (8192, 4097, 4096)],
+)
+def test_blocks_have_half_as_many_rows_as_the_batch_has_vectors(vectors, inputs, largest):
+    """Oracle: by hand: at least 256 rows; whole factors of fewer."""
+    budget = Budget(cuts=True, seen={"fc": Seen(vectors, vectors)})
+    for spatial in (False, True):
+        assert budget.cut(LayerShape("fc", inputs, 100), spatial).largest == largest
 
 
 def test_directions_of_a_layer_cut_on_its_smaller_side_are_orthogonal_block_by_block():
@@ -116,16 +125,12 @@ def test_directions_of_a_layer_cut_on_its_smaller_side_are_orthogonal_block_by_b
 # -- cuts after the first batch ----------------------------------------------------------------
 
 
-def test_factors_fall_into_blocks_by_the_vectors_of_a_batch():
-    """Oracle: by hand: blocks of at most 128 rows for 12 vectors, and of 145 for 290."""
+def test_factors_fall_into_blocks_after_the_first_batch():
+    """Oracle: by hand, for 12 vectors."""
     optimizer = KFACOptimizer(network())
-    assert orders(optimizer) == [151, 140, 141, 3]
+    assert orders(optimizer) == [301, 270, 271, 3]
     train(optimizer, range(1))
-    assert orders(optimizer) == [75, 76, 70, 70, 70, 71, 3]
-    budget = Budget(cuts=True, seen={"fc": Seen(290, 290)})
-    assert budget.cut(LayerShape("fc", 151, 140)).largest == 145
-    assert budget.cut(LayerShape("fc", 145, 140)).largest is None
-    assert budget.cut(LayerShape("other", 151, 140)).largest is None
+    assert orders(optimizer) == [150, 151, 135, 135, 135, 136, 3]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,7 @@ def test_a_cut_run_is_the_run_of_blocks_by_hand_from_the_next_step_on():
     """Oracle: K-FAC with the same blocks from the start, which takes over after a step."""
     cut = KFACOptimizer(network())
     train(cut, range(1))
-    by_hand = mpikfac.Coverage(rule=lambda layer: replace(layer, largest=128))
+    by_hand = mpikfac.Coverage(rule=lambda layer: replace(layer, largest=256))
     twin = KFACOptimizer(network(), coverage=by_hand)
     train(twin, range(1))
     state = {n: v for n, v in cut.trainer.state_dict().items() if not n.startswith("kfac/seen")}
@@ -228,7 +233,7 @@ def test_a_budget_is_positive(budget):
 
 
 def test_a_line_says_once_what_a_step_costs_and_where(caplog):
-    """Oracle: the operations by hand, of blocks of 75 and 76, and of 70 rows."""
+    """Oracle: the operations by hand, of two blocks each."""
     caplog.set_level(logging.INFO, "mpikfac")
     optimizer = KFACOptimizer(network())
     train(optimizer, range(3))
@@ -239,7 +244,7 @@ def test_a_line_says_once_what_a_step_costs_and_where(caplog):
     added = sum(one.direction + one.updates(*every) for one in counts)
     times = 1 + added / sum(one.passes for one in counts)
     assert line.startswith(f"K-FAC: {times:.2g} of SGD's operations a step; 0 is ")
-    assert line.endswith("(order 151, in blocks of at most 76)")
+    assert line.endswith("(order 301, in blocks of at most 151)")
     assert times > 2
     assert {r.levelname for r in caplog.records if r.getMessage() == line} == {"WARNING"}
 

@@ -176,8 +176,8 @@ class CoverageOptions:
         norms: scale and shift of normalisation layers are preconditioned, too.
         sharing: how the positions count at which an image uses a weight. "expand": each position is
             an example of its own; "reduce": the mean over the positions is an example.
-        largest: the largest order of a factor; larger factors fall into equal blocks. null: 512, or
-            less in narrow layers, where a side of the layer is longer than 1024.
+        largest: the largest order of a factor; larger factors fall into equal blocks. null: what
+            the budget says, or no limit.
         rank: the number of eigenvectors that are kept of factors or blocks of a larger order; the
             mean replaces the remaining eigenvalues. null keeps all. A rank needs solver=eigen.
         skip: the names of layers that are trained without K-FAC.
@@ -218,7 +218,7 @@ class KfacOptions:
         budget: the operations of statistics and decompositions on average, as a share of those of
             the forward and backward passes; in the first 160 steps, as many as those of the passes.
             Intervals grow, and factors fall into blocks of at most half as many rows as a batch has
-            vectors, or of 128. null, or an interval of your own: no limit.
+            vectors, or of 256. null, or an interval of your own: no limit.
         damping_adapt: the number of steps from one adaptation of the damping to the next. The
             damping follows how well the quadratic model predicted the loss; each adaptation costs a
             forward pass. null: the damping stays.

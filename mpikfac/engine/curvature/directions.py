@@ -217,7 +217,10 @@ class Directions(Part):
 
 def precision_of(length: Length, strategy: Strategy, device: torch.device) -> str:
     """Return the precision of directions: the chosen one, or what is usual on the device."""
-    return length.precision or usual_precision(device, strategy.refresh.delay > 0)
+    usual = usual_precision(device, strategy.refresh.delay > 0)
+    if usual == "amx" and not length.orthogonal:  # lengths would bear the rounding
+        usual = "float32"
+    return length.precision or usual
 
 
 def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ from mpikfac.plan import (
     check_layers,
     forward_only,
     plan_for,
-    usual_rule,
 )
 from mpikfac.plan.names import (
     BASES,
@@ -234,9 +233,13 @@ class Preconditioner(FirstOrder):
 
     @property
     def outgrown(self) -> bool:
-        """Whether the budget cuts factors of a layer that have not been cut yet."""
-        cut = self.settings.budget.cut
-        return any(cut(layer.shape) != layer.shape for layer in self.plan.layers)
+        """Whether factors are cut otherwise than by what has been seen of a batch."""
+        budget = self.settings.budget
+        return budget.cuts and any(
+            budget.cut(dataclasses.replace(layer.shape, largest=None)) != layer.shape
+            for layer in self.plan.layers
+            if layer.name in budget.seen
+        )
 
     def _finish_statistics(self) -> None:
         """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
@@ -376,12 +379,13 @@ class Curvature(Method):
     def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:
         """Return the layers that K-FAC covers, and the uncovered tensors."""
         coverage, cut = self.coverage, self.settings.budget.cut
-        if coverage.rule is usual_rule:
-            coverage = dataclasses.replace(coverage, rule=lambda layer: cut(usual_rule(layer)))
         if self.estimator.fisher == "forward-only":  # nothing estimates G
             rule = coverage.rule
             coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
-        return cover(model, coverage, self.estimator.statistics_dtype)
+        layers, others = cover(model, coverage, self.estimator.statistics_dtype)
+        for layer in layers:
+            layer.shape = cut(layer.shape, layer.spatial)
+        return layers, others
 
     def plan(
         self,
