@@ -28,11 +28,11 @@ def claims() -> list[dict[str, str]]:
 
 
 def test_the_pages_are_short():
-    """Oracle: 850 words for the page of claims, 400 for a topic, 8,400 for all topics."""
+    """Oracle: 900 words for the page of claims, 400 for a topic, 8,800 for all topics."""
     words = {path.name: path.read_text().split() for path in TOPICS}
-    assert len(PAGE.read_text().split()) <= 850
+    assert len(PAGE.read_text().split()) <= 900
     assert {name: len(texts) for name, texts in words.items() if len(texts) > 400} == {}
-    assert sum(bool(re.search(r"\w", word)) for texts in words.values() for word in texts) <= 8400
+    assert sum(bool(re.search(r"\w", word)) for texts in words.values() for word in texts) <= 8800
 
 
 def test_each_topic_has_a_claim_and_each_claim_a_topic():

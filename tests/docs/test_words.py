@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # words between blanks, tables and code included
     "README.md": 600,
-    "CHANGELOG.md": 1500,
+    "CHANGELOG.md": 1600,
     "CONTRIBUTING.md": 1300,
     "SECURITY.md": 300,
     "docs/start/coming_from.md": 900,
@@ -26,7 +26,7 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/guide/own_script.md": 1960,
     "docs/guide/preconditioners.md": 1200,
     "docs/guide/training.md": 2300,
-    "docs/guide/tuning.md": 800,
+    "docs/guide/tuning.md": 950,
     "docs/ideas/architecture.md": 2400,
     "docs/ideas/curvature.md": 3000,
     "docs/ideas/gradient.md": 850,
@@ -52,13 +52,13 @@ BUDGETS = {  # words between blanks, tables and code included
     "docs/extensions/trace.md": 1000,
     "docs/extensions/validation.md": 850,
     "docs/extensions/volumes.md": 400,
-    "docs/reference/failures.md": 4300,
+    "docs/reference/failures.md": 4400,
     "docs/reference/glossary.md": 1000,
     "docs/reference/gpu.md": 1150,
     "docs/reference/models.md": 700,  # a test writes it
     "docs/reference/references.md": 2300,
     "docs/decisions/index.md": 1100,
-    "benchmarks/README.md": 850,
+    "benchmarks/README.md": 900,
 }
 FOLDERS = {"docs/decisions": 130, "benchmarks/results": 400}  # of a page without a line above
 PAGES = [
