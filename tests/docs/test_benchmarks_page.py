@@ -27,14 +27,6 @@ def claims() -> list[dict[str, str]]:
     return [dict(zip(COLUMNS, row, strict=True)) for row in cells[2:]]
 
 
-def test_the_pages_are_short():
-    """Oracle: 850 words for the page of claims, 400 for a topic, 8,400 for all topics."""
-    words = {path.name: path.read_text().split() for path in TOPICS}
-    assert len(PAGE.read_text().split()) <= 850
-    assert {name: len(texts) for name, texts in words.items() if len(texts) > 400} == {}
-    assert sum(bool(re.search(r"\w", word)) for texts in words.values() for word in texts) <= 8400
-
-
 def test_each_topic_has_a_claim_and_each_claim_a_topic():
     """Oracle: the files of the folder."""
     files = {re.search(r"\(results/(\w+\.md)", claim["file"])[1] for claim in claims()}

@@ -216,7 +216,7 @@ class Preconditioner(FirstOrder):
         numbers = [n for layer in layers for n in (vectors[layer.name], chosen[layer.name])]
         vectors.clear()
         chosen.clear()
-        if {layer.name for layer in layers} <= budget.seen.keys():
+        if not self.plan.factors or {layer.name for layer in layers} <= budget.seen.keys():
             return
         of_all = summed(self.site.grid.world, numbers)
         if self.plan.strategy.reduction == "none":  # only the owner of a layer records it
