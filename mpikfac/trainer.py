@@ -414,7 +414,7 @@ class Trainer:
             UserError: ranks disagree.
         """
         comm, model, plan = self._team.trains, self.model, drawn.plan
-        choices = self._method.compared(plan, drawn.device)
+        choices = self._method.compared()
         strategy = {"strategy": plan.strategy} if choices else {}  # else the plan says all
         digest = {"plan": plan.digest()}
         agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -200,7 +199,7 @@ class Method:
     def adopt(self, seen: str) -> None:
         """Take what a state's run has seen of a batch."""
 
-    def compared(self, plan: Plan, device: torch.device) -> dict[str, object]:
+    def compared(self) -> dict[str, object]:
         """Return the choices that have to be equal on all ranks."""
         return {}
 

@@ -7,41 +7,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpikfac.files import read_text
+from mpikfac import files
 
 LARGE = 2**24  # multiplications of a product of two matrices that oneDNN pays off for
-WORTH_ROUNDING = 2**22  # multiplications that a CPU with AMX saves more on than rounding takes
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` in the precision of `multiplying`, by default that of the operands.
+    """Return `a @ b` in the precision of `multiplying`, or else by the faster of two libraries.
+
+    `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
+    as MKL, one matrix at a time; on Intel's, half as fast. oneDNN takes the second matrix
+    transposed, so a copy of the matrix has to pay off, too.
 
     Args:
         a: `[..., m, k]`.
         b: `[..., k, n]`, with the same dimensions in front.
         out: is filled with the product.
     """
-    return _multiply.get()(a, b, out)
-
-
-def in_float32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` in the operands' dtype, by the faster of two libraries.
-
-    `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
-    as MKL, one matrix at a time; on Intel's, half as fast. oneDNN takes the second matrix
-    transposed, so a copy of the matrix has to pay off, too.
-    """
+    if (coarse := _coarse.get()) is not None:
+        return coarse(a, b, out)
     work = math.prod(a.shape[-2:]) * b.shape[-1]
     if not a.is_cpu or a.dtype != torch.float32 or work < LARGE or _made_by_intel():
         return torch.matmul(a, b, out=out)
     if a.dim() == b.dim() == 3:
-        found = torch.stack(list(map(in_float32, a, b)))
+        found = torch.stack(list(map(product, a, b)))
     elif a.dim() == 2 and (b.T.is_contiguous() or len(a) >= 256):
         found = F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
     else:
@@ -52,7 +46,7 @@ def in_float32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 @cache
 def _made_by_intel() -> bool:
     try:
-        return "GenuineIntel" in read_text("/proc/cpuinfo")
+        return "GenuineIntel" in files.read_text("/proc/cpuinfo")
     except OSError:
         return False
 
@@ -63,33 +57,39 @@ def _made_by_intel() -> bool:
 @contextmanager
 def multiplying(precision: str) -> Iterator[None]:
     """Let `product` multiply in a precision of `PRECISIONS`, on the calling thread."""
-    before = _multiply.set(PRECISIONS[precision])
+    before = _coarse.set(PRECISIONS[precision])
     try:
         yield
     finally:
-        _multiply.reset(before)
+        _coarse.reset(before)
 
 
 def usual_precision(device: torch.device, in_background: bool) -> str:
     """Return the precision of directions on a device, where the program chooses none.
 
     Args:
-        in_background: a thread of the rank multiplies at the same time. Torch's settings are the
-            whole process's, and would round products of the thread by chance.
+        in_background: a thread of the rank multiplies at the same time. Torch's setting of TF32 is
+            the whole process's, and would round products of the thread by chance.
     """
-    units = {"cpu": ("amx", has_amx()), "cuda": ("tf32", torch.version.cuda is not None)}
-    precision, there = units.get(device.type, ("float32", True))
-    return precision if there and not in_background else "float32"
+    on_tensor_cores = device.type == "cuda" and torch.version.cuda and not in_background
+    return "tf32" if on_tensor_cores else "float32"
 
 
 def in_tf32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b`; operands of float32 are rounded to 10 bits of mantissa, sums are not."""
+    """Return `a @ b`; operands of float32 are rounded to 10 bits of mantissa, sums are not.
+
+    Torch has a setting for the whole process, which is in force for this product alone.
+    """
     if a.dtype != torch.float32:
         return torch.matmul(a, b, out=out)
     if not _has_tensor_cores(a):
         return torch.matmul(rounded_to_tf32(a), rounded_to_tf32(b), out=out)
-    with _allowing(torch.backends.cuda.matmul, "tf32"):
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
+    try:
         return torch.matmul(a, b, out=out)
+    finally:
+        settings.fp32_precision = before
 
 
 def in_bfloat16(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -107,38 +107,6 @@ def in_bfloat16(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return found if out is None else out.copy_(found)
 
 
-def in_amx(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` as `in_bfloat16` if that pays off in the matrix unit of a CPU.
-
-    A stack is multiplied matrix by matrix, as oneDNN's product of stacks is slow.
-    """
-    if a.dtype != torch.float32 or math.prod(a.shape[-2:]) * b.shape[-1] < WORTH_ROUNDING:
-        return in_float32(a, b, out)
-    if not (a.is_cpu and has_amx()):
-        return in_bfloat16(a, b, out)
-    if a.dim() > 2:
-        found = torch.stack([in_amx(x, y) for x, y in zip(a, b)])
-        return found if out is None else out.copy_(found)
-    with _allowing(torch.backends.mkldnn.matmul, "bf16"):
-        return torch.matmul(a, b, out=out)
-
-
-@contextmanager
-def _allowing(settings: Any, precision: str) -> Iterator[None]:
-    """Let torch round float32 operands; the setting is the whole process's, for one product."""
-    before, settings.fp32_precision = settings.fp32_precision, precision
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
-
-
-@cache
-def has_amx() -> bool:
-    """Return whether the CPU multiplies matrices of bfloat16 in a unit of its own."""
-    return torch.cpu._is_amx_tile_supported()
-
-
 def rounded_to_tf32(x: Tensor) -> Tensor:
     """Return `x` with mantissas of 10 bits, rounded to the nearest, ties away from zero."""
     bits = x.contiguous().view(torch.int32)
@@ -150,11 +118,8 @@ def _has_tensor_cores(tensor: Tensor) -> bool:
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-PRECISIONS: dict[str, Multiply] = {
-    **{"float32": in_float32, "tf32": in_tf32},
-    **{"bfloat16": in_bfloat16, "amx": in_amx},
-}
-_multiply = ContextVar[Multiply]("multiply", default=in_float32)
+PRECISIONS = {"float32": None, "tf32": in_tf32, "bfloat16": in_bfloat16}
+_coarse = ContextVar[Multiply | None]("coarse", default=None)
 
 
 # -- a layer's gradient between its factors -------------------------------------------------------

@@ -47,9 +47,9 @@ SETTINGS: tuple[Combination, ...] = (
     ),
     Combination(
         "precision",
-        ("tf32", "amx"),
+        ("tf32",),
         {"delay": 0, "curvature_ranks": AtLeast(1)},
-        "both are settings of the process, and a thread that decomposes would round by chance",
+        "TF32 is a setting of the process, and a thread that decomposes would round by chance",
         any_of=True,
     ),
 )

@@ -10,9 +10,9 @@ from mpikfac.settings.schedule import Schedule, in_force
 from mpikfac.settings.usual import TRUST
 
 Source = Literal["orthogonal", "rows", "rotated", "adam", "sgd", "own", "quadratic"]
-Precision = Literal["float32", "tf32", "bfloat16", "amx"]
+Precision = Literal["float32", "tf32", "bfloat16"]
 SOURCES: tuple[Source, ...] = (*BY_ADAM, "sgd", "own", "quadratic")
-PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16", "amx")
+PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,9 @@ class Length:
             and has not run on one yet.
         precision: how products round that precondition gradients and make directions orthogonal.
             "float32": not at all; on a GPU, as torch's settings say. "tf32": operands to 10 bits of
-            mantissa. "bfloat16": operands to 7 bits. "amx": operands to 7 bits in products of at
-            least 4 million multiplications. Sums are in float32, and models in float64 round
-            nothing. Tensor cores of an NVIDIA GPU, and for "amx" the matrix unit of a CPU with AMX,
-            multiply so; other devices round, and save no time. None: "tf32" on an NVIDIA GPU and,
-            for orthogonal directions, "amx" on a CPU that has it, both without a `delay`, else
-            "float32".
+            mantissa. "bfloat16": operands to 7 bits. Sums are in float32, and models in float64
+            round nothing. Tensor cores of an NVIDIA GPU multiply so; other devices round, and save
+            no time. None: "tf32" on an NVIDIA GPU without a `delay`, else "float32".
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to

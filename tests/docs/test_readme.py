@@ -33,7 +33,7 @@ def test_usage_example_trains(monkeypatch) -> None:
 
 
 def test_readme_names_the_two_commands_and_has_a_picture() -> None:
-    """Oracle: the scripts, and the file of the picture. test_words.py counts the words."""
+    """Oracle: the scripts, and the file of the picture."""
     text = README.read_text()
     for script in ("jobs/quickstart.sh", "jobs/test.sh"):
         assert f"bash {script}" in text and (README.parent / script).exists()

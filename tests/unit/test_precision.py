@@ -83,7 +83,7 @@ def in_bits(x, precision):
     return x.cpu().double()
 
 
-@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize("precision", products.PRECISIONS)
 @pytest.mark.parametrize("shapes", SHAPES, ids=["matrices", "a stack", "stacks"])
 def test_a_product_is_of_rounded_operands_with_sums_in_float32(precision, shapes):
     """Oracle: the product in float64 of operands rounded by numpy; each sum within 2^-20 of it."""
@@ -96,27 +96,6 @@ def test_a_product_is_of_rounded_operands_with_sums_in_float32(precision, shapes
     assert ((found.cpu().double() - left @ right).abs() <= bound).all()
     if precision != "float32":
         assert ((found.cpu().double() - a.cpu().double() @ b.cpu().double()).abs() > bound).any()
-
-
-@pytest.mark.parametrize("unit", [False, True], ids=["no unit", "a unit"])
-@pytest.mark.parametrize("shapes", [((300, 512), (512, 256)), ((2, 200, 200), (2, 200, 200))])
-def test_large_products_of_amx_are_of_rounded_operands(monkeypatch, shapes, unit):
-    """Oracle: as of bfloat16; and of small matrices, the product in float32 to the last bit."""
-    if unit and not products.has_amx():
-        pytest.skip("this processor has no AMX")
-    monkeypatch.setattr(products, "has_amx", lambda: unit)
-    a, b = operands(shapes)
-    small = a[..., :5, :], b
-    with multiplying("amx"):
-        found, exact = product(a, b), product(*small)
-    assert torch.equal(exact, product(*small))
-    left, right = in_bits(a, "bfloat16"), in_bits(b, "bfloat16")
-    assert (
-        (found.cpu().double() - left @ right).abs() <= 2.0**-20 * (left.abs() @ right.abs())
-    ).all()
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
-    with multiplying("amx"):
-        assert torch.equal(product(a, b, out=torch.empty_like(found)), found)
 
 
 @pytest.mark.parametrize("shapes", [*SHAPES, ((300, 512), (512, 256))])
@@ -218,12 +197,11 @@ def test_torch_has_products_of_bfloat16_with_float32(monkeypatch, shapes):
 def test_the_usual_precision_is_the_devices(monkeypatch):
     """Oracle: by hand."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    for unit, version in ((False, None), (True, "13.0")):
+    for version, of_gpu in ((None, "float32"), ("13.0", "tf32")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        monkeypatch.setattr(products, "has_amx", lambda unit=unit: unit)
-        assert usual_precision(cpu, False) == ("amx" if unit else "float32")
-        assert usual_precision(gpu, False) == ("tf32" if version else "float32")
-        assert usual_precision(cpu, True) == usual_precision(gpu, True) == "float32"
+        assert usual_precision(cpu, False) == "float32"
+        assert usual_precision(gpu, False) == of_gpu
+        assert usual_precision(gpu, True) == "float32"
 
 
 # -- steps ---------------------------------------------------------
@@ -253,7 +231,7 @@ def test_a_step_rounds_as_its_precision_says(comm, solver, length):
         found = directions(comm, precision, **settings)
         errors[precision] = ((found - exact).norm() / exact.norm()).item()
     assert errors["float32"] < 1e-4 < errors["tf32"] < 2e-2
-    assert 1.5 * errors["tf32"] < errors["bfloat16"] < 0.1
+    assert 1.5 * errors["tf32"] < errors["bfloat16"] < 0.2
     if not NVIDIA:
         assert torch.equal(
             directions(comm, None, **settings), directions(comm, "float32", **settings)
@@ -269,14 +247,14 @@ def test_a_step_in_float64_has_no_precision(comm):
 
 @pytest.mark.parametrize("precision", ["fp32", "float16", torch.bfloat16, True])
 def test_an_unknown_precision_is_refused(precision):
-    text = f"precision={precision!r} must be one of None, 'float32', 'tf32', 'bfloat16', 'amx'"
+    text = f"precision={precision!r} must be one of None, 'float32', 'tf32', 'bfloat16'"
     with pytest.raises(ValueError, match=re.escape(text)):
         mpikfac.Length(precision=precision)
 
 
 def test_precision_beside_a_thread_that_decomposes_is_refused(comm):
     strategy = mpikfac.Strategy(1).changed(delay=1)
-    text = "precision='tf32' needs delay=0 or curvature_ranks >= 1, not 1 and 0: both are settings"
+    text = "precision='tf32' needs delay=0 or curvature_ranks >= 1, not 1 and 0: TF32 is a setting"
     with pytest.raises(ValueError, match=re.escape(text)):
         directions(comm, "tf32", strategy=strategy)
 

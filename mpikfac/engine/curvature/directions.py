@@ -19,9 +19,9 @@ from mpikfac.engine.part import Item, Part
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
 from mpikfac.numerics import copy_all, multiplying, together, usual_precision
-from mpikfac.plan import PlannedLayer, Strategy, stages
+from mpikfac.plan import PlannedLayer, stages
 from mpikfac.plan.names import DAMPING, PRECONDITION, SEEN
-from mpikfac.settings import Length, Numbers, Settings
+from mpikfac.settings import Numbers, Settings
 from mpikfac.solvers import Held
 
 
@@ -54,7 +54,8 @@ class Directions(Part):
         self._stacks = [self._place(layers, held) for layers, held in bases.stacks]
         kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
         self.length = kind(settings.length, gradients, self._stacks, model, optimizer)
-        self._precision = precision_of(settings.length, self.plan.strategy, self.site.device)
+        usual = usual_precision(self.site.device, self.plan.strategy.refresh.delay > 0)
+        self._precision = settings.length.precision or usual
         self._run: Region = self._compute
         if settings.length.capture:
             self._run = Captured(self._compute, self._key, self.site.device)
@@ -213,14 +214,6 @@ class Directions(Part):
         """
         broken = self.gradients.broken
         return [layer for layer in self._layers if layer.name not in broken]
-
-
-def precision_of(length: Length, strategy: Strategy, device: torch.device) -> str:
-    """Return the precision of directions: the chosen one, or what is usual on the device."""
-    usual = usual_precision(device, strategy.refresh.delay > 0)
-    if usual == "amx" and not length.orthogonal:  # lengths would bear the rounding
-        usual = "float32"
-    return length.precision or usual
 
 
 def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from mpikfac.comm import Team, summed
 from mpikfac.engine.curvature.bases import Bases, Decomposer
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
-from mpikfac.engine.curvature.directions import Directions, precision_of
+from mpikfac.engine.curvature.directions import Directions
 from mpikfac.engine.curvature.factors import FACTORS, Factors
 from mpikfac.engine.curvature.recording import Recorder, Together
 from mpikfac.engine.gradients import Gradients
@@ -448,13 +448,12 @@ class Curvature(Method):
         """Take what a state's run has seen of a batch."""
         self.settings.budget.seen = seen_in(seen)
 
-    def compared(self, plan: Plan, device: torch.device) -> dict[str, object]:
+    def compared(self) -> dict[str, object]:
         """Return the choices that have to be equal on all ranks."""
         return {
             "solver": next(iter(self.solvers.values())),
             **dataclasses.asdict(self.estimator),
             **self.settings.described(),
-            "precision": precision_of(self.settings.length, plan.strategy, device),
         }
 
     def build(
