@@ -17,7 +17,7 @@ STEPS = (
 )
 """Coefficients of x, x^3 and x^5: each polynomial has the least largest distance from 1 on the
 range that those before leave of [1/200, 1] [Polar Express]."""
-MARGIN = 4.0  # of the bound: at 1, terms of the first polynomial cancel, and rounding grows
+MARGIN = 2.0  # of the bound: at 1, terms of the first polynomial cancel, and rounding grows
 LEAST = 128  # order of the smallest squares on a GPU, where few orders have few kernels
 
 
