@@ -31,6 +31,7 @@ from mpikfac.layers import Coverage, Layer, Other, cover
 from mpikfac.model import check_rates, groups_of
 from mpikfac.numerics import Scaler
 from mpikfac.plan import (
+    LayerShape,
     Plan,
     PlannedLayer,
     Seen,
@@ -39,7 +40,6 @@ from mpikfac.plan import (
     check_layers,
     forward_only,
     plan_for,
-    usual_rule,
 )
 from mpikfac.plan.names import (
     BASES,
@@ -375,12 +375,14 @@ class Curvature(Method):
 
     def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:
         """Return the layers that K-FAC covers, and the uncovered tensors."""
-        coverage, cut = self.coverage, self.settings.budget.cut
-        if coverage.rule is usual_rule:
-            coverage = dataclasses.replace(coverage, rule=lambda layer: cut(usual_rule(layer)))
-        if self.estimator.fisher == "forward-only":  # nothing estimates G
-            rule = coverage.rule
-            coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
+        rule, cut = self.coverage.rule, self.settings.budget.cut
+        without_g = self.estimator.fisher == "forward-only"  # nothing estimates G
+
+        def kept(layer: LayerShape) -> LayerShape:
+            layer = cut(rule(layer))
+            return forward_only(layer) if without_g else layer
+
+        coverage = dataclasses.replace(self.coverage, rule=kept)
         return cover(model, coverage, self.estimator.statistics_dtype)
 
     def plan(
