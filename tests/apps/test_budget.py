@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 
@@ -36,7 +37,8 @@ def trained(name: str, batch: int, caplog) -> tuple[str, str]:
             model(inputs).square().mean().backward()
             kfac.step()
     (line,) = (text for text in caplog.messages if "of SGD's operations" in text)
-    return kfac.plan.digest(), line
+    without_means = dataclasses.replace(kfac.plan, means=())  # plans before a run name none
+    return without_means.digest(), line
 
 
 @pytest.mark.parametrize(("name", "batch", "cut"), CASES)
