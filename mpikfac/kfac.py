@@ -29,15 +29,15 @@ from mpikfac.model import (
     report_uncovered,
 )
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
-from mpikfac.plan import Form, Strategy, one_of, strategy_of, usual_rule
+from mpikfac.plan import Strategy, one_of, strategy_of
 from mpikfac.settings import (
-    Budget,
     Damping,
     Estimator,
     Length,
     LevenbergMarquardt,
     Schedule,
     Settings,
+    budget_of,
     usual_intervals,
 )
 from mpikfac.solvers import Solver, SolverName, solvers_by_name
@@ -146,8 +146,7 @@ class KFAC(Trainer):
         form = next(iter(solvers.values())).form
         given = factor_every, basis_every
         usual = of_solver.get("factor_every"), settings.get("basis_every")
-        free = budget is not None and given == usual == (None, None)
-        limits = Budget(budget if free else None, free and _cuts(form, coverage, strategy))
+        limits = budget_of(budget, (*given, *usual), form, coverage.rule, strategy)
         stretched = limits.stretched(usual_intervals(strategy.refresh.stagger))
         intervals = (_first(*each) for each in zip(given, usual, stretched))
         self.settings = Settings(damping, *intervals, estimator.decay, length, limits)
@@ -358,13 +357,6 @@ class KFAC(Trainer):
             raise ValueError("paused() needs overlap=False, as a backward pass sends gradients")
         with self.preconditioner.recorder.pausing():
             yield
-
-
-def _cuts(form: Form, coverage: Coverage, strategy: Strategy) -> bool:
-    """Return whether a budget cuts factors, which takes parts that can be built anew."""
-    of_vectors = form.of == "statistics" and form.keeps == "matrix" and not form.rescaled
-    fixed = strategy.refresh.curvature_ranks or strategy.exchange.of_copies
-    return of_vectors and coverage.rule is usual_rule and not fixed
 
 
 def _first(*choices: float | Schedule | None) -> float | Schedule:

@@ -1,5 +1,6 @@
 """Describe supported modules as matrices, and uncovered tensors sent with the gradients."""
 
+from mpikfac.layers.calls import call_sizes as call_sizes
 from mpikfac.layers.convolution.layer import ConvLayer as ConvLayer
 from mpikfac.layers.coverage import Coverage as Coverage
 from mpikfac.layers.coverage import Rule as Rule

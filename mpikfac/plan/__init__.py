@@ -82,6 +82,7 @@ from mpikfac.plan.messages import passed as passed
 from mpikfac.plan.messages import rows as rows
 from mpikfac.plan.messages import shard_length as shard_length
 from mpikfac.plan.of_rank import RankPlan as RankPlan
+from mpikfac.plan.operations import CallSize as CallSize
 from mpikfac.plan.operations import Operations as Operations
 from mpikfac.plan.operations import Seen as Seen
 from mpikfac.plan.operations import operations as operations

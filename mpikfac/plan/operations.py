@@ -45,6 +45,24 @@ class Seen:
     vectors: int = 0
     chosen: int = 0
 
+    def __add__(self, other: Seen) -> Seen:
+        return Seen(self.vectors + other.vectors, self.chosen + other.chosen)
+
+
+@dataclass(frozen=True)
+class CallSize:
+    """The size of a layer's call in a pass.
+
+    Attributes:
+        examples: of the call.
+        vectors: of all examples.
+        multiplies: whether the call multiplies vectors; a table of entries does not.
+    """
+
+    examples: int
+    vectors: int
+    multiplies: bool = True
+
 
 def operations(layer: LayerShape, form: Form, seen: Seen, orthogonal: bool) -> Operations:
     """Return the operations of a layer.

@@ -1,18 +1,21 @@
 """The numbers and choices of K-FAC as values that check themselves."""
 
 from mpikfac.settings.budget import Budget as Budget
+from mpikfac.settings.budget import budget_of as budget_of
 from mpikfac.settings.budget import cost as cost
 from mpikfac.settings.budget import seen_in as seen_in
 from mpikfac.settings.combinations import SETTINGS as SETTINGS
 from mpikfac.settings.damping import Damping as Damping
 from mpikfac.settings.damping import LevenbergMarquardt as LevenbergMarquardt
 from mpikfac.settings.estimator import Estimator as Estimator
+from mpikfac.settings.estimator import Subsample as Subsample
 from mpikfac.settings.estimator import Turn as Turn
 from mpikfac.settings.estimator import usual_distance as usual_distance
 from mpikfac.settings.length import Length as Length
 from mpikfac.settings.length import Source as Source
 from mpikfac.settings.schedule import SETTLED as SETTLED
 from mpikfac.settings.schedule import Schedule as Schedule
+from mpikfac.settings.schedule import evaluate as evaluate
 from mpikfac.settings.schedule import in_force as in_force
 from mpikfac.settings.settings import Numbers as Numbers
 from mpikfac.settings.settings import Settings as Settings

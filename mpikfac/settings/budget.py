@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from mpikfac.plan import (
+    Form,
     LayerShape,
     Operations,
     PlannedLayer,
     Seen,
+    Strategy,
     check_count,
     check_positive,
     make_plain,
+    usual_rule,
 )
 from mpikfac.plan import operations as operations_of
 from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
@@ -114,6 +117,28 @@ class Budget:
     def text(self) -> str:
         """Return what has been seen as a text; "" before the first batch."""
         return json.dumps({n: asdict(s) for n, s in self.seen.items()}) if self.seen else ""
+
+
+def budget_of(
+    share: float | None,
+    intervals: Iterable[float | Schedule | None],
+    form: Form,
+    rule: Callable[[LayerShape], LayerShape],
+    strategy: Strategy,
+) -> Budget:
+    """Return the budget of a run, which leaves an own choice of intervals or of factors alone.
+
+    Args:
+        intervals: by hand, or of a strategy or a solver; None for the usual intervals.
+        form: of the run's solver.
+        rule: of the factors of layers.
+    """
+    free = share is not None and all(interval is None for interval in intervals)
+    of_vectors = form.of == "statistics" and form.keeps == "matrix" and not form.rescaled
+    # A cut takes parts that can be built anew.
+    fixed = strategy.refresh.curvature_ranks or strategy.exchange.of_copies
+    cuts = free and of_vectors and rule is usual_rule and not fixed
+    return Budget(share if free else None, cuts)
 
 
 def seen_in(text: str) -> dict[str, Seen]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from mpikfac.plan import (
     FISHERS,
     NORMALIZATIONS,
+    CallSize,
     Fisher,
     Normalization,
+    PlannedLayer,
+    Seen,
     check_count,
     make_plain,
     one_of,
@@ -46,6 +49,39 @@ def usual_distance(examples: int, vectors: int, shares: int, order: int) -> int:
     """
     enough = max(LEAST_EXAMPLES, math.ceil(LEAST_VECTORS * order * examples / max(1, vectors)))
     return 1 << max(0, (examples * shares // enough).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Subsample:
+    """The examples of a layer's calls from which the layer's factors are estimated.
+
+    Attributes:
+        distance: from one example to the next; None for `usual_distance`.
+        order: the number of rows of the layer's largest factor.
+        shares: the number of equal shares of a batch.
+    """
+
+    distance: int | None
+    order: int
+    shares: int
+
+    def of(self, examples: int, vectors: int, begin: float) -> slice:
+        """Return the examples of a call.
+
+        Args:
+            begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
+        """
+        distance = self.distance or usual_distance(examples, vectors, self.shares, self.order)
+        return slice(int(begin * min(distance, examples)), None, distance)
+
+    def seen(self, calls: Iterable[CallSize], begin: float) -> Seen:
+        """Return the vectors of calls, and how many of the vectors are chosen."""
+        total = Seen()
+        for call in calls:
+            of_call = self.of(call.examples, call.vectors, begin)
+            chosen = call.vectors * len(range(call.examples)[of_call]) // call.examples
+            total += Seen(call.vectors * call.multiplies, chosen)
+        return total
 
 
 @dataclass(frozen=True)
@@ -130,6 +166,13 @@ class Estimator:
     def of_loss(self) -> bool:
         """Whether the backward passes of the loss count, or the passes of `turns` alone."""
         return self.fisher in ("empirical", "forward-only")
+
+    def subsampled(self, layer: PlannedLayer, shares: int) -> Subsample:
+        """Return the choice of examples for a layer, of a batch in so many equal shares."""
+        every = layer.solver.vector or layer.shape.diagonal or layer.rescaled
+        distance = 1 if self.subsample is None and every else self.subsample
+        orders = [factor.order for side in layer.shape.sides for factor in layer.side(side)]
+        return Subsample(distance, max(orders, default=1), shares)
 
     def turns(
         self, outputs: Sequence[Tensor], losses: Sequence[Loss]

@@ -305,9 +305,8 @@ def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Pla
             *(["--ranks_per_node", str(network.ranks_per_node)] * name.endswith(ON_NODES)),
         ]
     )
-    job = predictions.job_of(options)
-    shapes = predictions.both_shapes(options)[strategy != "sgd"]
-    return predictions.plan_of(options, shapes, strategy, ranks, network, job)
+    of_model = predictions.network_of(options)
+    return predictions.foreseen_of(options, of_model, strategy, ranks, network).plan
 
 
 def predicted(plan: Plan, machine: Machine, statistics: bool, refresh: bool) -> dict[str, float]:

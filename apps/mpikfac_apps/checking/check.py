@@ -30,8 +30,10 @@ from mpikfac_apps.checking.comparison import (
 from mpikfac_apps.checking.model import Subject, check_passes, named_subject
 from mpikfac_apps.checking.options import CHECK, CheckOptions
 from mpikfac_apps.guard.ranks import run_on_ranks
+from mpikfac_apps.options.options import KfacOptions
 from mpikfac_apps.options.strategy import ITEMSIZE
 from mpikfac_apps.place import share_cores
+from mpikfac_apps.planning.budget import foreseen
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, orders_of, strategy_of
 from mpikfac_apps.text import mib, number, show, table
 
@@ -87,7 +89,7 @@ def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
                 *coverage(subject, findings),
                 numbers(findings, options.batch),
                 strategies(comm.size, strategy_errors),
-                plans(subject, ranks),
+                [*plans(subject, ranks), *cost(subject, options.batch)],
                 verdict(findings, strategy_errors),
             ]
         )
@@ -238,6 +240,27 @@ def plans(subject: Subject, ranks: int) -> list[str]:
         "  most by a rank, in a plain step, a step with new factors, a step with new factors and",
         "  bases",
         *table(rows),
+    ]
+
+
+def cost(subject: Subject, examples: int) -> list[str]:
+    """Return lines about the operations of a step on one rank, and a remedy if there are many."""
+    model, (inputs, _) = subject.copied(), subject.batch(examples, seed=0)
+    layers, others = mpikfac.layers.cover(model, subject.coverage)
+    calls = mpikfac.layers.call_sizes(model, layers, inputs)
+    kfac, shapes = KfacOptions(), [layer.shape for layer in layers]
+    tensors = [(other.name, tuple(other.tensor.shape)) for other in others]
+    plan = mpikfac.make_plan(shapes, 1, mpikfac.Strategy(), tensors)
+    run = foreseen(kfac, {}, (shapes, tensors), plan, calls, 1)
+    remedy = (
+        "take a larger batch; or smaller blocks of factors, by a rule of mpikfac.Coverage with a "
+        'smaller `largest`; or length=mpikfac.Length("adam"), without orthogonal directions'
+    )
+    lines = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
+    return [
+        line
+        for text in [*lines, *[f"To take less: {remedy}"] * (run.times > 2)]
+        for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]
 
 

@@ -22,9 +22,10 @@ from mpikfac_apps.planning.predictions import (
     BOUNDED,
     WIDTH,
     Row,
-    both_shapes,
+    intervals_in_words,
     job_in_words,
     machine_in_words,
+    network_of,
     predictions,
 )
 from mpikfac_apps.planning.search import changed, variants
@@ -120,7 +121,7 @@ def needs(row: Row, options: AdviseOptions) -> Row:
 
 def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
     """Yield rows of the strategies with other workers and levels, which train the same numbers."""
-    for row in variants(options, both_shapes(options), ranks, machine, {"": {}}):
+    for row in variants(options, network_of(options), ranks, machine, {"": {}}):
         if row["change"]:
             yield row | needs(row, options)
 
@@ -175,7 +176,7 @@ def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
     left_out = [row["strategy"] for row in rows if "left_out" in row]
     words = f"Left out: {', '.join(left_out)}; mpikfac simulate --overlap true says why"
     notes = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
-    return [number(ranks, "rank"), *table(lines), *notes]
+    return [number(ranks, "rank"), *intervals_in_words(rows), *table(lines), *notes]
 
 
 def of_batch(row: Row, options: AdviseOptions) -> list[str]:
@@ -225,7 +226,7 @@ def words_for(row: Row, options: AdviseOptions) -> str:
 
 def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
     """Return the arithmetic of the parameter-server lemma."""
-    _, others = both_shapes(options)[False]
+    _, others = network_of(options).bare
     size = FLOAT32 * sum(math.prod(shape) for _, shape in others)
     network = machine.network(options.model, options.batch_per_rank)
     computing = network.forward + network.backward

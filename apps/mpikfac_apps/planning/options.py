@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import mpikfac
-from mpikfac.plan import BASIS_EVERY
 from mpikfac_apps.cli import picture
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
@@ -120,7 +119,8 @@ class PredictionOptions:
             without K-FAC under a strategy.
         solver: the solver of every strategy with factors; a strategy with vectors keeps its own.
             "own": the solver with which each strategy was published.
-        basis_every: the number of steps from one decomposition of the factors to the next.
+        basis_every: the number of steps from one decomposition of the factors to the next. null: 50
+            with every strategy, or more to keep to the budget.
         batch_per_rank: the number of images of a step on each rank.
         stragglers: the spread of the computing times of ranks, as a standard deviation of the
             logarithm; 0.05 for 5 %.
@@ -133,7 +133,7 @@ class PredictionOptions:
     classes: int | None = bounded(None, ">= 1")
     strategy: tuple[str, ...] = read_by(strategy_names, "all")
     solver: str = choice("inverse", (*SOLVERS, "own"))
-    basis_every: int = bounded(BASIS_EVERY, ">= 1")
+    basis_every: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")
     json: Path | None = read_by(json_file, None)

@@ -22,6 +22,7 @@ from mpikfac_apps.options.strategy import (
     solver_of,
 )
 from mpikfac_apps.planning import chakra
+from mpikfac_apps.planning.budget import Foreseen, calls_of, foreseen
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, most_loaded, orders_of
 from mpikfac_apps.planning.options import PLAN, PlanOptions
 from mpikfac_apps.problems import models
@@ -46,8 +47,9 @@ def print_plan(options: PlanOptions) -> int:
     Raises:
         ValueError: options do not fit together.
     """
-    plan = plan_of(options)
-    sections = [heading(options.model, plan), grid(plan)]
+    run = foreseen_of(options)
+    plan = run.plan
+    sections = [[*heading(options.model, plan), *filter(None, [run.line])], grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
     job = job_of(run_of(options), options.ranks, 1)
     sections += [memory(plan, job), messages(plan), *steps(plan)]
@@ -58,19 +60,34 @@ def print_plan(options: PlanOptions) -> int:
 
 
 def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
-    """Return the plan that training makes with the options.
+    """Return the plan that training has after the first batch.
 
     Raises:
         ValueError: options do not fit together.
     """
-    covered = coverage(options.kfac, models.network(options.model).covers)
+    return foreseen_of(options).plan
+
+
+def foreseen_of(options: PlanOptions) -> Foreseen:
+    """Return plan, intervals and cost of training with the options, after the first batch.
+
+    Raises:
+        ValueError: options do not fit together.
+    """
+    entry = models.network(options.model)
+    covered = coverage(options.kfac, entry.covers)
     with skippable("skip"):
         shapes = models.shapes_of(options.model, options.classes, covered)
     strategy, settings = make_strategy(
         options.distribution, options.kfac, options.ranks, options.parts
     )
     _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
-    return make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
+    plan = make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
+    passes = options.parts or options.ranks
+    examples = options.batch_per_rank * options.ranks // passes
+    model = models.skeleton(options.model, options.classes)
+    calls = calls_of(options.model, model, options.kfac, entry.image, examples)
+    return foreseen(options.kfac, settings, shapes, plan, calls, passes)
 
 
 def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[str]:

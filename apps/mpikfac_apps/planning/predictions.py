@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mpikfac
+from mpikfac.plan import BASIS_EVERY
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     Shapes,
@@ -15,6 +17,7 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
     solver_of,
 )
+from mpikfac_apps.planning.budget import Calls, Foreseen, calls_of, foreseen
 from mpikfac_apps.planning.facts import near_root
 from mpikfac_apps.planning.options import SGD, PredictionOptions
 from mpikfac_apps.problems import models
@@ -31,9 +34,9 @@ def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) ->
     Raises:
         ValueError: no strategy can be predicted.
     """
-    shapes = both_shapes(options)
+    network = network_of(options)
     rows = [
-        predicted(options, shapes, name, ranks, machine)
+        predicted(options, network, name, ranks, machine)
         for ranks in dict.fromkeys(options.ranks)
         for name in dict.fromkeys(options.strategy)
     ]
@@ -44,62 +47,82 @@ def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) ->
 
 def predicted(
     options: PredictionOptions,
-    shapes: dict[bool, Shapes],
+    network: Network,
     name: str,
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy; without a prediction, the reason.
-
-    Args:
-        shapes: of the network, see `both_shapes`.
-    """
-    job, row = job_of(options), {"strategy": name, "ranks": ranks}
+    """Return the row of a strategy; without a prediction, the reason."""
+    row: Row = {"strategy": name, "ranks": ranks}
     try:
-        plan = plan_of(options, shapes[not name.startswith("sgd")], name, ranks, machine, job)
-        found = mpikfac.predict.simulate(plan, machine, job).as_dict()
+        run = foreseen_of(options, network, name, ranks, machine)
+        job = job_of(options, run.factor_every, run.basis_every)
+        found = mpikfac.predict.simulate(run.plan, machine, job).as_dict()
     except ValueError as error:
         return row | {"left_out": str(error)}
-    return row | {"workers": plan.strategy.workers} | found
+    intervals = {"factor_every": run.factor_every, "basis_every": run.basis_every}
+    return row | {"workers": run.plan.strategy.workers} | intervals | found
 
 
-def job_of(options: PredictionOptions) -> mpikfac.predict.Job:
+def job_of(options: PredictionOptions, factor_every: int, basis_every: int) -> mpikfac.predict.Job:
     """Return the training to predict."""
     return mpikfac.predict.Job(
         options.model,
         options.batch_per_rank,
-        options.kfac.lasting_factor_every,
-        options.basis_every,
+        factor_every,
+        basis_every,
         options.stragglers,
         str(options.kfac.length.source),
         Options(kfac=options.kfac).momentum_of_gradients,
     )
 
 
-def both_shapes(options: PredictionOptions) -> dict[bool, Shapes]:
-    """Return the shapes of the network with K-FAC (True) and without K-FAC (False)."""
-    covers = coverage(options.kfac, models.network(options.model).covers)
+@dataclass(frozen=True)
+class Network:
+    """What predictions know of a network.
+
+    Attributes:
+        covered: the shapes with K-FAC.
+        bare: the shapes without K-FAC.
+        calls: of the covered layers in the pass of a rank.
+    """
+
+    covered: Shapes
+    bare: Shapes
+    calls: Calls
+
+
+def network_of(options: PredictionOptions) -> Network:
+    """Return the network of the options."""
+    entry = models.network(options.model)
+    covers = coverage(options.kfac, entry.covers)
     covered = models.shapes_of(options.model, options.classes, covers)
     bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
-    return {True: covered, False: models.shapes_of(options.model, options.classes, bare)}
+    model = models.skeleton(options.model, options.classes)
+    return Network(
+        covered,
+        models.shapes_of(options.model, options.classes, bare),
+        calls_of(options.model, model, options.kfac, entry.image, options.batch_per_rank),
+    )
 
 
-def plan_of(
+def foreseen_of(
     options: PredictionOptions,
-    shapes: Shapes,
+    network: Network,
     name: str,
     ranks: int,
     machine: mpikfac.predict.Machine,
-    job: mpikfac.predict.Job,
-) -> mpikfac.plan.Plan:
-    """Return the plan of a strategy by name, with messages chosen for the machine.
+) -> Foreseen:
+    """Return plan and intervals of a strategy by name, with messages chosen for the machine.
 
     Raises:
         ValueError: choices do not fit together, or the machine does not know the network.
     """
-    kfac = replace(options.kfac, basis_every=options.basis_every)
+    usual = options.basis_every or BASIS_EVERY  # whatever the strategy takes
+    kfac = replace(options.kfac, basis_every=usual)
     distribution = options.distribution
     first_order = name.startswith("sgd")
+    shapes = network.bare if first_order else network.covered
     name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
     change = dict(distribution.change)
     if name == "hybrid" and "workers" not in change and distribution.fraction is None:
@@ -111,9 +134,11 @@ def plan_of(
         solver = options.solver
     if first_order:
         strategy, solver = strategy.first_order(), "inverse"
-    forms = mpikfac.solvers.forms(solver)
+    forms, job = mpikfac.solvers.forms(solver), job_of(options, kfac.lasting_factor_every, usual)
     strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
-    return make_plan(kfac, *shapes, ranks, strategy, solver)
+    plan = make_plan(kfac, *shapes, ranks, strategy, solver)
+    given = {"basis_every": options.basis_every}
+    return foreseen(kfac, given, shapes, plan, network.calls, ranks)
 
 
 def without_factors(options: PredictionOptions) -> bool:
@@ -134,7 +159,25 @@ def job_in_words(options: PredictionOptions) -> str:
     words = f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}"
     if without_factors(options):
         return f"{words}, without factors"
-    return (
-        f"{words}, factors every {number(options.kfac.lasting_factor_every, 'step')}, "
-        f"bases every {options.basis_every}"
-    )
+    given = options.kfac.factor_every, options.basis_every
+    if given == (None, None):
+        return f"{words}, usual intervals"
+    return f"{words}, {in_words(options.kfac.lasting_factor_every, given[1] or BASIS_EVERY)}"
+
+
+def in_words(factor_every: int, basis_every: int) -> str:
+    """Return the intervals of a run in words."""
+    return f"factors every {number(factor_every, 'step')}, bases every {basis_every}"
+
+
+def intervals_in_words(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each pair of intervals of strategies with factors."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if "left_out" not in row and not row["strategy"].startswith("sgd"):
+            words = in_words(row["factor_every"], row["basis_every"])
+            names.setdefault(words, []).append(row["strategy"])
+    return [
+        words[0].upper() + words[1:] + f": {', '.join(of)}" * (len(names) > 1)
+        for words, of in names.items()
+    ]

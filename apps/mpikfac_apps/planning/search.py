@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.options.strategy import Shapes
 from mpikfac_apps.planning.options import PredictionOptions
 from mpikfac_apps.planning.predictions import (
+    Network,
     Row,
-    both_shapes,
     job_in_words,
     machine_in_words,
+    network_of,
     predicted,
     without_factors,
 )
@@ -53,9 +53,9 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
     """
     if options.solver == "own":
         raise ValueError("search=true compares strategies of one solver; give solver, not own")
-    shapes, groups = both_shapes(options), dict[Hashable, list[Row]]()
+    network, groups = network_of(options), dict[Hashable, list[Row]]()
     every = dict.fromkeys(options.ranks)
-    rows = [row for ranks in every for row in variants(options, shapes, ranks, machine, WIRES)]
+    rows = [row for ranks in every for row in variants(options, network, ranks, machine, WIRES)]
     if all("left_out" in row for row in rows):
         none = (
             "search=true needs a strategy that trains like one process on all images; hybrid needs "
@@ -97,7 +97,7 @@ def costs(row: Row) -> tuple[int, ...]:
 
 def variants(
     options: PredictionOptions,
-    shapes: dict[bool, Shapes],
+    network: Network,
     ranks: int,
     machine: mpikfac.predict.Machine,
     wires: Mapping[str, Mapping[str, str]],
@@ -105,13 +105,12 @@ def variants(
     """Return the predicted rows of all variants of the strategies, with `change` and `wires`.
 
     Args:
-        shapes: of the network, see `both_shapes`.
         wires: the wires to try, by name.
     """
     rows = []
     for name in filter(alike, dict.fromkeys(options.strategy)):
         for wire, change in changes(options, name, ranks, machine, wires):
-            row = predicted(changed(options, change), shapes, name, ranks, machine)
+            row = predicted(changed(options, change), network, name, ranks, machine)
             rows.append(row | {"change": change, "wires": wire})
     return rows
 
@@ -160,7 +159,7 @@ def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
     """
     if "left_out" in row:
         return
-    given = options.kfac.lasting_factor_every, options.basis_every
+    given = row["factor_every"], row["basis_every"]
     stagger = options.distribution.change.get("stagger", 1)
     of_choice = {
         "strategy": row["strategy"],

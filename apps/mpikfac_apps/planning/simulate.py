@@ -19,6 +19,7 @@ from mpikfac_apps.planning.options import SIMULATE, SimulateOptions
 from mpikfac_apps.planning.predictions import (
     BOUNDED,
     Row,
+    intervals_in_words,
     job_in_words,
     machine_in_words,
     predictions,
@@ -94,7 +95,8 @@ def section(ranks: int, rows: list[Row]) -> list[str]:
             cells = [f"{time * 1e3:.1f}" for time in times] + list(map(mib, sizes))
             lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
             notes += of_clients(row)
-    return [number(ranks, "rank"), *table(lines), *notes]
+    same = [row for row in rows if row["ranks"] == ranks]
+    return [number(ranks, "rank"), *intervals_in_words(same), *table(lines), *notes]
 
 
 def of_clients(row: Row) -> list[str]:

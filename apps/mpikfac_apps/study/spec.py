@@ -35,6 +35,7 @@ from mpikfac_apps.options.strategy import (
     solver_of,
     training_ranks,
 )
+from mpikfac_apps.planning.budget import calls_of, foreseen
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.study.measures import MEASURES, Measure, common
 from mpikfac_apps.text import MOST, number
@@ -382,7 +383,7 @@ def _lasting_intervals(options: Options, ranks: int, growing: Collection[str]) -
 
 
 def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
-    """Return the plan of a run's messages.
+    """Return the plan of a run's messages, after the first batch.
 
     Raises:
         ValueError: no plan exists for the options.
@@ -401,7 +402,23 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
     _, strategy = for_machine(options, (layers, others), training, strategy, settings)
-    return make_plan(options.kfac, layers, others, training, strategy, solver_of(settings))
+    plan = make_plan(options.kfac, layers, others, training, strategy, solver_of(settings))
+    passes = (options.parts or training) * options.accumulate
+    calls = calls_of(
+        *(options.model, model, options.kfac), _image(options), options.step_batch // passes
+    )
+    return foreseen(options.kfac, settings, (layers, others), plan, calls, passes).plan
+
+
+def _image(options: Options) -> tuple[int, ...] | None:
+    """Return the shape of an image of the data, or of a window; None if nobody knows the shape."""
+    usual, size = models.network(options.model).image, pixels(options.data)
+    if usual is None or size is None:
+        return usual
+    if len(usual) == 1:
+        return (size,)
+    channels, _ = datasets.form(options.data.name, options.data.path)
+    return (channels or usual[0], *[size] * (len(usual) - 1))
 
 
 def shown_interval(options: Options, ranks: int) -> int:

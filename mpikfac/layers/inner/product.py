@@ -67,7 +67,8 @@ class InnerLayer(Layer):
         start = (self._part - number) * outputs
         x = self.input_of(dict(zip(self.arguments, positional)) | named, products[number])
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):  # autograd keeps a copy: x may change in place
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if autocast:  # autograd keeps a copy: x may change in place
             x = x.detach().to(torch.get_autocast_dtype(kind))
 
         def listen(hook: Callable[[Tensor], None]) -> None:

@@ -31,7 +31,7 @@ from mpikfac.numerics import (
 )
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.plan.names import STATISTICS
-from mpikfac.settings import Estimator, Turn, usual_distance
+from mpikfac.settings import Estimator, Subsample, Turn
 
 log = logging.getLogger("mpikfac")
 
@@ -116,16 +116,14 @@ class LayerSums:
     """The sums of a layer, or of a group of a layer, and the counts of the sums.
 
     Attributes:
-        distance: the distance of the examples to take from a call; None for `usual_distance`.
-        order: the number of rows of the layer's largest factor.
+        subsample: the examples to take from a call.
         rounded: dtypes that products take as they are; other dtypes become that of the sums.
         complete: whether the backward pass has passed the layer.
     """
 
     layer: Layer
     vector: bool
-    distance: int | None
-    order: int
+    subsample: Subsample
     rounded: Collection[torch.dtype]
     sides: Sequence[SideSums]
     counts: ExampleCounts = field(default_factory=ExampleCounts)
@@ -133,7 +131,7 @@ class LayerSums:
 
 
 def bound(
-    layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: int | None
+    layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: Subsample
 ) -> LayerSums:
     """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
     sides, vector = [], planned.solver.vector
@@ -149,13 +147,10 @@ def bound(
                 sums.append(Sum(factor, block, total, count))
         if sums:
             sides.append(SideSums(layer, side, side in layer.quadratic, vector, sums))
-    all_examples = vector or planned.shape.diagonal or planned.rescaled
-    distance = 1 if subsample is None and all_examples else subsample
-    order = max(factor.order for side in planned.shape.sides for factor in planned.side(side))
     products = layer.shape.sharing == "expand" and layer.shape.maps_vectors and not vector
     exact = products and type(layer) in SIDE_BY_SIDE and layer.parameters[0].is_cuda
     rounded = ADDED_IN_FLOAT32 if exact and not planned.rescaled else ()
-    return LayerSums(layer, vector, distance, order, rounded, sides)
+    return LayerSums(layer, vector, subsample, rounded, sides)
 
 
 def _bound_layers(
@@ -163,9 +158,13 @@ def _bound_layers(
 ) -> dict[str, list[LayerSums]]:
     """Return the sums of layers with statistics on the rank, of each group of a layer."""
     planned = {layer.name: layer for layer in factors.plan.layers}
+    shares = factors.plan.pooled
     of_layers = {
         layer.name: [
-            bound(member, planned[layer.name], factors.statistics, estimator.subsample)
+            bound(
+                *(member, planned[layer.name], factors.statistics),
+                estimator.subsampled(planned[layer.name], shares),
+            )
             for member in layer.members
         ]
         for layer in layers
@@ -205,7 +204,7 @@ class Recorder(Part):
         self._model, self._detached = model, False
         self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
         self.statistics, self._observers = factors.statistics, observers
-        self._layers, self._pooled = _bound_layers(layers, factors, estimator), self.plan.pooled
+        self._layers = _bound_layers(layers, factors, estimator)
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
@@ -477,8 +476,7 @@ class Recorder(Part):
         if turn.first:
             sums.counts.add(len(x), vectors, forward_pass)
             self.vectors[layer.name] += vectors * x.is_floating_point()
-        distance = sums.distance or usual_distance(len(x), vectors, self._pooled, sums.order)
-        chosen = slice(int(self.begin * min(distance, len(x))), None, distance)
+        chosen = sums.subsample.of(len(x), vectors, self.begin)
         chosen_x, chosen_g = prepared[chosen], g[chosen]
         weight = len(x) / max(1, len(chosen_x))
         self.chosen[layer.name] += vectors * len(chosen_x) // len(x)

@@ -1,0 +1,122 @@
+"""The budget of a run before the run's first batch, from passes without numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import mpikfac
+from mpikfac.plan import CallSize, Plan
+from mpikfac.settings import (
+    SETTLED,
+    Intervals,
+    Settings,
+    budget_of,
+    cost,
+    evaluate,
+    usual_intervals,
+)
+from mpikfac_apps.options.by_epoch import at_start
+from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.options.strategy import Shapes, coverage, make_plan
+from mpikfac_apps.problems import models
+
+Calls = Mapping[str, Sequence[CallSize]]
+"""The calls of each covered layer in a pass; empty if nobody knows the calls."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A run's plan, intervals and cost after the first batch.
+
+    Attributes:
+        plan: with the factors that the budget cuts.
+        factor_every: the steps between updates of factors, once the interval is whole.
+        basis_every: the steps between refreshes, once the interval is whole.
+        times: the operations of a step over those of the step's passes.
+        line: about these operations, as a run logs it; "" if nobody knows the calls.
+    """
+
+    plan: Plan
+    factor_every: int
+    basis_every: int
+    times: float
+    line: str
+
+
+def calls_of(
+    name: str, model: nn.Module, kfac: KfacOptions, image: tuple[int, ...] | None, examples: int
+) -> Calls:
+    """Return the calls of the layers of a network in a pass of `examples` images.
+
+    There are none if nobody knows the shape of an image, or the network reads numbers.
+
+    Args:
+        model: the network `name`; the weights are lost.
+        image: the shape of an image, or the tokens of a window.
+    """
+    entry = models.network(name)
+    if image is None:
+        return {}
+    model = model.to("meta").train()
+    layers, _ = mpikfac.layers.cover(model, coverage(kfac, entry.covers))
+    dtype = torch.long if entry.task.inputs == "tokens" else torch.float32
+    inputs = torch.empty((examples, *image), dtype=dtype, device="meta")
+    try:
+        return mpikfac.layers.call_sizes(model, layers, inputs)
+    except Exception:  # of any code of the network's author
+        return {}
+
+
+def foreseen(
+    kfac: KfacOptions,
+    settings: Mapping[str, Any],
+    shapes: Shapes,
+    plan: Plan,
+    calls: Calls,
+    passes: int,
+) -> Foreseen:
+    """Return what the first batch of a run makes of the run's plan and intervals.
+
+    Args:
+        settings: of the strategy, see `make_strategy`.
+        shapes: of the network, with the factors that the options ask for.
+        plan: of these shapes.
+        calls: of a pass.
+        passes: of a step, on all ranks together.
+    """
+    solver = next(iter(mpikfac.solvers.solvers_by_name(plan.solver).values()))
+    given = at_start(kfac.factor_every), at_start(settings.get("basis_every"))
+    usual = solver.usual.get("factor_every"), None
+    budget = budget_of(
+        kfac.budget, (*given, *usual), solver.form, coverage(kfac).rule, plan.strategy
+    )
+    stretched = budget.stretched(usual_intervals(plan.strategy.refresh.stagger))
+    intervals = Intervals(*map(_first, given, usual, stretched))
+    begin = Settings(kfac.damping, *intervals, 0.0, kfac.length).begin(0)
+    of_rank = plan.of(0)
+    if calls:
+        budget.seen = {
+            layer.name: kfac.estimator.subsampled(layer, of_rank.pooled).seen(
+                passes * list(calls[layer.name]), begin
+            )
+            for layer in of_rank.layers
+        }
+    if calls and any(budget.cut(layer) != layer for layer in plan.layers):
+        layers, others = shapes
+        cut = list(map(budget.cut, layers))
+        plan = make_plan(kfac, cut, others, plan.ranks, plan.strategy, plan.solver)
+    budget.count(plan.of(0).layers, kfac.length.orthogonal)
+    factor_every, basis_every = (int(evaluate(interval, SETTLED)) for interval in intervals)
+    of_layers = {layer.name: layer for layer in plan.layers}
+    times, line = cost(budget.operations, of_layers, *intervals)
+    return Foreseen(plan, factor_every, basis_every, times, line)
+
+
+def _first(*choices: Any) -> Any:
+    """Return the first choice that is made."""
+    return next(choice for choice in choices if choice is not None)
