@@ -50,7 +50,7 @@ SEEDS = (0, 1, 2)
 BY_DEFAULT = {"own": "", "kfac": "falling"}
 RATES = ("rate=0.1", "rate=0.3", "", "rate=3", "rate=10")
 SWEEP = tuple(f"{rate} {rest}".strip() for rate in RATES for rest in ("", "falling"))
-LENGTHS = {"own": (0.5, 1.0, 2.0, 4.0), "kfac": (0.25, 0.5, 1.0)}
+LENGTHS = {"own": (0.25, 0.5, 1.0, 2.0, 4.0), "kfac": (0.25, 0.5, 1.0)}
 BLOCK, GROWN, LAST = 20, 160, 360
 """Steps of a block; steps until K-FAC's intervals have grown; steps that are measured."""
 
