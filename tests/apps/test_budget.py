@@ -18,7 +18,7 @@ from mpikfac_apps.planning import plan, predictions
 from mpikfac_apps.planning.options import PLAN, SIMULATE
 from mpikfac_apps.problems import models
 
-CASES = [("autoencoder_small", 64, True), ("lstm_small", 4, True), ("resnet20", 16, False)]
+CASES = [("autoencoder_small", 64, True), ("lstm_small", 4, True), ("resnet20", 32, False)]
 
 
 def trained(name: str, batch: int, caplog) -> tuple[str, str]:
@@ -82,8 +82,7 @@ def test_predictions_stretch_the_intervals(batch):
         seen = options.kfac.estimator.subsampled(before, 1).seen(network.calls[layer.name], 0.0)
         total += operations(layer.shape, layer.solver, seen, options.kfac.length.orthogonal)
     allowed = 0.3 * max(2**27, total.passes)
-    left = max(allowed - total.direction, allowed / 4)
-    times = math.ceil((total.statistics / 10 + total.decomposition / 50) / left)
+    times = math.ceil((total.statistics / 10 + total.decomposition / 50) / allowed)
     assert (row["factor_every"], row["basis_every"]) == (10 * times, 50 * times)
     job = mpikfac.predict.Job("resnet50", batch, 10 * times, 50 * times, momentum=True)
     assert row["mean"]["seconds"] == mpikfac.predict.simulate(run.plan, machine, job).mean.seconds

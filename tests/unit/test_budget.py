@@ -118,7 +118,7 @@ def test_directions_of_a_layer_cut_on_its_smaller_side_are_orthogonal_block_by_b
     direction = model.weight.grad
     for part in direction.split(15):
         values = torch.linalg.svdvals(part)
-        assert values.max() / values.min() < 1.09 / 0.91
+        assert values.max() / values.min() < 1.24 / 0.78
     assert torch.linalg.svdvals(direction).max() > 1.1 * torch.linalg.svdvals(part).max()
 
 

@@ -230,7 +230,7 @@ def test_a_step_rounds_as_its_precision_says(comm, solver, length):
     for precision in products.PRECISIONS:
         found = directions(comm, precision, **settings)
         errors[precision] = ((found - exact).norm() / exact.norm()).item()
-    assert errors["float32"] < 1e-4 < errors["tf32"] < 2e-2
+    assert errors["float32"] < 1e-4 < errors["tf32"] < 3e-2
     assert 1.5 * errors["tf32"] < errors["bfloat16"] < 0.3
     if not NVIDIA:
         assert torch.equal(

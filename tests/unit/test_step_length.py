@@ -133,20 +133,20 @@ def test_singular_values_follow_the_polynomials(dtype):
         for first, third, fifth in orthogonal.STEPS:
             values = first * values + third * values**3 + fifth * values**5
         expected = left @ values.diag_embed() @ right
-        rounding = 4e3 * torch.finfo(dtype).eps  # the smallest singular values grow 226-fold
+        rounding = 4e3 * torch.finfo(dtype).eps  # the smallest singular values grow 303-fold
         torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
 
 
 def test_the_polynomials_bring_singular_values_near_one():
     """Oracle: the bounds that the docstring promises, over the whole range."""
-    values = torch.linspace(1 / 200, 1, 10_000, dtype=torch.float64)
-    small = torch.linspace(1e-6, 1 / 200, 10_000, dtype=torch.float64)
+    values = torch.linspace(1 / 350, 1, 10_000, dtype=torch.float64)
+    small = torch.linspace(1e-6, 1 / 350, 10_000, dtype=torch.float64)
     shares = small.clone()
     for first, third, fifth in orthogonal.STEPS:
         values = first * values + third * values**3 + fifth * values**5
         small = first * small + third * small**3 + fifth * small**5
-    assert 0.91 < values.min() < values.max() < 1.09
-    assert small.max() < 1.09 and (small / shares).min() > 180
+    assert 0.78 < values.min() < values.max() < 1.24
+    assert small.max() < 1.24 and (small / shares).min() > 270
 
 
 def test_zeros_stay_zeros_and_a_broken_matrix_harms_no_other():
