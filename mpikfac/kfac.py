@@ -148,8 +148,8 @@ class KFAC(Trainer):
         usual = of_solver.get("factor_every"), settings.get("basis_every")
         limits = budget_of(budget, (*given, *usual), form, coverage.rule, strategy)
         stretched = limits.stretched(usual_intervals(strategy.refresh.stagger))
-        intervals = (_first(*each) for each in zip(given, usual, stretched))
-        self.settings = Settings(damping, *intervals, estimator.decay, length, limits)
+        factors, bases = (_first(*each) for each in zip(given, usual, stretched))
+        self.settings = Settings(damping, factors, bases, estimator.decay, length, limits)
         self.estimator = estimator
         method = Curvature(self.settings, estimator, solvers, coverage)
         super().__init__(model, optimizer, team, strategy, method, trace)

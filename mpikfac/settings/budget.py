@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 from mpikfac.plan import (
     Form,
@@ -29,6 +30,13 @@ LEAST_BLOCK = 256
 WIDE = 1024  # the largest order that is decomposed before the first batch has been seen
 
 
+class Updates(NamedTuple):
+    """How often a step updates factors and decompositions, on average."""
+
+    factors: float
+    bases: float
+
+
 @dataclass
 class Budget:
     """Cut factors and stretch intervals, so that K-FAC stays cheap beside the passes of a batch.
@@ -49,12 +57,14 @@ class Budget:
     Attributes:
         seen: the vectors that the first batch gave to each layer; empty before.
         operations: of each layer; empty before.
+        total: of all layers.
     """
 
     share: float | None = 0.3
     cuts: bool = False
     seen: dict[str, Seen] = field(default_factory=dict)
     operations: dict[str, Operations] = field(default_factory=dict)
+    total: Operations = field(default_factory=Operations)
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -89,28 +99,30 @@ class Budget:
             for layer in layers
             if layer.name in self.seen
         }
+        self.total = sum(self.operations.values(), start=Operations())
 
     # -- intervals -------------------------------------------------------------------------------
 
     def stretched(self, usual: Intervals) -> Intervals:
         """Return the intervals, times the least whole number that keeps to the budget."""
-        means = {settled: [_updates(each, settled) for each in usual] for settled in (False, True)}
+        at_first, settled = (Updates(*(_updates(each, end) for each in usual)) for end in (0, 1))
 
         def longer(interval: Schedule) -> Schedule:
-            return lambda step: (
-                evaluate(interval, step) * self._stretch(*means[step >= SETTLED], step)
-            )
+            def value(step: int) -> float:
+                updates = settled if step >= SETTLED else at_first
+                return evaluate(interval, step) * self._stretch(updates, step)
+
+            return value
 
         return Intervals(*map(longer, usual))
 
-    def _stretch(self, factors: float, bases: float, step: int) -> int:
+    def _stretch(self, updates: Updates, step: int) -> int:
         """Return the whole number, for so many updates in a step."""
         if self.share is None or not self.operations:
             return 1
-        total = sum(self.operations.values(), start=Operations())
         share = self.share if step >= SETTLED else max(AT_FIRST, self.share)
-        allowed = share * max(LEAST_PASSES, total.passes)
-        return max(1, math.ceil(total.updates(factors, bases) / allowed))
+        allowed = share * max(LEAST_PASSES, self.total.passes)
+        return max(1, math.ceil(self.total.updates(*updates) / allowed))
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -157,7 +169,7 @@ def seen_in(text: str) -> dict[str, Seen]:
     return seen
 
 
-def _updates(interval: Schedule, settled: bool) -> float:
+def _updates(interval: Schedule, settled: int) -> float:
     """Return the updates in a step, once the interval is whole or on average before."""
     steps = [SETTLED] if settled else range(SETTLED)
     return sum(1 / evaluate(interval, step) for step in steps) / len(steps)

@@ -193,7 +193,8 @@ def test_a_state_with_other_numbers_of_vectors_is_refused(text):
 
 def stretched(share: float | None, **counts: int) -> list[tuple[float, float]]:
     """Return the intervals at the first step and once they are whole, in units of the usual."""
-    budget = Budget(share, operations={"fc": Operations(**counts)})
+    one = Operations(**counts)
+    budget = Budget(share, operations={"fc": one}, total=one)
     usual = usual_intervals()
     of_budget = budget.stretched(usual)
     ratios = [(own(at) / plain(at)) for at in (0, 160) for own, plain in zip(of_budget, usual)]
