@@ -54,6 +54,29 @@ def test_the_plan_is_that_of_a_run_after_a_step(name, batch, cut, caplog, capsys
     assert (whole.digest() != digest) == cut
 
 
+def test_groups_of_an_attention_count_once():
+    """Oracle: a vector for each token; the recorder's numbers."""
+
+    class Attending(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    model, x = Attending(), torch.randn(5, 7, 8)
+    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.01), MPI.COMM_SELF)
+    sizes = mpikfac.layers.call_sizes(model, kfac.layers, x)
+    model.zero_grad()
+    kfac.discard()
+    model(x).square().mean().backward()
+    kfac.step()
+    seen = {name: each.vectors for name, each in kfac.settings.budget.seen.items()}
+    assert seen == {"attention.in_proj": 5 * 7, "attention.out_proj": 5 * 7}
+    assert {name: sum(call.vectors for call in calls) for name, calls in sizes.items()} == seen
+
+
 def test_own_intervals_and_unknown_images_leave_the_plan(tmp_path, capsys):
     """Oracle: the plan without a budget; no line where nobody knows the image."""
     asked = ["--model", "autoencoder_small", "--ranks", "2"]

@@ -46,7 +46,8 @@ def test_numbers_are_the_librarys(capsys, tmp_path):
     expected = [*(1e3 * seconds for seconds in milliseconds), *mib]
     assert rows_of(capsys.readouterr().out)["mem-opt"] == pytest.approx(expected, abs=0.051)
     (row,) = json.loads(file.read_text())
-    expected = {"strategy": "mem-opt", "ranks": 16, "workers": 1, **found.as_dict()}
+    intervals = {"factor_every": 5, "basis_every": 20}
+    expected = {"strategy": "mem-opt", "ranks": 16, "workers": 1, **intervals, **found.as_dict()}
     assert row == json.loads(json.dumps(expected))
 
 

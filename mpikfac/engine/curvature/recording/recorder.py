@@ -473,13 +473,14 @@ class Recorder(Part):
             x = x.to(g.dtype).to(dtype)
         g = g.to(dtype)
         vectors, prepared = layer.positions(g), layer.prepared(x, g)
+        of_layer = 0 if layer.group else vectors  # the first group stands for all
         if turn.first:
             sums.counts.add(len(x), vectors, forward_pass)
-            self.vectors[layer.name] += vectors * x.is_floating_point()
+            self.vectors[layer.name] += of_layer * x.is_floating_point()
         chosen = sums.subsample.of(len(x), vectors, self.begin)
         chosen_x, chosen_g = prepared[chosen], g[chosen]
         weight = len(x) / max(1, len(chosen_x))
-        self.chosen[layer.name] += vectors * len(chosen_x) // len(x)
+        self.chosen[layer.name] += of_layer * len(chosen_x) // len(x)
         of_squares = turn.weight * weight
         rows = turn.rows if layer.of_batch else len(x)
         if self._turn is not None:  # a mean over this pass alone, not over all micro-batches
