@@ -22,18 +22,18 @@ from torch import nn
 from training import by_turns
 
 import mpikfac
-from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
+from mpikfac.plan import BASIS_EVERY
+from mpikfac.settings import SETTLED
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import table
 from mpikfac_apps.training.parts.optimizers import make_optimizer
 
 IMAGE = 3, 32, 32
-INTERVALS = {"factor_every": FACTOR_EVERY, "basis_every": BASIS_EVERY}
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: make_optimizer(Options(optimizer="sgd"), model),
     "muon": lambda model: make_optimizer(Options(optimizer="muon"), model),
-    "kfac": lambda model: mpikfac.KFACOptimizer(model, **INTERVALS),
+    "kfac": mpikfac.KFACOptimizer,
 }
 
 
@@ -46,6 +46,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in options.networks:
         steps = {kind: steps_of(name, make) for kind, make in OPTIMIZERS.items()}
+        for _ in range(SETTLED):
+            steps["kfac"]()
         turns = by_turns(
             lambda kind, steps=steps: block(steps[kind]), tuple(steps), options.rounds + 1
         )

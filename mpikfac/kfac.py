@@ -89,7 +89,7 @@ class KFAC(Trainer):
         budget: the operations of statistics and decompositions on average, in units of those of
             forward and backward passes; in the first 160 steps, as many as those of the passes. The
             first batch with statistics decides: intervals grow, and factors fall into blocks of at
-            most half as many rows as the batch has vectors, or of 256. None, or any interval or
+            most half as many rows as the batch has vectors, or of 128. None, or any interval or
             rule by hand, keeps intervals and factors as they are.
         trace: times the stages; a new trace if None.
 

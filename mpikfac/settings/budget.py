@@ -26,7 +26,7 @@ from mpikfac.settings.usual import Intervals
 
 AT_FIRST = 1.0  # the share until `SETTLED`
 LEAST_PASSES = 2**27  # multiplications; shorter steps spend their time on other things
-LEAST_BLOCK = 256
+LEAST_BLOCK = 128
 WIDE = 1024  # the largest order that is decomposed before the first batch has been seen
 
 
@@ -74,7 +74,7 @@ class Budget:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, layer: LayerShape, spatial: bool = False) -> LayerShape:
-        """Return the layer with blocks of half as many rows as a batch has vectors, but up to 256.
+        """Return the layer with blocks of half as many rows as a batch has vectors, but up to 128.
 
         With larger blocks, a direction costs more than the passes of the layer, and the batch tells
         little about them. Before the first batch, only wide layers without pixels have blocks.

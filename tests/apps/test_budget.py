@@ -17,6 +17,7 @@ from mpikfac_apps.options.strategy import kfac_settings
 from mpikfac_apps.planning import plan, predictions
 from mpikfac_apps.planning.options import PLAN, SIMULATE
 from mpikfac_apps.problems import models
+from support import inside
 
 CASES = [("autoencoder_small", 64, True), ("lstm_small", 4, True), ("resnet20", 32, False)]
 
@@ -67,12 +68,12 @@ def test_groups_of_an_attention_count_once():
 
     model, x = Attending(), torch.randn(5, 7, 8)
     kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.01), MPI.COMM_SELF)
-    sizes = mpikfac.layers.call_sizes(model, kfac.layers, x)
+    sizes = mpikfac.layers.call_sizes(model, inside.layers(kfac), x)
     model.zero_grad()
     kfac.discard()
     model(x).square().mean().backward()
     kfac.step()
-    seen = {name: each.vectors for name, each in kfac.settings.budget.seen.items()}
+    seen = {name: each.vectors for name, each in inside.settings(kfac).budget.seen.items()}
     assert seen == {"attention.in_proj": 5 * 7, "attention.out_proj": 5 * 7}
     assert {name: sum(call.vectors for call in calls) for name, calls in sizes.items()} == seen
 

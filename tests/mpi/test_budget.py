@@ -47,12 +47,12 @@ def orders(kfac) -> list[int]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ranks_cut_and_train_as_one(comm, name):
-    """Oracle: one process on the joined batch; blocks of at most 256 rows by hand."""
+    """Oracle: one process on the joined batch; blocks of at most 128 rows by hand."""
     kfac = optimizer(comm, STRATEGIES[name])
     alone_comm = comm.Split(comm.rank)
     alone = optimizer(alone_comm, STRATEGIES[name] and STRATEGIES[name].changed(workers=1))
     found, expected = train(kfac, comm, range(7)), train(alone, alone_comm, range(7))
-    assert orders(kfac) == orders(alone) == [150, 151, 135, 135, 135, 136, 3]
+    assert orders(kfac) == orders(alone) == [100, 100, 101, 90, 90, 90, 90, 90, 91, 3]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     assert all(torch.equal(found, other) for other in comm.allgather(found))
     kfac.trainer.close()

@@ -879,8 +879,8 @@ TABLE = (
     Mistake(
         "orthogonal: directions keep their singular values",
         "engine/curvature/lengths.py",
-        "turned = iter(orthogonalised([one for stack, one in pairs if stack.matrix]))",
-        "turned = iter([one for stack, one in pairs if stack.matrix])",
+        "turned = iter(orthogonalised([*itertools.chain(*parts)]))",
+        "turned = iter([*itertools.chain(*parts)])",
         "tests/unit/test_step_length.py",
     ),
     Mistake(
@@ -900,8 +900,8 @@ TABLE = (
     Mistake(
         "orthogonal: a step of the polynomial is left out",
         "numerics/orthogonal.py",
-        "range(STEPS - 1)",
-        "range(STEPS - 2)",
+        "enumerate(STEPS)",
+        "enumerate(STEPS[:-1])",
         "tests/unit/test_step_length.py",
     ),
     Mistake(
@@ -1017,16 +1017,16 @@ TABLE = (
     Mistake(
         "subsample: a rank counts the examples of the rank alone",
         "engine/curvature/recording/recorder.py",
-        "_bound_layers(layers, factors, estimator), self.plan.pooled",
-        "_bound_layers(layers, factors, estimator), 1",
+        "shares = factors.plan.pooled",
+        "shares = 1",
         "tests/mpi/test_subsample.py",
         ranks=2,
     ),
     Mistake(
         "subsample: few examples stand for the whole batch in an embedding's diagonal",
-        "engine/curvature/recording/recorder.py",
-        "vector or planned.shape.diagonal or planned.rescaled",
-        "vector or planned.rescaled",
+        "settings/estimator.py",
+        "layer.solver.vector or layer.shape.diagonal or layer.rescaled",
+        "layer.solver.vector or layer.rescaled",
         "tests/mpi/test_subsample.py",
         ranks=2,
     ),

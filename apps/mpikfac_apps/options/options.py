@@ -218,7 +218,7 @@ class KfacOptions:
         budget: the operations of statistics and decompositions on average, as a share of those of
             the forward and backward passes; in the first 160 steps, as many as those of the passes.
             Intervals grow, and factors fall into blocks of at most half as many rows as a batch has
-            vectors, or of 256. null, or an interval of your own: no limit.
+            vectors, or of 128. null, or an interval of your own: no limit.
         damping_adapt: the number of steps from one adaptation of the damping to the next. The
             damping follows how well the quadratic model predicted the loss; each adaptation costs a
             forward pass. null: the damping stays.

@@ -47,7 +47,7 @@ def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) ->
 
 def predicted(
     options: PredictionOptions,
-    network: Network,
+    network: NetworkShapes,
     name: str,
     ranks: int,
     machine: mpikfac.predict.Machine,
@@ -78,7 +78,7 @@ def job_of(options: PredictionOptions, factor_every: int, basis_every: int) -> m
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkShapes:
     """What predictions know of a network.
 
     Attributes:
@@ -92,14 +92,14 @@ class Network:
     calls: Calls
 
 
-def network_of(options: PredictionOptions) -> Network:
+def network_of(options: PredictionOptions) -> NetworkShapes:
     """Return the network of the options."""
     entry = models.network(options.model)
     covers = coverage(options.kfac, entry.covers)
     covered = models.shapes_of(options.model, options.classes, covers)
     bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
     model = models.skeleton(options.model, options.classes)
-    return Network(
+    return NetworkShapes(
         covered,
         models.shapes_of(options.model, options.classes, bare),
         calls_of(options.model, model, options.kfac, entry.image, options.batch_per_rank),
@@ -108,7 +108,7 @@ def network_of(options: PredictionOptions) -> Network:
 
 def foreseen_of(
     options: PredictionOptions,
-    network: Network,
+    network: NetworkShapes,
     name: str,
     ranks: int,
     machine: mpikfac.predict.Machine,
