@@ -199,9 +199,10 @@ class Layer:
         self, side: str, x: Tensor, g: Tensor, blocks: Sequence[slice]
     ) -> list[Tensor]:
         """Return blocks along the diagonal of `second_moment`."""
-        own = type(self).input_sum if side == "A" else type(self).output_sum
+        kind = type(self)
+        own = kind.input_sum if side == "A" else kind.output_sum
         of_rows = own in (Layer.input_sum, Layer.output_sum) and self.shape.sharing == "expand"
-        if len(blocks) == 1 or not of_rows:
+        if len(blocks) == 1 or kind.second_moment is not Layer.second_moment or not of_rows:
             moment = self.second_moment(side, x, g)
             return [moment[..., block, block] for block in blocks]
         rows = self.with_ones(self.inputs(x)) if side == "A" else self.outputs(g)

@@ -100,9 +100,9 @@ def test_predictions_stretch_the_intervals(batch):
     (row,) = predictions.predictions(options, machine)
     network = predictions.network_of(options)
     run = predictions.foreseen_of(options, network, "comm-opt", 1, machine)
-    of_rank, total = run.plan.of(0), mpikfac.plan.Operations()
-    whole = mpikfac.make_plan(*network.covered[:1], 1, mpikfac.Strategy()).of(0)
-    for layer, before in zip(of_rank.layers, whole.layers):
+    total = mpikfac.plan.Operations()
+    whole = mpikfac.make_plan(*network.covered[:1], 1, mpikfac.Strategy())
+    for layer, before in zip(run.plan.covered, whole.covered):
         seen = options.kfac.estimator.subsampled(before, 1).seen(network.calls[layer.name], 0.0)
         total += operations(layer.shape, layer.solver, seen, options.kfac.length.orthogonal)
     allowed = 0.3 * max(2**27, total.passes)
