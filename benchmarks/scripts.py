@@ -268,10 +268,13 @@ def cost(job: Job, options: argparse.Namespace) -> Result:
         optimizer: Worker((name, optimizer, "", length, seed), options, pauses)
         for optimizer in ("adam", "kfac")
     }
-    marks = {optimizer: [worker.ask()] for optimizer, worker in workers.items()}
-    for _ in pauses[1:] if all(isinstance(mark, float) for (mark,) in marks.values()) else ():
-        for optimizer, worker in workers.items():
-            marks[optimizer].append(worker.ask())
+    marks: Result = {optimizer: [] for optimizer in workers}
+    for _, (optimizer, worker) in itertools.product(pauses, workers.items()):
+        mark = worker.ask()
+        if isinstance(mark, dict):  # the end of a run that failed
+            marks = mark
+            break
+        marks[optimizer].append(mark)
     for worker in workers.values():
         worker.process.terminate()
         worker.process.join()
@@ -323,7 +326,7 @@ def report(results: dict[Job, Result]) -> None:
             mine = f"{length:g}", f"{point.seconds:.1f}", f"{point.score:.4g}"
             equal.append((name, *mine, *scores))
         rounds = [result for job, result in results.items() if job[:2] == (name, "cost")]
-        if rounds := [marks for marks in rounds if len(marks["kfac"]) > LAST // BLOCK]:
+        if rounds := [marks for marks in rounds if "error" not in marks]:
             costs.append((name, ratio(rounds, 0, GROWN), ratio(rounds, GROWN, LAST)))
     print("\n\n".join("\n".join(table(rows)) for rows in (runs, equal, costs)))
 
