@@ -20,7 +20,7 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.planning.options import PredictionOptions
 from mpikfac_apps.planning.predictions import (
-    Network,
+    NetworkShapes,
     Row,
     job_in_words,
     machine_in_words,
@@ -97,7 +97,7 @@ def costs(row: Row) -> tuple[int, ...]:
 
 def variants(
     options: PredictionOptions,
-    network: Network,
+    network: NetworkShapes,
     ranks: int,
     machine: mpikfac.predict.Machine,
     wires: Mapping[str, Mapping[str, str]],
