@@ -195,6 +195,6 @@ def cost(
     whole = max(shapes[largest].inputs, shapes[largest].outputs)
     blocks = f", in blocks of at most {max(orders)}" if orders and max(orders) < whole else ""
     return times, (
-        f"K-FAC: {times:.2g} of SGD's operations a step; layer {largest} is {added[largest] / total:.0%} "
-        f"of what K-FAC adds (order {whole}{blocks})"
+        f"K-FAC: {times:.2g} of SGD's operations a step; layer {largest} is "
+        f"{added[largest] / total:.0%} of what K-FAC adds (order {whole}{blocks})"
     )
