@@ -27,6 +27,7 @@ class FirstOrder:
         parts: the parts with a state, in the order in which parts forget.
         intact: whether the state of the rank is the state after the last step, without parts of a
             later step.
+        outgrown: whether the method has to be built anew, by what it has seen of a batch.
     """
 
     parts: Sequence[Part] = ()
@@ -34,11 +35,7 @@ class FirstOrder:
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
         self.intact = True
-
-    @property
-    def outgrown(self) -> bool:
-        """Whether the method has to be built anew, by what it has seen of a batch."""
-        return False
+        self.outgrown = False
 
     @property
     def examples(self) -> int:

@@ -77,7 +77,8 @@ class Budget:
         """Return the layer with blocks of half as many rows as a batch has vectors, but up to 128.
 
         With larger blocks, a direction costs more than the passes of the layer, and the batch tells
-        little about them. Before the first batch, only wide layers without pixels have blocks.
+        little about them. Layers without vectors in the batch, such as tables of entries, stay
+        whole. Before the first batch, only wide layers without pixels have blocks.
 
         Args:
             layer: with whole factors.
@@ -86,9 +87,11 @@ class Budget:
         if not self.cuts:
             return layer
         order, largest = max((factor.order for factor in layer.factors), default=0), LEAST_BLOCK
-        if layer.name in self.seen:
-            largest = max(LEAST_BLOCK, self.seen[layer.name].vectors // 2)
-        elif spatial or order <= WIDE:
+        if (seen := self.seen.get(layer.name)) is None:
+            whole = spatial or order <= WIDE
+        else:
+            whole, largest = not seen.vectors, max(LEAST_BLOCK, seen.vectors // 2)
+        if whole:
             return layer
         return replace(layer, largest=largest) if order > largest else layer
 

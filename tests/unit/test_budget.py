@@ -97,7 +97,14 @@ def test_wide_layers_fall_into_blocks_before_the_first_batch(inputs, outputs, sp
 
 @pytest.mark.parametrize(
     ("vectors", "inputs", "largest"),
-    [(64, 785, 128), (512, 785, 256), (600, 785, 300), (600, 300, None), (8192, 4097, 4096)],
+    [
+        (0, 785, None),
+        (64, 785, 128),
+        (512, 785, 256),
+        (600, 785, 300),
+        (600, 300, None),
+        (8192, 4097, 4096),
+    ],
 )
 def test_blocks_have_half_as_many_rows_as_the_batch_has_vectors(vectors, inputs, largest):
     """Oracle: by hand: at least 128 rows; whole factors of fewer."""

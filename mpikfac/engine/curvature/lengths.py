@@ -263,7 +263,12 @@ class Orthogonal(OfAdam):
         dims = [-2 if one.shape[-2] <= one.shape[-1] else -1 for _, one in pairs]
         parts = [one.split(stack.apart, dim) for (stack, one), dim in zip(pairs, dims)]
         turned = iter(orthogonalised([*itertools.chain(*parts)]))
-        joined = iter([torch.cat([next(turned) for _ in p], dim) for p, dim in zip(parts, dims)])
+        joined = iter(
+            [
+                torch.cat([next(turned) for _ in each], dim) if len(each) > 1 else next(turned)
+                for each, dim in zip(parts, dims)
+            ]
+        )
         return [next(joined) if s.matrix else one for s, one in zip(self.stacks, found)]
 
 

@@ -213,33 +213,26 @@ class Preconditioner(FirstOrder):
         """
         budget, recorder, layers = self.settings.budget, self.recorder, self.plan.layers
         vectors, chosen = recorder.vectors, recorder.chosen
+        if not self.plan.factors or {layer.name for layer in layers} <= budget.seen.keys():
+            return
         numbers = [n for layer in layers for n in (vectors[layer.name], chosen[layer.name])]
         vectors.clear()
         chosen.clear()
-        if not self.plan.factors or {layer.name for layer in layers} <= budget.seen.keys():
-            return
         of_all = summed(self.site.grid.world, numbers)
         if self.plan.strategy.reduction == "none":  # only the owner of a layer records it
             of_all = [self.plan.grid.count * n for n in of_all]
         pairs = zip(of_all[::2], of_all[1::2])
         budget.seen = {x.name: Seen(*map(int, pair)) for x, pair in zip(layers, pairs)}
         self._count()
+        whole = [dataclasses.replace(layer.shape, largest=None) for layer in layers]
+        cut = [budget.cut(shape) for shape in whole]
+        self.outgrown = budget.cuts and cut != [layer.shape for layer in layers]
         if self.site.plan.rank == 0 and not self.outgrown:
             report_cost(self.settings, layers)
 
     def _count(self) -> None:
         """Count the operations of the layers, if a batch has been seen."""
         self.settings.budget.count(self.plan.layers, self.settings.length.orthogonal)
-
-    @property
-    def outgrown(self) -> bool:
-        """Whether factors are cut otherwise than by what has been seen of a batch."""
-        budget = self.settings.budget
-        return budget.cuts and any(
-            budget.cut(dataclasses.replace(layer.shape, largest=None)) != layer.shape
-            for layer in self.plan.layers
-            if layer.name in budget.seen
-        )
 
     def _finish_statistics(self) -> None:
         """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
