@@ -2,10 +2,11 @@
 # Run the tests:
 #   bash jobs/test.sh         the quick tests, those without a mark; 5 minutes on two idle cores
 #   bash jobs/test.sh --ci    the remaining tests that every change must pass: those marked gate, and
-#                             a part of --device; for the coverage of the library, also the quick
-#                             tests of tests/unit and tests/mpi; 15 minutes
+#                             a part of --device; 12 minutes
 #   bash jobs/test.sh --all   all tests; an hour
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
+#   bash jobs/test.sh --coverage   which lines of the library the quick tests and those marked gate
+#                             run, without --device; 20 minutes
 #   bash jobs/test.sh --sizes   named strategies at 5, 7, 12 and 16 ranks, which take 6 GiB of
 #                             memory; 10 minutes
 #   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
@@ -21,14 +22,19 @@
 set -uo pipefail
 HOUR=3600 # seconds of a stage at pace 1; on two idle cores no stage takes half of them
 IDLE=3000 # milliseconds of the timed start on an idle machine, at most
-extras=(test) covered=()
+extras=(test) counted=() measured=()
 case ${1-} in
     "") chosen=(-m "not slow and not gate") ;;
     --device | --sizes | --smpi | --all) chosen=() ;;
     --frameworks) extras+=(frameworks) ;;
-    --ci) extras+=(lint) chosen=(-m "not slow or gate") ;;
+    --ci) chosen=(-m gate) ;;
+    --coverage)
+        extras+=(lint) chosen=(-m "not slow or gate")
+        counted=(--cov=mpikfac --cov-report= --cov-append)
+        measured=(-m coverage run --parallel-mode --source=mpikfac)
+        ;;
     *)
-        echo "usage: bash jobs/test.sh, with nothing, --all, --device, --sizes, --smpi, --ci or --frameworks" >&2
+        echo "usage: bash jobs/test.sh, with nothing, --ci, --all, --coverage, --device, --sizes, --smpi or --frameworks" >&2
         exit 2
         ;;
 esac
@@ -131,33 +137,32 @@ case ${1-} in
         ;;
 esac
 
-others=(--ignore=tests/unit tests) numbers=(2 3 4) remaining=("${chosen[@]}")
+others=(--ignore=tests/unit tests) numbers=(2 3 4)
 case ${1-} in
     "") others+=(--ignore=tests/mpi) numbers=(2 3) ;;
-    --ci)
-        remaining=(-m gate) covered=(--cov=mpikfac --cov-report=)
-        "$PYTHON" -m coverage erase
-        ;;
+    --coverage) "$PYTHON" -m coverage erase ;;
 esac
-stage "unit tests" one_process -n 2 --max-worker-restart=0 "${covered[@]}" "${chosen[@]}" tests/unit
+stage "unit tests" one_process -n 2 --max-worker-restart=0 "${counted[@]}" "${chosen[@]}" tests/unit
 # Files start in the order of the folders: the long tests of apps/ come first.
 stage "tests of one process" one_process -n 2 --dist loadfile --no-loadscope-reorder \
-    --max-worker-restart=0 "${remaining[@]}" "${others[@]}"
-[ "${1-}" = --ci ] && covered=(-m coverage run --parallel-mode --source=mpikfac)
+    --max-worker-restart=0 "${counted[@]}" "${chosen[@]}" "${others[@]}"
 for ranks in "${numbers[@]}"; do
-    stage "tests of $ranks ranks" mpi "$ranks" "${covered[@]}" -m pytest -q -x "${chosen[@]}" tests/mpi
+    stage "tests of $ranks ranks" mpi "$ranks" "${measured[@]}" -m pytest -q -x "${chosen[@]}" tests/mpi
 done
 case ${1-} in
-    --ci) at_sizes 5 ;;
+    --ci)
+        at_sizes 5
+        if type "${CXX:-g++}" >/dev/null 2>&1; then
+            chosen=(-m "not slow or gate")
+            on_device "2 direct"
+        else
+            echo "skipping the tests on an emulated GPU: no C++ compiler on PATH"
+        fi
+        ;;
     --all) at_sizes 5 7 12 16 ;;
+    --coverage)
+        "$PYTHON" -m coverage combine --append --quiet
+        "$PYTHON" -m coverage report --skip-covered
+        ;;
 esac
-if [ "${1-}" = --ci ]; then
-    "$PYTHON" -m coverage combine --append --quiet
-    stage "coverage" "$PYTHON" -m coverage report --skip-covered --fail-under=94
-    if type "${CXX:-g++}" >/dev/null 2>&1; then
-        on_device "2 direct"
-    else
-        echo "skipping the tests on an emulated GPU: no C++ compiler on PATH"
-    fi
-fi
 finish

@@ -55,6 +55,23 @@ def test_the_plan_is_that_of_a_run_after_a_step(name, batch, cut, caplog, capsys
     assert (whole.digest() != digest) == cut
 
 
+@pytest.mark.parametrize("asked", [["--ranks", "4"], ["--ranks", "2", "--parts", "4"]])
+def test_ranks_and_parts_foresee_the_joined_batch(asked, capsys):
+    """Oracle: layers and line of one rank with the whole batch of 64."""
+
+    def told(arguments: list[str]) -> tuple[list, str]:
+        common = ["--model", "autoencoder_small", *arguments]
+        assert plan.main(common) == 0
+        (line,) = (text for text in capsys.readouterr().out.splitlines() if "SGD's" in text)
+        layers = plan.plan_of(PLAN.read(common)).layers
+        return [[factor.order for factor in layer.factors] for layer in layers], line
+
+    ranks = int(asked[1])
+    assert told([*asked, "--batch_per_rank", str(64 // ranks)]) == told(
+        ["--ranks", "1", "--batch_per_rank", "64"]
+    )
+
+
 def test_groups_of_an_attention_count_once():
     """Oracle: a vector for each token; the recorder's numbers."""
 
