@@ -2,10 +2,11 @@
 
     python benchmarks/checkouts.py OLD NEW [--ranks 1 2 3 4] [--only WORD ...]
 
-Every case trains a small network for some steps: all named strategies, with K-FAC and without, and
-many combinations of choices. Each checkout runs all cases at each number of ranks; then digests of
-weights after every step and of all items of the state, the messages in order (stage, primitive,
-communicator, bytes), the bytes that the trace has counted, and the texts of refusals are compared.
+Every case trains a small network for some steps: all named strategies, with each preconditioner and
+without, and many combinations of choices. Each checkout runs the cases of its own copy of this
+file, in its own words, at each number of ranks; then digests of weights after every step and of all
+items of the state, the messages in order (stage, primitive, communicator, bytes), the bytes that
+the trace has counted, and the texts of refusals are compared, case by case.
 A case that restarts writes its state in OLD, and NEW goes on from that state.
 The exit code is 1 if anything differs.
 """
@@ -65,7 +66,10 @@ class Case:
     momentum: float = 0.9
 
 
-SOLVERS = ("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one")
+SOLVERS = (
+    *("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"),
+    *("shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
+)
 SHORTER: dict[str, dict[str, Any]] = {
     "local-sgd": {"exchange_every": 3},
     "post-local-sgd": {"exchange_every": 2, "exchange_from": 2},
@@ -78,6 +82,29 @@ SHORTER: dict[str, dict[str, Any]] = {
     "krum": {"liars": 0},
 }
 """Choices in the place of those of named strategies, so that seven steps show all of a strategy."""
+FURTHER: dict[str, dict[str, dict[str, Any]]] = {
+    "dgc": {
+        "warm-up": {"top_share": 0.1, "top_warmup": 3},
+        "bound": {"top_share": 0.1, "top_clip": 0.1},
+    },
+    "a-sgd": {
+        "intervals": {"push_every": 2, "fetch_every": 3},
+        "warm-up": {"warm_updates": 3},
+        "two servers": {"servers": 2},
+    },
+    "safeguard": {
+        "windows": {"long_window": 4, "short_window": 2, "safe_factor": 1.1, "safe_floor": 1.0},
+        "before": {"safe_of": "before", "readmit_every": 3},
+        "noise": {"safe_noise": 0.01},
+    },
+    "lsgd": {"of nodes": {"exchange_every": 3, "copies_of": "node", "ranks_per_node": 2}},
+    "parle": {
+        "of nodes": {"exchange_every": 3, "copies_of": "node", "ranks_per_node": 2},
+        "growth": {"exchange_every": 2, "pull_growth": 0.5, "anchor_most": 0.02, "outer_lr": 0.9},
+    },
+    "staggered": {"tolerance": {"tolerance": 0.2}},
+}
+"""Further choices of named strategies."""
 COPIES = {"exchanged": "weights", "exchange_every": 2}
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
@@ -115,6 +142,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 def cases() -> Iterator[Case]:
     """Yield all cases."""
     yield from named_cases()
+    yield from preconditioned_cases()
     yield from solver_cases()
     yield from placed_cases()
     yield from transport_cases()
@@ -133,6 +161,27 @@ def named_cases() -> Iterator[Case]:
             yield Case(case, shorter, settings, trainer, named=name, momentum=momentum)
         if name in ("local-sgd", "lsgd", "parle", "diloco", "power-sgd", "staggered"):
             yield Case(f"{name} float64", shorter, settings, "KFAC", "frozen", "float64", name)
+
+
+def preconditioned_cases() -> Iterator[Case]:
+    """Yield all named strategies with each solver, and further choices of some of them."""
+    momenta = {"dgc": 0.0}
+    for name, solver in itertools.product(mpikfac.plan.NAMED, SOLVERS):
+        if name != "a-sgd":
+            momentum = momenta.get(name, 0.9)
+            settings = {"solver": solver, "basis_every": 5 if name == "staggered" else 3}
+            yield Case(
+                f"{name} {solver}", SHORTER.get(name, {}), settings, named=name, momentum=momentum
+            )
+    for name, variants in FURTHER.items():
+        for variant, choices in variants.items():
+            trainer, momentum = (
+                "Asynchronous" if name == "a-sgd" else "KFAC",
+                momenta.get(name, 0.9),
+            )
+            settings = {"basis_every": 5} if name == "staggered" else {}
+            case = f"{name} {variant}"
+            yield Case(case, choices, settings, trainer, named=name, momentum=momentum)
 
 
 def solver_cases() -> Iterator[Case]:
@@ -207,6 +256,9 @@ def program_cases() -> Iterator[Case]:
     yield Case("not finite", everyone, eigen, program="not finite")
     yield Case("codistillation", trainer="DataParallel", program="codistillation")
     yield Case("optimizer", everyone, program="optimizer")
+    usual = {"factor_every": None, "basis_every": None}
+    for name, placed in (("everyone", everyone), ("owner", owner)):
+        yield Case(f"usual intervals {name}", placed, usual, program="wide")
 
 
 # -- one checkout, under MPI -----------------------------------------------------------------------
@@ -258,7 +310,7 @@ def digest(value: Any) -> str:
     return repr(value)
 
 
-def network(dtype: str) -> Any:
+def network(dtype: str, width: int) -> Any:
     """Return a small network with convolutions, two normalisations and linear layers."""
     torch.manual_seed(7)
     model = nn.Sequential(
@@ -268,10 +320,10 @@ def network(dtype: str) -> Any:
         nn.Conv2d(6, 8, 3, stride=2, groups=2),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(72, 16),
-        nn.LayerNorm(16),
+        nn.Linear(72, width),
+        nn.LayerNorm(width),
         nn.ReLU(),
-        nn.Linear(16, 5),
+        nn.Linear(width, 5),
     )
     return model.to(getattr(torch, dtype))
 
@@ -314,7 +366,7 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
         momentum=case.momentum,
         weight_decay=0.0 if case.lr == 1 else 1e-3,
     )
-    apart = {"curvature-ranks": 1, "a-sgd": 1}.get(case.named, 0)
+    apart = {"curvature-ranks": 1, "a-sgd": choices.get("servers", 1)}.get(case.named, 0)
     team = mpikfac.split(comm, apart) if apart else comm
     if apart and team.comm is None:
         if case.trainer == "Asynchronous":
@@ -352,7 +404,7 @@ class Run:
 
     def __init__(self, case: Case, comm: Any, recorder: Recorder, folder: str) -> None:
         self.case, self.recorder, self.folder = case, recorder, folder
-        self.model, self.pupils = network(case.dtype), None
+        self.model, self.pupils = self._network(), None
         if case.program == "codistillation":
             groups = 2 if comm.size % 2 == 0 else 1
             settings = {"burn_in": 2, "groups": groups, "every": 2}
@@ -366,6 +418,10 @@ class Run:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
         self.comm = comm
         self.trainer, self.ranks = made(case, comm, self.model)
+
+    def _network(self) -> Any:
+        """Return the network; a wide one has factors that the budget cuts."""
+        return network(self.case.dtype, width=300 if self.case.program == "wide" else 16)
 
     def train(self) -> None:
         """Take all steps, and note digests."""
@@ -419,7 +475,7 @@ class Run:
         if self.ranks.rank == 0:
             file.write_bytes(pickle.dumps(whole))
         trainer.close()
-        self.model = network(case.dtype)
+        self.model = self._network()
         self.trainer, self.ranks = made(case, self.comm, self.model)
         self.trainer.load_state_dict(whole)
 
@@ -514,7 +570,9 @@ def run_cases(out: str, words: Sequence[str], folder: str) -> None:
     for case in cases():
         if words and not any(word in case.name for word in words):
             continue
-        if case.named in ("curvature-ranks", "a-sgd") and comm.size == 1:
+        if case.named in ("curvature-ranks", "a-sgd") and comm.size <= case.choices.get(
+            "servers", 1
+        ):
             continue
         if case.named == "curvature-ranks" and case.trainer != "KFAC":
             continue
@@ -542,7 +600,7 @@ def recorded(checkout: Path, ranks: int, words: Sequence[str], folder: str) -> d
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "records.json"
         more = ["--record", str(out), "--states", folder, "--only", *words]
-        run_in(checkout, ranks, __file__, *more)
+        run_in(checkout, ranks, str(checkout / "benchmarks" / "checkouts.py"), *more)
         return dict(json.loads(out.read_text()))
 
 

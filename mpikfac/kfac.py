@@ -279,6 +279,7 @@ class KFAC(Trainer):
         gradients.keep()
         self._guard.allow_once()
         self._begin(self.steps + 1)
+        self._take_up_cuts()
 
     def _check_preconditions(self) -> None:
         """Return if gradients are the caller's to average and to step.

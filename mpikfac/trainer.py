@@ -287,7 +287,15 @@ class Trainer:
             agree(self.built.grid.world, self._compared(self.built.method.numbers(self.steps)))
         if changed:
             self._take_up("the trained parameters have changed")
-        elif self.built.method.outgrown:
+        else:
+            self._take_up_cuts()
+
+    def _take_up_cuts(self) -> None:
+        """Build the parts anew if the first batch has told that factors should be in blocks.
+
+        Collective over: world.
+        """
+        if self.built.method.outgrown:
             self._take_up("factors are cut into blocks, as a batch has few vectors")
 
     def collect(self) -> None:
