@@ -350,19 +350,21 @@ def report_uncovered(
 ) -> None:
     """Log the parameters trained without K-FAC, how to cover some, and parameters not trained.
 
-    Warn if K-FAC covers less than half of the weights.
+    Warn if K-FAC covers less than half of the weights, and of what it does not cover.
     """
     parameters = [tensor for tensor in uncovered if tensor.parameters]
     covered = sum(p.numel() for layer in layers for p in layer.parameters)
     total = covered + sum(p.numel() for tensor in parameters for p in tensor.parameters)
-    if 2 * covered < total:
+    few = 2 * covered < total
+    if few:
         log.warning(
             "K-FAC covers %d of %d weights; the rest is trained first-order", covered, total
         )
     stepped = members(optimizer)
     alone = [block for block in parameters if block.tensor in stepped]
     if words := in_words(model, [block.name for block in alone if not block.ties]):
-        log.info("trained first-order, as no layer covers them: %s", words)
+        level = logging.WARNING if few else logging.INFO
+        log.log(level, "trained first-order, as no layer covers them: %s", words)
     if ties := "; ".join(" = ".join(block.ties) for block in alone if block.ties):
         log.info("trained first-order, as no layer covers all modules that share them: %s", ties)
     for offer in offers:

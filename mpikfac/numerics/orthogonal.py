@@ -70,17 +70,15 @@ def _polynomials(squares: Tensor) -> Tensor:
     # The root of the norm of S^2 is at least the largest eigenvalue of S, and near it [CANS].
     bound = higher.norm(dim=(-2, -1), keepdim=True).sqrt_().mul_(MARGIN).clamp_min_(limits.eps)
     squares, higher = squares / bound, higher / bound**2
-    scale, rest = 1.0, torch.zeros_like(squares)
+    scale, rest = 1.0, higher  # which becomes the first H in place
     for number, (first, third, fifth) in enumerate(STEPS):
+        higher = higher.mul_(fifth).add_(squares, alpha=third)  # H
         if number:
-            higher = product(squares, squares)
-        higher = higher.mul_(fifth).add_(squares, alpha=third)
-        if number:
-            rest = product(higher, rest).add_(rest, alpha=first)
-        rest.add_(higher, alpha=scale)
+            rest = product(higher, rest).add_(rest, alpha=first).add_(higher, alpha=scale)
         scale *= first
         if number < len(STEPS) - 1:
             for _ in range(2):  # F commutes with the square
                 squares = product(higher, squares).add_(squares, alpha=first)
+            higher = product(squares, squares)
     rest.diagonal(dim1=-2, dim2=-1).add_(scale)
-    return rest / traces.sqrt() / bound.sqrt()
+    return rest.div_(traces.sqrt()).div_(bound.sqrt())  # their product may be too small a number

@@ -33,7 +33,7 @@ def train(kfac, comm, steps) -> torch.Tensor:
     model, shard = kfac.trainer.model, slice(comm.rank, None, comm.size)
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(EXAMPLES, 300, generator=generator, dtype=torch.float64, device="cpu")[shard]
+        x = torch.randn(EXAMPLES, 300, generator=generator, device="cpu").double()[shard]
         y = (torch.arange(EXAMPLES) % 3)[shard]
         kfac.zero_grad()
         F.cross_entropy(model(x.to(problem.DEVICE)), y.to(problem.DEVICE)).backward()

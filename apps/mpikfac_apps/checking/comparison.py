@@ -137,6 +137,7 @@ def one_step(
             solver=solver,
             length=mpikfac.Length("own"),
             coverage=coverage,
+            budget=None,  # the dense solves are of whole factors
         )
     loss(model, batch).backward()
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
