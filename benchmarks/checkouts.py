@@ -1,6 +1,6 @@
 """Compare the numbers, messages and states of two checkouts of mpikfac, bit for bit.
 
-    python benchmarks/checkouts.py OLD NEW [--ranks 1 2 3 4] [--only WORD ...]
+    python benchmarks/checkouts.py OLD NEW [--ranks 1 2 3 4] [--only WORD ...] [--keep FOLDER]
 
 Every case trains a small network for some steps: all named strategies, with each preconditioner and
 without, and many combinations of choices. Each checkout runs the cases of its own copy of this
@@ -9,6 +9,9 @@ items of the state, the messages in order (stage, primitive, communicator, bytes
 the trace has counted, and the texts of refusals are compared, case by case.
 A case that restarts writes its state in OLD, and NEW goes on from that state.
 The exit code is 1 if anything differs.
+
+--keep keeps the records of OLD in a folder, where the next comparison finds them. `NAMES` maps the
+names of OLD, in records and in states, to those of NEW.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +45,9 @@ STEPS = 7
 EXAMPLES = 24  # of a batch of all ranks together: whole shards at 1 to 4 ranks
 
 Record = dict[str, Any]
+
+NAMES: dict[str, str] = {}
+"""Names in an older checkout's records, and the names that have taken their place."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ SOLVERS = (
     *("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"),
     *("shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
 )
+WITH_MOMENTUM = "soap", "muon", "normuon", "newton-muon"
+"""Solvers by whose defaults the momentum is taken before gradients are preconditioned."""
 SHORTER: dict[str, dict[str, Any]] = {
     "local-sgd": {"exchange_every": 3},
     "post-local-sgd": {"exchange_every": 2, "exchange_from": 2},
@@ -165,41 +174,40 @@ def named_cases() -> Iterator[Case]:
 
 def preconditioned_cases() -> Iterator[Case]:
     """Yield all named strategies with each solver, and further choices of some of them."""
-    momenta = {"dgc": 0.0}
+
+    def settings(name: str, **more: Any) -> dict[str, Any]:
+        return more | {"basis_every": 5 if name == "staggered" else 3}
+
     for name, solver in itertools.product(mpikfac.plan.NAMED, SOLVERS):
         if name != "a-sgd":
-            momentum = momenta.get(name, 0.9)
-            settings = {"solver": solver, "basis_every": 5 if name == "staggered" else 3}
-            yield Case(
-                f"{name} {solver}", SHORTER.get(name, {}), settings, named=name, momentum=momentum
-            )
+            momentum = 0.0 if name == "dgc" or solver in WITH_MOMENTUM else 0.9
+            shorter = SHORTER.get(name, {})
+            own = settings(name, solver=solver)
+            yield Case(f"{name} {solver}", shorter, own, named=name, momentum=momentum)
     for name, variants in FURTHER.items():
+        trainer, momentum = "Asynchronous" if name == "a-sgd" else "KFAC", 0.9 * (name != "dgc")
         for variant, choices in variants.items():
-            trainer, momentum = (
-                "Asynchronous" if name == "a-sgd" else "KFAC",
-                momenta.get(name, 0.9),
-            )
-            settings = {"basis_every": 5} if name == "staggered" else {}
             case = f"{name} {variant}"
-            yield Case(case, choices, settings, trainer, named=name, momentum=momentum)
+            yield Case(case, choices, settings(name), trainer, named=name, momentum=momentum)
 
 
 def solver_cases() -> Iterator[Case]:
     """Yield all solvers with all lengths, and programs of steps."""
     everyone = {"workers": "all"}
     for solver in SOLVERS:
+        of_solver = functools.partial(Case, momentum=0.0 if solver in WITH_MOMENTUM else 0.9)
         for source in ("orthogonal", "adam", "sgd", "own"):
             settings = {"solver": solver, "length": {"source": source}}
-            yield Case(f"{solver} {source}", everyone, settings)
+            yield of_solver(f"{solver} {source}", everyone, settings)
         for kind in ("fisher", "kl", "norm"):
             settings = {"solver": solver, "length": {kind: 1e-3}}
-            yield Case(f"{solver} {kind}", {"workers": "half"}, settings, dtype="float64")
-        yield Case(f"{solver} absolute", {"workers": 1}, {"solver": solver, "damping": 0.003})
+            yield of_solver(f"{solver} {kind}", {"workers": "half"}, settings, dtype="float64")
+        yield of_solver(f"{solver} absolute", {"workers": 1}, {"solver": solver, "damping": 0.003})
         programs = "scaled", "frozen", "resumed", "bounded", "uneven", "accumulated"
         for program in (*programs, "precondition"):
-            yield Case(f"{solver} {program}", everyone, {"solver": solver}, program=program)
+            yield of_solver(f"{solver} {program}", everyone, {"solver": solver}, program=program)
         delayed = everyone | {"delay": 2}
-        yield Case(f"delayed {solver}", delayed, {"solver": solver}, program="resumed")
+        yield of_solver(f"delayed {solver}", delayed, {"solver": solver}, program="resumed")
 
 
 def placed_cases() -> Iterator[Case]:
@@ -470,7 +478,8 @@ class Run:
         record["notes"].append(["missing", sorted(trainer.missing(whole.keys()))])
         file = Path(self.folder, f"{case.name}.{self.comm.size}.pkl".replace("/", "_"))
         if file.exists():  # the older checkout has written the state
-            whole = pickle.loads(file.read_bytes())
+            older = pickle.loads(file.read_bytes())
+            whole = {renamed(name): value for name, value in older.items()}
         self.ranks.Barrier()
         if self.ranks.rank == 0:
             file.write_bytes(pickle.dumps(whole))
@@ -595,13 +604,13 @@ def run_cases(out: str, words: Sequence[str], folder: str) -> None:
 # -- two checkouts ---------------------------------------------------------------------------------
 
 
-def recorded(checkout: Path, ranks: int, words: Sequence[str], folder: str) -> dict[str, Any]:
-    """Return the records of a checkout at a number of ranks."""
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "records.json"
-        more = ["--record", str(out), "--states", folder, "--only", *words]
+def recorded(checkout: Path, ranks: int, words: Sequence[str], records: Path, states: Path) -> str:
+    """Return the records of a checkout at a number of ranks, as text, and write them if missing."""
+    if not records.exists():
+        states.mkdir(parents=True, exist_ok=True)
+        more = ["--record", str(records), "--states", str(states), "--only", *words]
         run_in(checkout, ranks, str(checkout / "benchmarks" / "checkouts.py"), *more)
-        return dict(json.loads(out.read_text()))
+    return records.read_text()
 
 
 def run_in(
@@ -654,14 +663,34 @@ def differences(old: Record, new: Record) -> Iterator[str]:
             yield f"{name}: {before} -> {after}"
 
 
-def compare(old: Path, new: Path, ranks: Sequence[int], words: Sequence[str]) -> int:
-    """Print a line for each case that differs; return the number of such cases."""
+def renamed(text: str) -> str:
+    """Return a text of an older checkout with the names of this one."""
+    if not NAMES:
+        return text
+    words = "|".join(map(re.escape, sorted(NAMES, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w-])({words})(?![\w-])", lambda word: NAMES[word[0]], text)
+
+
+def compare(old: Path, new: Path, ranks: Sequence[int], words: Sequence[str], kept: Path) -> int:
+    """Print a line for each case that differs; return the number of such cases.
+
+    Args:
+        kept: the folder of the older checkout's records.
+    """
     differ = 0
     for count in ranks:
-        with tempfile.TemporaryDirectory() as states:
-            before, after = (recorded(checkout, count, words, states) for checkout in (old, new))
+        states = kept / f"states {count}"
+        records = recorded(old, count, words, kept / f"records {count}.json", states)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "records.json")
+            after = json.loads(recorded(new, count, words, out, states))
+        before = {
+            name: record
+            for name, record in json.loads(renamed(records)).items()
+            if not words or any(word in name for word in words)
+        }
         refused = sum("refused" in records[0] for records in before.values())
-        for name in before.keys() | after.keys():
+        for name in sorted(before.keys() | after.keys()):
             pairs = zip(before.get(name, [{}] * count), after.get(name, [{}] * count))
             lines = [
                 f"rank {r}: {line}" for r, pair in enumerate(pairs) for line in differences(*pair)
@@ -683,13 +712,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--record", default="", help="run the cases of this process's checkout")
     parser.add_argument("--states", default="", help="a folder for the states of --record")
+    parser.add_argument("--keep", type=Path, help="a folder for the records of OLD")
     options = parser.parse_args(arguments)
     if options.record:
         with tempfile.TemporaryDirectory() as alone:
             run_cases(options.record, options.only, options.states or alone)
         return 0
     old, new = (path.resolve() for path in options.checkouts)
-    return bool(compare(old, new, options.ranks, options.only))
+    with tempfile.TemporaryDirectory() as folder:
+        return bool(compare(old, new, options.ranks, options.only, options.keep or Path(folder)))
 
 
 if __name__ == "__main__":
