@@ -47,13 +47,13 @@ PROBLEMS = {  # options, and updates of an epoch
         20,
     ),
 }
-KFAC = {"optimizer": "kfac", "kfac.factor_every": "5", "kfac.basis_every": "10"}
+KFAC = {"optimizer": "kfac", "kfac.factor_update_steps": "5", "kfac.inv_update_steps": "10"}
 OF_GRADIENTS = KFAC | {"kfac.momentum_of": "gradients"}
 ADAM = KFAC | {"kfac.length": "adam"}
 QUADRATIC = {
     **KFAC,
     **{"kfac.length": "quadratic", "kfac.fisher": "sampled", "kfac.damping_adapt": "5"},
-    **{"schedule": "constant", "momentum": "0", "kfac.factor_every": "1"},
+    **{"schedule": "constant", "momentum": "0", "kfac.factor_update_steps": "1"},
 }
 WAYS = {  # optimizer, updates, and the values of the tuned option
     "SGD": ({"optimizer": "sgd"}, 5000, "lr", ("0.1", "0.3", "1")),

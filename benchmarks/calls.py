@@ -57,7 +57,7 @@ def entered(kind: str, layers: int, solver: str) -> tuple[list[Call], int]:
     model = nn.Sequential(*(LAYERS[kind]() for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = mpikfac.Strategy.hybrid(comm.size, workers=max(1, comm.size // 2))
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, basis_every=1, solver=solver)
+    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, inv_update_steps=1, solver=solver)
     calls: list[Call] = []
     begun: set[types.FrameType] = set()  # a generator goes on in the frame that it began in
 

@@ -163,7 +163,7 @@ def named_cases() -> Iterator[Case]:
     """Yield all named strategies, with K-FAC and without."""
     for name in mpikfac.plan.NAMED:
         shorter = SHORTER.get(name, {})
-        settings = {"basis_every": 5} if name == "staggered" else {}
+        settings = {"inv_update_steps": 5} if name == "staggered" else {}
         momentum = 0.0 if name == "dgc" else 0.9
         for trainer in ["Asynchronous"] if name == "a-sgd" else ["KFAC", "DataParallel"]:
             case = f"{name} {trainer}"
@@ -176,7 +176,7 @@ def preconditioned_cases() -> Iterator[Case]:
     """Yield all named strategies with each solver, and further choices of some of them."""
 
     def settings(name: str, **more: Any) -> dict[str, Any]:
-        return more | {"basis_every": 5 if name == "staggered" else 3}
+        return more | {"inv_update_steps": 5 if name == "staggered" else 3}
 
     for name, solver in itertools.product(mpikfac.plan.NAMED, SOLVERS):
         if name != "a-sgd":
@@ -264,7 +264,7 @@ def program_cases() -> Iterator[Case]:
     yield Case("not finite", everyone, eigen, program="not finite")
     yield Case("codistillation", trainer="DataParallel", program="codistillation")
     yield Case("optimizer", everyone, program="optimizer")
-    usual = {"factor_every": None, "basis_every": None}
+    usual = {"factor_update_steps": None, "inv_update_steps": None}
     for name, placed in (("everyone", everyone), ("owner", owner)):
         yield Case(f"usual intervals {name}", placed, usual, program="wide")
 
@@ -346,7 +346,7 @@ def batch(step: int, comm: Any, dtype: str) -> Any:
 
 def settings_of(case: Case, named: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `KFAC`."""
-    settings = {"factor_every": 2, "basis_every": 3} | named | case.settings
+    settings = {"factor_update_steps": 2, "inv_update_steps": 3} | named | case.settings
     if isinstance(settings.get("length"), dict):
         settings["length"] = mpikfac.Length(**settings["length"])
     if isinstance(settings.get("damping"), dict):

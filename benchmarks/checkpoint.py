@@ -64,7 +64,7 @@ def make_training(options: argparse.Namespace, comm: MPI.Intracomm) -> tuple[mpi
     torch.manual_seed(0)
     model = models.build(options.model, classes=1000).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # weights stay finite
-    often = {"factor_every": 10**6, "basis_every": 10**6}
+    often = {"factor_update_steps": 10**6, "inv_update_steps": 10**6}
     trainer = mpikfac.KFAC(model, optimizer, comm, damping=0.03, **often)
     images = torch.randn(options.batch, 3, options.size, options.size)
     labels = torch.randint(1000, (options.batch,))

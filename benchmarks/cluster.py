@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="unpacked CIFAR-10")
     parser.add_argument("--machine", required=True, help="a file of mpikfac calibrate")
     parser.add_argument("--batch", type=int, default=32, help="images per rank")
-    parser.add_argument("--basis_every", type=int, default=10, help="steps of an interval")
+    parser.add_argument("--inv_update_steps", type=int, default=10, help="steps of an interval")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
     parser.add_argument("--json", type=Path)
@@ -72,7 +72,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for _ in range(options.rounds):
         for name, (trainer, step) in made.items():
-            found[name].append(interval(comm, trainer, step, options.basis_every))
+            found[name].append(interval(comm, trainer, step, options.inv_update_steps))
         calibrate.visit(comm, [network])
     machine = mpikfac.predict.load_machine(options.machine)
     machine = dataclasses.replace(machine, networks=(network.seconds(comm),))
@@ -122,7 +122,11 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
         layers, others = models.shapes_of(options.model)
         forms = mpikfac.solvers.forms(solver)
         strategy = mpikfac.predict.tuned(strategy, layers, others, comm.size, machine, job, forms)
-        settings: Any = {"factor_every": 1, "basis_every": options.basis_every, "solver": solver}
+        settings: Any = {
+            "factor_update_steps": 1,
+            "inv_update_steps": options.inv_update_steps,
+            "solver": solver,
+        }
         settings |= {} if asked else {"damping": 0.03}
         trainer = mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
 
@@ -132,7 +136,7 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
         F.cross_entropy(model(x), y).backward()
         trainer.step()
 
-    for _ in range(options.basis_every):
+    for _ in range(options.inv_update_steps):
         step()
     return trainer, step
 
@@ -141,7 +145,7 @@ def job_of(name: str, options: argparse.Namespace) -> mpikfac.predict.Job:
     """Return the training that a strategy's prediction is for."""
     solver = mpikfac.solvers.SOLVERS[name.rpartition(":")[0] or "inverse"]
     length = solver.usual.get("length", {}).get("source", "orthogonal")
-    model, batch, interval = options.model, options.batch, options.basis_every
+    model, batch, interval = options.model, options.batch, options.inv_update_steps
     return mpikfac.predict.Job(model, batch, 1, interval, length=length)
 
 

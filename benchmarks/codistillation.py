@@ -114,7 +114,7 @@ def trainer_of(name: str, model: torch.nn.Module, group: Any) -> Any:
     sgd = torch.optim.SGD(model.parameters(), lr, 0.9, weight_decay=decay)
     if name == "SGD":
         return mpikfac.DataParallel(model, sgd, group)
-    return mpikfac.KFAC(model, sgd, group, factor_every=5, basis_every=10)
+    return mpikfac.KFAC(model, sgd, group, factor_update_steps=5, inv_update_steps=10)
 
 
 def take_step(trainer: Any, codistillation: Any, images: Tensor, labels: Tensor) -> None:

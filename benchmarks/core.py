@@ -72,7 +72,7 @@ def run(everything: bool) -> Steps:
     strategy = mpikfac.Strategy.hybrid(ranks=comm.size, workers=max(1, comm.size // 2))
     if everything:
         sys.settrace(steps.enter)
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, basis_every=2)
+    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, inv_update_steps=2)
     sys.settrace(steps.enter)
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(4):

@@ -23,13 +23,13 @@ PLAIN = {
     "lr": "0.1",
     "kfac.solver": "eigen",
     "kfac.damping": "0.03",
-    "kfac.factor_every": "5",
+    "kfac.factor_update_steps": "5",
     "kfac.kl_clip": "0.001",
 }
 RECIPE = {
     "kfac.solver": "eigen",
     "kfac.relative_damping": "0.1",
-    "kfac.factor_every": "5",
+    "kfac.factor_update_steps": "5",
     "kfac.length": "adam",
 }
 RATES = [{**RECIPE, "lr": rate} for rate in ("0.001", "0.002", "0.003")]

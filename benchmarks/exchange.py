@@ -54,7 +54,11 @@ IMAGES = {
 SGD = ("--optimizer=sgd", "--lr=0.05", "--weight_decay=0.005")
 BARE = (*SGD, "--momentum=0")  # the messages bring momentum
 ADAMW = ("--optimizer=adamw", "--lr=0.003")
-KFAC = ("--kfac.factor_every=5", "--kfac.basis_every=10", "--kfac.momentum_of=directions")
+KFAC = (
+    "--kfac.factor_update_steps=5",
+    "--kfac.inv_update_steps=10",
+    "--kfac.momentum_of=directions",
+)
 WAYS: dict[str, tuple[str, ...]] = {
     "SGD": SGD,
     "SGD, overlapped": (*SGD, "--overlap=true", "--fusion=[2]"),
@@ -185,7 +189,7 @@ def predicted(
     for _ in range(VISITS):
         calibrate.visit(comm, [network])
     machine = dataclasses.replace(machine, networks=(network.seconds(comm),))
-    every = int(at_start(options.kfac.factor_every)), spec.basis_every(options, ranks)
+    every = int(at_start(options.kfac.factor_update_steps)), spec.inv_update_steps(options, ranks)
     job = mpikfac.predict.Job(options.model, batch, *every)
     plan = spec.plan_of(options, ranks)
     return mpikfac.predict.simulate(plan, machine, job).mean.seconds + Watched.straggler

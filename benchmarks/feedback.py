@@ -84,7 +84,12 @@ def make(
     if optimizer == "sgd":
         trainer = mpikfac.DataParallel(model, sgd, comm, strategy)
     else:
-        settings = {"damping": 0.03, "estimator": FORWARD, "factor_every": 1, "basis_every": 10**9}
+        settings = {
+            "damping": 0.03,
+            "estimator": FORWARD,
+            "factor_update_steps": 1,
+            "inv_update_steps": 10**9,
+        }
         trainer = mpikfac.KFAC(model, sgd, comm, strategy, **settings)
     if direct:
         mpikfac.DirectFeedback(trainer, options.ends)

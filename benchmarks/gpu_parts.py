@@ -188,9 +188,11 @@ class Training:
         """Return a new SGD of the network."""
         return torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
 
-    def kfac(self, factor_every: int, basis_every: int, choices: Choices = dict) -> mpikfac.KFAC:
+    def kfac(
+        self, factor_update_steps: int, inv_update_steps: int, choices: Choices = dict
+    ) -> mpikfac.KFAC:
         """Return K-FAC of the network; `Missing` if the library does not have the choices."""
-        every = {"factor_every": factor_every, "basis_every": basis_every}
+        every = {"factor_update_steps": factor_update_steps, "inv_update_steps": inv_update_steps}
         try:
             return mpikfac.KFAC(self.model, self.optimizer, self.comm, **every, **choices())
         except (TypeError, ValueError) as error:
@@ -618,12 +620,12 @@ def by_kinds(task: Task, variants: dict[str, Choices]) -> Iterator[Row]:
 
 def together(name: str, base: str, kinds: Sequence[Row], every: tuple[int, int]) -> Row:
     """Return the row of the mean step of an interval, from rows of the kinds of steps."""
-    factor_every, basis_every = every
-    refreshes, updates = 1, basis_every // factor_every - 1
-    shares = (basis_every - updates - refreshes, updates, refreshes)
+    factor_update_steps, inv_update_steps = every
+    refreshes, updates = 1, inv_update_steps // factor_update_steps - 1
+    shares = (inv_update_steps - updates - refreshes, updates, refreshes)
 
     def mean(of_kinds: Sequence[float]) -> float:
-        return sum(share * ms for share, ms in zip(shares, of_kinds)) / basis_every
+        return sum(share * ms for share, ms in zip(shares, of_kinds)) / inv_update_steps
 
     if missing := [kind for kind in kinds if "missing" in kind]:
         return {"name": name, "missing": missing[0]["missing"]}

@@ -166,7 +166,9 @@ def predicted(
         for message, often in messages(comm, work, options)
     ]
     machine = dataclasses.replace(machine, networks=(FREE,))
-    job = mpikfac.predict.Job(FREE.model, FREE.batch, kfac.factor_every, kfac.basis_every)
+    job = mpikfac.predict.Job(
+        FREE.model, FREE.batch, kfac.factor_update_steps, kfac.inv_update_steps
+    )
     of_trainer = mpikfac.predict.simulate(plan, machine, job).mean.exposed
     return max(comm.allgather(sum(of_rows))) + of_trainer
 

@@ -89,7 +89,7 @@ def trainer(**settings: Any) -> mpikfac.KFAC:
     torch.manual_seed(0)
     model = models.build("resnet20", 10).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return mpikfac.KFAC(model, optimizer, mpikfac.world(), basis_every=EVERY, **settings)
+    return mpikfac.KFAC(model, optimizer, mpikfac.world(), inv_update_steps=EVERY, **settings)
 
 
 def examples(path: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -113,7 +113,7 @@ def ours(
 ) -> tuple[Finish, Peaks]:
     """Return a step with COMM-OPT, and the planned bytes."""
     strategy = mpikfac.Strategy.comm_opt(comm.size, reduction=reduction)
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, basis_every=1)
+    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, inv_update_steps=1)
     return kfac.step, {"planned": sum(kfac.plan.memory(comm.rank).values())}
 
 

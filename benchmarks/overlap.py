@@ -74,7 +74,7 @@ def make(comm: Any, options: argparse.Namespace, images: Images, way: str) -> tu
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     strategy = mpikfac.Strategy.comm_opt(comm.size, fusion=options.fusion, overlap=way != "in turn")
     with inside.sent_on_arrival() if way == "on arrival" else nullcontext():
-        kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, basis_every=10**9)
+        kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, inv_update_steps=10**9)
 
     def step() -> None:
         x, y = images.next()

@@ -82,8 +82,8 @@ def measure(options: argparse.Namespace) -> None:
     kfac = mpikfac.KFAC(
         *(model, optimizer, comm, strategy),
         damping=0.03,
-        factor_every=FACTOR_EVERY,
-        basis_every=BASIS_EVERY,
+        factor_update_steps=FACTOR_EVERY,
+        inv_update_steps=BASIS_EVERY,
     )
     step = step_of(model, optimizer, kfac.step)
     torch.manual_seed(comm.rank)

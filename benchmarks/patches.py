@@ -56,7 +56,9 @@ def factor_step(options: argparse.Namespace, settings: dict) -> Step:
     torch.manual_seed(0)
     model = models.build(options.model, classes=10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    kfac = mpikfac.KFAC(model, optimizer, comm, factor_every=1, basis_every=NEVER, **settings)
+    kfac = mpikfac.KFAC(
+        model, optimizer, comm, factor_update_steps=1, inv_update_steps=NEVER, **settings
+    )
     images = torch.randn(options.batch, 3, options.size, options.size, device=device)
     labels = torch.randint(10, (options.batch,), device=device)
 

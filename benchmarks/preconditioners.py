@@ -32,7 +32,7 @@ from training import SEEDS, by_turns
 from mpikfac_apps.study import results
 from mpikfac_apps.study.measures import MEASURES, Measure
 from mpikfac_apps.study.report.style import WIDTH, figure_file, legend, styled, variant_style
-from mpikfac_apps.study.spec import Cell, Study, basis_every, read, short
+from mpikfac_apps.study.spec import Cell, Study, inv_update_steps, read, short
 from mpikfac_apps.text import table
 
 ROOT = Path(__file__).parents[1]
@@ -311,8 +311,11 @@ def compare_seconds(options: argparse.Namespace, problem: str) -> None:
 def step_seconds(cell: Cell, out: Path) -> float:
     """Return the seconds of a step of a short run, with the intervals of a long run."""
     last, start = STEPS
-    every = cell.options.kfac.lasting_factor_every, basis_every(cell.options, cell.ranks)
-    lasting = [f"--kfac.factor_every={every[0]}", f"--kfac.basis_every={every[1]}"]
+    every = (
+        cell.options.kfac.lasting_factor_update_steps,
+        inv_update_steps(cell.options, cell.ranks),
+    )
+    lasting = [f"--kfac.factor_update_steps={every[0]}", f"--kfac.inv_update_steps={every[1]}"]
     short = [f"--max_steps={last}", f"--log_every={start}"]
     place = out / "seconds"
     shutil.rmtree(place, ignore_errors=True)

@@ -26,7 +26,7 @@ from mpikfac_apps.planning.options import SIMULATE
 from mpikfac_apps.problems import models
 
 STRATEGIES = ("comm-opt", "mem-opt", "late-owner")
-INTERVALS = ((10, 100), (1, 10))  # factor_every, basis_every
+INTERVALS = ((10, 100), (1, 10))  # factor_update_steps, inv_update_steps
 COLUMNS = [f"{way} {every}" for every in INTERVALS for way in STRATEGIES]
 
 
@@ -94,10 +94,12 @@ def ratios(name: str, share: float, options: argparse.Namespace) -> dict[int, li
     networks = [dataclasses.replace(n, statistics=n.statistics * share) for n in machine.networks]
     machine = dataclasses.replace(machine, networks=tuple(networks))
     found: dict[int, list[float]] = {}
-    for factor_every, basis_every in INTERVALS:
+    for factor_update_steps, inv_update_steps in INTERVALS:
         words = f"--machine {name} --model resnet50 --strategy sgd,{','.join(STRATEGIES)}"
         words += f" --ranks {options.ranks} --batch_per_rank {options.batch}"
-        words += f" --factor_every {factor_every} --basis_every {basis_every}"
+        words += (
+            f" --factor_update_steps {factor_update_steps} --inv_update_steps {inv_update_steps}"
+        )
         asked = SIMULATE.read(words.split())
         rows = simulate.predictions(asked, machine)
         seconds = {(row["ranks"], row["strategy"]): row["mean"]["seconds"] for row in rows}

@@ -56,7 +56,10 @@ class Method(NamedTuple):
         """Return the training, with the intervals and the length that the solver takes."""
         usual = SOLVERS[self.solver].usual if self.solver else {}
         source = usual.get("length", {}).get("source", "orthogonal")
-        every = usual.get("factor_every", FACTOR_EVERY), usual.get("basis_every", BASIS_EVERY)
+        every = (
+            usual.get("factor_update_steps", FACTOR_EVERY),
+            usual.get("inv_update_steps", BASIS_EVERY),
+        )
         return Job(model, batch, *every, length=source, momentum=True)
 
 
@@ -203,7 +206,10 @@ def price(machine: Machine, name: str, work: Work, method: Method, ranks: int) -
     return {
         **{"machine": machine.name, "network": name, "method": method.name, "ranks": ranks},
         **{"strategy": strategy, "workers": plan.strategy.workers},
-        **{"factor_every": job.factor_every, "basis_every": job.basis_every},
+        **{
+            "factor_update_steps": job.factor_update_steps,
+            "inv_update_steps": job.inv_update_steps,
+        },
         **{"seconds": found.mean.seconds, "refresh": found.refresh.seconds},
         **{"sent": found.mean.sent, "memory": found.memory + optimizer},
         "stages": found.mean.stages,

@@ -85,7 +85,7 @@ def make(
 
     def of(some: mpikfac.comm.Comm) -> Recommendation:
         torch.manual_seed(0)
-        kfac = Kfac(factor_every=1, basis_every=INTERVAL)
+        kfac = Kfac(factor_update_steps=1, inv_update_steps=INTERVAL)
         asked = RecommendationOptions(
             data=data,
             tested=0.5,

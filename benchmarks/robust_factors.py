@@ -50,7 +50,7 @@ def accuracy(comm, strategy: mpikfac.Strategy, broken: bool, seed: int) -> float
     images = found.train_images.flatten(1).float() / found.white
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, basis_every=5)
+    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, inv_update_steps=5)
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(images)).split(BATCH * comm.size)[:-1]:
             share = batch.chunk(comm.size)[comm.rank]

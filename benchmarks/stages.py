@@ -60,7 +60,9 @@ def main() -> None:
 
     machine = measured_machine(comm)
     model, optimizer = fresh(options.model)
-    kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, basis_every=1, solver=options.solver)
+    kfac = mpikfac.KFAC(
+        model, optimizer, comm, damping=0.03, inv_update_steps=1, solver=options.solver
+    )
     floors = floors_of(kfac, calls_of(model, kfac, images), machine)
     plain_model, plain_optimizer = fresh(options.model)
     sgd, whole, stages = [], [], []

@@ -4,7 +4,7 @@
 
 Every repetition runs a step of each kind in turn: a change of the machine's speed then affects all
 kinds alike. Medians are over repetitions, of the slowest rank. Averages over intervals combine the
-kinds: with (factor_every, basis_every) = (1, 10), nine factor steps and one refresh.
+kinds: with (factor_update_steps, inv_update_steps) = (1, 10), nine factor steps and one refresh.
 "Preconditioning" is the stage's mean time in ordinary steps. All models are in channels-last format
 unless `--contiguous` is given.
 
@@ -102,11 +102,15 @@ def make_kinds(
     }
     traces = {}
     for variant in options.variants.split(";"):
-        for kind, (factor_every, basis_every) in KINDS.items():
-            if options.no_bases and basis_every == 1:
+        for kind, (factor_update_steps, inv_update_steps) in KINDS.items():
+            if options.no_bases and inv_update_steps == 1:
                 continue
             model, optimizer = fresh(options)
-            settings = {"factor_every": factor_every, "basis_every": basis_every, "damping": 0.03}
+            settings = {
+                "factor_update_steps": factor_update_steps,
+                "inv_update_steps": inv_update_steps,
+                "damping": 0.03,
+            }
             settings |= VARIANTS[variant]
             if "length" in settings and settings["length"].momentum:
                 optimizer.param_groups[0]["momentum"] = 0
@@ -156,12 +160,12 @@ def plain(options: argparse.Namespace, comm: MPI.Intracomm) -> Step:
     return step_of(model, optimizer, finish)
 
 
-def peer(options: argparse.Namespace, factor_every: int, basis_every: int) -> Step:
+def peer(options: argparse.Namespace, factor_update_steps: int, inv_update_steps: int) -> Step:
     """Return a step of kfac-pytorch on one rank."""
     from kfac.preconditioner import KFACPreconditioner
 
     model, optimizer = fresh(options)
-    every = {"factor_update_steps": factor_every, "inv_update_steps": basis_every}
+    every = {"factor_update_steps": factor_update_steps, "inv_update_steps": inv_update_steps}
     preconditioner = KFACPreconditioner(model, lr=1e-3, **every)
 
     def finish() -> None:
@@ -195,11 +199,13 @@ def report(
         line(f"{variant}: preconditioning", seconds)
     for variant in [*preconditioning, "kfac-pytorch"]:
         times = [median.get(f"{variant}: {kind}") for kind in KINDS]
-        for factor_every, basis_every in INTERVALS if all(times) else ():
+        for factor_update_steps, inv_update_steps in INTERVALS if all(times) else ():
             ordinary, factors, refresh = times
-            rest = basis_every // factor_every - 1
-            average = ((basis_every - rest - 1) * ordinary + rest * factors + refresh) / basis_every
-            line(f"{variant}: ({factor_every}, {basis_every}) on average", average)
+            rest = inv_update_steps // factor_update_steps - 1
+            average = (
+                (inv_update_steps - rest - 1) * ordinary + rest * factors + refresh
+            ) / inv_update_steps
+            line(f"{variant}: ({factor_update_steps}, {inv_update_steps}) on average", average)
 
 
 if __name__ == "__main__":

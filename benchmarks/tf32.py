@@ -124,7 +124,9 @@ def trained(name: str, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
     torch.manual_seed(0)
     model = models.build(name, classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), factor_every=5, basis_every=10)
+    kfac = mpikfac.KFAC(
+        model, optimizer, mpikfac.world(), factor_update_steps=5, inv_update_steps=10
+    )
     for images, labels in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()

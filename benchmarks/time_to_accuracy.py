@@ -53,7 +53,7 @@ def before(epochs: str, lr: str, decay: str, **kfac: str) -> dict[str, str]:
 
 def recipe(every: int, batch: str, lr: str, decay: str, **more: str) -> dict[str, str]:
     """Return a setting of 7 epochs of K-FAC."""
-    intervals = {"factor_every": f"{every}", "basis_every": f"{5 * every}"}
+    intervals = {"factor_update_steps": f"{every}", "inv_update_steps": f"{5 * every}"}
     return setting("7", batch, lr, decay, **intervals, **more)
 
 
@@ -67,12 +67,12 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             setting("5", "64", "0.1", "0.0005"),
         ],
         "kfac": [
-            setting("5", "128", "0.0015", factor_every="10", basis_every="20"),
-            setting("5", "128", "0.003", factor_every="10", basis_every="20"),
-            setting("5", "128", "0.006", factor_every="10", basis_every="20"),
-            setting("5", "64", "0.003", factor_every="20", basis_every="40"),
-            setting("5", "256", "0.003", factor_every="5", basis_every="10"),
-            before("5", "0.0075", "0.08", factor_every="10", basis_every="20"),
+            setting("5", "128", "0.0015", factor_update_steps="10", inv_update_steps="20"),
+            setting("5", "128", "0.003", factor_update_steps="10", inv_update_steps="20"),
+            setting("5", "128", "0.006", factor_update_steps="10", inv_update_steps="20"),
+            setting("5", "64", "0.003", factor_update_steps="20", inv_update_steps="40"),
+            setting("5", "256", "0.003", factor_update_steps="5", inv_update_steps="10"),
+            before("5", "0.0075", "0.08", factor_update_steps="10", inv_update_steps="20"),
         ],
         "adamw": around("5", "0.001", "0.003", "0.01"),
         "muon": around("5", "0.005", "0.01", "0.02"),
@@ -95,7 +95,7 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             recipe(5, "256", "0.0015", "0.12"),
             recipe(10, "128", "0.0015", "0.06"),
             recipe(20, "64", "0.0015", "0.06"),
-            before("7", "0.0075", "0.12", factor_every="10", basis_every="50"),
+            before("7", "0.0075", "0.12", factor_update_steps="10", inv_update_steps="50"),
             recipe(5, "256", "0.003", "0.02", length="adam"),
             recipe(10, "256", "0.003", "0.02", length="adam", subsample="1"),
             recipe(20, "128", "0.003", "0.02", length="adam", subsample="1"),

@@ -34,7 +34,7 @@ def main() -> None:
     images, labels = torch.randn(options.batch, 3, 32, 32), torch.randint(10, (options.batch,))
     model = models.build(options.model, classes=10).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, basis_every=1)
+    kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, inv_update_steps=1)
     trace = kfac.trace
 
     def seconds(on: bool) -> float:

@@ -29,7 +29,7 @@ CIFAR10 = {
 }
 BEFORE = {  # settings of K-FAC in the kept results; today's defaults are others
     **{"kfac.momentum_of": "directions", "kfac.relative_damping": "0.1", "kfac.trust": "1e9"},
-    **{"kfac.factor_every": "1", "kfac.basis_every": "10"},
+    **{"kfac.factor_update_steps": "1", "kfac.inv_update_steps": "10"},
 }
 
 

@@ -57,7 +57,9 @@ def profiled(options: argparse.Namespace, solver: str) -> Iterator[tuple[str, st
     torch.manual_seed(0)
     model = models.build(options.model, classes=10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kfac = mpikfac.KFAC(model, optimizer, comm, factor_every=2, basis_every=4, solver=solver)
+    kfac = mpikfac.KFAC(
+        model, optimizer, comm, factor_update_steps=2, inv_update_steps=4, solver=solver
+    )
     images = torch.randn(options.batch, 3, options.size, options.size, device=device)
     labels = torch.randint(10, (options.batch,), device=device)
     for step in range(max(KINDS) + 1):

@@ -65,10 +65,10 @@ class KFAC(Trainer):
         damping: a number, a schedule (a function of the step), a `Damping`, or a
             `LevenbergMarquardt` that `adapt` changes. None: `Damping()`, or 0.003 with the solver
             "rank-one".
-        factor_every: interval in steps between statistics, or a schedule. None: 10, and less in the
-            first 160 steps (`schedule.growing`).
-        basis_every: interval in steps between decompositions, or a schedule; a multiple of
-            `stagger`. None: 50, and less in the first 160 steps.
+        factor_update_steps: steps between two updates of the factors, or a schedule. None: 10, and
+            fewer in the first 160 steps (`schedule.growing`).
+        inv_update_steps: steps between two decompositions, or a schedule; a multiple of `stagger`.
+            None: 50, and fewer in the first 160 steps.
         solver: a name, or an object as `Eigen(dtype=torch.bfloat16)` or a `Solver` of your own.
             None: "inverse".
             "inverse": damped inverses with the damping split between A and G; a change of damping
@@ -76,8 +76,8 @@ class KFAC(Trainer):
             "ekfac": the same with eigenvalues of the gradients of examples [George et al. 2018].
             "unsplit-inverse": inverses with all of the damping added to each, as published codes
             do. "rank-one": mean vectors, with A and G as squares of vectors, a different estimator
-            [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's. "newton-muon": A alone, for
-            orthogonal directions [Newton-Muon]. "shampoo": roots of factors of the averaged
+            [Zhang et al. 2023, Eva]; `inv_update_steps=1` is the paper's. "newton-muon": A alone,
+            for orthogonal directions [Newton-Muon]. "shampoo": roots of factors of the averaged
             gradient [Gupta et al. 2018]. "kl-shampoo": the same, of factors whitened by each other
             [Lin et al. 2025]. "soap": Adam in the eigenbases of Shampoo's factors [SOAP]. "muon":
             the averaged gradient, without factors, for orthogonal directions [Muon]. "normuon": the
@@ -117,8 +117,8 @@ class KFAC(Trainer):
         strategy: Strategy | str | None = None,
         *,
         damping: float | Schedule | Damping | LevenbergMarquardt | None = None,
-        factor_every: int | Schedule | None = None,
-        basis_every: int | Schedule | None = None,
+        factor_update_steps: int | Schedule | None = None,
+        inv_update_steps: int | Schedule | None = None,
         solver: SolverName | Solver | None = None,
         length: Length | None = None,
         estimator: Estimator | None = None,
@@ -144,8 +144,8 @@ class KFAC(Trainer):
             damping = Damping(**of_solver.get("damping", {}))
         damping = damping if isinstance(damping, Damping) else Damping(damping)
         form = next(iter(solvers.values())).form
-        given = factor_every, basis_every
-        usual = of_solver.get("factor_every"), settings.get("basis_every")
+        given = factor_update_steps, inv_update_steps
+        usual = of_solver.get("factor_update_steps"), settings.get("inv_update_steps")
         limits = budget_of(budget, (*given, *usual), form, coverage.rule, strategy)
         stretched = limits.stretched(usual_intervals(strategy.refresh.stagger))
         factors, bases = (_first(*each) for each in zip(given, usual, stretched))

@@ -201,7 +201,7 @@ class KFACOptimizer(Optimizer):
         max_norm: the largest norm of the averaged gradient; None for no bound.
         comm: the communicator of the ranks; all ranks of the job if None.
         strategy: a `Strategy`, or the name of one; every rank preconditions every layer if None.
-        settings: further arguments of `KFAC`, such as `damping`, `factor_every` and `coverage`.
+        settings: further arguments of `KFAC`, such as `damping`, `inv_update_steps` and `coverage`.
 
     Raises:
         ValueError: an argument is wrong, or choices cannot work together.
@@ -280,7 +280,7 @@ class DistributedShampoo(KFACOptimizer):
 
     Arguments are those of `KFACOptimizer`, but for `solver`; strategy and state are as of
     `DistributedMuon`: the owner of a layer also keeps the factors, and takes the roots every
-    `basis_every` steps [Gupta et al. 2018].
+    `inv_update_steps` steps [Gupta et al. 2018].
 
     Collective over: comm.
     """

@@ -153,8 +153,8 @@ class Plan:
         A refresh counts as a part of the step, even if decompositions are published later.
 
         Args:
-            statistics: the step makes new factors (`factor_every`).
-            refresh: the step decomposes factors (`basis_every`).
+            statistics: the step makes new factors (`factor_update_steps`).
+            refresh: the step decomposes factors (`inv_update_steps`).
             clip: the step is clipped; a message only if no rank holds all directions.
             turn: the turn of a staggered refresh, which is of a part of the layers; None for all.
         """

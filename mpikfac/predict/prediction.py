@@ -22,8 +22,8 @@ class Job:
 
     model: str
     batch: int
-    factor_every: int = FACTOR_EVERY
-    basis_every: int = BASIS_EVERY
+    factor_update_steps: int = FACTOR_EVERY
+    inv_update_steps: int = BASIS_EVERY
     stragglers: float = 0.0
     length: str = "orthogonal"
     momentum: bool = False

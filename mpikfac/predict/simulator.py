@@ -66,8 +66,10 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
         return of_clients(plan, machine, job)
     ranks = representatives(plan)
     stagger = plan.strategy.refresh.stagger
-    if job.basis_every % stagger:
-        raise ValueError(f"basis_every={job.basis_every} must be a multiple of stagger={stagger}")
+    if job.inv_update_steps % stagger:
+        raise ValueError(
+            f"inv_update_steps={job.inv_update_steps} must be a multiple of stagger={stagger}"
+        )
     parts = shares(job, stagger)
     kinds = {
         kind: _of_turns(plan, machine, job, ranks, kind)
@@ -134,9 +136,9 @@ def representatives(plan: Plan) -> list[int]:
 
 def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
     """Return the share of steps by kind: with new factors or not, with new bases or not."""
-    between = job.basis_every // stagger
-    factors, bases = 1 / job.factor_every, 1 / between
-    both = 1 / math.lcm(job.factor_every, between)
+    between = job.inv_update_steps // stagger
+    factors, bases = 1 / job.factor_update_steps, 1 / between
+    both = 1 / math.lcm(job.factor_update_steps, between)
     return {
         (False, False): 1 - factors - bases + both,
         (True, False): factors - both,
@@ -230,7 +232,7 @@ def _of_turns(
 def _together(plan: Plan, job: Job) -> int:
     """Return the number of steps from a message of all ranks to the next."""
     interval = plan.strategy.exchange.exchange_every
-    return min(interval, job.factor_every) if plan.layers else interval
+    return min(interval, job.factor_update_steps) if plan.layers else interval
 
 
 def _step(
@@ -374,7 +376,7 @@ def _mean(kinds: Sequence[tuple[Step, float]]) -> Step:
 
 
 def _check(job: Job) -> None:
-    for name in ("batch", "factor_every", "basis_every"):
+    for name in ("batch", "factor_update_steps", "inv_update_steps"):
         if getattr(job, name) < 1:
             raise ValueError(f"{name}={getattr(job, name)} must be a whole number of at least 1")
     if not 0 <= job.stragglers <= 1:

@@ -35,7 +35,7 @@ def choose(
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
-        if job.basis_every % strategy.refresh.stagger == 0:
+        if job.inv_update_steps % strategy.refresh.stagger == 0:
             try:
                 chosen = tuned(strategy, layers, others, ranks, machine, job, forms)
                 plans[name, strategy.workers] = plan_for(layers, ranks, chosen, others, forms)

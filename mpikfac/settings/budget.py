@@ -181,14 +181,14 @@ def _updates(interval: Schedule, settled: int) -> float:
 def cost(
     operations: Mapping[str, Operations],
     shapes: Mapping[str, LayerShape],
-    factor_every: float | Schedule,
-    basis_every: float | Schedule,
+    factor_update_steps: float | Schedule,
+    inv_update_steps: float | Schedule,
 ) -> tuple[float, str]:
     """Return the operations of a step over those of its passes, and a line about it.
 
     Intervals are taken where they are whole.
     """
-    updates = [1 / evaluate(each, SETTLED) for each in (factor_every, basis_every)]
+    updates = [1 / evaluate(each, SETTLED) for each in (factor_update_steps, inv_update_steps)]
     added = {name: one.direction + one.updates(*updates) for name, one in operations.items()}
     passes, total = sum(one.passes for one in operations.values()), sum(added.values())
     if not passes or not total:

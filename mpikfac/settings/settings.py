@@ -24,8 +24,8 @@ class Numbers:
         momentum: of gradients, before gradients are preconditioned.
         refreshes: whether a refresh of decompositions begins, or a turn of a refresh.
         turn: the turn of the refresh that `step` belongs to; None without turns.
-        factor_every: the interval between factors at the next step, which needs it at once.
-        basis_every: the interval between decompositions at the next step.
+        factor_update_steps: the interval between factors at the next step, which needs it at once.
+        inv_update_steps: the interval between decompositions at the next step.
     """
 
     step: int
@@ -35,8 +35,8 @@ class Numbers:
     momentum: float = 0.0
     refreshes: bool = False
     turn: int | None = None
-    factor_every: int = 0
-    basis_every: int = 0
+    factor_update_steps: int = 0
+    inv_update_steps: int = 0
 
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
@@ -53,15 +53,15 @@ class Settings:
     """
 
     damping: Damping
-    factor_every: float | Schedule
-    basis_every: float | Schedule
+    factor_update_steps: float | Schedule
+    inv_update_steps: float | Schedule
     decay: float | Schedule
     length: Length
     budget: Budget = field(default_factory=lambda: Budget(None))
 
     def __post_init__(self) -> None:
         make_plain(self)
-        for name in ("factor_every", "basis_every"):
+        for name in ("factor_update_steps", "inv_update_steps"):
             self.due(name, 0)
 
     def at(self, step: int, stagger: int = 1) -> Numbers:
@@ -77,10 +77,10 @@ class Settings:
             self._in_force("decay", step, below=1.0),
             self._in_force(bound, step) if bound else None,
             self._in_force("momentum", step, below=1.0),
-            self.due("basis_every", step, stagger),
+            self.due("inv_update_steps", step, stagger),
             self._turn(step, stagger) if stagger > 1 else None,
-            self._between("factor_every", step + 1, 1),
-            self._between("basis_every", step + 1, 1),
+            self._between("factor_update_steps", step + 1, 1),
+            self._between("inv_update_steps", step + 1, 1),
         )
 
     def _in_force(self, name: str, step: int, below: float = math.inf) -> float:
@@ -104,12 +104,12 @@ class Settings:
         Updates in a row begin at all places in turn, evenly, for any interval between updates: no
         position of a batch whose examples are frames or windows of few images is left out for ever.
         """
-        interval = self._between("factor_every", step, 1)
+        interval = self._between("factor_update_steps", step, 1)
         return (step // interval * GOLDEN_RATIO + (interval - 1) * 2**0.5) % 1
 
     def _turn(self, step: int, turns: int) -> int:
         """Return the number, from 0 on, of the turn of a refresh that `step` belongs to."""
-        return step // self._between("basis_every", step, turns) % turns
+        return step // self._between("inv_update_steps", step, turns) % turns
 
     def _between(self, name: str, step: int, turns: int) -> int:
         """Return the steps from one turn to the next."""
@@ -133,7 +133,7 @@ class Settings:
 
     def _numbers(self) -> dict[str, float | Schedule | None]:
         return {
-            **{"damping": self.damping.number, "factor_every": self.factor_every},
-            **{"basis_every": self.basis_every, "decay": self.decay},
+            **{"damping": self.damping.number, "factor_update_steps": self.factor_update_steps},
+            **{"inv_update_steps": self.inv_update_steps, "decay": self.decay},
             **{"momentum": self.length.momentum, **self.length.bounds},
         }

@@ -20,8 +20,8 @@ TRUST = 8.0
 class Intervals(NamedTuple):
     """The steps between updates of factors, and between decompositions."""
 
-    factor_every: Schedule
-    basis_every: Schedule
+    factor_update_steps: Schedule
+    inv_update_steps: Schedule
 
 
 def usual_intervals(stagger: int = 1) -> Intervals:

@@ -62,7 +62,8 @@ class Solver:
         part: the place of a class ("package.module:Class") that keeps a state of the solver's own
             beside the decompositions, made with the `Bases`; "" for none.
         usual: what `KFAC` takes in the place of usual values, by name: "damping", "length" and
-            "estimator" with fields of `Damping`, `Length` and `Estimator`, and "factor_every".
+            "estimator" with fields of `Damping`, `Length` and `Estimator`, and
+            "factor_update_steps".
     """
 
     part: ClassVar[str] = ""

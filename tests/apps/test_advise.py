@@ -68,7 +68,7 @@ def test_the_arithmetic_is_that_of_the_machine(round_machine, tmp_path, capsys):
     """
     file = tmp_path / "found.json"
     asked = ["--ranks", "4", "--strategy", "comm-opt", "--batch_per_rank", "1"]
-    asked += ["--factor_every", "1"]
+    asked += ["--factor_update_steps", "1"]
     assert advise.main([*round_machine, *asked, "--json", str(file)]) == 0
     text = capsys.readouterr().out
     (kfac,) = json.loads(file.read_text())
@@ -91,7 +91,7 @@ def test_the_arithmetic_is_that_of_the_machine(round_machine, tmp_path, capsys):
 def test_a_large_batch_is_enough(round_machine, capsys):
     """Oracle: by hand: with statistics at every second step, (3 + 3.75 / 2) / (3 + 1 / 2) = 1.4."""
     asked = ["--ranks", "4", "--strategy", "comm-opt", "--batch_per_rank", "8"]
-    assert advise.main([*round_machine, *asked, "--factor_every", "2"]) == 0
+    assert advise.main([*round_machine, *asked, "--factor_update_steps", "2"]) == 0
     text = capsys.readouterr().out
     assert "= 4.9 ms / 3.500 ms = 1.4: 2" in text
     assert "Take --strategy comm-opt --overlap true --batch_per_rank 8" in text
@@ -116,7 +116,16 @@ def test_the_quickest_covered_strategy_with_the_numbers_of_one_process_is_advise
 
 def test_published_machines_and_strategies_that_cannot_overlap(capsys):
     """Oracle: the lemma from the numbers of `mpikfac.predict`; the names in the catalogue."""
-    asked = ["--machine", "v100-edr", "--model", "resnet50", "--ranks", "64", "--factor_every", "1"]
+    asked = [
+        "--machine",
+        "v100-edr",
+        "--model",
+        "resnet50",
+        "--ranks",
+        "64",
+        "--factor_update_steps",
+        "1",
+    ]
     assert advise.main([*asked, "--strategy", "comm-opt,kfac-lw"]) == 0
     text = capsys.readouterr().out
     assert "Left out: kfac-lw; mpikfac simulate --overlap true says why" in text

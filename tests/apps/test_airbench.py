@@ -20,7 +20,7 @@ WIDTHS = (8, 16, 16)
 SIX = ("--max_steps=6",)  # the end of the third epoch
 CHOSEN = {
     "sgd": ("--optimizer=sgd", "--nesterov=true", "--lr=0.05", "--schedule=cosine"),
-    "kfac": ("--kfac.factor_every=1", "--kfac.basis_every=2"),
+    "kfac": ("--kfac.factor_update_steps=1", "--kfac.inv_update_steps=2"),
 }
 
 

@@ -28,7 +28,7 @@ PLAIN = {"momentum": 0, "weight_decay": 0, "schedule": "constant", "kfac.damping
 OPTIMIZERS = {
     "sgd": ("--optimizer=sgd",),
     "adamw": ("--optimizer=adamw",),
-    "kfac": ("--kfac.basis_every=2",),
+    "kfac": ("--kfac.inv_update_steps=2",),
     "owner": ("--strategy=mem-opt", "--update=owner", "--colocate=false"),
     "quadratic": (
         *(*CODER, "--kfac.length=quadratic"),

@@ -99,7 +99,7 @@ def test_own_intervals_and_unknown_images_leave_the_plan(tmp_path, capsys):
     """Oracle: the plan without a budget; no line where nobody knows the image."""
     asked = ["--model", "autoencoder_small", "--ranks", "2"]
     whole = plan.plan_of(PLAN.read([*asked, "--budget", "null"])).digest()
-    assert plan.plan_of(PLAN.read([*asked, "--factor_every", "10"])).digest() == whole
+    assert plan.plan_of(PLAN.read([*asked, "--factor_update_steps", "10"])).digest() == whole
     assert plan.plan_of(PLAN.read(asked)).digest() != whole
     file = tmp_path / "own.py"
     file.write_text("from torch import nn\ndef wide(): return nn.Linear(900, 900)\n")
@@ -124,7 +124,7 @@ def test_predictions_stretch_the_intervals(batch):
         total += operations(layer.shape, layer.solver, seen, options.kfac.length.orthogonal)
     allowed = 0.3 * max(2**27, total.passes)
     times = math.ceil((total.statistics / 10 + total.decomposition / 50) / allowed)
-    assert (row["factor_every"], row["basis_every"]) == (10 * times, 50 * times)
+    assert (row["factor_update_steps"], row["inv_update_steps"]) == (10 * times, 50 * times)
     job = mpikfac.predict.Job("resnet50", batch, 10 * times, 50 * times, momentum=True)
     assert row["mean"]["seconds"] == mpikfac.predict.simulate(run.plan, machine, job).mean.seconds
 

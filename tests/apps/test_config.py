@@ -71,8 +71,8 @@ BAD = {
         "kfac.damping_adapt=5 needs a single damping, not 0.1 until 9, 0.2",
     ),
     "a zero in a schedule": (
-        "kfac.factor_every: 1 until 3, 0\n",
-        "kfac.factor_every=(1, 0) must be a whole number >= 1",
+        "kfac.factor_update_steps: 1 until 3, 0\n",
+        "kfac.factor_update_steps=(1, 0) must be a whole number >= 1",
     ),
     "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be positive"),
     "more turns than a plan lists": ("--stagger=1001", "stagger=1001 must be at most 1000"),
@@ -136,8 +136,8 @@ BAD = {
         "parts=12 must divide batch=18",
     ),
     "an interval by epoch of a half": (
-        "batch: 12\nkfac: {basis_every: '10 until 3, 20.5'}\n",
-        "kfac.basis_every=10 until 3, 20.5 must be a whole number >= 1",
+        "batch: 12\nkfac: {inv_update_steps: '10 until 3, 20.5'}\n",
+        "kfac.inv_update_steps=10 until 3, 20.5 must be a whole number >= 1",
     ),
     "a batch by epoch of 0": (
         "batch: 12 until 3, 0\n",
@@ -290,8 +290,8 @@ BAD = {
         "top_share=0.1 needs gradient_wire=top-k, not int8",
     ),
     "shares of an interval": (
-        "--strategy=staggered --kfac.basis_every=4",
-        "basis_every=4 must be a multiple of stagger=5",
+        "--strategy=staggered --kfac.inv_update_steps=4",
+        "inv_update_steps=4 must be a multiple of stagger=5",
     ),
     "long warm-up": ("--warmup_epochs=10", "warmup_epochs=10.0 must be less than epochs=10"),
     "resume": (
@@ -381,19 +381,19 @@ def test_numbers_by_epoch_are_read_and_written(text, numbers):
 def test_the_schedule_of_sc20_is_written_in_options():
     """Oracle: by hand: damping halves and intervals grow tenfold, at epochs [SC20]."""
     argv = ["--kfac.damping=0.003 until 40, 0.0015 until 80, 0.00075"]
-    options = parse([*argv, "--kfac.basis_every=10 until 40, 100", "--kfac.solver=eigen"], 1)
-    chosen = {"solver": "eigen", "basis_every": options.kfac.basis_every}
+    options = parse([*argv, "--kfac.inv_update_steps=10 until 40, 100", "--kfac.solver=eigen"], 1)
+    chosen = {"solver": "eigen", "inv_update_steps": options.kfac.inv_update_steps}
     settings = kfac_settings(options.kfac, chosen, epochs=lambda step: step / 7)
     damping = settings["damping"].value
     assert [damping(7 * epoch) for epoch in (0, 40, 80)] == [0.003, 0.0015, 0.00075]
-    assert [settings["basis_every"](step) for step in (0, 279, 280)] == [10, 10, 100]
+    assert [settings["inv_update_steps"](step) for step in (0, 279, 280)] == [10, 10, 100]
 
 
 def test_momentum_of_gradients_is_a_setting_of_kfac():
     """Oracle: by hand: no momentum and 2.5 times the rate for SGD; other optimizers keep both."""
     of_gradients = "--kfac.momentum_of=gradients"
     options = parse([of_gradients, "--momentum=0.8"], 1)
-    chosen = {"solver": "inverse", "basis_every": 10}
+    chosen = {"solver": "inverse", "inv_update_steps": 10}
     assert kfac_settings(options.kfac, chosen, float)["length"].momentum == 0.8
     model = models.build("digits_cnn", classes=10, channels=1)
     (group,) = make_optimizer(options, model).param_groups

@@ -15,7 +15,11 @@ QUICK = (
 )
 KINDS = {
     "sgd": ("--optimizer=sgd",),
-    "kfac": ("--kfac.fisher=forward-only", "--kfac.basis_every=2", "--kfac.factor_every=1"),
+    "kfac": (
+        "--kfac.fisher=forward-only",
+        "--kfac.inv_update_steps=2",
+        "--kfac.factor_update_steps=1",
+    ),
 }
 
 

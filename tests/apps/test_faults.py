@@ -30,7 +30,7 @@ LIMIT = round(paced(10))  # seconds of a step; other phases, as the start, have 
 SHORT = round(paced(2))
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--threads=1"),
-    *("--kfac.basis_every=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
+    *("--kfac.inv_update_steps=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
 )
 # A rank's own report of every place of faulty.py.
 PLACES = {

@@ -19,7 +19,7 @@ QUICK = (
     *("--threads=1", "--log_every=1", "--schedule=constant"),
 )
 KINDS = {
-    "kfac": ("--kfac.basis_every=2", "--strategy=mem-opt"),
+    "kfac": ("--kfac.inv_update_steps=2", "--strategy=mem-opt"),
     "sgd": ("--optimizer=sgd",),
     "adamw": ("--optimizer=adamw", "--average=0.9"),
 }

@@ -17,7 +17,10 @@ CLOCKS = ("seconds", "images_per_second", "communication")
 GROWING = "--batch=60 until 1, 120 until 3, 180"
 EPOCHS = [6, 9, 12, 14, 16]  # the last steps of 5 epochs of 360 images
 QUICK = (GROWING, "--data.train_images=360", "--epochs=5", "--log_every=1", "--threads=1")
-BY_EPOCH = ("--kfac.damping=0.1 until 1, 0.05 until 4, 0.01", "--kfac.basis_every=2 until 3, 1")
+BY_EPOCH = (
+    "--kfac.damping=0.1 until 1, 0.05 until 4, 0.01",
+    "--kfac.inv_update_steps=2 until 3, 1",
+)
 
 
 def arguments(run_dir, *more):

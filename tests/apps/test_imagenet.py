@@ -59,7 +59,11 @@ def test_curvature_is_as_published():
     damping = options.damping.number
     assert [damping(epoch) for epoch in (0, 39.9, 40, 54.9)] == [1e-3, 1e-3, 5e-4, 5e-4]
     assert numbers_of(damping) == (1e-3, 5e-4)
-    assert (options.factor_every, options.basis_every, options.solver) == (10, 100, "eigen")
+    assert (options.factor_update_steps, options.inv_update_steps, options.solver) == (
+        10,
+        100,
+        "eigen",
+    )
     assert (options.length.kl, options.estimator.decay) == (1e-3, 0.95)
 
 

@@ -26,7 +26,7 @@ NETWORKS = ("gpt_small", "lstm_small")
 STARTER = Path(__file__).parents[2] / "apps" / "train_lm.py"
 TEXT = "\n".join(f"{n} times {n} is {n * n};" for n in range(900))
 SHORT = ("--batch=24", "--data.train_images=120", "--data.test_images=8", "--epochs=2")
-KFAC = ("--kfac.factor_every=2", "--kfac.basis_every=4")
+KFAC = ("--kfac.factor_update_steps=2", "--kfac.inv_update_steps=4")
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ TIMES = ("seconds", "images_per_second", "communication")
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=2", "--log_every=2", "--threads=1")
 SOLVERS = {
     "sgd": ("--optimizer=sgd",),
-    "kfac": ("--kfac.basis_every=2",),
-    "ekfac": ("--kfac.solver=ekfac", "--kfac.damping=0.01", "--kfac.basis_every=2"),
+    "kfac": ("--kfac.inv_update_steps=2",),
+    "ekfac": ("--kfac.solver=ekfac", "--kfac.damping=0.01", "--kfac.inv_update_steps=2"),
     "exact": ("--kfac.fisher=exact", "--kfac.subsample=2"),
 }
 FILE = """

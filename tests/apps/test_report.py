@@ -26,7 +26,12 @@ from mpikfac_apps.text import ms
 
 STUDY = {
     "name": "a <study>",
-    "options": {"batch": 120, "epochs": 3, "kfac.factor_every": 1, "kfac.basis_every": 2},
+    "options": {
+        "batch": 120,
+        "epochs": 3,
+        "kfac.factor_update_steps": 1,
+        "kfac.inv_update_steps": 2,
+    },
     "target": 0.9,
     "matrix": {"strategy": ["sgd", "comm-opt", "mem-opt", "dp-kfac"], "ranks": [1, 2]},
 }

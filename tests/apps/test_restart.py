@@ -23,7 +23,7 @@ STEPS = 9  # 3 steps are an epoch; factors at every step, decompositions at ever
 STOP = 5
 QUICK = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
-    "--kfac.basis_every=2",
+    "--kfac.inv_update_steps=2",
 )
 DELAY = ("--delay=1",)
 COPIES = ("--exchanged=weights", f"--exchange_every={STOP}")
@@ -31,8 +31,8 @@ OWNERS = ("--strategy=mem-opt", "--reduction=owners")
 STRATEGIES = {
     "sgd": ("--optimizer=sgd",),
     "delay": DELAY,
-    "eigen": ("--kfac.solver=eigen", "--kfac.basis_every=3"),
-    "low rank": ("--kfac.solver=eigen", "--kfac.rank=8", "--kfac.basis_every=3", *DELAY),
+    "eigen": ("--kfac.solver=eigen", "--kfac.inv_update_steps=3"),
+    "low rank": ("--kfac.solver=eigen", "--kfac.rank=8", "--kfac.inv_update_steps=3", *DELAY),
     "owners": (*OWNERS, *DELAY),
     "owner updates": ("--update=owner", "--colocate=false"),
     "copies": ("--optimizer=sgd", *COPIES),

@@ -27,7 +27,7 @@ MACHINE = mpikfac.predict.Machine(
     decompositions={"inverse": ((10.0, 1e-4), (100.0, 1e-3))},
 )
 STUDY = {
-    "options": {"model": "digits_cnn", "epochs": 2, "kfac.basis_every": 5},
+    "options": {"model": "digits_cnn", "epochs": 2, "kfac.inv_update_steps": 5},
     "target": 0.9,
     "predict_ranks": [2, 16, 64],
     "matrix": [
@@ -157,7 +157,7 @@ def test_every_strategy_of_the_same_numbers_has_a_forecast(study, tmp_path):
     layers, others = mpikfac.layers.covered_shapes(
         models.build("digits_cnn", 10, 1), mpikfac.Coverage()
     )
-    job = mpikfac.predict.Job("digits_cnn", 4, options.kfac.lasting_factor_every, 5)
+    job = mpikfac.predict.Job("digits_cnn", 4, options.kfac.lasting_factor_update_steps, 5)
     for strategy in ("comm-opt", "mem-opt"):
         chosen, _ = mpikfac.named(strategy, 16)
         plan = make_plan(options.kfac, layers, others, 16, chosen, "inverse")

@@ -94,19 +94,21 @@ def test_costs_are_the_librarys_for_every_interval():
     """Oracle: `mpikfac.predict.simulate` of plans made by the test, with these intervals."""
     machine = mpikfac.predict.load_machine("v100-edr")
     asked = ["--ranks=16", "--strategy=mem-opt,late-owner", "--ranks_per_node=4", "--stagger=2"]
-    options = SIMULATE.read([*ASK, *asked, "--factor_every=10", "--basis_every=40"])
+    options = SIMULATE.read([*ASK, *asked, "--factor_update_steps=10", "--inv_update_steps=40"])
     rows = [row for row in search.search(options, machine) if not row["wires"]]
     intervals = {(10, 40), (5, 40), (20, 40), (10, 20), (10, 80)}
-    assert {(row["factor_every"], row["basis_every"]) for row in rows} == intervals
+    assert {(row["factor_update_steps"], row["inv_update_steps"]) for row in rows} == intervals
     layers, others = models.shapes_of("resnet50")
     for row in rows:
         strategy, _ = mpikfac.named(row["strategy"], 16, ranks_per_node=4, stagger=2)
         plan = mpikfac.make_plan(layers, 16, strategy, others)
-        job = Job("resnet50", 32, row["factor_every"], row["basis_every"], momentum=True)
+        job = Job(
+            "resnet50", 32, row["factor_update_steps"], row["inv_update_steps"], momentum=True
+        )
         found = mpikfac.predict.simulate(plan, machine, job)
         costs = found.mean.seconds, found.mean.sent, found.memory
         assert (row["seconds"], row["sent"], row["memory"]) == pytest.approx(costs)
-        assert row["asked"] == ((job.factor_every, job.basis_every) == (10, 40))
+        assert row["asked"] == ((job.factor_update_steps, job.inv_update_steps) == (10, 40))
 
 
 def test_the_front_of_a_machine_with_free_messages_is_known(tmp_path):
@@ -122,7 +124,7 @@ def test_the_front_of_a_machine_with_free_messages_is_known(tmp_path):
     network = Network(name, 4, 0.1, 0.2, 0.1, 0.0, 0.0, precondition=0.5)
     machine = Machine("free", Level(1e-15, 1e18), (network,), {"inverse": ((400.0, 0.5),)})
     asked = ["--model", name, "--machine=none", "--ranks=2", "--batch_per_rank=4", "--search"]
-    asked += ["--factor_every=1000", "--basis_every=1000"]
+    asked += ["--factor_update_steps=1000", "--inv_update_steps=1000"]
     four, best = "kfac-opt,kfac-lw,comm-opt,mem-opt", {}
     for names in (four, f"{four},owner-stepped"):
         found = search.search(SIMULATE.read([*asked, "--strategy", names]), machine)
@@ -133,7 +135,7 @@ def test_the_front_of_a_machine_with_free_messages_is_known(tmp_path):
 def test_the_table_and_the_picture_hold_the_best_choices(tmp_path, capsys):
     """Oracle: the rows of the file in JSON; a star for intervals or wires that nobody asked for."""
     picture, file = tmp_path / "best.svg", tmp_path / "all.json"
-    asked = ["--ranks=4,16", "--strategy=comm-opt,mem-opt,late-owner", "--basis_every=20"]
+    asked = ["--ranks=4,16", "--strategy=comm-opt,mem-opt,late-owner", "--inv_update_steps=20"]
     assert simulate.main([*ASK, *asked, "--picture", str(picture), "--json", str(file)]) == 0
     rows = json.loads(file.read_text())
     text = capsys.readouterr().out
@@ -162,7 +164,7 @@ def test_a_solver_without_factors_has_no_other_intervals():
     asked = [*ASK, "--search", "--ranks=7,16", "--solver=muon", "--strategy=hybrid,owner-stepped"]
     machine = mpikfac.predict.load_machine("v100-edr")
     rows = search.search(SIMULATE.read(asked), machine)
-    assert {row["ranks"]: len({row["factor_every"] for row in rows}) for row in rows} == {
+    assert {row["ranks"]: len({row["factor_update_steps"] for row in rows}) for row in rows} == {
         7: 1,
         16: 1,
     }
@@ -172,7 +174,7 @@ def test_a_solver_without_factors_has_no_other_intervals():
 def test_fronts_are_those_of_choices_with_the_same_numbers():
     """Oracle: all pairs with the same ranks, intervals and wires, in steps of about 3 %."""
     machine = mpikfac.predict.load_machine("v100-edr")
-    options = SIMULATE.read([*ASK, "--ranks=4,16", "--basis_every=100"])
+    options = SIMULATE.read([*ASK, "--ranks=4,16", "--inv_update_steps=100"])
     rows = search.search(options, machine)
     for row in rows:
         same = [r for r in rows if all(r[n] == row[n] for n in ("ranks", *search.TRAINED))]

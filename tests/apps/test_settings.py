@@ -20,7 +20,12 @@ STORED = Path(__file__).parents[1] / "golden" / "runs"
 RELEASES = sorted(path.name for path in STORED.iterdir() if path.is_dir() and path.name[0] == "2")
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1")
 UNUSUAL = (
-    *("--kfac.length=adam", "--kfac.subsample=1", "--kfac.solver=eigen", "--kfac.basis_every=2"),
+    *(
+        "--kfac.length=adam",
+        "--kfac.subsample=1",
+        "--kfac.solver=eigen",
+        "--kfac.inv_update_steps=2",
+    ),
     *("--kfac.relative_damping=0.2", "--kfac.decay=0.9", "--label_smoothing=0.1", "--delay=1"),
     *("--schedule=step", "--decay_epochs=[2]", "--data.test_images=100", "--weight_decay=0.01"),
     *("--momentum=0.8", "--checkpoint_every=3", "--eval_steps=2"),

@@ -33,7 +33,16 @@ NAMES = set(STRATEGIES)
 def test_numbers_are_the_librarys(capsys, tmp_path):
     """Oracle: `mpikfac.predict.simulate` of a plan made by the test."""
     file = tmp_path / "found.json"
-    asked = ["--ranks", "16", "--strategy", "mem-opt", "--factor_every", "5", "--basis_every", "20"]
+    asked = [
+        "--ranks",
+        "16",
+        "--strategy",
+        "mem-opt",
+        "--factor_update_steps",
+        "5",
+        "--inv_update_steps",
+        "20",
+    ]
     assert simulate.main([*ASK, *asked, "--stragglers", "0.1", "--json", str(file)]) == 0
     layers, others = models.shapes_of("resnet50")
     plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy.mem_opt(), others)
@@ -46,7 +55,7 @@ def test_numbers_are_the_librarys(capsys, tmp_path):
     expected = [*(1e3 * seconds for seconds in milliseconds), *mib]
     assert rows_of(capsys.readouterr().out)["mem-opt"] == pytest.approx(expected, abs=0.051)
     (row,) = json.loads(file.read_text())
-    intervals = {"factor_every": 5, "basis_every": 20}
+    intervals = {"factor_update_steps": 5, "inv_update_steps": 20}
     expected = {"strategy": "mem-opt", "ranks": 16, "workers": 1, **intervals, **found.as_dict()}
     assert row == json.loads(json.dumps(expected))
 
@@ -87,7 +96,12 @@ def test_the_machine_of_sc20_knows_networks_and_eigenbases(model, capsys):
     SC20's figures are of these three networks; the intervals are those of the authors' job.
     """
     asked = [f"--model={model}", "--machine=v100-edr", "--solver=own", "--length=own"]
-    asked += ["--ranks=64", "--strategy=sgd,kfac-opt", "--factor_every=10", "--basis_every=100"]
+    asked += [
+        "--ranks=64",
+        "--strategy=sgd,kfac-opt",
+        "--factor_update_steps=10",
+        "--inv_update_steps=100",
+    ]
     assert simulate.main(asked) == 0
     text = capsys.readouterr().out
     estimated = " ".join(text.partition("Estimated: ")[2].partition("Milliseconds")[0].split())

@@ -22,7 +22,7 @@ from support import inside
 QUICK = ("--batch=120", "--data.train_images=240", "--epochs=4", "--log_every=1", "--threads=1")
 OF_SHAMPOO = {
     **{"kfac.relative_damping": 0.001, "kfac.damping": None},
-    **{"kfac.length": "adam", "kfac.factor_every": 1},
+    **{"kfac.length": "adam", "kfac.factor_update_steps": 1},
 }
 
 
@@ -52,7 +52,7 @@ def test_a_solver_alone_means_what_it_means_to_the_library(solver):
 
 def in_force(settings) -> int:
     """Return the interval of factors in the end."""
-    often = settings.factor_every
+    often = settings.factor_update_steps
     return often(1000) if callable(often) else often
 
 
@@ -61,7 +61,7 @@ GIVEN = {
     "relative damping": ("kfac.relative_damping", 10.0, {"kfac.damping": None}),
     "length": ("kfac.length", "own", {}),
     "bound": ("kfac.kl_clip", 0.001, {"kfac.length": "own"}),
-    "interval": ("kfac.factor_every", 3, {}),
+    "interval": ("kfac.factor_update_steps", 3, {}),
     "momentum": ("momentum", MOMENTUM, {}),
 }
 
@@ -109,18 +109,21 @@ def test_planned_runs_have_the_same_usual_values():
     plan = PLAN.read(["--model=resnet20", "--ranks=2", "--solver=shampoo"]).kfac
     machine = ["--machine=none.json", "--model=resnet20", "--ranks=2", "--solver=shampoo"]
     for found in (plan, SIMULATE.read(machine).kfac):
-        assert (found.damping, found.factor_every) == (of_run.damping, of_run.factor_every)
+        assert (found.damping, found.factor_update_steps) == (
+            of_run.damping,
+            of_run.factor_update_steps,
+        )
         assert found.length.source == of_run.length.source
 
 
 def test_any_usual_value_of_a_solver_replaces_a_default(monkeypatch):
     """Oracle: by hand: of a solver with a number of each kind; what is given, stays."""
-    usual = {"estimator": {"fisher": "forward-only", "decay": 0.5}, "basis_every": 3}
+    usual = {"estimator": {"fisher": "forward-only", "decay": 0.5}, "inv_update_steps": 3}
     monkeypatch.setitem(SOLVERS, "eigen", SimpleNamespace(usual=usual))
     options = TRAIN.read(["--kfac.solver=eigen", "--kfac.decay=0.95"])
     found = flat(options)
     assert (found["kfac.fisher"], found["kfac.decay"]) == ("forward-only", 0.95)
-    assert found["kfac.basis_every"] == 3
+    assert found["kfac.inv_update_steps"] == 3
 
 
 # -- runs and restarts -----------------------------------------------------------------------------
@@ -159,7 +162,7 @@ def test_another_solver_takes_its_own_usual_values(run):
     (line,) = [line for line in text.splitlines() if "changed since the checkpoint" in line]
     changed = (
         *("momentum 0.9 -> 0.95", "kfac.solver shampoo -> muon", "kfac.length adam -> orthogonal"),
-        *("kfac.factor_every 1 -> null", "kfac.relative_damping 0.001 -> 10.0"),
+        *("kfac.factor_update_steps 1 -> null", "kfac.relative_damping 0.001 -> 10.0"),
     )
     assert sorted(line.partition("checkpoint: ")[2].split(", ")) == sorted(changed)
     assert "weight decay 0.01" in text and "damping 10" not in text.partition("solver muon")[2]

@@ -29,7 +29,7 @@ def picture(run):
 @pytest.mark.gate
 def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
     """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; equal bytes in both files."""
-    chosen = ("--trace_steps=3", "--strategy=mem-opt", "--kfac.basis_every=3")
+    chosen = ("--trace_steps=3", "--strategy=mem-opt", "--kfac.inv_update_steps=3")
     job = launch(2, TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
     assert job.returncode == 0, job.stderr
     log = (tmp_path / "log.txt").read_text()

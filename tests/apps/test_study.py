@@ -22,7 +22,7 @@ STUDY = {
     "name": "a study",
     "options": {"batch": 120, "epochs": 1, "data": {"train_images": 240}, "threads": 1},
     "matrix": {"strategy": ["sgd", "mine"], "ranks": [1, 2]},
-    "strategies": {"mine": {"strategy": "mem-opt", "kfac": {"basis_every": 2}}},
+    "strategies": {"mine": {"strategy": "mem-opt", "kfac": {"inv_update_steps": 2}}},
 }
 # A launcher that runs the program on a single rank, in this process's own MPI.
 ALONE = "#!/bin/sh\nwhile [ $1 != -n ]; do shift; done; shift 2; exec "
@@ -80,11 +80,11 @@ def test_what_comes_later_goes_before_what_comes_first(tmp_path):
 
 def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
     """Oracle: the known options, written out; workers take the place of the half."""
-    own = {"mem-opt": {"kfac.basis_every": 50}, "hybrid": {"workers": 1}}
+    own = {"mem-opt": {"kfac.inv_update_steps": 50}, "hybrid": {"workers": 1}}
     axes = {"strategy": ["mem-opt", "hybrid"], "ranks": [2]}
     mem_opt, hybrid = spec.read(written(tmp_path, strategies=own, matrix=axes)).cells
     assert mem_opt.options.distribution.strategy == "mem-opt"
-    assert mem_opt.options.kfac.basis_every == 50
+    assert mem_opt.options.kfac.inv_update_steps == 50
     chosen = hybrid.options.distribution
     assert (chosen.strategy, chosen.change, chosen.fraction) == ("hybrid", {"workers": 1}, None)
     axes = {"strategy": ["hybrid"], "ranks": [4], "workers": [1, 2, 4]}
@@ -99,25 +99,31 @@ def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
 def test_an_interval_of_null_grows_as_in_the_training_program(tmp_path):
     """Oracle: the program's usual options. A trace would not hold whole intervals."""
     axes = {"strategy": ["comm-opt", "mine"], "ranks": [1]}
-    options = {"kfac": {"factor_every": None, "basis_every": None}}
-    mine = {"mine": {"kfac.factor_every": 1}}
+    options = {"kfac": {"factor_update_steps": None, "inv_update_steps": None}}
+    mine = {"mine": {"kfac.factor_update_steps": 1}}
     cells = spec.read(written(tmp_path, strategies=mine, matrix=axes, options=options)).cells
-    found = [(cell.options.kfac.factor_every, cell.options.kfac.basis_every) for cell in cells]
+    found = [
+        (cell.options.kfac.factor_update_steps, cell.options.kfac.inv_update_steps)
+        for cell in cells
+    ]
     assert found == [(None, None), (1, None)]
     assert [cell.options.trace_steps for cell in cells] == [None, None]
     axes = {"strategy": ["comm-opt", "mine"], "ranks": [1]}  # mine has an interval of 2
     whole = [cell.options for cell in spec.read(written(tmp_path, matrix=axes)).cells]
-    assert [(o.kfac.factor_every, o.kfac.basis_every) for o in whole] == [(10, 50), (10, 2)]
+    assert [(o.kfac.factor_update_steps, o.kfac.inv_update_steps) for o in whole] == [
+        (10, 50),
+        (10, 2),
+    ]
     assert [o.trace_steps for o in whole] == [50, 10]
 
 
 def test_a_name_has_the_axes_that_a_part_of_the_study_lacks(tmp_path):
     """Oracle: names by hand; a single value beside none makes a difference, too."""
     first = {"strategy": ["mine"], "ranks": [1], "lr": [0.1]}
-    changed = {**first, "kfac.basis_every": [5]}
+    changed = {**first, "kfac.inv_update_steps": [5]}
     cells = spec.read(written(tmp_path, matrix=[first, changed])).cells
-    assert [cell.variant for cell in cells] == ["mine", "mine, basis_every 5"]
-    assert [cell.options.kfac.basis_every for cell in cells] == [2, 5]
+    assert [cell.variant for cell in cells] == ["mine", "mine, inv_update_steps 5"]
+    assert [cell.options.kfac.inv_update_steps for cell in cells] == [2, 5]
 
 
 def test_cells_of_old_studies_keep_their_directories(tmp_path):
@@ -127,7 +133,7 @@ def test_cells_of_old_studies_keep_their_directories(tmp_path):
     """
     base = tmp_path / "base.yaml"
     base.write_text(
-        "{model: digits_cnn, batch: 256, lr: 0.05, kfac: {damping: 0.03, basis_every: 10}}"
+        "{model: digits_cnn, batch: 256, lr: 0.05, kfac: {damping: 0.03, inv_update_steps: 10}}"
     )
     sgd = {"sgd": {"optimizer": "sgd", "lr": 0.2, "weight_decay": 0.005}}
     axes = {"strategy": ["sgd", "kfac-opt"], "ranks": [1, 2]}
@@ -237,8 +243,8 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
             "mine on 2 ranks: skip names 'fcc', which is no module of the model",
         ),
         (
-            {"strategies": {"mine": {"strategy": "staggered", "kfac.basis_every": 4}}},
-            "mine on 2 ranks: basis_every=4 must be a multiple of stagger=5",
+            {"strategies": {"mine": {"strategy": "staggered", "kfac.inv_update_steps": 4}}},
+            "mine on 2 ranks: inv_update_steps=4 must be a multiple of stagger=5",
         ),
     ],
 )

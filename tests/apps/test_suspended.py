@@ -19,7 +19,7 @@ PLACES = ("start-up", "forward", "checkpoint", "evaluation")
 SHORT, FOR_EVER = paced(2), float("inf")
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--threads=1"),
-    *("--kfac.basis_every=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
+    *("--kfac.inv_update_steps=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
 )
 
 

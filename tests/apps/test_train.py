@@ -85,7 +85,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
 def whole(request, tmp_path_factory):
     """Return the options and the directory of an uninterrupted run."""
     optimizer, strategy = request.param.split()
-    chosen = (f"--optimizer={optimizer}", "--kfac.basis_every=2", "--kfac.kl_clip=0.1")
+    chosen = (f"--optimizer={optimizer}", "--kfac.inv_update_steps=2", "--kfac.kl_clip=0.1")
     chosen += (f"--strategy={strategy}",)
     root = tmp_path_factory.mktemp("whole")
     assert train.main(arguments(root, *chosen)) == 0
@@ -136,7 +136,7 @@ def runs(root):
         options = [f"--kfac.{option}" for option in ("solver=eigen", *chosen)]
         for ranks in (1, 2):
             yield ranks, plain(root / f"{name} {ranks}", *options)
-    chosen = ("--log_every=1", "--kfac.basis_every=4", "--kfac.kl_clip=0.1")
+    chosen = ("--log_every=1", "--kfac.inv_update_steps=4", "--kfac.kl_clip=0.1")
     yield 1, plain(root / "placed", *chosen)
     yield 1, plain(root / "stopped", *chosen, "--max_steps=6")
     placed = ("--strategy=mem-opt", "--reduction=owners")
@@ -176,7 +176,7 @@ def resumed(root, *chosen):
 
 def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
     """Oracle: the uninterrupted run; BatchNorm's count of passes."""
-    chosen = ("--kfac.damping_adapt=2", "--kfac.basis_every=2", "--kfac.length=own")
+    chosen = ("--kfac.damping_adapt=2", "--kfac.inv_update_steps=2", "--kfac.length=own")
     state = resumed(tmp_path, *chosen)
     assert state["kfac/damping"] != 0.1
     counts = {name for name in state if name.endswith("num_batches_tracked")}
@@ -186,7 +186,7 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
 
 def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
     """Oracle: the uninterrupted run; by hand: the momentum is taken once."""
-    chosen = ("--kfac.momentum_of=gradients", "--momentum=0.8", "--kfac.basis_every=2")
+    chosen = ("--kfac.momentum_of=gradients", "--momentum=0.8", "--kfac.inv_update_steps=2")
     state = resumed(tmp_path, *chosen)
     assert state["optimizer/groups/0/momentum"] == 0
     assert any(name.startswith("kfac/momentum/") for name in state)
@@ -277,7 +277,7 @@ def test_decompositions_are_counted_where_they_do_not_follow_from_the_options(
     tmp_path, more, expected
 ):
     """Oracle: by hand."""
-    assert train.main(arguments(tmp_path, "--kfac.basis_every=2", *more)) == 0
+    assert train.main(arguments(tmp_path, "--kfac.inv_update_steps=2", *more)) == 0
     found = [row["decompositions"] for row in rows(tmp_path) if "decompositions" in row]
     assert found == expected
 

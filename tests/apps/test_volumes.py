@@ -27,7 +27,7 @@ nibabel = pytest.importorskip("nibabel", reason="nibabel is not installed; run p
 SIDE, SIZE = 32, 8
 VOLUME = ("--model=segmenter3d", "--data.name=volume")
 RUN = ("--batch=8", "--data.train_images=24", "--data.test_images=9", "--epochs=2", "--log_every=1")
-KFAC = ("--kfac.factor_every=2", "--kfac.basis_every=2")
+KFAC = ("--kfac.factor_update_steps=2", "--kfac.inv_update_steps=2")
 
 
 def written(folder, image, labels):

@@ -29,10 +29,12 @@ COLUMNS = ["mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent"]
 @functools.cache
 def simulated(machine: str) -> dict[str, dict[str, dict[str, str]]]:
     """Return the printed cells by number of ranks, strategy and column."""
-    asked = f"--machine {machine} --model resnet50 --ranks {','.join(RANKS)} --factor_every 10"
+    asked = (
+        f"--machine {machine} --model resnet50 --ranks {','.join(RANKS)} --factor_update_steps 10"
+    )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        chosen = ("--basis_every", "100", "--strategy", ",".join(STRATEGIES))
+        chosen = ("--inv_update_steps", "100", "--strategy", ",".join(STRATEGIES))
         assert simulate.main([*asked.split(), *chosen]) == 0
     found: dict[str, dict[str, dict[str, str]]] = {}
     for line in printed.getvalue().splitlines():

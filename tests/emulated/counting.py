@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac_apps.problems import models
 
-EVERY = {"factor_every": 2, "basis_every": 4}
+EVERY = {"factor_update_steps": 2, "inv_update_steps": 4}
 KINDS = {5: "ordinary", 6: "with factors", 4: "with decompositions"}
 
 

@@ -61,7 +61,7 @@ def test_losses_fall_and_weights_stay_equal(tmp_path, ranks, optimizer, lr):
 
 def test_a_restarted_run_is_the_run(tmp_path):
     """Oracle: the lines and the checkpoint of a run without restart, to the last bit."""
-    arguments = ("--kfac.workers=1", "--kfac.basis_every=4", "--checkpoint_every=13")
+    arguments = ("--kfac.workers=1", "--kfac.inv_update_steps=4", "--checkpoint_every=13")
     whole, _ = trained(2, tmp_path / "run", *arguments)
     last = tmp_path / "run" / "checkpoints" / "step-000000018"
     expected = mpikfac.checkpoint.read_checkpoint(last)

@@ -49,7 +49,7 @@ LAST, END = 3, 4  # the last step of the first start, and of the second
 NEWEST = f"run/checkpoints/step-{LAST:09d}"
 STUDY = {
     "name": "small",
-    "options": {"batch": 120, "epochs": 2, "kfac.basis_every": 1},
+    "options": {"batch": 120, "epochs": 2, "kfac.inv_update_steps": 1},
     "base": "config.yaml",
     "matrix": {"strategy": ["sgd"], "ranks": [1]},
 }

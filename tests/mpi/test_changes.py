@@ -114,7 +114,7 @@ def kfac_with(choices: dict, every: int = 1) -> object:
     def make(model, optimizer, comm):
         chosen = {"workers": comm.size} | choices
         strategy = Strategy().changed(**chosen)
-        intervals = {"factor_every": every, "basis_every": 2 * every}
+        intervals = {"factor_update_steps": every, "inv_update_steps": 2 * every}
         return mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.01, **intervals)
 
     return make
@@ -262,17 +262,19 @@ def test_a_new_layer_is_trained_from_the_next_step_on(comm):
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
 @pytest.mark.parametrize("make", [DataParallel, kfac_with({}), kfac_with(STRATEGIES["owners"])])
-@pytest.mark.parametrize("difference", ["lr", "kind", "frozen", "damping", "factor_every"])
+@pytest.mark.parametrize("difference", ["lr", "kind", "frozen", "damping", "factor_update_steps"])
 def test_ranks_that_drift_apart_stop_together(comm, make, difference):
     """Oracle: the same text on all ranks, at the step of the difference."""
-    of_kfac = difference in ("damping", "factor_every")
+    of_kfac = difference in ("damping", "factor_update_steps")
     if of_kfac and make is DataParallel:
         return
     model, last = network(), comm.rank == comm.size - 1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = make(model, optimizer, comm)
     if of_kfac:  # the interval of step 2 is heard in step 1
-        values, begins = {"damping": ((0.01, 0.02), 1), "factor_every": ((1, 2), 2)}[difference]
+        values, begins = {"damping": ((0.01, 0.02), 1), "factor_update_steps": ((1, 2), 2)}[
+            difference
+        ]
         schedule = lambda step: values[last and step >= begins]  # noqa: E731
         trainer = mpikfac.KFAC(model, optimizer, comm, **{difference: schedule})
     for step in range(2):
@@ -471,7 +473,12 @@ def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, solver):
         return
     own, shared = comm.Split(comm.rank), 12 // comm.size
     estimator = mpikfac.Estimator(subsample=1, decay=0.5)
-    settings = {"damping": 0.03, "basis_every": 1, "factor_every": 1, "estimator": estimator}
+    settings = {
+        "damping": 0.03,
+        "inv_update_steps": 1,
+        "factor_update_steps": 1,
+        "estimator": estimator,
+    }
 
     def steps(on):
         torch.manual_seed(1)

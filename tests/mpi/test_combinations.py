@@ -15,7 +15,7 @@ from mpikfac import Strategy
 from support import problem
 
 RANKS = mpikfac.world().size
-SETTINGS = problem.SETTINGS | {"basis_every": 2}
+SETTINGS = problem.SETTINGS | {"inv_update_steps": 2}
 STEPS = range(3)  # factors and decompositions at 0 and 2
 SHARING = "expand", "reduce"
 ESTIMATORS = [

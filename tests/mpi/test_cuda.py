@@ -32,7 +32,7 @@ def trainer(comm, device: torch.device, strategy: mpikfac.Strategy, **settings) 
     )
     model = model.double().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return problem.kfac(model, optimizer, comm, strategy, basis_every=2, **settings)
+    return problem.kfac(model, optimizer, comm, strategy, inv_update_steps=2, **settings)
 
 
 def train(comm, kfac: mpikfac.KFAC, device: torch.device, steps: int = STEPS) -> torch.Tensor:

@@ -190,7 +190,7 @@ def test_a_run_goes_on_with_other_curvature_ranks(comm, others):
     """
 
     def before(training, curvature):
-        kfac = trainer(training, curvature, factor_every=1, basis_every=4)
+        kfac = trainer(training, curvature, factor_update_steps=1, inv_update_steps=4)
         run(kfac, range(5))
         state = {}
         for share in training.allgather(kfac.state_dict()):
@@ -203,7 +203,7 @@ def test_a_run_goes_on_with_other_curvature_ranks(comm, others):
     state, expected = comm.bcast(on_both(comm, 1, before))
 
     def after(training, curvature):
-        kfac = trainer(training, curvature, factor_every=1, basis_every=4)
+        kfac = trainer(training, curvature, factor_update_steps=1, inv_update_steps=4)
         kfac.load_state_dict(state)
         found = run(kfac, range(5, 10))
         kfac.close()

@@ -80,7 +80,7 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
 def adaptive(comm, strategy, **settings):
     """Return K-FAC with a damping that follows every step, from a start value that has to fall."""
     damping = LevenbergMarquardt(0.3, every=1, decay=0.8)
-    return trainer(comm, strategy, **{"damping": damping, "basis_every": 2, **settings})
+    return trainer(comm, strategy, **{"damping": damping, "inv_update_steps": 2, **settings})
 
 
 def run_adaptive(comm, kfac, steps):

@@ -102,7 +102,7 @@ def trained(comm, kfac, choices, steps):
     strategy = Strategy.comm_opt(comm.size, **choices)
     if kfac:
         trainer = mpikfac.KFAC(
-            model, optimizer, comm, strategy, damping=0.1, estimator=FORWARD, basis_every=2
+            model, optimizer, comm, strategy, damping=0.1, estimator=FORWARD, inv_update_steps=2
         )
     else:
         trainer = DataParallel(model, optimizer, comm, strategy)

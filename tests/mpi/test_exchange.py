@@ -372,7 +372,7 @@ def test_messages_between_nodes_are_the_plans(comm, name):
 def test_local_kfac_of_nodes_is_local_kfac_of_larger_batches(comm, name):
     """Oracle: as many workers as nodes, each a rank alone with the batch of the node."""
     choices, nodes = OF_NODES[name][0] | {"exchange_every": 2}, comm.size // PER_NODE
-    steps, settings = range(6), {"factor_every": 1, "basis_every": 2, "kl_clip": None}
+    steps, settings = range(6), {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": None}
     of_nodes = {"copies_of": "node", "ranks_per_node": PER_NODE}
     strategy = Strategy.comm_opt(comm.size, exchanged="weights", **choices, **of_nodes)
     found = problem.run(kfac_of(comm, strategy, **settings), comm, steps)

@@ -63,7 +63,7 @@ def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: 
         torch.optim.SGD(net.parameters(), lr=0.1),
         sub,
         damping=0.001,
-        basis_every=1,
+        inv_update_steps=1,
         kl_clip=None if clip == "none" else float(clip),
         solver="eigen" if solver == "eigen" else "unsplit-inverse",
         normalization="kfac-pytorch" if scaling == "main" else "sc20",

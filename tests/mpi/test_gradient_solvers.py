@@ -61,9 +61,9 @@ def trainer(comm, solver, strategy, kind="convolutional", momentum=0.9, skip=())
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     length = Length(LENGTHS[solver], momentum=momentum)
-    settings = {"length": length, "damping": Damping(relative=0.01), "basis_every": 4}
+    settings = {"length": length, "damping": Damping(relative=0.01), "inv_update_steps": 4}
     settings |= {"solver": solver, "coverage": mpikfac.Coverage(skip=skip)}
-    return mpikfac.KFAC(model, sgd, comm, strategy, factor_every=1, **settings)
+    return mpikfac.KFAC(model, sgd, comm, strategy, factor_update_steps=1, **settings)
 
 
 def run(kfac, comm, steps, kind="convolutional"):

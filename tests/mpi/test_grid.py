@@ -232,8 +232,8 @@ def test_agreement_names_the_first_key_that_differs(comm):
     [
         ("damping", lambda first: {"damping": 0.1 if first else 0.2}),
         ("damping", lambda first: {"damping": 0.1 if first else (lambda step: 0.1)}),
-        ("factor_every", lambda first: {"factor_every": 1 + first}),
-        ("basis_every", lambda first: {"basis_every": 1 + first}),
+        ("factor_update_steps", lambda first: {"factor_update_steps": 1 + first}),
+        ("inv_update_steps", lambda first: {"inv_update_steps": 1 + first}),
         ("decay", lambda first: {"decay": 0.9 if first else 0.8}),
         ("kl_clip", lambda first: {"kl_clip": None if first else 0.001}),
         ("normalization", lambda first: {"normalization": "sc20" if first else "expand"}),

@@ -15,7 +15,7 @@ from support import inside, problem
 
 RANKS = mpikfac.world().size
 STEPS = range(4)
-OFTEN = {"factor_every": 1, "basis_every": 2, "kl_clip": None}
+OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": None}
 CHOICES = {
     "everywhere": {"workers": RANKS, "reduction": "everyone"},
     "owners": {"workers": 1, "update": "owner"},

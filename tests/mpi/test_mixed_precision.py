@@ -16,7 +16,7 @@ from mpikfac import Strategy
 from support import inside, problem
 
 RANKS = mpikfac.world().size
-SETTINGS = problem.SETTINGS | {"factor_every": 1, "basis_every": 1}
+SETTINGS = problem.SETTINGS | {"factor_update_steps": 1, "inv_update_steps": 1}
 ALL = ["sgd", *problem.strategies(RANKS)]
 BAD = itertools.cycle([math.nan, math.inf, -math.inf])
 OTHERS = [

@@ -122,7 +122,7 @@ def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["everyone"]), ids=problem.label)
 def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, monkeypatch):
     """Oracle: the bases before; layers whose decompositions work get new ones."""
-    kfac = trainer(comm, strategy, solver=solver, basis_every=1, factor_every=1)
+    kfac = trainer(comm, strategy, solver=solver, inv_update_steps=1, factor_update_steps=1)
     problem.run(kfac, comm, [0])
     before = {name: block.clone() for name, block in inside.bases(kfac).items()}
     fail_at(monkeypatch, order=kfac.plan.factors["3.A"].order)
@@ -213,7 +213,7 @@ def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
     With two shares a factor's turn comes every sixth step, at 3 and 9 and so on.
     """
     alone = comm.Split(comm.rank)
-    kfac = trainer(alone, Strategy(1).changed(stagger=2), basis_every=6)
+    kfac = trainer(alone, Strategy(1).changed(stagger=2), inv_update_steps=6)
     fail_at(monkeypatch, order=kfac.plan.factors["0.A"].order)
     assert kfac.plan.turns_of["0"] == 1
     last = 3 + 6 * (inside.TOLERATED - 1)
@@ -256,7 +256,7 @@ def test_a_few_bad_batches_cost_little(comm):
     """Oracle: the loss of the same 200 steps without bad batches, to 1 %."""
     losses = []
     for bad_steps in ((), (0, 7, 8, 50, 111)):
-        kfac = trainer(comm, damping=0.1, kl_clip=None, factor_every=1)
+        kfac = trainer(comm, damping=0.1, kl_clip=None, factor_update_steps=1)
         for group in kfac.optimizer.param_groups:
             group |= {"lr": 0.02, "weight_decay": 0.03}  # so that the loss converges
         for step in range(200):

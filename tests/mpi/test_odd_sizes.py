@@ -23,7 +23,7 @@ from support import inside, oracles, problem
 RANKS = mpikfac.world().size
 FEW = 5
 STEPS = range(8)  # factors at 0, 2, 4 and 6; decompositions at 0 and 5, or by turns from 5 on
-SETTINGS = problem.SETTINGS | {"basis_every": 5}
+SETTINGS = problem.SETTINGS | {"inv_update_steps": 5}
 ALL = {"subsample": 1}  # uneven shards weigh by their examples only if all examples count
 SOLVERS = "eigen", "inverse", "unsplit-inverse"
 

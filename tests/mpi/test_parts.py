@@ -16,7 +16,7 @@ from mpikfac.comm.messages import collectives as primitives
 from support import inside, problem
 
 PARTS = 12  # every tested number of ranks divides 12
-SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_every": 1}
+SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_update_steps": 1}
 
 
 def network(momentum=0.1):

@@ -15,7 +15,7 @@ from support import inside, problem
 
 RANKS = mpikfac.world().size
 STEPS = range(5)
-SETTINGS = problem.SETTINGS | {"basis_every": 2}
+SETTINGS = problem.SETTINGS | {"inv_update_steps": 2}
 LAYERS = [LayerShape("conv", 19, 7), LayerShape("groups", 5, 4, 3), LayerShape("row", 6, 1)]
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
 WAYS = {

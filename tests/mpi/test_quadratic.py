@@ -22,7 +22,7 @@ STOP = 3
 def trainer(comm, strategy, solver="eigen"):
     model = problem.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = {"damping": LevenbergMarquardt(0.3, every=1, decay=0.8), "basis_every": 2}
+    settings = {"damping": LevenbergMarquardt(0.3, every=1, decay=0.8), "inv_update_steps": 2}
     settings |= {"kl_clip": None, "length": "quadratic", "solver": solver}
     return problem.kfac(model, optimizer, comm, strategy, **problem.SETTINGS | settings)
 

@@ -21,7 +21,7 @@ def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
     """
     ranks = comm.size
     strategy = Strategy.comm_opt(ranks, exchanged="weights", exchange_every=2)
-    settings = {"factor_every": 1, "basis_every": 1, "kl_clip": None}
+    settings = {"factor_update_steps": 1, "inv_update_steps": 1, "kl_clip": None}
     kfac, alone = kfac_of(comm, strategy, **settings), problem.network()
     optimizer = problem.sgd(alone)
     for step in range(4):

@@ -27,7 +27,7 @@ WAYS = {
 def kfac_of(comm, strategy, **settings):
     """Return a `KFAC` of the tests' network."""
     model = problem.network()
-    settings = {**problem.SETTINGS, "basis_every": 2, **settings}
+    settings = {**problem.SETTINGS, "inv_update_steps": 2, **settings}
     return problem.kfac(model, problem.sgd(model), comm, strategy, **settings)
 
 

@@ -16,7 +16,7 @@ from support import inside, problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {
-    **{"solver": "ekfac", "basis_every": 6, "kl_clip": 0.1, "damping": 0.1},
+    **{"solver": "ekfac", "inv_update_steps": 6, "kl_clip": 0.1, "damping": 0.1},
     "covers": {**mpikfac.KINDS, **mpikfac.NORMS},
 }
 STEPS = range(14)  # statistics at every second, bases or shares at 0, 6 and 12
@@ -156,7 +156,7 @@ def test_shards_of_unequal_size_weigh_by_their_examples(comm):
     start, total = sum(sizes[: comm.rank]), sum(sizes)
     mine, found = slice(start, start + sizes[comm.rank]), []
     for ranks, some in ((comm, mine), (comm.Split(comm.rank), slice(total))):
-        kfac = trainer(ranks, None, factor_every=1, decay=0.0)
+        kfac = trainer(ranks, None, factor_update_steps=1, decay=0.0)
         for step in range(2):
             images, labels = (torch.cat([part] * 2) for part in problem.batch(step))
             taken = some if step else slice(None)  # first the same: the bases are equal

@@ -98,7 +98,7 @@ def test_momenta_go_on_to_the_last_bit(comm, strategy):
 
 def test_all_ranks_miss_the_same(comm):
     """Oracle: rank 0; ranks without preconditioning also count grafting's items."""
-    settings = {"length": "adam", "kl_clip": None, "factor_every": 1}
+    settings = {"length": "adam", "kl_clip": None, "factor_update_steps": 1}
     kfac = trainer(comm, Strategy(1).changed(delay=2), **settings)
     problem.run(kfac, comm, range(4))
     names = whole_state(comm, kfac).keys()
@@ -134,7 +134,7 @@ def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
 
     def fresh(stagger):
         strategy = Strategy(RANKS).changed(delay=1, stagger=stagger)
-        return trainer(comm, strategy, factor_every=1, basis_every=12)
+        return trainer(comm, strategy, factor_update_steps=1, inv_update_steps=12)
 
     first, second = fresh(stagger), fresh(other)
     problem.run(first, comm, range(begun + 1))
@@ -182,7 +182,9 @@ def test_a_first_order_runs_state_starts_kfac(comm):
         model = problem.network()
         baseline = mpikfac.DataParallel(model, problem.sgd(model), team)
         problem.run(baseline, team, range(2))
-        kfac = trainer(team, Strategy(1, "owners", "owner"), factor_every=100, basis_every=100)
+        kfac = trainer(
+            team, Strategy(1, "owners", "owner"), factor_update_steps=100, inv_update_steps=100
+        )
         kfac.load_state_dict(whole_state(team, baseline))
         assert kfac.steps == 2
         return problem.run(kfac, team, range(2, 5))

@@ -17,7 +17,7 @@ from support import inside, problem
 
 RANKS = mpikfac.world().size
 SOLVERS = "eigen", "unsplit-inverse", "rank-one"
-SETTINGS = problem.SETTINGS | {"basis_every": 6}
+SETTINGS = problem.SETTINGS | {"inv_update_steps": 6}
 STEPS = range(14)  # all kinds of step, with every share of a staggered refresh
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
 CHOICES = {
@@ -260,7 +260,7 @@ def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
 def test_a_share_is_refreshed_at_its_turn(comm):
     """Oracle: by hand: at a time the bases of a single share change, share after share."""
     strategy = Strategy(workers=RANKS).changed(stagger=3)
-    kfac = trainer(comm, strategy, "unsplit-inverse", factor_every=1)
+    kfac = trainer(comm, strategy, "unsplit-inverse", factor_update_steps=1)
     changed = []
     for step in range(13):
         before = {name: block.clone() for name, block in inside.bases(kfac).items()}
@@ -276,7 +276,7 @@ def test_a_share_is_refreshed_at_its_turn(comm):
 
 def test_an_interval_that_a_refresh_cannot_be_spread_over_is_refused(comm):
     """Oracle: the right numbers."""
-    with pytest.raises(ValueError, match="basis_every=6 must be a multiple of stagger=4"):
+    with pytest.raises(ValueError, match="inv_update_steps=6 must be a multiple of stagger=4"):
         trainer(comm, Strategy().changed(stagger=4), "eigen")
 
 

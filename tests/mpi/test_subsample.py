@@ -96,7 +96,7 @@ def test_all_positions_of_a_batch_of_windows_take_turns(comm, every):
     windows, positions = 64, 8
     model = torch.nn.Sequential(torch.nn.Linear(positions, 2, bias=False)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = mpikfac.KFAC(model, optimizer, comm, factor_every=every, basis_every=every)
+    kfac = mpikfac.KFAC(model, optimizer, comm, factor_update_steps=every, inv_update_steps=every)
     inputs = torch.eye(positions).double().repeat(windows, 1)
     for _ in range(40 * every):
         model(inputs).sum().backward()

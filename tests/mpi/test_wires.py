@@ -18,7 +18,7 @@ from mpikfac.plan.messages import gathers, sums
 from support import inside, problem
 
 RANKS = mpikfac.world().size
-SETTINGS = problem.SETTINGS | {"basis_every": 6}
+SETTINGS = problem.SETTINGS | {"inv_update_steps": 6}
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
 ALL = {
     wire: {"factor_wire": wire, "basis_wire": wire, "gradient_wire": wire}

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import mpikfac
 
 STEPS, EVERY = 7, 3
-INTERVALS = {"factor_every": EVERY, "basis_every": EVERY}
+INTERVALS = {"factor_update_steps": EVERY, "inv_update_steps": EVERY}
 ORDINARY = sum(step % EVERY > 0 for step in range(STEPS))
 """The number of steps without new factors."""
 

@@ -230,7 +230,7 @@ def due(kfac: KFAC, step: int) -> tuple[bool, bool, int | None]:
     """Return whether a step makes new factors and decompositions, and of which share; None: all."""
     stagger = kfac.plan.strategy.refresh.stagger
     numbers = kfac.settings.at(step, stagger)
-    due = kfac.settings.due("factor_every", step)
+    due = kfac.settings.due("factor_update_steps", step)
     return due, step == 0 or numbers.refreshes, None if step == 0 else numbers.turn
 
 

@@ -785,8 +785,8 @@ TABLE = (
     Mistake(
         "stagger: a step refreshes the share of the next turn",
         "settings/settings.py",
-        'return step // self._between("basis_every", step, turns) % turns',
-        'return (step // self._between("basis_every", step, turns) + 1) % turns',
+        'return step // self._between("inv_update_steps", step, turns) % turns',
+        'return (step // self._between("inv_update_steps", step, turns) + 1) % turns',
         "tests/mpi/test_strategies.py",
         3,
     ),

@@ -163,8 +163,8 @@ def train(
     steps: Sequence[Sequence[Batch]],
     *,
     damping: float,
-    factor_every: int,
-    basis_every: int,
+    factor_update_steps: int,
+    inv_update_steps: int,
     decay: float,
     kl_clip: float | None,
     norm_clip: float | None = None,
@@ -186,11 +186,11 @@ def train(
     solve = partial(relative_solve, solver) if relative_damping else SOLVES[solver]
     estimate = vectors if solver == "rank-one" else factors
     for step, shards in enumerate(steps):
-        if step % factor_every == 0:
+        if step % factor_update_steps == 0:
             history.append(_factors_of(estimate, model, shards, sources))
         optimizer.zero_grad()
         factors(model, _joined(shards))
-        if step % basis_every == 0:
+        if step % inv_update_steps == 0:
             names = history[0]
             used = {n: running_average([h[n] for h in history], decay, start) for n in names}
         solve_now = partial(_grafted, solve) if length == "sgd" else solve

@@ -23,7 +23,13 @@ from mpikfac.solvers import named_solver
 from support import inside
 
 SETTINGS = {
-    **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
+    **{
+        "damping": 0.01,
+        "factor_update_steps": 2,
+        "inv_update_steps": 3,
+        "decay": 0.8,
+        "kl_clip": 0.001,
+    },
     "solver": "eigen",
 }
 DEVICE = torch.device(os.environ.get("MPIKFAC_TEST_DEVICE", "cpu"))

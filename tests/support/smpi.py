@@ -300,7 +300,7 @@ def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Pla
     options = SIMULATE.read(
         [
             *("--machine", machine, "--model", model, "--ranks", str(ranks)),
-            *("--strategy", strategy, "--factor_every", "10", "--basis_every", "100"),
+            *("--strategy", strategy, "--factor_update_steps", "10", "--inv_update_steps", "100"),
             *(["--shards", "false"] if name.endswith(IN_PARTS) else []),
             *(["--ranks_per_node", str(network.ranks_per_node)] * name.endswith(ON_NODES)),
         ]

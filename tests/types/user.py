@@ -14,7 +14,9 @@ comm = mpikfac.world()
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, factor_every=1, basis_every=10)
+kfac = mpikfac.KFAC(
+    model, optimizer, comm, damping=0.03, factor_update_steps=1, inv_update_steps=10
+)
 kfac.step()
 steps: int = kfac.steps
 scheduled = mpikfac.KFAC(model, optimizer, comm, damping=lambda step: 0.1 / (1 + step))

@@ -41,17 +41,17 @@ def standing(comm, **settings):
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize(
-    ("delay", "basis_every", "made_at"),
+    ("delay", "inv_update_steps", "made_at"),
     [
         (2, 3, [0, 0, 0, 0, 0, 3, 3, 3, 6]),
         (1, 1, [0, 0, 1, 2, 3, 4, 5, 6, 7]),
         (5, 2, [0, 0, 0, 0, 2, 2, 4, 4, 6]),  # the next decomposition waits for the last one
     ],
 )
-def test_a_delayed_decomposition_is_used_on_its_day(comm, solver, delay, basis_every, made_at):
+def test_a_delayed_decomposition_is_used_on_its_day(comm, solver, delay, inv_update_steps, made_at):
     """Oracle: decompositions at every step without a delay, of the same factors."""
-    at_once = standing(comm, solver=solver, basis_every=1)
-    delayed = standing(comm, solver=solver, basis_every=basis_every, delay=delay)
+    at_once = standing(comm, solver=solver, inv_update_steps=1)
+    delayed = standing(comm, solver=solver, inv_update_steps=inv_update_steps, delay=delay)
     for bases, made in zip(delayed, made_at):
         assert torch.equal(bases, at_once[made])
 
@@ -126,7 +126,7 @@ def dense(kfac, name):
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
 def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, solver):
     """Oracle: the run without a tolerance, which decomposes everything at every refresh."""
-    settings = {"solver": solver, "basis_every": 1, "factor_every": 1}
+    settings = {"solver": solver, "inv_update_steps": 1, "factor_update_steps": 1}
     always, never = trainer(comm, **settings), trainer(comm, tolerance=1e-300, **settings)
     assert torch.equal(problem.run(never, comm), problem.run(always, comm))
     for kfac in (always, never):
@@ -136,7 +136,7 @@ def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, solver):
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
 def test_with_a_huge_tolerance_all_is_decomposed_once(comm, solver):
     """Oracle: the first step's eigenvectors or inverses; in these, present factors' values."""
-    kfac = trainer(comm, tolerance=1e9, solver=solver, basis_every=1, factor_every=1)
+    kfac = trainer(comm, tolerance=1e9, solver=solver, inv_update_steps=1, factor_update_steps=1)
     problem.run(kfac, comm, [0])
     first = {name: block.clone() for name, block in inside.bases(kfac).items()}
     problem.run(kfac, comm, range(1, 4))
@@ -157,7 +157,7 @@ def full_rank(comm, **settings):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False)).double()
     strategy = mpikfac.Strategy().changed(tolerance=0.1)
-    choices = {"damping": 1e-12, "factor_every": 100, "basis_every": 1, "kl_clip": None}
+    choices = {"damping": 1e-12, "factor_update_steps": 100, "inv_update_steps": 1, "kl_clip": None}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return problem.kfac(model, optimizer, comm, strategy, **choices | settings)
 

@@ -144,8 +144,8 @@ def test_factors_fall_into_blocks_after_the_first_batch():
     "choices",
     [
         {"budget": None},
-        {"factor_every": 5},
-        {"basis_every": 5},
+        {"factor_update_steps": 5},
+        {"inv_update_steps": 5},
         {"coverage": mpikfac.Coverage(rule=lambda layer: layer)},
         {"solver": "ekfac"},
         {"solver": "rank-one"},

@@ -36,7 +36,12 @@ def trained(comm, capture, happen=lambda step, kfac, scaler: None, scaler=None, 
     """Return the state after steps with statistics, refreshes and what `happen` does before."""
     model = problem.network()
     relative = settings.get("solver") != "rank-one"
-    choices = {"damping": 0.1, "relative_damping": relative, "factor_every": 2, "basis_every": 5}
+    choices = {
+        "damping": 0.1,
+        "relative_damping": relative,
+        "factor_update_steps": 2,
+        "inv_update_steps": 5,
+    }
     kfac = problem.kfac(
         model,
         torch.optim.SGD(model.parameters(), lr=0.002),

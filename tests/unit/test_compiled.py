@@ -232,7 +232,7 @@ def attack(network, call):
 
 def reschedule(network, call):
     """Change the intervals."""
-    optimizer = SMALL.kfac(network, factor_every=lambda step: 1 if step < 3 else 4)
+    optimizer = SMALL.kfac(network, factor_update_steps=lambda step: 1 if step < 3 else 4)
     SMALL.descend(optimizer, call, 10)
     return optimizer
 
@@ -328,7 +328,7 @@ def test_two_trainers_share_the_stance():
         for every in (2, 3):
             network = SMALL.made()
             call = torch.compile(network, backend="eager") if compiled else network
-            pairs.append((network, call, SMALL.kfac(network, factor_every=every)))
+            pairs.append((network, call, SMALL.kfac(network, factor_update_steps=every)))
         for _ in range(STEPS):
             for _, call, optimizer in pairs:
                 SMALL.descend(optimizer, call, 1)

@@ -411,7 +411,9 @@ def test_products_of_a_step_are_those_that_run(comm, solver, kind):
     """Oracle: torch's counter of operations, in a step with new factors, without a refresh."""
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    kfac = mpikfac.KFAC(model, sgd, comm, solver=solver, factor_every=1, basis_every=100)
+    kfac = mpikfac.KFAC(
+        model, sgd, comm, solver=solver, factor_update_steps=1, inv_update_steps=100
+    )
     gradients.train(kfac, kind, range(1), comm)
     inputs, labels = gradients.batch(kind, 1)
     torch.nn.functional.cross_entropy(model(inputs), labels).backward()

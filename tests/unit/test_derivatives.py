@@ -210,5 +210,5 @@ def test_passes_of_record_are_not_told(caplog):
 def test_the_model_keeps_no_hook_between_steps_with_factors():
     """Oracle: torch's lists of hooks, at a step without new factors."""
     model = network()
-    trained(model, burgers, steps=2, factor_every=10)
+    trained(model, burgers, steps=2, factor_update_steps=10)
     assert not any(module._forward_hooks for module in model.modules())

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import mpikfac
 from support import inner, inside, problem
 
-SETTINGS = {"damping": 0.05, "basis_every": 2, "kl_clip": None}
+SETTINGS = {"damping": 0.05, "inv_update_steps": 2, "kl_clip": None}
 KINDS = [*inner.TO, *inner.CELLS]
 CASES = [
     *((kind, bias, False) for kind, bias in itertools.product(KINDS, (True, False))),
@@ -60,7 +60,7 @@ def test_directions_are_those_of_linear_layers(comm, case):
     "settings",
     [
         {"solver": "inverse"},
-        {"solver": "ekfac", "basis_every": 3},
+        {"solver": "ekfac", "inv_update_steps": 3},
         {"solver": "eigen", "fisher": "sampled"},
         {"solver": "eigen", "fisher": "exact"},
         {"solver": "eigen", "normalization": "sc20"},

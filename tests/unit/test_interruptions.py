@@ -51,7 +51,7 @@ def learn(trainer, record: bool = False) -> None:
 
 def kfac_of(model: nn.Module, **settings) -> KFAC:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return KFAC(model, optimizer, COMM, factor_every=1, basis_every=1, **settings)
+    return KFAC(model, optimizer, COMM, factor_update_steps=1, inv_update_steps=1, **settings)
 
 
 def weights(trainer) -> torch.Tensor:

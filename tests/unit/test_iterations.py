@@ -189,19 +189,19 @@ def test_a_refresh_iterates_from_the_vectors_in_use(comm):
 
 def test_vectors_with_a_large_misfit_are_decomposed(comm):
     """Oracle: the run that decomposes all factors, to the last bit; nothing meets the tolerance."""
-    ours = trainer(comm, tolerance=1e-300, basis_every=1)
+    ours = trainer(comm, tolerance=1e-300, inv_update_steps=1)
     theirs = problem.kfac(
         theirs_model := problem.network(),
         problem.sgd_all(theirs_model),
         comm,
-        **problem.SETTINGS | {"basis_every": 1},
+        **problem.SETTINGS | {"inv_update_steps": 1},
     )
     assert torch.equal(problem.run(ours, comm, range(3)), problem.run(theirs, comm, range(3)))
 
 
 def test_a_tolerance_divides_factors(comm):
     """Oracle: eigh for the factors with a larger misfit, iterations for the others."""
-    kfac = trainer(comm, basis_every=4, factor_every=1)
+    kfac = trainer(comm, inv_update_steps=4, factor_update_steps=1)
     problem.run(kfac, comm, range(4))
     before, trial = bases(kfac), copy.deepcopy(kfac.state_dict())
     problem.run(kfac, comm, [4])
@@ -211,7 +211,7 @@ def test_a_tolerance_divides_factors(comm):
     }
     misfits = sorted(misfit.item() for *_, misfit in renewed.values())
     tolerance = (misfits[2] + misfits[3]) / 2
-    other = trainer(comm, tolerance=tolerance, basis_every=4, factor_every=1)
+    other = trainer(comm, tolerance=tolerance, inv_update_steps=4, factor_update_steps=1)
     other.load_state_dict(trial)
     problem.run(other, comm, [4])
     for name, packed in inside.factors(other).items():
@@ -249,7 +249,7 @@ def test_a_run_of_decompositions_goes_on_by_iterations(comm):
 
 def test_a_broken_factor_keeps_its_vectors(comm):
     """Oracle: the vectors before; all other factors get new vectors."""
-    kfac = standing(trainer(comm, factor_every=100))
+    kfac = standing(trainer(comm, factor_update_steps=100))
     problem.run(kfac, comm, range(3))
     before = bases(kfac)
     for average in inside.factors(kfac).values():
@@ -263,13 +263,13 @@ def test_a_broken_factor_keeps_its_vectors(comm):
 
 def test_scales_begin_anew_in_iterated_vectors(comm):
     """Oracle: EKFAC with a refresh at each step with factors gives directions of eigenbases."""
-    runs = [trainer(comm, solver, basis_every=2) for solver in (Ekfac(iterations=1), ONCE)]
+    runs = [trainer(comm, solver, inv_update_steps=2) for solver in (Ekfac(iterations=1), ONCE)]
     assert torch.equal(*(problem.run(kfac, comm, range(6)) for kfac in runs))
 
 
 def test_vectors_kept_in_bfloat16_stay_orthonormal(comm):
     """Oracle: directions of exact vectors; roundings of twenty refreshes must not add up."""
-    choices = {"factor_every": 100, "basis_every": 1}
+    choices = {"factor_update_steps": 100, "inv_update_steps": 1}
     exact = standing(trainer(comm, Eigen(), **choices))
     rounded = standing(trainer(comm, Eigen(torch.bfloat16, iterations=1), **choices))
     for kfac in (exact, rounded):
@@ -284,7 +284,7 @@ def test_few_vectors_are_iterated_in_a_run(comm):
     def rule(layer):
         return dataclasses.replace(layer, rank=2)
 
-    kfac = standing(trainer(comm, rule=rule, factor_every=100, basis_every=1))
+    kfac = standing(trainer(comm, rule=rule, factor_update_steps=100, inv_update_steps=1))
     problem.run(kfac, comm, range(30))
     for name, packed in inside.factors(kfac).items():
         vectors = inside.bases(kfac)[f"{name}.vectors"]

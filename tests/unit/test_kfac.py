@@ -67,7 +67,12 @@ def test_new_damping_needs_no_new_basis(comm):
     """Oracle: the dense solve with the old factors and the damping of the step."""
     damping = schedule.step_decay(0.1, at=[2], factor=0.01)
     model = linear()
-    settings = {"basis_every": 100, "factor_every": 100, "kl_clip": None, "solver": "eigen"}
+    settings = {
+        "inv_update_steps": 100,
+        "factor_update_steps": 100,
+        "kl_clip": None,
+        "solver": "eigen",
+    }
     kfac = problem.kfac(model, sgd(model, lr=0), comm, damping=damping, **settings)
     for step in range(4):
         gradient = learn(kfac, step)
@@ -80,9 +85,14 @@ def test_new_damping_needs_no_new_basis(comm):
 
 
 def test_new_damping_of_inverses_waits_for_the_next_decomposition(comm):
-    """Oracle: the dense solve with the damping of the last multiple of `basis_every`."""
+    """Oracle: the dense solve with the damping of the last multiple of `inv_update_steps`."""
     model = linear()
-    settings = {"basis_every": 2, "factor_every": 100, "kl_clip": None, "solver": "inverse"}
+    settings = {
+        "inv_update_steps": 2,
+        "factor_update_steps": 100,
+        "kl_clip": None,
+        "solver": "inverse",
+    }
     kfac = problem.kfac(model, sgd(model), comm, damping=lambda step: 0.1 + step, **settings)
     for step in range(4):
         gradient = learn(kfac, step)
@@ -94,7 +104,7 @@ def test_new_damping_of_inverses_waits_for_the_next_decomposition(comm):
 
 
 @pytest.mark.parametrize(
-    ("factor_every", "basis_every", "factors", "bases"),
+    ("factor_update_steps", "inv_update_steps", "factors", "bases"),
     [
         (1, 1, range(12), range(12)),
         (1, 5, range(12), [0, 5, 10]),
@@ -104,10 +114,10 @@ def test_new_damping_of_inverses_waits_for_the_next_decomposition(comm):
     ],
 )
 def test_factors_and_bases_have_their_own_intervals(
-    comm, factor_every, basis_every, factors, bases
+    comm, factor_update_steps, inv_update_steps, factors, bases
 ):
     """Oracle: the multiples by hand, seen in how often a stage ran."""
-    intervals = {"factor_every": factor_every, "basis_every": basis_every}
+    intervals = {"factor_update_steps": factor_update_steps, "inv_update_steps": inv_update_steps}
     model = linear()
     kfac = problem.kfac(model, sgd(model), comm, **intervals)
     calls = []
@@ -131,7 +141,7 @@ def test_a_subsample_estimates_the_batchs_factors(comm, subsample, examples, nor
     def trained(images, **settings):
         model = problem.network()
         choices = problem.SETTINGS | settings | {"normalization": normalization}
-        choices["factor_every"] = 1  # the first choice begins with the first example
+        choices["factor_update_steps"] = 1  # the first choice begins with the first example
         kfac = problem.kfac(model, problem.sgd(model), comm, **choices)
         model(images).square().sum().backward()
         kfac.step()
@@ -179,7 +189,12 @@ def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
     kfac = problem.kfac(model, sgd(model), comm, kl_clip=None, solver="eigen")
     learn(kfac, 0)
     kfac.step()
-    settings = {"factor_every": 100, "basis_every": 100, "kl_clip": None, "damping": 0.01}
+    settings = {
+        "factor_update_steps": 100,
+        "inv_update_steps": 100,
+        "kl_clip": None,
+        "damping": 0.01,
+    }
     model = linear()
     other = problem.kfac(model, sgd(model), comm, solver="inverse", **settings)
     other.load_state_dict(kfac.state_dict())
@@ -196,7 +211,12 @@ def test_another_estimators_factors_are_left_where_they_are(comm):
     kfac = problem.kfac(model, sgd(model), comm, kl_clip=None)
     learn(kfac, 0)
     kfac.step()
-    settings = {"factor_every": 100, "basis_every": 100, "kl_clip": None, "damping": 0.01}
+    settings = {
+        "factor_update_steps": 100,
+        "inv_update_steps": 100,
+        "kl_clip": None,
+        "damping": 0.01,
+    }
     model = linear()
     eva = problem.kfac(model, sgd(model), comm, solver="rank-one", **settings)
     eva.load_state_dict(kfac.state_dict())
@@ -222,7 +242,9 @@ def test_a_first_order_run_goes_on_with_kfac(comm):
     learn(baseline, 0)
     baseline.step()
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model, momentum=0.9), comm, factor_every=100, basis_every=100)
+    kfac = mpikfac.KFAC(
+        model, sgd(model, momentum=0.9), comm, factor_update_steps=100, inv_update_steps=100
+    )
     kfac.load_state_dict(baseline.state_dict())
     assert torch.equal(model[0].weight, first_order[0].weight)
     learn(kfac, 1)
@@ -304,14 +326,20 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
     [
         *(
             ({name: value}, f"{name}={value!r} must be")
-            for name in ("damping", "kl_clip", "decay", "factor_every", "basis_every")
+            for name in ("damping", "kl_clip", "decay", "factor_update_steps", "inv_update_steps")
             for value in (-1, math.nan, math.inf, "0.1")
         ),
         ({"damping": 0}, "damping=0 must be positive"),
         ({"kl_clip": 0.0}, "kl_clip=0.0 must be positive"),
         ({"decay": 1.0}, "decay=1.0 must be at least 0 and below 1"),
-        ({"factor_every": 0}, "factor_every=0 at step 0 must be a whole number of at least 1"),
-        ({"basis_every": 2.5}, "basis_every=2.5 at step 0 must be a whole number of at least 1"),
+        (
+            {"factor_update_steps": 0},
+            "factor_update_steps=0 at step 0 must be a whole number of at least 1",
+        ),
+        (
+            {"inv_update_steps": 2.5},
+            "inv_update_steps=2.5 at step 0 must be a whole number of at least 1",
+        ),
         ({"damping": lambda step: -1.0}, "schedule damping at step 0=-1.0 must be"),
         (
             {"solver": "cg"},

@@ -312,7 +312,7 @@ def test_the_first_roots_of_one_gradient_make_long_directions(caplog, solver, bo
     """
     model = network()
     length, sgd = Length("own", norm=bound), torch.optim.SGD(model.parameters(), 0.0)
-    kfac = KFAC(model, sgd, solver=solver, length=length, basis_every=5)
+    kfac = KFAC(model, sgd, solver=solver, length=length, inv_update_steps=5)
     norms = []
     for step in range(2):
         loss_of(model, step).backward()

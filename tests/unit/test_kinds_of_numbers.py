@@ -60,8 +60,8 @@ def trained(kind, whole, scheduled: bool = False) -> torch.Tensor:
         COMM,
         Strategy.comm_opt(whole(COMM.size), fusion=whole(1)),
         damping=setting(kind(HALF)),
-        factor_every=setting(whole(2)),
-        basis_every=setting(whole(4)),
+        factor_update_steps=setting(whole(2)),
+        inv_update_steps=setting(whole(4)),
         length=Length("adam", momentum=setting(kind(HALF)), trust=kind(HALF)),
         estimator=Estimator(decay=setting(kind(HALF)), subsample=whole(2)),
     )
@@ -108,7 +108,7 @@ def test_a_rate_of_any_kind_is_a_part_of_the_state(kind):
     for _ in range(2):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-        runs.append(KFAC(model, optimizer, COMM, damping=0.03, basis_every=1))
+        runs.append(KFAC(model, optimizer, COMM, damping=0.03, inv_update_steps=1))
     first, second = runs
     learn(first, range(2))
     first.optimizer.param_groups[0]["lr"] = kind(HALF)

@@ -72,7 +72,7 @@ def forget(model: nn.Module) -> None:
 def test_gradients_that_are_gone_before_a_step_are_warned_of_once(lose, caplog):
     """Oracle: the log; heads without a part are not named."""
     model = Heads().double()
-    kfac = KFAC(model, torch.optim.SGD(model.parameters(), 0.01), COMM, factor_every=1)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), 0.01), COMM, factor_update_steps=1)
     learn(model, 0, (0,))
     kfac.step()
     assert "gradients are gone" not in caplog.text

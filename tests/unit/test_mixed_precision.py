@@ -323,7 +323,9 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
 
     def made():
         if parts:
-            return trainer(comm, network(), strategy=Strategy().changed(parts=2), factor_every=1)
+            return trainer(
+                comm, network(), strategy=Strategy().changed(parts=2), factor_update_steps=1
+            )
         model = network()
         return mpikfac.DataParallel(
             model, problem.sgd_all(model), comm, Strategy().changed(parts=2)
@@ -340,7 +342,7 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_skipped_batch_leaves_all_as_it_was(comm, bad, at):
     """Oracle: the state before; then the run without the skipped batch, to the last bit."""
-    settings = {"factor_every": 1, "basis_every": 1}
+    settings = {"factor_update_steps": 1, "inv_update_steps": 1}
     kfac, without = (trainer(comm, network(), **settings) for _ in range(2))
     scale, other = scaler(), scaler()
     for step in range(4):
@@ -360,7 +362,9 @@ def test_a_skipped_batch_leaves_all_as_it_was(comm, bad, at):
 
 def test_a_scale_whose_square_overflows_is_reduced(comm):
     """Oracle: gradients alone would fit in float32; the run with a small scale, to the last bit."""
-    kfac, without = (trainer(comm, network(), factor_every=1, basis_every=1) for _ in range(2))
+    kfac, without = (
+        trainer(comm, network(), factor_update_steps=1, inv_update_steps=1) for _ in range(2)
+    )
     large = scaler(2.0**80)
     while kfac.steps < 30:
         learn(kfac, 0, large)
@@ -447,7 +451,7 @@ def average(kfac, step, scale=None, spoil=None):
 @pytest.mark.parametrize("solver", ["inverse", "ekfac", "rank-one"])
 def test_averaged_gradients_of_a_scaled_loss(comm, solver):
     """Oracle: the run without scale, as the scale is a power of two; overflow skips the batch."""
-    settings = {"solver": solver, "factor_every": 1, "basis_every": 2}
+    settings = {"solver": solver, "factor_update_steps": 1, "inv_update_steps": 2}
     plain, kfac = (trainer(comm, network(), **settings) for _ in range(2))
     scale = scaler()
     for step in range(4):
@@ -462,7 +466,7 @@ def test_averaged_gradients_of_a_scaled_loss(comm, solver):
 
 def test_averaged_gradients_are_wrong_without_their_scale(comm):
     """Oracle: the same program's result without scale; hence the scaler is needed."""
-    plain, kfac = (trainer(comm, network(), factor_every=1) for _ in range(2))
+    plain, kfac = (trainer(comm, network(), factor_update_steps=1) for _ in range(2))
     average(plain, 0)
     images, labels = batch(0)
     scale = scaler()

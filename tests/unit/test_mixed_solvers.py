@@ -47,7 +47,7 @@ def direction(kfac, step):
 
 
 @mixtures
-@pytest.mark.parametrize("settings", [{}, {"basis_every": 1}], ids=["", "anew"])
+@pytest.mark.parametrize("settings", [{}, {"inv_update_steps": 1}], ids=["", "anew"])
 def test_a_layer_has_the_directions_of_the_run_with_its_solver_for_all(comm, mixture, settings):
     """Oracle: runs with a single solver and equal weights, to the last bit, at all steps."""
     mixed = trainer(comm, mixture[0], dict(zip(LAYERS, mixture)), **settings)
@@ -65,7 +65,7 @@ def test_a_run_goes_on_between_decompositions_to_the_last_bit(comm, mixture, sto
     """Oracle: the uninterrupted run; decompositions of steps 0 and 3 are used one step later."""
     strategy = Strategy().changed(delay=1)
     first, second = (
-        trainer(comm, "eigen", dict(zip(LAYERS, mixture)), strategy, basis_every=3)
+        trainer(comm, "eigen", dict(zip(LAYERS, mixture)), strategy, inv_update_steps=3)
         for _ in range(2)
     )
     problem.run(first, comm, range(stop))
@@ -94,7 +94,7 @@ def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm
     first = trainer(comm, "eigen", {"3": "inverse"})
     problem.run(first, comm, range(2))
     state = first.state_dict()
-    rarely = {"factor_every": 100, "basis_every": 100}
+    rarely = {"factor_update_steps": 100, "inv_update_steps": 100}
     second = trainer(comm, "eigen", solvers, **rarely)
     second.load_state_dict(state)
     assert "kfac/solver" not in second.state_dict()
@@ -114,7 +114,7 @@ def test_averages_of_another_form_are_left_where_they_are(comm, towards):
     solvers = {} if towards == "eigen" else {"5": "rank-one"}
     first = trainer(comm, "eigen", {"5": "rank-one"} if towards == "eigen" else {})
     problem.run(first, comm, range(2))
-    rarely = {"factor_every": 100, "basis_every": 100}
+    rarely = {"factor_update_steps": 100, "inv_update_steps": 100}
     second, fresh = (trainer(comm, "eigen", solvers, **rarely) for _ in range(2))
     second.load_state_dict(first.state_dict())
     fresh.model.load_state_dict(first.model.state_dict())

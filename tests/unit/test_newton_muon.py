@@ -41,7 +41,12 @@ def newton_muon(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     length = Length("orthogonal", momentum=MOMENTUM, trust=math.inf)
     estimator = Estimator(fisher="forward-only", decay=DECAY)
-    usual = {"length": length, "estimator": estimator, "factor_every": 1, "basis_every": EVERY}
+    usual = {
+        "length": length,
+        "estimator": estimator,
+        "factor_update_steps": 1,
+        "inv_update_steps": EVERY,
+    }
     return KFAC(model, sgd, comm, strategy, solver="newton-muon", **usual | choices)
 
 

@@ -62,7 +62,7 @@ def test_soap_in_fixed_bases_is_the_published_soap():
     moves(model, soap, [0])
     expected = moves(model, soap, range(STEPS))
     length = Length("rotated", trust=math.inf)
-    choices = {"damping": Damping(relative=1e-9), "basis_every": 1000}
+    choices = {"damping": Damping(relative=1e-9), "inv_update_steps": 1000}
     found = ours("soap", length, estimator=Estimator(decay=0.95), **choices)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 

@@ -74,7 +74,7 @@ def test_before_the_first_factors(comm, start, skips):
             learn(kfac, 0, scaler, spoil=math.inf)
         assert kfac.steps == skips
 
-    assert_goes_on(comm, problem.network, first, (1, 2, 3, 4), start=start, factor_every=5)
+    assert_goes_on(comm, problem.network, first, (1, 2, 3, 4), start=start, factor_update_steps=5)
 
 
 @pytest.mark.parametrize("stop", range(1, 9))
@@ -86,7 +86,7 @@ def test_scales_go_on_wherever_bases_are_on_their_way(comm, stop):
             learn(kfac, step)
 
     strategy = Strategy(1).changed(delay=1, stagger=2)
-    settings = {"solver": "ekfac", "factor_every": 1, "basis_every": 4}
+    settings = {"solver": "ekfac", "factor_update_steps": 1, "inv_update_steps": 4}
     assert_goes_on(comm, words, first, range(stop, stop + 4), strategy=strategy, **settings)
 
 
@@ -102,7 +102,7 @@ def test_the_identity_weighs_alike_in_layers_that_come_later(comm):
         def forward(self, x):
             return self.body(x) + (0 * self.later(x) if self.used else 0)
 
-    kfac = trainer(comm, Late().double(), start="identity", factor_every=1, decay=0.9)
+    kfac = trainer(comm, Late().double(), start="identity", factor_update_steps=1, decay=0.9)
     for step in range(3):
         kfac.model.used = step > 0
         kfac.optimizer.zero_grad()
@@ -117,7 +117,7 @@ def test_the_identity_weighs_alike_in_layers_that_come_later(comm):
 def test_lost_bases_on_their_way_are_missed(comm):
     """Oracle: the missing bases, for a state with some bases and for a state without any."""
     strategy = Strategy(1).changed(delay=2)
-    kfac = trainer(comm, problem.network(), strategy, factor_every=1, basis_every=3)
+    kfac = trainer(comm, problem.network(), strategy, factor_update_steps=1, inv_update_steps=3)
     for step in range(4):
         learn(kfac, step)
     state = kfac.state_dict()

@@ -17,7 +17,13 @@ from support import inside, oracles, problem
 
 DAMPING = 0.02
 SETTINGS = {
-    **{"solver": "ekfac", "damping": DAMPING, "decay": 0.0, "kl_clip": None, "basis_every": 100},
+    **{
+        "solver": "ekfac",
+        "damping": DAMPING,
+        "decay": 0.0,
+        "kl_clip": None,
+        "inv_update_steps": 100,
+    },
     "covers": {**mpikfac.KINDS, **mpikfac.NORMS},
 }
 IMAGE, TOKENS = (4, 7, 7), (6, 4)
@@ -274,7 +280,11 @@ def test_bases_made_anew_with_each_factor_leave_the_eigenvalues(comm, rounded_to
     for solver in ("eigen", "ekfac", "ekfac"):
         model = problem.network()
         every = 2 if len(ends) < 2 else 4
-        settings = problem.SETTINGS | {"solver": solver, "factor_every": 2, "basis_every": every}
+        settings = problem.SETTINGS | {
+            "solver": solver,
+            "factor_update_steps": 2,
+            "inv_update_steps": every,
+        }
         settings["basis_dtype"] = rounded_to
         kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
         ends.append(problem.run(kfac, comm))
@@ -354,7 +364,11 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
     Scales of the share of two steps before contain the batch taken in between.
     """
     model = problem.network()
-    settings = problem.SETTINGS | {"solver": "ekfac", "factor_every": 2, "basis_every": 3}
+    settings = problem.SETTINGS | {
+        "solver": "ekfac",
+        "factor_update_steps": 2,
+        "inv_update_steps": 3,
+    }
     kfac = problem.kfac(model, problem.sgd(model), comm, Strategy().changed(stagger=3), **settings)
     problem.run(kfac, comm, range(3))
     for step in range(3, 6, 2):  # no statistics, hence every change is new
@@ -475,7 +489,7 @@ def test_forgotten_passes_leave_no_sums(comm):
 def test_another_solvers_state_starts_anew(comm):
     """Oracle: the products of the next step's bases."""
     first, second = problem.network(), problem.network()
-    settings = problem.SETTINGS | {"factor_every": 1}
+    settings = problem.SETTINGS | {"factor_update_steps": 1}
     eigen = problem.kfac(first, problem.sgd(first), comm, **settings)
     problem.run(eigen, comm, range(2))
     state = eigen.state_dict()

@@ -118,7 +118,7 @@ def test_bad_intervals_are_refused(interval) -> None:
 INTERVALS = {
     **{str(every): every for every in (1, 2, 8, 10, 13, 21, 34, 50, 55, 89, 100, 144)},
     "grows at each update": lambda step: max(1, step // 10),
-    "usual": usual_intervals().factor_every,
+    "usual": usual_intervals().factor_update_steps,
 }
 
 
@@ -126,7 +126,7 @@ INTERVALS = {
 def test_examples_of_updates_begin_everywhere_in_turn(every):
     """Oracle: 30 places leave no gap of 0.2; by the three-gap theorem at most 0.06 is left."""
     settings = Settings(Damping(), every, 1, 0.9, Length())
-    steps = [step for step in range(200, 6000) if settings.due("factor_every", step)]
+    steps = [step for step in range(200, 6000) if settings.due("factor_update_steps", step)]
     begins = sorted(map(settings.begin, steps[:30]))
     gaps = [later - earlier for earlier, later in itertools.pairwise([*begins, begins[0] + 1])]
     assert max(gaps) < 0.2

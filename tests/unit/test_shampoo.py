@@ -69,7 +69,11 @@ class KLByHand(ByHand):
 def shampoo(model, comm, *, solver="shampoo", strategy=None, relative=False, rate=RATE, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=rate)
     damping = Damping(**{"relative" if relative else "value": DAMPING})
-    usual = {"length": Length("own"), "estimator": Estimator(decay=DECAY), "basis_every": EVERY}
+    usual = {
+        "length": Length("own"),
+        "estimator": Estimator(decay=DECAY),
+        "inv_update_steps": EVERY,
+    }
     return KFAC(model, sgd, comm, strategy, solver=solver, damping=damping, **usual | choices)
 
 
@@ -125,7 +129,7 @@ def test_shampoo_takes_the_momentum_and_the_length_of_adams_step_by_default(comm
     usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="shampoo")
     assert inside.settings(usual).length == Length("adam", trust=trust)
     assert inside.settings(usual).damping == Damping(relative=1e-3)
-    assert inside.settings(usual).factor_every == 1
+    assert inside.settings(usual).factor_update_steps == 1
 
 
 def test_no_hook_and_no_statistics(comm):

@@ -28,7 +28,7 @@ MACHINE = Machine(
     },
     products=((1.0, 1e12),),
 )
-JOB = Job("net", 32, factor_every=2, basis_every=4)
+JOB = Job("net", 32, factor_update_steps=2, inv_update_steps=4)
 STRATEGIES = [
     Strategy(12),
     Strategy(1),
@@ -306,7 +306,7 @@ def test_gradients_without_layers_are_sent_parameter_by_parameter():
 
 def test_a_staggered_refresh_is_spread():
     """Oracle: n^3 by hand: conv and then fc | out, instead of conv | fc and out at once."""
-    job = dataclasses.replace(JOB, basis_every=8)
+    job = dataclasses.replace(JOB, inv_update_steps=8)
     once, spread = (
         mpikfac.predict.simulate(
             make_plan(LAYERS, 2, Strategy(2).changed(stagger=n), OTHERS), MACHINE, job
@@ -316,7 +316,7 @@ def test_a_staggered_refresh_is_spread():
     work = [found.mean.stages["decompose"] for found in (once, spread)]
     assert work == pytest.approx([1248e-9 / 8, (1064e-9 + 1024e-9) / 8])
     assert spread.refresh.stages["decompose"] < once.refresh.stages["decompose"]
-    with pytest.raises(ValueError, match="basis_every=4 must be a multiple of stagger=3"):
+    with pytest.raises(ValueError, match="inv_update_steps=4 must be a multiple of stagger=3"):
         mpikfac.predict.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=3)), MACHINE, JOB)
 
 
@@ -383,7 +383,7 @@ def test_the_cheapest_plan_is_the_fastest_that_fits():
     ("change", "told"),
     [
         ({"batch": 0}, "batch=0 must be a whole number of at least 1"),
-        ({"factor_every": 0}, "factor_every=0 must be a whole number of at least 1"),
+        ({"factor_update_steps": 0}, "factor_update_steps=0 must be a whole number of at least 1"),
         ({"stragglers": 1.5}, "stragglers=1.5 must be between 0 and 1"),
         ({"stragglers": math.nan}, "stragglers=nan must be between 0 and 1"),
         ({"model": "other"}, "has no times of model='other'"),
@@ -450,7 +450,7 @@ def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, re
         key: mpikfac.predict.simulate(
             make_plan(layers, 16, strategy, others),
             machine,
-            Job("resnet50", 32, basis_every=interval),
+            Job("resnet50", 32, inv_update_steps=interval),
         ).mean.sent
         for key, strategy in plans.items()
     }

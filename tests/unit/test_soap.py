@@ -57,7 +57,7 @@ def soap(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     length = Length("rotated", momentum=MOMENTUM, trust=math.inf)
     usual = {"damping": Damping(relative=DAMPING), "estimator": Estimator(decay=DECAY)}
-    usual |= {"length": length, "basis_every": EVERY}
+    usual |= {"length": length, "inv_update_steps": EVERY}
     return KFAC(model, sgd, comm, strategy, solver="soap", **usual | choices)
 
 
@@ -81,7 +81,7 @@ def test_soap_takes_the_published_values_by_default(comm):
     usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="soap")
     settings = inside.settings(usual)
     assert settings.length == Length("rotated", momentum=0.95, precision="float32")
-    assert (settings.damping, settings.factor_every) == (Damping(relative=1e-3), 1)
+    assert (settings.damping, settings.factor_update_steps) == (Damping(relative=1e-3), 1)
 
 
 def test_steps_do_not_depend_on_the_basis_of_a_space_without_gradients(comm):
@@ -91,7 +91,7 @@ def test_steps_do_not_depend_on_the_basis_of_a_space_without_gradients(comm):
     """
     ends = []
     for turns in (False, True):
-        kfac = soap(gradients.network("linear"), comm, basis_every=6)
+        kfac = soap(gradients.network("linear"), comm, inv_update_steps=6)
         gradients.train(kfac, "linear", range(1), comm)
         bases = inside.bases(kfac)
         null = bases["0.A.small"].bool()

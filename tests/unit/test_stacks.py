@@ -29,7 +29,7 @@ def trained(comm, solver: str) -> tuple[torch.Tensor, list[int]]:
     """Return the weights after steps, and the number of layers in each stack."""
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    kfac = KFAC(model, sgd, comm, solver=solver, basis_every=2)
+    kfac = KFAC(model, sgd, comm, solver=solver, inv_update_steps=2)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         images = torch.randn(8, 4, 3, 3, generator=generator, dtype=torch.float64)

@@ -255,7 +255,7 @@ def test_only_training_passes_count(comm, extra):
 
 def test_steps_between_statistics_record_nothing(comm):
     """Oracle: the factors of step 0, to the last bit, and 3 layers recorded once."""
-    kfac = trainer(comm, problem.network(), factor_every=3)
+    kfac = trainer(comm, problem.network(), factor_update_steps=3)
     problem.run(kfac, comm, [0])
     first = factors(kfac)
     problem.run(kfac, comm, [1, 2])

@@ -388,7 +388,7 @@ def test_without_damping_a_step_is_the_same_in_all_affine_coordinates(comm, solv
     """
 
     def stepping(damping):
-        settings = {"damping": damping, "solver": solver, "kl_clip": kl_clip, "basis_every": 1}
+        settings = {"damping": damping, "solver": solver, "kl_clip": kl_clip, "inv_update_steps": 1}
         return lambda model: trainer(comm, model, lr=0.2, **settings).step
 
     def descending(model):

@@ -95,7 +95,7 @@ def trainer(monkeypatch, way, model, **settings) -> mpikfac.KFAC:
     inside.record(monkeypatch, way)
     coverage = settings.pop("coverage", mpikfac.Coverage())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # directions enlarge rounding
-    intervals = {"factor_every": 1, "basis_every": 1}
+    intervals = {"factor_update_steps": 1, "inv_update_steps": 1}
     return mpikfac.KFAC(model, optimizer, COMM, coverage=coverage, **intervals, **settings)
 
 

@@ -557,7 +557,7 @@ def test_little_damping_in_float32_is_warned_of_once(caplog):
     for dtype in (torch.float64, torch.float32):
         model = network().to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        kfac = KFAC(model, optimizer, COMM, damping=1e-10, basis_every=1)
+        kfac = KFAC(model, optimizer, COMM, damping=1e-10, inv_update_steps=1)
         for seed in range(2):
             x, y = batch(seed=seed)
             optimizer.zero_grad()
@@ -579,7 +579,12 @@ def test_pixels_that_are_not_normalised_are_warned_of_once(solver, damping, capl
     def direction(dtype: torch.dtype, largest: float) -> torch.Tensor:
         model = copy.deepcopy(plain).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        choices = {"solver": solver, "damping": damping, "length": Length("own"), "basis_every": 1}
+        choices = {
+            "solver": solver,
+            "damping": damping,
+            "length": Length("own"),
+            "inv_update_steps": 1,
+        }
         kfac = KFAC(model, optimizer, COMM, **choices)
         for some, labels in zip(smooth.split(64), y.split(64)):
             optimizer.zero_grad()

@@ -23,7 +23,7 @@ MACHINE = Machine(
     products=((1.0, 1e12),),
 )
 FORMS = forms("inverse")
-JOB = Job("net", 32, factor_every=1, basis_every=10)
+JOB = Job("net", 32, factor_update_steps=1, inv_update_steps=10)
 
 
 def end(groups, seconds, ready, latency):

@@ -306,7 +306,7 @@ def distributed(
         comm,
         strategy,
         damping=DAMPING,
-        basis_every=1,
+        inv_update_steps=1,
         solver=solver,
         length=mpikfac.Length("own", kl=0.001),  # Adam's length makes rounding of zeros large
         coverage=coverage,

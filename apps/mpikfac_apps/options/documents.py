@@ -27,8 +27,8 @@ SYNONYMS = {
     **dict.fromkeys(("scheduler", "lr_schedule", "lr_scheduler"), "schedule"),
     **dict.fromkeys(("warmup", "warmup_steps"), "warmup_epochs"),
     **dict.fromkeys(("tensorboard", "logger", "report_to", "log_with"), "metrics"),
-    **dict.fromkeys(("inv_update_freq", "kfac_update_freq"), "kfac.basis_every"),
-    **dict.fromkeys(("fac_update_freq", "cov_update_freq"), "kfac.factor_every"),
+    **dict.fromkeys(("inv_update_freq", "kfac_update_freq"), "kfac.inv_update_steps"),
+    **dict.fromkeys(("fac_update_freq", "cov_update_freq"), "kfac.factor_update_steps"),
 }
 """Options by names that other programs use."""
 LIKENESS = 0.7  # the least likeness of a misspelt word, as `difflib` measures

@@ -195,13 +195,13 @@ class KfacOptions:
     """The settings of K-FAC.
 
     Args:
-        factor_every: the number of steps from one update of the factors to the next. null: 10, and
+        factor_update_steps: the number of steps between two updates of the factors. null: 10, and
             fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
-        basis_every: the number of steps from one decomposition of the factors to the next. null:
-            the number of the strategy; for most strategies 50, and fewer in the first 160 steps.
+        inv_update_steps: the number of steps between two decompositions of the factors. null: the
+            number of the strategy; for most strategies 50, and fewer in the first 160 steps.
         solver: the preconditioner of gradients; K-FAC is one of several under the same plan. A
-            solver brings usual values of damping, length, momentum and factor_every, which replace
-            defaults, and no value that is given. "inverse": damped inverses, with the damping
+            solver brings usual values of damping, length, momentum and factor_update_steps, which
+            replace defaults, and no value that is given. "inverse": damped inverses, the damping
             split between both factors; "unsplit-inverse": inverses with the whole damping in each
             factor; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients of
             single images; "rank-one": mean vectors in the place of factors, as Eva; "shampoo",
@@ -224,8 +224,8 @@ class KfacOptions:
             forward pass. null: the damping stays.
     """
 
-    factor_every: int | Schedule | None = section("K-FAC", bounded(None, ">= 1"))
-    basis_every: int | Schedule | None = bounded(None, ">= 1")
+    factor_update_steps: int | Schedule | None = section("K-FAC", bounded(None, ">= 1"))
+    inv_update_steps: int | Schedule | None = bounded(None, ">= 1")
     solver: str | None = choice(None, SOLVERS)
     basis_dtype: Literal["bfloat16"] | None = None
     momentum_of: Literal["gradients", "directions"] | None = None
@@ -246,9 +246,11 @@ class KfacOptions:
     coverage: CoverageOptions = inline(CoverageOptions)
 
     @property
-    def lasting_factor_every(self) -> int:
+    def lasting_factor_update_steps(self) -> int:
         """The steps between updates of factors at the start; of the usual numbers, the last."""
-        return FACTOR_EVERY if self.factor_every is None else at_start(self.factor_every)
+        return (
+            FACTOR_EVERY if self.factor_update_steps is None else at_start(self.factor_update_steps)
+        )
 
 
 USUAL_RATES = {
@@ -429,7 +431,7 @@ BASIC = (
     *("optimizer", "model", "data.name", "data.path", "data.augment", "batch", "batch_per_rank"),
     *("epochs", "max_steps", "lr", "warmup_epochs", "schedule", "momentum", "weight_decay", "seed"),
     *("run_dir", "resume", "checkpoint_minutes", "max_time", "log_every", "trace_steps", "device"),
-    *("strategy", "workers", "kfac.damping", "kfac.factor_every", "kfac.basis_every"),
+    *("strategy", "workers", "kfac.damping", "kfac.factor_update_steps", "kfac.inv_update_steps"),
     *("kfac.relative_damping", "kfac.solver", "kfac.length", "kfac.momentum_of"),
 )
 """The options that a newcomer needs: `--help` shows these options."""

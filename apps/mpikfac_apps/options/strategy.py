@@ -38,7 +38,7 @@ Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
 
 AUTO = "auto"  # among split layers: the cheapest
 ITEMSIZE = 4  # bytes of a number in float32
-OF_STRATEGY = ("solver", "basis_every")
+OF_STRATEGY = ("solver", "inv_update_steps")
 """Settings of `KFAC` that a strategy may bring."""
 
 
@@ -48,10 +48,10 @@ def solver_of(settings: Mapping[str, Any]) -> str:
     return solver
 
 
-def lasting_basis_every(settings: Mapping[str, Any], strategy: Strategy) -> int:
+def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
     """Return the steps between refreshes at the start; of the usual numbers, the last."""
-    usual = usual_intervals(strategy.refresh.stagger).basis_every(SETTLED)
-    interval: int = at_start(settings.get("basis_every", usual))
+    usual = usual_intervals(strategy.refresh.stagger).inv_update_steps(SETTLED)
+    interval: int = at_start(settings.get("inv_update_steps", usual))
     return interval
 
 
@@ -91,7 +91,7 @@ def training_ranks(options: Options, ranks: int) -> int:
 def make_strategy(
     distribution: StrategyOptions, kfac: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
-    """Return the strategy for the ranks that train, and settings `solver` and `basis_every`.
+    """Return the strategy for the ranks that train, and settings `solver` and `inv_update_steps`.
 
     A setting that neither the options nor the strategy choose is missing.
 
@@ -111,9 +111,9 @@ def make_strategy(
         return Strategy.comm_opt(ranks, **choices), overrides
     chosen, settings = named(distribution.strategy, ranks, **choices)
     settings = {**settings, **overrides}
-    interval, turns = settings.get("basis_every", 0), chosen.refresh.stagger
+    interval, turns = settings.get("inv_update_steps", 0), chosen.refresh.stagger
     if any(number % turns for number in numbers_of(interval)):
-        raise ValueError(f"basis_every={interval} must be a multiple of stagger={turns}")
+        raise ValueError(f"inv_update_steps={interval} must be a multiple of stagger={turns}")
     wires = chosen.transport.wires
     if wires.top_share != Wires.top_share and wires.gradient_wire != "top-k":
         raise ValueError(
@@ -134,18 +134,18 @@ def _choices(distribution: StrategyOptions, ranks: int) -> dict[str, Any]:
     return choices
 
 
-def job_of(options: Options, ranks: int, basis_every: int) -> Job:
+def job_of(options: Options, ranks: int, inv_update_steps: int) -> Job:
     """Return the training that a prediction is for.
 
     Args:
         ranks: the ranks that train.
-        basis_every: steps between two refreshes, at the start.
+        inv_update_steps: steps between two refreshes, at the start.
     """
     return Job(
         options.model,
         options.step_batch // ranks,
-        options.kfac.lasting_factor_every,
-        basis_every,
+        options.kfac.lasting_factor_update_steps,
+        inv_update_steps,
         length=str(options.kfac.length.source),
         momentum=options.momentum_of_gradients,
     )
@@ -171,7 +171,7 @@ def for_machine(
         return distribution.strategy, strategy
     machine = load_machine(distribution.machine)
     solver = solver_of(settings)
-    job = job_of(options, ranks, lasting_basis_every(settings, strategy))
+    job = job_of(options, ranks, lasting_inv_update_steps(settings, strategy))
     if distribution.strategy == "auto":
         return choose(*shapes, ranks, machine, job, forms(solver))
     chosen = tuned(strategy, *shapes, ranks, machine, job, forms(solver))
@@ -308,8 +308,8 @@ def kfac_settings(
 
     return {
         "damping": scheduled(damping),
-        "factor_every": by_step(options.factor_every, epochs),
-        "basis_every": by_step(chosen.get("basis_every"), epochs),
+        "factor_update_steps": by_step(options.factor_update_steps, epochs),
+        "inv_update_steps": by_step(chosen.get("inv_update_steps"), epochs),
         "solver": named_solver(solver_of(chosen), _basis_dtype(options)),
         "length": scheduled(options.length),
         "estimator": scheduled(options.estimator),

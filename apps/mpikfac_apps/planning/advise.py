@@ -1,6 +1,6 @@
 """Advise batch, servers, ranks and strategy for training on a machine. No MPI.
 
-    mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_every 10
+    mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_update_steps 10
 
 docs/extensions/advice.md states the assumptions of the two lemmas.
 """

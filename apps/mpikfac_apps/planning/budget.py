@@ -35,15 +35,15 @@ class Foreseen:
 
     Attributes:
         plan: with the factors that the budget cuts.
-        factor_every: the steps between updates of factors, once the interval is whole.
-        basis_every: the steps between refreshes, once the interval is whole.
+        factor_update_steps: the steps between updates of factors, once the interval is whole.
+        inv_update_steps: the steps between refreshes, once the interval is whole.
         times: the operations of a step over those of the step's passes.
         line: about these operations, as a run logs it; "" if nobody knows the calls.
     """
 
     plan: Plan
-    factor_every: int
-    basis_every: int
+    factor_update_steps: int
+    inv_update_steps: int
     times: float
     line: str
 
@@ -90,8 +90,8 @@ def foreseen(
         passes: of a step, on all ranks together.
     """
     solver = next(iter(mpikfac.solvers.solvers_by_name(plan.solver).values()))
-    given = at_start(kfac.factor_every), at_start(settings.get("basis_every"))
-    usual = solver.usual.get("factor_every"), None
+    given = at_start(kfac.factor_update_steps), at_start(settings.get("inv_update_steps"))
+    usual = solver.usual.get("factor_update_steps"), None
     budget = budget_of(
         kfac.budget, (*given, *usual), solver.form, coverage(kfac).rule, plan.strategy
     )
@@ -111,10 +111,12 @@ def foreseen(
         cut = list(map(budget.cut, layers))
         plan = make_plan(kfac, cut, others, plan.ranks, plan.strategy, plan.solver)
     budget.count(plan.of(0).layers, kfac.length.orthogonal)
-    factor_every, basis_every = (int(evaluate(interval, SETTLED)) for interval in intervals)
+    factor_update_steps, inv_update_steps = (
+        int(evaluate(interval, SETTLED)) for interval in intervals
+    )
     of_layers = {layer.name: layer for layer in plan.layers}
     times, line = cost(budget.operations, of_layers, *intervals)
-    return Foreseen(plan, factor_every, basis_every, times, line)
+    return Foreseen(plan, factor_update_steps, inv_update_steps, times, line)
 
 
 def _first(*choices: Any) -> Any:

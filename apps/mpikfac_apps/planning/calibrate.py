@@ -270,7 +270,7 @@ def hidden_part(
         return 1.0
     layers, others = models.shapes_of(network.name)
     plans = [mpikfac.make_plan(layers, comm.size, way, others) for way in ways]
-    job = mpikfac.predict.Job(network.name, network.batch, basis_every=10**6)
+    job = mpikfac.predict.Job(network.name, network.batch, inv_update_steps=10**6)
 
     def difference(hidden: float) -> float:
         chosen = dataclasses.replace(machine, hidden=hidden)
@@ -368,7 +368,7 @@ class TimedNetwork:
         Collective over: comm.
         """
         alone = cast(mpikfac.comm.Comm, comm.Split(comm.rank))
-        kfac, images, labels = self._trainer(alone, solver=solver, factor_every=2)
+        kfac, images, labels = self._trainer(alone, solver=solver, factor_update_steps=2)
         steps: list[dict[str, float]] = []
         deadline = time.monotonic() + STEPS_BUDGET
         while len(steps) < 8 or (len(steps) < 40 and comm.bcast(time.monotonic() < deadline)):
@@ -406,7 +406,12 @@ class TimedNetwork:
         """Return K-FAC of the network with a single decomposition, images and labels."""
         model = copy.deepcopy(self._model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
-        arguments = {"damping": 0.03, "basis_every": 10**9, "coverage": self._covered, **settings}
+        arguments = {
+            "damping": 0.03,
+            "inv_update_steps": 10**9,
+            "coverage": self._covered,
+            **settings,
+        }
         once = mpikfac.KFAC(model, optimizer, comm, **arguments)
         return once, self._inputs, self._labels
 

@@ -25,14 +25,19 @@ from mpikfac_apps.text import MOST, counts
 
 STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
 SGD = "sgd:"  # before the name of a strategy for training without K-FAC
-OWN = ("strategy", "solver", "basis_every", "machine")  # K-FAC's options with another meaning here
+OWN = (
+    "strategy",
+    "solver",
+    "inv_update_steps",
+    "machine",
+)  # K-FAC's options with another meaning here
 PLAN_BASIC = (
     *("model", "classes", "ranks", "strategy", "workers", "reduction", "update", "delay"),
     *("overlap", "ranks_per_node", "solver", "skip"),
 )
 SIMULATE_BASIC = (
     *("machine", "model", "classes", "ranks", "strategy", "solver", "batch_per_rank", "stragglers"),
-    *("factor_every", "basis_every", "json"),
+    *("factor_update_steps", "inv_update_steps", "json"),
 )
 SEARCH = ("search", "picture")
 
@@ -119,7 +124,7 @@ class PredictionOptions:
             without K-FAC under a strategy.
         solver: the solver of every strategy with factors; a strategy with vectors keeps its own.
             "own": the solver with which each strategy was published.
-        basis_every: the number of steps from one decomposition of the factors to the next. null: 50
+        inv_update_steps: the number of steps between two decompositions of the factors. null: 50
             with every strategy, or more to keep to the budget.
         batch_per_rank: the number of images of a step on each rank.
         stragglers: the spread of the computing times of ranks, as a standard deviation of the
@@ -133,7 +138,7 @@ class PredictionOptions:
     classes: int | None = bounded(None, ">= 1")
     strategy: tuple[str, ...] = read_by(strategy_names, "all")
     solver: str = choice("inverse", (*SOLVERS, "own"))
-    basis_every: int | None = bounded(None, ">= 1")
+    inv_update_steps: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")
     json: Path | None = read_by(json_file, None)

@@ -56,21 +56,26 @@ def predicted(
     row: Row = {"strategy": name, "ranks": ranks}
     try:
         run = foreseen_of(options, network, name, ranks, machine)
-        job = job_of(options, run.factor_every, run.basis_every)
+        job = job_of(options, run.factor_update_steps, run.inv_update_steps)
         found = mpikfac.predict.simulate(run.plan, machine, job).as_dict()
     except ValueError as error:
         return row | {"left_out": str(error)}
-    intervals = {"factor_every": run.factor_every, "basis_every": run.basis_every}
+    intervals = {
+        "factor_update_steps": run.factor_update_steps,
+        "inv_update_steps": run.inv_update_steps,
+    }
     return row | {"workers": run.plan.strategy.workers} | intervals | found
 
 
-def job_of(options: PredictionOptions, factor_every: int, basis_every: int) -> mpikfac.predict.Job:
+def job_of(
+    options: PredictionOptions, factor_update_steps: int, inv_update_steps: int
+) -> mpikfac.predict.Job:
     """Return the training to predict."""
     return mpikfac.predict.Job(
         options.model,
         options.batch_per_rank,
-        factor_every,
-        basis_every,
+        factor_update_steps,
+        inv_update_steps,
         options.stragglers,
         str(options.kfac.length.source),
         Options(kfac=options.kfac).momentum_of_gradients,
@@ -118,8 +123,8 @@ def foreseen_of(
     Raises:
         ValueError: choices do not fit together, or the machine does not know the network.
     """
-    usual = options.basis_every or BASIS_EVERY  # whatever the strategy takes
-    kfac = replace(options.kfac, basis_every=usual)
+    usual = options.inv_update_steps or BASIS_EVERY  # whatever the strategy takes
+    kfac = replace(options.kfac, inv_update_steps=usual)
     distribution = options.distribution
     first_order = name.startswith("sgd")
     shapes = network.bare if first_order else network.covered
@@ -134,10 +139,13 @@ def foreseen_of(
         solver = options.solver
     if first_order:
         strategy, solver = strategy.first_order(), "inverse"
-    forms, job = mpikfac.solvers.forms(solver), job_of(options, kfac.lasting_factor_every, usual)
+    forms, job = (
+        mpikfac.solvers.forms(solver),
+        job_of(options, kfac.lasting_factor_update_steps, usual),
+    )
     strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
     plan = make_plan(kfac, *shapes, ranks, strategy, solver)
-    given = {"basis_every": options.basis_every}
+    given = {"inv_update_steps": options.inv_update_steps}
     return foreseen(kfac, given, shapes, plan, network.calls, ranks)
 
 
@@ -159,15 +167,15 @@ def job_in_words(options: PredictionOptions) -> str:
     words = f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}"
     if without_factors(options):
         return f"{words}, without factors"
-    given = options.kfac.factor_every, options.basis_every
+    given = options.kfac.factor_update_steps, options.inv_update_steps
     if given == (None, None):
         return f"{words}, usual intervals"
-    return f"{words}, {in_words(options.kfac.lasting_factor_every, given[1] or BASIS_EVERY)}"
+    return f"{words}, {in_words(options.kfac.lasting_factor_update_steps, given[1] or BASIS_EVERY)}"
 
 
-def in_words(factor_every: int, basis_every: int) -> str:
+def in_words(factor_update_steps: int, inv_update_steps: int) -> str:
     """Return the intervals of a run in words."""
-    return f"factors every {number(factor_every, 'step')}, bases every {basis_every}"
+    return f"factors every {number(factor_update_steps, 'step')}, bases every {inv_update_steps}"
 
 
 def intervals_in_words(rows: Sequence[Row]) -> list[str]:
@@ -175,7 +183,7 @@ def intervals_in_words(rows: Sequence[Row]) -> list[str]:
     names: dict[str, list[str]] = {}
     for row in rows:
         if "left_out" not in row and not row["strategy"].startswith("sgd"):
-            words = in_words(row["factor_every"], row["basis_every"])
+            words = in_words(row["factor_update_steps"], row["inv_update_steps"])
             names.setdefault(words, []).append(row["strategy"])
     return [
         words[0].upper() + words[1:] + f": {', '.join(of)}" * (len(names) > 1)

@@ -39,7 +39,11 @@ WIRES: Mapping[str, Mapping[str, str]] = {
 STEP = 1.03  # from a number of a cost to the next; predictions are not more exact
 COST = ("seconds", "sent", "memory")
 Options = TypeVar("Options", bound=PredictionOptions)
-TRAINED = ("factor_every", "basis_every", "wires")  # of a choice, what changes the numbers
+TRAINED = (
+    "factor_update_steps",
+    "inv_update_steps",
+    "wires",
+)  # of a choice, what changes the numbers
 TIMING = ("delay", "stagger", "tolerance")  # choices that change the bases of a step
 
 
@@ -159,7 +163,7 @@ def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
     """
     if "left_out" in row:
         return
-    given = row["factor_every"], row["basis_every"]
+    given = row["factor_update_steps"], row["inv_update_steps"]
     stagger = options.distribution.change.get("stagger", 1)
     of_choice = {
         "strategy": row["strategy"],
@@ -175,21 +179,23 @@ def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
         parts = mpikfac.predict.shares(job, stagger)
         asked = (factors, bases) == given
         cost = {name: row["mean"][name] if asked else mean(row, parts, name) for name in COST[:2]}
-        cost |= {"memory": row["memory"], "factor_every": factors, "basis_every": bases}
+        cost |= {"memory": row["memory"], "factor_update_steps": factors, "inv_update_steps": bases}
         yield of_choice | cost | {"asked": asked and not row["wires"]}
 
 
-def intervals(factor_every: int, basis_every: int, stagger: int = 1) -> list[tuple[int, int]]:
+def intervals(
+    factor_update_steps: int, inv_update_steps: int, stagger: int = 1
+) -> list[tuple[int, int]]:
     """Return the intervals of factors and of bases, and pairs with one of both halved or doubled.
 
     In a further pair, bases are always made with new factors.
     """
     further = [
-        *((factors, basis_every) for factors in _around(factor_every)),
-        *((factor_every, bases) for bases in _around(basis_every)),
+        *((factors, inv_update_steps) for factors in _around(factor_update_steps)),
+        *((factor_update_steps, bases) for bases in _around(inv_update_steps)),
     ]
     whole = [(factors, bases) for factors, bases in further if not bases % (factors * stagger)]
-    return [(factor_every, basis_every), *whole]
+    return [(factor_update_steps, inv_update_steps), *whole]
 
 
 def _around(interval: int) -> list[int]:
@@ -232,7 +238,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         row["strategy"] + "*" * (not row["asked"]),
         *(str(row[name] or NONE) for name in ("workers", "ranks_per_node", "wires")),
-        *(str(row[name]) for name in ("factor_every", "basis_every")),
+        *(str(row[name]) for name in ("factor_update_steps", "inv_update_steps")),
         f"{row['seconds'] * 1e3:.1f}",
         *(mib(row[name]) for name in COST[1:]),
     )

@@ -1,6 +1,6 @@
 """Predict step times of strategies on a machine, for any number of ranks. No MPI.
 
-    mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --basis_every 100
+    mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --inv_update_steps 100
 
 A machine is a file of `mpikfac calibrate`, or a published machine.
 """

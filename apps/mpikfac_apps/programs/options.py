@@ -19,8 +19,8 @@ class Kfac:
 
     Args:
         damping: the damping of a layer, in units of the mean eigenvalue of the layer's curvature.
-        factor_every: the number of steps from one update of the factors to the next.
-        basis_every: the number of steps from one decomposition of the factors to the next.
+        factor_update_steps: the number of steps from one update of the factors to the next.
+        inv_update_steps: the number of steps from one decomposition of the factors to the next.
         workers: the number of ranks that precondition a layer; null for all ranks (COMM-OPT).
         largest: the largest order of a factor; a larger factor falls into equal blocks. null for no
             limit.
@@ -28,8 +28,8 @@ class Kfac:
     """
 
     damping: float = bounded(0.1, "> 0")
-    factor_every: int = bounded(1, ">= 1")
-    basis_every: int = bounded(10, ">= 1")
+    factor_update_steps: int = bounded(1, ">= 1")
+    inv_update_steps: int = bounded(10, ">= 1")
     workers: int | None = bounded(None, ">= 1")
     largest: int | None = bounded(None, ">= 1")
     skip: list[str] = field(default_factory=list)

@@ -51,8 +51,8 @@ def trainer_of(
     return mpikfac.KFAC(
         *(model, optimizer, comm, strategy),
         damping=mpikfac.Damping(relative=kfac.damping),
-        factor_every=kfac.factor_every,
-        basis_every=kfac.basis_every,
+        factor_update_steps=kfac.factor_update_steps,
+        inv_update_steps=kfac.inv_update_steps,
         estimator=estimator,
         coverage=coverage,
         trace=trace,

@@ -26,7 +26,7 @@ from mpikfac_apps.options.strategy import make_strategy, training_ranks
 from mpikfac_apps.planning.facts import looked_at
 from mpikfac_apps.study import curves, jobs
 from mpikfac_apps.study.curves import Curve
-from mpikfac_apps.study.spec import STOPPED, Cell, Study, basis_every
+from mpikfac_apps.study.spec import STOPPED, Cell, Study, inv_update_steps
 
 GROUPS = {
     "forward": (names.FORWARD,),
@@ -56,7 +56,7 @@ WRITTEN = {
 # Options that a strategy is made of: `_numbers` looks at the strategy.
 RESOLVED = {
     *(leaf.key for leaf in leaves(StrategyOptions)),
-    *("kfac.solver", "kfac.basis_every"),
+    *("kfac.solver", "kfac.inv_update_steps"),
 }
 
 
@@ -182,7 +182,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
     with suppress(ValueError):  # missing or damaged metrics: the cell is not complete
         rows = curves.read(run)
     means = _json(run / "stages.json", MEANS)
-    if len(means.get("steps", ())) % basis_every(cell.options, cell.ranks):
+    if len(means.get("steps", ())) % inv_update_steps(cell.options, cell.ranks):
         means = {}  # the run was too short
     planned = _planned(cell)
     return Measured(
@@ -268,7 +268,7 @@ def best_variants(cells: Sequence[Measured]) -> set[tuple[str, int]]:
 def _planned(cell: Cell) -> dict[str, Any]:
     """Return bytes per step and in memory; of a large job, only some ranks are computed."""
     kfac, plan = cell.options.kfac, cell.plan
-    intervals = kfac.lasting_factor_every, basis_every(cell.options, cell.ranks)
+    intervals = kfac.lasting_factor_update_steps, inv_update_steps(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *intervals))
     period, ranks = kinds.total(), looked_at(plan)
     wire = handed = 0.0
@@ -284,15 +284,15 @@ def _planned(cell: Cell) -> dict[str, Any]:
 
 
 def _kinds(
-    plan: mpikfac.plan.Plan, factor_every: int, basis_every: int
+    plan: mpikfac.plan.Plan, factor_update_steps: int, inv_update_steps: int
 ) -> Iterator[tuple[bool, bool, int | None]]:
     """Return for each step: factors are due, a refresh is due, the share to refresh (or None)."""
     stagger = plan.strategy.refresh.stagger
-    turn = basis_every // stagger
-    for step in range(math.lcm(factor_every, basis_every)):
+    turn = inv_update_steps // stagger
+    for step in range(math.lcm(factor_update_steps, inv_update_steps)):
         refresh = step % turn == 0
         share = step // turn % stagger if refresh and stagger > 1 else None
-        yield step % factor_every == 0, refresh, share
+        yield step % factor_update_steps == 0, refresh, share
 
 
 def estimators(cells: Sequence[Cell]) -> dict[str, str]:

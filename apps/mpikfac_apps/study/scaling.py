@@ -17,7 +17,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import job_of, make_strategy, solver_of, training_ranks
 from mpikfac_apps.study.results import Measured, other_estimator
 from mpikfac_apps.study.seeds import SeedMean, mean_of
-from mpikfac_apps.study.spec import Cell, basis_every, plan_of
+from mpikfac_apps.study.spec import Cell, inv_update_steps, plan_of
 
 # Predictions of the first two are upper bounds; with the third, not all ranks share the batch.
 LEFT_OUT = ("delayed", "event-driven", "curvature-ranks")
@@ -188,5 +188,5 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     Raises:
         ValueError: the options do not fit the ranks, or the machine lacks times.
     """
-    job = job_of(options, ranks, basis_every(options, ranks))
+    job = job_of(options, ranks, inv_update_steps(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds

@@ -28,7 +28,7 @@ from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import (
     coverage,
     for_machine,
-    lasting_basis_every,
+    lasting_inv_update_steps,
     make_plan,
     make_strategy,
     skippable,
@@ -49,7 +49,7 @@ OWN = ("run_dir", "resume", "stop_code")  # options that only the study itself s
 LEAST_SHOWN = 10  # least number of steps for a line of metrics
 STOPPED = 75  # exit code of a run that was asked to stop before its end
 
-INTERVALS = ("kfac.factor_every", "kfac.basis_every")
+INTERVALS = ("kfac.factor_update_steps", "kfac.inv_update_steps")
 
 OPTIONS = [leaf.key for leaf in leaves(Options)]
 DISTRIBUTION = {leaf.key for leaf in leaves(StrategyOptions)}
@@ -97,8 +97,8 @@ class Cell:
         """A name that changes with any option, so files in the directory belong to the cell alone.
 
         Cells without K-FAC that differ only in settings of K-FAC are the same run.
-        `kfac.basis_every` is an exception: the intervals of the metrics depend on
-        `kfac.basis_every`.
+        `kfac.inv_update_steps` is an exception: the intervals of the metrics depend on
+        `kfac.inv_update_steps`.
         """
         values, usual = map(flat, (self.options, Options()))
         unused = ("run_dir",) if self.options.optimizer == "kfac" else ("run_dir", "kfac.")
@@ -375,10 +375,10 @@ def _lasting_intervals(options: Options, ranks: int, growing: Collection[str]) -
     if options.optimizer != "kfac":
         return []
     kfac, arguments = options.kfac, []
-    if kfac.factor_every is None and "kfac.factor_every" not in growing:
-        arguments.append(f"--kfac.factor_every={kfac.lasting_factor_every}")
-    if kfac.basis_every is None and "kfac.basis_every" not in growing:
-        arguments.append(f"--kfac.basis_every={basis_every(options, ranks)}")
+    if kfac.factor_update_steps is None and "kfac.factor_update_steps" not in growing:
+        arguments.append(f"--kfac.factor_update_steps={kfac.lasting_factor_update_steps}")
+    if kfac.inv_update_steps is None and "kfac.inv_update_steps" not in growing:
+        arguments.append(f"--kfac.inv_update_steps={inv_update_steps(options, ranks)}")
     return arguments
 
 
@@ -423,20 +423,20 @@ def _image(options: Options) -> tuple[int, ...] | None:
 
 def shown_interval(options: Options, ranks: int) -> int:
     """Return the steps per line of metrics and per trace, a multiple of both intervals."""
-    interval = math.lcm(options.kfac.lasting_factor_every, basis_every(options, ranks))
+    interval = math.lcm(options.kfac.lasting_factor_update_steps, inv_update_steps(options, ranks))
     return interval * max(1, math.ceil(LEAST_SHOWN / interval))
 
 
-def basis_every(options: Options, ranks: int) -> int:
+def inv_update_steps(options: Options, ranks: int) -> int:
     """Return the steps between two refreshes: the option, or the strategy's or usual number.
 
     Of numbers by epoch, the number of epoch 0.
     """
     if options.optimizer != "kfac":
-        return at_start(options.kfac.basis_every) or BASIS_EVERY
+        return at_start(options.kfac.inv_update_steps) or BASIS_EVERY
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
-    return lasting_basis_every(settings, strategy)
+    return lasting_inv_update_steps(settings, strategy)
 
 
 def _word(value: Any) -> str:

@@ -139,7 +139,10 @@ class Preconditioner(FirstOrder):
         return {
             **{"damping": numbers.damping, "decay": numbers.decay, "momentum": numbers.momentum},
             **({bound: numbers.bound} if bound else {}),
-            **{"factor_every": numbers.factor_every, "basis_every": numbers.basis_every},
+            **{
+                "factor_update_steps": numbers.factor_update_steps,
+                "inv_update_steps": numbers.inv_update_steps,
+            },
         }
 
     def check_scaled(self) -> None:
@@ -161,7 +164,7 @@ class Preconditioner(FirstOrder):
     def begin(self, step: int) -> None:
         """Begin a step: from here on, the state is the state after `step` steps."""
         self.intact = not self.plan.late and self.factors.settled
-        due = self.settings.due("factor_every", step)
+        due = self.settings.due("factor_update_steps", step)
         self.recorder.begin = self.settings.begin(step)
         if due or self.factors.lacking:
             self.recorder.listen()
@@ -394,7 +397,7 @@ class Curvature(Method):
         Raises:
             ValueError: two choices cannot work together.
         """
-        self.settings.due("basis_every", 0, strategy.refresh.stagger)  # refused before step 0
+        self.settings.due("inv_update_steps", 0, strategy.refresh.stagger)  # refused before step 0
         forms = tuple(solver.form for solver in self.solvers.values())
         run = next(iter(self.solvers.values()))
         layer_shapes = [layer.shape for layer in layers]
@@ -462,7 +465,9 @@ class Curvature(Method):
 def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
     """Log what a step costs: a warning where it takes more than twice a first-order step."""
     budget, shapes = settings.budget, {layer.name: layer.shape for layer in layers}
-    times, line = cost(budget.operations, shapes, settings.factor_every, settings.basis_every)
+    times, line = cost(
+        budget.operations, shapes, settings.factor_update_steps, settings.inv_update_steps
+    )
     if line:
         log.log(logging.WARNING if times > 2 else logging.INFO, line)
 

@@ -323,7 +323,7 @@ NAMED: Mapping[str, Named] = {
         "2 (P-1)/P 4V + 0 + 0",
         same=False,
         choices={"workers": "all"},
-        settings={"solver": "rank-one", "basis_every": 1},
+        settings={"solver": "rank-one", "inv_update_steps": 1},
     ),
     "curvature-ranks": Named(
         "COMM-OPT on all ranks but one, to which owners send factors and which sends back their "

@@ -26,7 +26,7 @@ class Moments(Solver):
     usual: ClassVar[Mapping[str, Any]] = {
         "damping": {"relative": 1e-3},
         "length": {"source": "adam"},
-        "factor_every": 1,
+        "factor_update_steps": 1,
     }
 
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:

@@ -25,7 +25,7 @@ from mpikfac_apps.study.report.findings import distinct, findings
 from mpikfac_apps.study.report.style import figure_file, inline_svg
 from mpikfac_apps.study.report.timelines import timeline
 from mpikfac_apps.study.results import Measured
-from mpikfac_apps.study.spec import Study, basis_every
+from mpikfac_apps.study.spec import Study, inv_update_steps
 from mpikfac_apps.text import as_csv
 
 KINDS = ("svg", "pdf")
@@ -168,7 +168,7 @@ def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> di
     seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
-        job = job_of(options, training_ranks(options, ranks), basis_every(options, ranks))
+        job = job_of(options, training_ranks(options, ranks), inv_update_steps(options, ranks))
         with suppress(ValueError):  # the machine file lacks the network or batch
             seconds[cell.cell.label] = mpikfac.predict.simulate(
                 cell.cell.plan, machine, job
