@@ -112,7 +112,7 @@ def synchronous(
     comm: Any, model: nn.Module, optimizer: Any, data: Problem, epochs: int, delay: float, seed: int
 ) -> Found:
     """Train by averaged gradients."""
-    trainer = mpikfac.DataParallel(model, optimizer, comm)
+    trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm)
     step = stepper(trainer, data, seed, comm.rank, delay if comm.rank == comm.size - 1 else 0.0)
 
     def advance(goal: int) -> int:
@@ -130,10 +130,10 @@ def asynchronous(
     strategy = mpikfac.Strategy.mem_opt(exchanged="updates")
     team = mpikfac.split(comm, 1)
     if team.comm is None:
-        mpikfac.serve_updates(model, optimizer, team)
+        mpikfac.run_parameter_server(model, optimizer, team)
         return None
     ranks = team.comm
-    trainer = mpikfac.Asynchronous(model, optimizer, team, strategy)
+    trainer = mpikfac.AsyncSGD(model, optimizer, team, strategy)
     step = stepper(trainer, data, seed, ranks.rank, delay if ranks.rank == ranks.size - 1 else 0.0)
 
     def advance(goal: int) -> int:

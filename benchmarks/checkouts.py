@@ -57,7 +57,7 @@ class Case:
     Attributes:
         choices: of the strategy; "workers": "all", "half" or a number.
         settings: arguments of `KFAC`, as functions of the package where they are objects.
-        trainer: "KFAC", "DataParallel" or "Asynchronous".
+        trainer: "KFAC", "FirstOrderTrainer" or "AsyncSGD".
         program: how the steps are taken, a key of `PROGRAMS`.
         dtype: of the model.
     """
@@ -80,15 +80,15 @@ SOLVERS = (
 WITH_MOMENTUM = "soap", "muon", "normuon", "newton-muon"
 """Solvers by whose defaults the momentum is taken before gradients are preconditioned."""
 SHORTER: dict[str, dict[str, Any]] = {
-    "local-sgd": {"exchange_every": 3},
-    "post-local-sgd": {"exchange_every": 2, "exchange_from": 2},
-    "diloco": {"exchange_every": 3},
-    "streaming-diloco": {"exchange_every": 4, "fragments": 2, "lateness": 1},
-    "daso": {"exchange_every": 2},
-    "lsgd": {"exchange_every": 3},
-    "parle": {"exchange_every": 3},
+    "local-sgd": {"sync_every": 3},
+    "post-local-sgd": {"sync_every": 2, "exchange_from": 2},
+    "diloco": {"sync_every": 3},
+    "streaming-diloco": {"sync_every": 4, "fragments": 2, "lateness": 1},
+    "daso": {"sync_every": 2},
+    "lsgd": {"sync_every": 3},
+    "parle": {"sync_every": 3},
     "dgc": {"top_share": 0.1},
-    "krum": {"liars": 0},
+    "krum": {"num_byzantine": 0},
 }
 """Choices in the place of those of named strategies, so that seven steps show all of a strategy."""
 FURTHER: dict[str, dict[str, dict[str, Any]]] = {
@@ -106,15 +106,15 @@ FURTHER: dict[str, dict[str, dict[str, Any]]] = {
         "before": {"safe_of": "before", "readmit_every": 3},
         "noise": {"safe_noise": 0.01},
     },
-    "lsgd": {"of nodes": {"exchange_every": 3, "copies_of": "node", "ranks_per_node": 2}},
+    "lsgd": {"of nodes": {"sync_every": 3, "copies_of": "node", "ranks_per_node": 2}},
     "parle": {
-        "of nodes": {"exchange_every": 3, "copies_of": "node", "ranks_per_node": 2},
-        "growth": {"exchange_every": 2, "pull_growth": 0.5, "anchor_most": 0.02, "outer_lr": 0.9},
+        "of nodes": {"sync_every": 3, "copies_of": "node", "ranks_per_node": 2},
+        "growth": {"sync_every": 2, "pull_growth": 0.5, "anchor_most": 0.02, "outer_lr": 0.9},
     },
     "staggered": {"tolerance": {"tolerance": 0.2}},
 }
 """Further choices of named strategies."""
-COPIES = {"exchanged": "weights", "exchange_every": 2}
+COPIES = {"exchanged": "weights", "sync_every": 2}
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
     "overlap owner": {"overlap": True, "update": "owner", "workers": 1, "reduction": "owners"},
@@ -132,7 +132,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "wire owner": {"gradient_wire": "bfloat16", "update": "owner", "workers": 1},
     "wire late": {"factor_wire": "bfloat16", "reduce_at": "bases"},
     "nodes": {"ranks_per_node": 1},
-    "copies nodes": COPIES | {"exchange_every": 3, "copies_of": "node", "ranks_per_node": 1},
+    "copies nodes": COPIES | {"sync_every": 3, "copies_of": "node", "ranks_per_node": 1},
     "copies median": COPIES | {"combine": "median"},
     "copies top-k": COPIES | {"gradient_wire": "top-k", "top_share": 0.2},
 }
@@ -165,7 +165,7 @@ def named_cases() -> Iterator[Case]:
         shorter = SHORTER.get(name, {})
         settings = {"inv_update_steps": 5} if name == "staggered" else {}
         momentum = 0.0 if name == "dgc" else 0.9
-        for trainer in ["Asynchronous"] if name == "a-sgd" else ["KFAC", "DataParallel"]:
+        for trainer in ["AsyncSGD"] if name == "a-sgd" else ["KFAC", "FirstOrderTrainer"]:
             case = f"{name} {trainer}"
             yield Case(case, shorter, settings, trainer, named=name, momentum=momentum)
         if name in ("local-sgd", "lsgd", "parle", "diloco", "power-sgd", "staggered"):
@@ -185,7 +185,7 @@ def preconditioned_cases() -> Iterator[Case]:
             own = settings(name, solver=solver)
             yield Case(f"{name} {solver}", shorter, own, named=name, momentum=momentum)
     for name, variants in FURTHER.items():
-        trainer, momentum = "Asynchronous" if name == "a-sgd" else "KFAC", 0.9 * (name != "dgc")
+        trainer, momentum = "AsyncSGD" if name == "a-sgd" else "KFAC", 0.9 * (name != "dgc")
         for variant, choices in variants.items():
             case = f"{name} {variant}"
             yield Case(case, choices, settings(name), trainer, named=name, momentum=momentum)
@@ -225,7 +225,7 @@ def transport_cases() -> Iterator[Case]:
     for name, choices in TRANSPORTS.items():
         placed = {"workers": "all"} | choices
         for trainer, program in itertools.product(
-            ("KFAC", "DataParallel"), ("plain", "frozen", "resumed")
+            ("KFAC", "FirstOrderTrainer"), ("plain", "frozen", "resumed")
         ):
             yield Case(f"{name} {trainer} {program}", placed, {}, trainer, program)
         settings = {"solver": "eigen"}
@@ -257,12 +257,12 @@ def program_cases() -> Iterator[Case]:
     everyone, eigen = {"workers": "all"}, {"solver": "eigen"}
     owner = {"workers": 1, "update": "owner"}
     yield Case("split", everyone, program="split")
-    yield Case("split first-order", trainer="DataParallel", program="split")
+    yield Case("split first-order", trainer="FirstOrderTrainer", program="split")
     yield Case("split owner", owner, eigen, program="split")
     yield Case("split ekfac", everyone, {"solver": "ekfac"}, program="split")
     yield Case("discarded", everyone, eigen, program="discarded")
     yield Case("not finite", everyone, eigen, program="not finite")
-    yield Case("codistillation", trainer="DataParallel", program="codistillation")
+    yield Case("codistillation", trainer="FirstOrderTrainer", program="codistillation")
     yield Case("optimizer", everyone, program="optimizer")
     usual = {"factor_update_steps": None, "inv_update_steps": None}
     for name, placed in (("everyone", everyone), ("owner", owner)):
@@ -374,13 +374,13 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
         momentum=case.momentum,
         weight_decay=0.0 if case.lr == 1 else 1e-3,
     )
-    apart = {"curvature-ranks": 1, "a-sgd": choices.get("servers", 1)}.get(case.named, 0)
+    apart = {"curvature-servers": 1, "a-sgd": choices.get("servers", 1)}.get(case.named, 0)
     team = mpikfac.split(comm, apart) if apart else comm
     if apart and team.comm is None:
-        if case.trainer == "Asynchronous":
-            mpikfac.serve_updates(model, optimizer, team)
+        if case.trainer == "AsyncSGD":
+            mpikfac.run_parameter_server(model, optimizer, team)
         else:
-            mpikfac.serve(team)
+            mpikfac.run_curvature_server(team)
         return None, comm
     ranks, trains = comm.size - apart, team.trains if apart else comm
     if "workers" in choices:
@@ -394,10 +394,10 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
         strategy, named = mpikfac.named(case.named, ranks, **choices)
     else:
         strategy = mpikfac.Strategy().changed(**choices)
-    if case.trainer == "Asynchronous":
-        return mpikfac.Asynchronous(model, optimizer, team, strategy), trains
-    if case.trainer == "DataParallel":
-        return mpikfac.DataParallel(model, optimizer, trains, strategy), trains
+    if case.trainer == "AsyncSGD":
+        return mpikfac.AsyncSGD(model, optimizer, team, strategy), trains
+    if case.trainer == "FirstOrderTrainer":
+        return mpikfac.FirstOrderTrainer(model, optimizer, trains, strategy), trains
     kfac = mpikfac.KFAC(model, optimizer, team, strategy, **settings_of(case, named))
     return kfac, trains
 
@@ -442,7 +442,7 @@ class Run:
             values = [v.detach().double().flatten() for v in self.model.state_dict().values()]
             record["weights"].append(digest(torch.cat(values)))
         trainer = self.trainer
-        if self.case.trainer == "Asynchronous":
+        if self.case.trainer == "AsyncSGD":
             record["notes"].append(["staleness", dict(trainer.staleness), trainer.version])
         trainer.combine()
         record["states"].append({n: digest(v) for n, v in sorted(trainer.state_dict().items())})
@@ -540,7 +540,7 @@ class Run:
             if "mean_loss" in known:  # an earlier state of mpikfac
                 arguments["mean_loss"] = loss.detach()
             else:
-                trainer.exchange.hear(loss.detach())
+                trainer.exchange.report_loss(loss.detach())
         self._take(arguments)
         if self.pupils:
             self.pupils.end_step()
@@ -579,11 +579,11 @@ def run_cases(out: str, words: Sequence[str], folder: str) -> None:
     for case in cases():
         if words and not any(word in case.name for word in words):
             continue
-        if case.named in ("curvature-ranks", "a-sgd") and comm.size <= case.choices.get(
+        if case.named in ("curvature-servers", "a-sgd") and comm.size <= case.choices.get(
             "servers", 1
         ):
             continue
-        if case.named == "curvature-ranks" and case.trainer != "KFAC":
+        if case.named == "curvature-servers" and case.trainer != "KFAC":
             continue
         recorder.record = {"messages": [], "weights": [], "states": [], "notes": []}
         torch.manual_seed(5)

@@ -14,8 +14,8 @@ interval, the median over rounds. Communication is the time in communication sta
 comes last to each stage. The communication of K-FAC is a strategy's surplus over plain SGD in the
 same round. Predictions take messages and decompositions from the machine file. The network's
 computing time is measured between the rounds, because the speed of a shared machine changes.
-Strategies with curvature ranks are left out, because fewer ranks train; `exchange.py` measures the
-strategies that exchange weights, and gradients with momentum of their own.
+Strategies with curvature servers are left out, because fewer ranks train; `exchange.py` measures
+the strategies that exchange weights, and gradients with momentum of their own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mpikfac_apps.text import table
 from mpikfac_apps.training import batches
 
 Step = Callable[[], None]
-LEFT_OUT = {"curvature_ranks", "exchanged", "top_momentum"}  # choices
+LEFT_OUT = {"curvature_servers", "exchanged", "top_momentum"}  # choices
 STRATEGIES = [
     name
     for name in NAMES
@@ -116,7 +116,7 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     machine = mpikfac.predict.load_machine(options.machine)
     trainer: Any
     if name == "sgd":
-        trainer = mpikfac.DataParallel(model, optimizer, comm)
+        trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm)
     else:
         strategy, solver = strategy_of(name, comm.size, asked or "inverse")
         layers, others = models.shapes_of(options.model)

@@ -110,10 +110,10 @@ def trainer_of(name: str, model: torch.nn.Module, group: Any) -> Any:
     lr, decay = OPTIMIZERS[name]
     if name == "AdamW":
         adamw = torch.optim.AdamW(model.parameters(), lr, weight_decay=decay)
-        return mpikfac.DataParallel(model, adamw, group)
+        return mpikfac.FirstOrderTrainer(model, adamw, group)
     sgd = torch.optim.SGD(model.parameters(), lr, 0.9, weight_decay=decay)
     if name == "SGD":
-        return mpikfac.DataParallel(model, sgd, group)
+        return mpikfac.FirstOrderTrainer(model, sgd, group)
     return mpikfac.KFAC(model, sgd, group, factor_update_steps=5, inv_update_steps=10)
 
 

@@ -128,7 +128,7 @@ def train(job: Job, options: argparse.Namespace) -> None:
     place = {"cifar10": f"{options.data}", "text": options.text}.get(task["data.name"], "null")
     values = {
         **{"model": network, "optimizer": optimizer, "seed": f"{seed}", "data.path": place},
-        **{"threads": "1", "eval_every": task["epochs"], "hang_after": "null"},
+        **{"threads": "1", "eval_every": task["epochs"], "watchdog_timeout": "null"},
         **{"checkpoint_minutes": "null", "run_dir": f"{out}"},
         **task,
         **dict(text.split("=") for text in setting.split()),

@@ -82,7 +82,7 @@ def make(
     strategy = mpikfac.Strategy.comm_opt(comm.size, fusion=3, overlap=overlapped)
     trainer: Any
     if optimizer == "sgd":
-        trainer = mpikfac.DataParallel(model, sgd, comm, strategy)
+        trainer = mpikfac.FirstOrderTrainer(model, sgd, comm, strategy)
     else:
         settings = {
             "damping": 0.03,

@@ -681,7 +681,7 @@ def of_ranks(
         os.environ["MPIKFAC_CUDA_AWARE"] = direct
         training = Training(task)
         if kind == "SGD":
-            trainer = mpikfac.DataParallel(training.model, training.optimizer, training.comm)
+            trainer = mpikfac.FirstOrderTrainer(training.model, training.optimizer, training.comm)
         else:
             trainer = training.kfac(*KINDS[kind])
         step = training.step(trainer.step)

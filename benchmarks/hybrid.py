@@ -21,7 +21,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpikfac
-from mpikfac import DataParallel, Distribution, Trace
+from mpikfac import Distribution, FirstOrderTrainer, Trace
 from mpikfac.plan import activation_messages, distribution_table, layer_messages, places, wire_bytes
 from mpikfac.predict import Level, Machine, choose_distribution, distribution_seconds
 
@@ -36,7 +36,7 @@ class Run:
         self.trace, self.distribution = Trace(), distribution
         mpikfac.split_layers(self.model, comm, distribution, self.trace)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.trainer = DataParallel(self.model, optimizer, comm, trace=self.trace)
+        self.trainer = FirstOrderTrainer(self.model, optimizer, comm, trace=self.trace)
         self.seconds, self.parts = [], []
 
     def step(self, comm, images, labels):

@@ -149,19 +149,19 @@ def cpu_seconds() -> dict[str, float]:
     return {way: round(statistics.median(times), 4) for way, times in found.items()}
 
 
-def trainer(way: str) -> mpikfac.KFAC | mpikfac.DataParallel:
+def trainer(way: str) -> mpikfac.KFAC | mpikfac.FirstOrderTrainer:
     """Return the trainer of a run on one rank."""
     arguments = ["--config", str(CONFIG), *WAYS[way][0]]
     options, comm = parse(arguments, 1), mpikfac.world()
     model, optimizer = build(options, 256, 64, torch.device("cpu"))
     strategy, chosen = make_strategy(options.distribution, options.kfac, 1)
     if options.optimizer != "kfac":
-        return mpikfac.DataParallel(model, optimizer, comm, strategy)
+        return mpikfac.FirstOrderTrainer(model, optimizer, comm, strategy)
     settings = kfac_settings(options.kfac, chosen, float)
     return mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
 
 
-def step(trainer: mpikfac.KFAC | mpikfac.DataParallel) -> None:
+def step(trainer: mpikfac.KFAC | mpikfac.FirstOrderTrainer) -> None:
     """Take a step on random bytes."""
     windows = torch.randint(256, (16, 65))
     trainer.optimizer.zero_grad()

@@ -26,7 +26,7 @@ def main() -> None:
     network = models.network(options.model)
     model = models.build(options.model, network.classes, network.image[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = mpikfac.DataParallel(model, optimizer, mpikfac.world())
+    trainer = mpikfac.FirstOrderTrainer(model, optimizer, mpikfac.world())
     images = torch.randn(options.batch, *network.image)
     looks, steps = [], []
     for _ in range(options.repetitions):

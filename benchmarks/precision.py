@@ -48,7 +48,7 @@ DAMPINGS = 10.0, 0.1, 0.001  # relative; 10 is the default
 RUNS = Path(__file__).parent / "results" / "precision_runs.json"
 TASK = {
     **{"data.name": "cifar10", "data.augment": "true", "data.test_images": "5000"},
-    **{"batch": "128", "threads": "1", "hang_after": "null", "checkpoint_minutes": "null"},
+    **{"batch": "128", "threads": "1", "watchdog_timeout": "null", "checkpoint_minutes": "null"},
 }
 Directions = dict[str, Tensor]
 

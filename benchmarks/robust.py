@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from mpikfac.numerics import BY_COORDINATE, by_vector
 from mpikfac.plan import Robust
 from mpikfac_apps.problems import datasets
-from support import liars
+from support import byzantine
 
 RESULTS = Path(__file__).parent / "results" / "robust.json"
 RANKS, WRONG = 5, 2
@@ -44,16 +44,16 @@ SEEDS = range(3)
 RULES = {
     "mean": Robust("mean"),
     "median": Robust("median"),
-    "trimmed-mean": Robust("trimmed-mean", liars=WRONG),
-    "krum": Robust("krum", liars=1),  # five ranks are too few for liars=2
+    "trimmed-mean": Robust("trimmed-mean", num_byzantine=WRONG),
+    "krum": Robust("krum", num_byzantine=1),  # five ranks are too few for num_byzantine=2
     "geometric-median": Robust("geometric-median"),
-    "centred-clip": Robust("centred-clip", clip_radius=1.0),
+    "centered-clipping": Robust("centered-clipping", clip_radius=1.0),
     "safeguard": Robust("safeguard"),
     "safeguard, before": Robust("safeguard", safe_of="before"),
     "safeguard, readmitting": Robust("safeguard", readmit_every=300),
     "safeguard, no floor": Robust("safeguard", safe_floor=0.0),
 }
-ATTACKS = ["none", "label flip", *liars.OF_GRADIENTS, *liars.OF_OWN]
+ATTACKS = ["none", "label flip", *byzantine.OF_GRADIENTS, *byzantine.OF_OWN]
 
 STEPS, SIZE, TRIES = 601, 40, 20  # the last step begins a window
 NOISES = {
@@ -173,9 +173,9 @@ def accuracy(rule: Robust, attack: str, seed: int) -> float:
 
 def sent(attack: str, right: Tensor, own: list[Tensor]) -> Tensor:
     """Return what the wrong ranks send, who know all vectors of the right ranks."""
-    if attack in liars.OF_GRADIENTS:
-        return liars.OF_GRADIENTS[attack](right, WRONG)
-    return liars.OF_OWN[attack](own) if attack in liars.OF_OWN else own[-1]
+    if attack in byzantine.OF_GRADIENTS:
+        return byzantine.OF_GRADIENTS[attack](right, WRONG)
+    return byzantine.OF_OWN[attack](own) if attack in byzantine.OF_OWN else own[-1]
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -189,7 +189,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def gradient(model: nn.Module, images: Tensor, labels: Tensor, attack: str, rank: int) -> Tensor:
     """Return the gradient of a rank's share of the batch, as a vector."""
     if attack == "label flip" and rank >= RANKS - WRONG:
-        labels = liars.flipped(labels, 10)
+        labels = byzantine.flipped(labels, 10)
     model.zero_grad()
     F.cross_entropy(model(images), labels).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])

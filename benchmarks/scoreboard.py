@@ -93,7 +93,9 @@ def published() -> Iterator[Row]:
     loads = {
         ranks: max(map(plan.load, range(ranks)))
         for ranks in (1, 16)
-        for plan in [make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate=False), others)]
+        for plan in [
+            make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate_factors=False), others)
+        ]
     }
     yield "gain from spreading decompositions", "16 ranks", 4.6, loads[1] / loads[16]
     directions = sent(Strategy.mem_opt())["publish gradients"]

@@ -95,7 +95,7 @@ def make_kinds(
     """Return a callable per kind of step, each with a model and an optimizer; traces by variant."""
     strategy = mpikfac.Strategy.hybrid(comm.size, workers=options.workers or comm.size)
     model, optimizer = fresh(options)
-    baseline = mpikfac.DataParallel(model, optimizer, comm)
+    baseline = mpikfac.FirstOrderTrainer(model, optimizer, comm)
     kinds = {
         "plain PyTorch SGD": plain(options, comm),
         "SGD": step_of(model, optimizer, baseline.step),

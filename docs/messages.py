@@ -21,7 +21,7 @@ VERBS = (
     "load|make|measure|name|put|raise|remove|repair|run|see|split|start|store|take|train|try|"
     "unpack|unset|use|write"
 )
-BEFORE = "with curvature ranks, |and |or |of a single output, "
+BEFORE = "with curvature servers, |and |or |of a single output, "
 NEED = re.compile(
     r"^(give|write) "
     r"|\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are|go on with)\b"

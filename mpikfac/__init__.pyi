@@ -17,15 +17,15 @@ from .comm import split as split
 from .comm import world as world
 from .errors import UserError as UserError
 from .errors import ending as ending
-from .extensions import Asynchronous as Asynchronous
+from .extensions import AsyncSGD as AsyncSGD
 from .extensions import Codistillation as Codistillation
 from .extensions import DirectFeedback as DirectFeedback
 from .extensions import SplitLayers as SplitLayers
 from .extensions import exchange_rows as exchange_rows
 from .extensions import hybrid as hybrid
 from .extensions import layer_calls as layer_calls
-from .extensions import serve as serve
-from .extensions import serve_updates as serve_updates
+from .extensions import run_curvature_server as run_curvature_server
+from .extensions import run_parameter_server as run_parameter_server
 from .extensions import split_layers as split_layers
 from .kfac import KFAC as KFAC
 from .layers import KINDS as KINDS
@@ -56,6 +56,6 @@ from .solvers import Eigen as Eigen
 from .solvers import Inverse as Inverse
 from .solvers import make_plan as make_plan
 from .trace import Trace as Trace
-from .trainer import DataParallel as DataParallel
+from .trainer import FirstOrderTrainer as FirstOrderTrainer
 
 __version__: str

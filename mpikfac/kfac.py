@@ -57,7 +57,7 @@ class KFAC(Trainer):
     Args:
         model: the log lists the parameters that K-FAC does not cover.
         optimizer: any torch optimizer over the model's parameters, with steps that need no closure.
-        comm: the communicator of the ranks, or the `Team` of `split`, with curvature ranks; all
+        comm: the communicator of the ranks, or the `Team` of `split`, with curvature servers; all
             ranks of the job if None.
         strategy: who computes and sends what: a `Strategy`, or a name of `mpikfac strategies`,
             whose solver and interval are taken if no others are given; every rank preconditions

@@ -62,7 +62,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, trainer: Trainer, *, max_norm: float | None = None) -> None:
         if not isinstance(trainer, Trainer):
-            raise ValueError(f"trainer={type(trainer).__name__} must be a KFAC or a DataParallel")
+            raise ValueError(
+                f"trainer={type(trainer).__name__} must be a KFAC or a FirstOrderTrainer"
+            )
         _check_processes()
         if max_norm is not None:
             check_size("max_norm", max_norm)

@@ -79,7 +79,7 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
     in the same order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
-    # Ranks do not wait for one another in messages to curvature ranks and servers. The members of a
+    # Ranks do not wait for one another in messages to servers of either kind. The members of a
     # group of split layers, and of peers, are not known here: waiting counts as 0.
     teams |= dict.fromkeys(("curvature", "servers", "group", "peers"), f"{rank}")
     count: Counter[tuple[str, ...]] = Counter()

@@ -1,7 +1,8 @@
 """The trainer: one step, from local gradients to identical new weights on every rank.
 
-Read `Trainer.step` first: a line is a stage. `DataParallel` is the trainer of first-order methods;
-`KFAC` (kfac.py) is the same trainer with a preconditioner. `Built` holds the parts of a step.
+Read `Trainer.step` first: a line is a stage. `FirstOrderTrainer` is the trainer of first-order
+methods; `KFAC` (kfac.py) is the same trainer with a preconditioner. `Built` holds the parts of a
+step.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from mpikfac.trace import Trace
 log = logging.getLogger("mpikfac")
 
 FORMER = {
-    "mean_loss": "trainer.exchange.hear(loss) before step()",
+    "mean_loss": "trainer.exchange.report_loss(loss) before step()",
     "inputs": "kfac.length.batch(inputs, loss) before step()",
     "loss": "kfac.length.batch(inputs, loss) before step()",
 }
@@ -365,7 +366,7 @@ class Trainer:
 
     @property
     def exchange(self) -> OneModel:
-        """What ranks exchange beside sums; `hear(loss)` is for merge="leader"."""
+        """What ranks exchange beside sums; `report_loss(loss)` is for merge="leader"."""
         return self.built.exchange
 
     @property
@@ -474,7 +475,7 @@ class Trainer:
         self.built.gradients.detach()
 
     def close(self) -> None:
-        """Free the communicators, and let curvature ranks go: on curvature ranks, `serve` returns.
+        """Free the communicators; on curvature servers, `run_curvature_server` returns.
 
         Pending messages are sent and kept first, and hooks are removed. No step may follow.
 
@@ -579,7 +580,7 @@ class Trainer:
         return self.built.method.known(state) if part.PREFIX else state.keys()
 
 
-class DataParallel(Trainer):
+class FirstOrderTrainer(Trainer):
     """First-order training: average gradients over ranks and step the optimizer.
 
     The baseline for comparisons with K-FAC, with the same arena and collectives.

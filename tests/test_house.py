@@ -302,7 +302,7 @@ def test_a_mistake_can_be_planted(mistake):
 
 CLASSES = {
     one
-    for trainer in (mpikfac.KFAC, mpikfac.DataParallel, mpikfac.Asynchronous)
+    for trainer in (mpikfac.KFAC, mpikfac.FirstOrderTrainer, mpikfac.AsyncSGD)
     for one in trainer.__mro__
     if one.__module__.startswith("mpikfac.")
 }
@@ -405,7 +405,7 @@ def test_one_file_of_tests_knows_the_inside_of_trainers(path):
     "line",
     [
         *("import mpikfac.engine", "from mpikfac.engine.curvature import Bases"),
-        *("from mpikfac import kfac", "from mpikfac.trainer import DataParallel"),
+        *("from mpikfac import kfac", "from mpikfac.trainer import FirstOrderTrainer"),
         *("from mpikfac.extensions.scales import Scales", "import mpikfac.extensions.copies"),
         'monkeypatch.setattr("mpikfac.engine.curvature.bases.Bases.decompose", None)',
         "kfac.preconditioner.factors.averages['0.A']",
@@ -425,7 +425,7 @@ def test_a_way_into_a_trainer_is_seen(line):
     [
         *("kfac.state_dict()", "kfac.plan.layers", "trainer.plan.of(0).layouts.gradients"),
         *("inside.factors(kfac)['0.A']", "mpikfac.layers.cover(model)", "options.kfac.estimator"),
-        *("kfac.length.batch(inputs, loss)", "trainer.exchange.hear(loss)"),
+        *("kfac.length.batch(inputs, loss)", "trainer.exchange.report_loss(loss)"),
         "from mpikfac.extensions.quadratic import lowest",
     ],
 )

@@ -1,7 +1,7 @@
 """Communicate between ranks; no other folder imports mpi4py.
 
 The training calls blocking collectives only, because Open MPI makes no progress on non-blocking
-collectives outside of calls of MPI. Overlapped messages and messages of curvature ranks do not
+collectives outside of calls of MPI. Overlapped messages and messages of curvature servers do not
 block.
 """
 
@@ -11,15 +11,15 @@ from mpikfac.comm.agreement import clock_offset as clock_offset
 from mpikfac.comm.agreement import handed_over as handed_over
 from mpikfac.comm.agreement import summed as summed
 from mpikfac.comm.agreement import together as together
-from mpikfac.comm.curvature_ranks import LEAVING as LEAVING
-from mpikfac.comm.curvature_ranks import Team as Team
-from mpikfac.comm.curvature_ranks import announce as announce
-from mpikfac.comm.curvature_ranks import announced as announced
-from mpikfac.comm.curvature_ranks import arrivals as arrivals
-from mpikfac.comm.curvature_ranks import begin_receive as begin_receive
-from mpikfac.comm.curvature_ranks import begin_send as begin_send
-from mpikfac.comm.curvature_ranks import leave as leave
-from mpikfac.comm.curvature_ranks import split as split
+from mpikfac.comm.curvature_servers import LEAVING as LEAVING
+from mpikfac.comm.curvature_servers import Team as Team
+from mpikfac.comm.curvature_servers import announce as announce
+from mpikfac.comm.curvature_servers import announced as announced
+from mpikfac.comm.curvature_servers import arrivals as arrivals
+from mpikfac.comm.curvature_servers import begin_receive as begin_receive
+from mpikfac.comm.curvature_servers import begin_send as begin_send
+from mpikfac.comm.curvature_servers import leave as leave
+from mpikfac.comm.curvature_servers import split as split
 from mpikfac.comm.ends import expect_ends as expect_ends
 from mpikfac.comm.grid import Grid as Grid
 from mpikfac.comm.group import Group as Group

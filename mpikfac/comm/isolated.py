@@ -22,7 +22,7 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
 
     The messages go one after another, on scratch buffers, over the communicators of the training.
     All ranks begin together; a time is the median of five. With `stagger`, a time is the mean over
-    the turns of a refresh. Messages to and from curvature ranks and
+    the turns of a refresh. Messages to and from curvature servers and
     servers are not measured.
 
     Collective over: world.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from mpikfac.comm.curvature_ranks import begin_receive, begin_send
+from mpikfac.comm.curvature_servers import begin_receive, begin_send
 from mpikfac.comm.job import survives, tells_of_loss
 from mpikfac.comm.mpi import MPI
 

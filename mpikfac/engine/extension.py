@@ -40,13 +40,15 @@ class OneModel(Part):
         """Whether the trainer's ranks follow the votes of the step."""
         return self.heard
 
-    def hear(self, loss: float | Tensor) -> None:
+    def report_loss(self, loss: float | Tensor) -> None:
         """Take the mean loss of the rank's share of the batch, before the step.
 
         Raises:
             ValueError: the exchange takes no loss.
         """
-        raise ValueError("exchange.hear(loss) is for merge='leader'; other exchanges take no loss")
+        raise ValueError(
+            "exchange.report_loss(loss) is for merge='leader'; other exchanges take no loss"
+        )
 
     def begin_step(self, step: int) -> None:
         """Begin a step, before gradients are averaged."""

@@ -2,10 +2,10 @@ from . import clients as clients
 from . import copies as copies
 from . import gradients as gradients
 from . import hybrid as hybrid
-from .clients import Asynchronous as Asynchronous
-from .clients import serve_updates as serve_updates
+from .clients import AsyncSGD as AsyncSGD
+from .clients import run_parameter_server as run_parameter_server
 from .codistillation import Codistillation as Codistillation
-from .curvature_ranks import serve as serve
+from .curvature_servers import run_curvature_server as run_curvature_server
 from .gradients import DirectFeedback as DirectFeedback
 from .hybrid import SplitLayers as SplitLayers
 from .hybrid import exchange_rows as exchange_rows

@@ -31,7 +31,7 @@ class Codistillation:
     the copies become older until the next swap of weights [Anil et al. 2018].
 
         codistillation = mpikfac.Codistillation(model, comm, burn_in=500)
-        trainer = mpikfac.DataParallel(model, optimizer, codistillation.group)  # or KFAC
+        trainer = mpikfac.FirstOrderTrainer(model, optimizer, codistillation.group)  # or KFAC
         for images, labels in loader:
             optimizer.zero_grad()
             outputs = model(images)
@@ -60,7 +60,7 @@ class Codistillation:
         UserError: ranks disagree on an argument or on the form of the model.
 
     Attributes:
-        group: the communicator of the rank's group, for `DataParallel` and `KFAC`.
+        group: the communicator of the rank's group, for `FirstOrderTrainer` and `KFAC`.
         number: the number of the rank's group, from 0 on.
         peers: copies of the models of the other groups, as of the last swap.
         steps: completed steps.

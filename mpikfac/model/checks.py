@@ -171,7 +171,7 @@ def check_synchronous(strategy: Strategy) -> None:
         ValueError: clients send updates to servers.
     """
     if strategy.exchange.asynchronous:
-        raise ValueError("exchanged='updates' needs the trainer mpikfac.Asynchronous")
+        raise ValueError("exchanged='updates' needs the trainer mpikfac.AsyncSGD")
 
 
 def check_momentum(

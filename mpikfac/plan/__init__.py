@@ -50,7 +50,7 @@ from mpikfac.plan.codec import IN_TWO_SUMS as IN_TWO_SUMS
 from mpikfac.plan.codec import PLACE as PLACE
 from mpikfac.plan.codec import Codec as Codec
 from mpikfac.plan.codec import Matrix as Matrix
-from mpikfac.plan.extensions import curvature_ranks as curvature_ranks
+from mpikfac.plan.extensions import curvature_servers as curvature_servers
 from mpikfac.plan.extensions import scales as scales
 from mpikfac.plan.extensions import split_layers as split_layers
 from mpikfac.plan.extensions.activations import LayerCall as LayerCall

@@ -79,7 +79,7 @@ def of_blocks(segments: Iterable[Iterable[Factor]]) -> Layout:
 
 
 def of_requests(factors: Iterable[Factor]) -> Layout:
-    """Return the layout of a request to a curvature rank: damping, then packed factors.
+    """Return the layout of a request to a curvature server: damping, then packed factors.
 
     The damping of a factor ("conv1.A+") may depend on the second factor of the layer.
     """

@@ -158,7 +158,7 @@ class RankPlan:
     @cached_property
     def publishes_bases(self) -> bool:
         """Whether a layer's bases are needed by a rank without the decompositions."""
-        alone = self.owner_updates and self.strategy.colocate
+        alone = self.owner_updates and self.strategy.colocate_factors
         return self.grid.workers > 1 and not alone
 
     @cached_property

@@ -120,7 +120,7 @@ class Plan:
     def grid(self) -> RankGrid:
         """The ranks as rows and columns, on nodes."""
         strategy = self.strategy
-        per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.curvature_ranks
+        per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.curvature_servers
         split = self.split.distribution
         return RankGrid(self.ranks, strategy.workers, per_node, curvature, split)
 

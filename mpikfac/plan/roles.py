@@ -52,7 +52,7 @@ class Factor(FactorShape):
         packed: the shape to record, keep and send the factor in.
         blocks: the decomposition's blocks; the first block multiplies gradients.
         counted: name of the number of examples beside the factor's sum.
-        added: name of the damping beside the factor in a request to a curvature rank.
+        added: name of the damping beside the factor in a request to a curvature server.
     """
 
     layer: str
@@ -153,10 +153,10 @@ class RankGrid:
     def team(self, rank: int, over: str) -> range:
         """Return the ranks of a message of `rank` over the communicator `over`.
 
-        Curvature ranks follow the training ranks.
+        Curvature servers follow the training ranks.
         """
         if over == "curvature":
-            peer = self.count + self.curvature_rank(rank)
+            peer = self.count + self.curvature_server(rank)
             return range(rank, peer + 1, peer - rank)
         if over == "group":
             return self.distribution.group(rank, self.count)
@@ -180,8 +180,8 @@ class RankGrid:
         """Return the seat of `rank` in a team with two levels; None for one level."""
         return None if self.per_node is None else seat(team, rank, self.per_node)
 
-    def curvature_rank(self, rank: int) -> int:
-        """Return the curvature rank of owner `rank`: owners are dealt out in turn."""
+    def curvature_server(self, rank: int) -> int:
+        """Return the curvature server of owner `rank`: owners are dealt out in turn."""
         return rank % self.curvature
 
 
@@ -289,7 +289,7 @@ def place(
         costs = _costs(layer, forms, power)
         # A factor that every worker decomposes for itself loads all workers alike.
         costs |= {f.name: 0 for f in layer.factors if f.order < strategy.replicate_below}
-        if strategy.colocate:
+        if strategy.colocate_factors:
             jobs.append((sum(costs.values()), layer, list(costs)))
         else:
             jobs += [(cost, layer, [name]) for name, cost in costs.items()]

@@ -48,7 +48,7 @@ SETTINGS: tuple[Combination, ...] = (
     Combination(
         "precision",
         ("tf32",),
-        {"delay": 0, "curvature_ranks": AtLeast(1)},
+        {"delay": 0, "curvature_servers": AtLeast(1)},
         "TF32 is a setting of the process, and a thread that decomposes would round by chance",
         any_of=True,
     ),

@@ -127,10 +127,10 @@ class Estimator:
             None for no rounding.
         factor_dtype: the dtype in which running averages of factors are kept; None for the dtype of
             the sums over a batch.
-        loss_positions: the positions of an example whose losses the mean loss averages, such as the
-            words of a text or the pixels of a segmentation; G of fisher="empirical" is multiplied
-            by the number, so that a damping has one meaning for all Fishers. "sampled" and "exact"
-            take the number from the outputs.
+        num_per_example_loss_terms: the positions of an example whose losses the mean loss averages,
+            such as the words of a text or the pixels of a segmentation; G of fisher="empirical" is
+            multiplied by the number, so that a damping has one meaning for all Fishers. "sampled"
+            and "exact" take the number from the outputs.
 
     Raises:
         ValueError: a choice out of its bounds.
@@ -144,7 +144,7 @@ class Estimator:
     subsample: int | None = None
     statistics_dtype: torch.dtype | None = None
     factor_dtype: torch.dtype | None = None
-    loss_positions: int = 1
+    num_per_example_loss_terms: int = 1
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -160,7 +160,7 @@ class Estimator:
                 import torch
 
                 one_of(name, dtype, (None, torch.bfloat16))
-        check_count("loss_positions", self.loss_positions, 1)
+        check_count("num_per_example_loss_terms", self.num_per_example_loss_terms, 1)
 
     @property
     def of_loss(self) -> bool:

@@ -18,7 +18,7 @@ BLOCKS = {"inverse": 2}
 ONE_OWNER = Combination(
     "solver",
     ("inverse",),
-    {"colocate": True, "reduction": "everyone"},
+    {"colocate_factors": True, "reduction": "everyone"},
     "the traces of A and G share out the damping, so both factors need one owner",
     any_of=True,
 )

@@ -84,7 +84,7 @@ def test_checkpoints_are_written_when_they_are_due(runs):
 @pytest.mark.slow
 def test_a_signal_stops_all_clients_after_the_same_step(tmp_path):
     """Oracle: the chosen code, and a checkpoint."""
-    options = (*PROGRAM, UPDATES, "--epochs=9999", "--stop_code=75", f"--run_dir={tmp_path}")
+    options = (*PROGRAM, UPDATES, "--epochs=9999", "--exit_code=75", f"--run_dir={tmp_path}")
     with start(4, TRAIN, *options) as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):

@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "sgd": ("--optimizer=sgd",),
     "adamw": ("--optimizer=adamw",),
     "kfac": ("--kfac.inv_update_steps=2",),
-    "owner": ("--strategy=mem-opt", "--update=owner", "--colocate=false"),
+    "owner": ("--strategy=mem-opt", "--update=owner", "--colocate_factors=false"),
     "quadratic": (
         *(*CODER, "--kfac.length=quadratic"),
         *(f"--{name}={value}" for name, value in PLAIN.items()),

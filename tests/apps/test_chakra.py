@@ -185,7 +185,7 @@ def assert_in_order(nodes):
             "Alltoall, Allgather of 'reduce gradients' has no counterpart in Chakra; take",
         ),
         (
-            ["--strategy", "curvature-ranks", "--export", "chakra:x"],
+            ["--strategy", "curvature-servers", "--export", "chakra:x"],
             "Send of 'send factors' has no counterpart in Chakra; take",
         ),
     ],

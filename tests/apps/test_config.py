@@ -45,7 +45,7 @@ BAD = {
     "no value": ("--epochs", "epochs is given without a value; it must be a whole number >= 1"),
     "text for a number": ("--lr=fast", "lr=fast must be a finite number > 0"),
     "fraction for a count": ("--epochs=1.5", "epochs=1.5 must be a whole number >= 1"),
-    "not a bool": ("--colocate=maybe", "colocate=maybe must be true or false"),
+    "not a bool": ("--colocate_factors=maybe", "colocate_factors=maybe must be true or false"),
     "not a list": ("--kfac.skip=fc", "kfac.skip=fc must be a list of names"),
     "wrong element": ("--decay_epochs=[1,x]", "decay_epochs=x must be a list of whole numbers"),
     "not a choice": (
@@ -76,7 +76,10 @@ BAD = {
     ),
     "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be positive"),
     "more turns than a plan lists": ("--stagger=1001", "stagger=1001 must be at most 1000"),
-    "a timer of ages": ("--hang_after=1e9", "hang_after=1000000000.0 must be a finite number > 0"),
+    "a timer of ages": (
+        "--watchdog_timeout=1e9",
+        "watchdog_timeout=1000000000.0 must be a finite number > 0",
+    ),
     "negative seed": ("--seed=-1", "seed=-1 must be a whole number >= 0 and < 4294967296"),
     "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
     "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, mob"),
@@ -107,24 +110,24 @@ BAD = {
         "strategy=auto needs machine, and none of its own choices; machine is v100-edr, choices",
     ),
     "nobody trains": (
-        "--strategy=curvature-ranks --curvature_ranks=6",
-        "curvature_ranks=6 must be less than the number of ranks (6)",
+        "--strategy=curvature-servers --curvature_servers=6",
+        "curvature_servers=6 must be less than the number of ranks (6)",
     ),
-    "no time for curvature ranks": (
-        "--curvature_ranks=2",
-        "curvature_ranks=2 needs delay >= 1, not 0",
+    "no time for curvature servers": (
+        "--curvature_servers=2",
+        "curvature_servers=2 needs delay >= 1, not 0",
     ),
     "batch of training ranks": (
-        "--strategy=curvature-ranks",
+        "--strategy=curvature-servers",
         "batch=12 must be a multiple of the number of ranks (5); try 10 or 15",
     ),
     "parts of training ranks": (
-        "--strategy=curvature-ranks --batch=60 --parts=6",
+        "--strategy=curvature-servers --batch=60 --parts=6",
         "parts=6 must be a multiple of the number of ranks (5)",
     ),
-    "shrinking with curvature ranks": (
-        "--strategy=curvature-ranks --batch=60 --shrink=true",
-        "shrink=true needs curvature_ranks=0, not 1",
+    "shrinking with curvature servers": (
+        "--strategy=curvature-servers --batch=60 --shrink=true",
+        "shrink=true needs curvature_servers=0, not 1",
     ),
     "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
     "a batch by epoch of ranks": (
@@ -213,9 +216,9 @@ BAD = {
         "--frozen_epochs=2 --model=airbench94 --data.name=synthetic",
         "frozen_epochs=2 needs another model, not airbench94: the model freezes layers itself",
     ),
-    "frozen layers on curvature ranks": (
-        "--frozen_epochs=2 --strategy=curvature-ranks --batch=60",
-        "frozen_epochs=2 needs curvature_ranks=0, not 1: the ranks know the layers of the start",
+    "frozen layers on curvature servers": (
+        "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
+        "frozen_epochs=2 needs curvature_servers=0, not 1: the ranks know the layers of the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",
@@ -278,7 +281,7 @@ BAD = {
         "average=0.9 needs exchanged=gradients, not weights: ranks hold different copies",
     ),
     "ranks lost with copies": (
-        "--shrink=true --exchanged=weights --exchange_every=2 --optimizer=sgd",
+        "--shrink=true --exchanged=weights --sync_every=2 --optimizer=sgd",
         "shrink=true needs exchanged=gradients, not weights: ranks hold different copies",
     ),
     "chosen for a baseline": (
@@ -504,8 +507,8 @@ def test_help_has_a_heading_for_each_kind_of_choice(capsys):
         if key := re.match(r"  --([\w.]+)", line):
             sections[key[1]] = heading
     expected = {"lr": "learning rate", "kfac.damping": "K-FAC: damping", "delay": "refresh"}
-    expected |= {"gradient_wire": "compression", "exchange_every": "exchange:", "data.path": "data"}
-    expected |= dict.fromkeys(("liars", "anchor_pull", "outer_lr", "servers"), PAPERS)
+    expected |= {"gradient_wire": "compression", "sync_every": "exchange:", "data.path": "data"}
+    expected |= dict.fromkeys(("num_byzantine", "anchor_pull", "outer_lr", "servers"), PAPERS)
     assert {key: words in sections[key] for key, words in expected.items()} == dict.fromkeys(
         expected, True
     )

@@ -1,4 +1,4 @@
-"""Training runs with curvature ranks, which decompose for the training ranks."""
+"""Training runs with curvature servers, which decompose for the training ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--delay=2", "--kfac.inv_update_steps=3"),
 )
-ONE, TWO = ((*OPTIONS, f"--curvature_ranks={number}") for number in (1, 2))
+ONE, TWO = ((*OPTIONS, f"--curvature_servers={number}") for number in (1, 2))
 OF_A_START = {"run/seconds", "run/metrics_bytes", "run/data"}
 pytestmark = pytest.mark.slow
 
@@ -37,8 +37,8 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.gate
-def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
-    """Oracle: two ranks without curvature ranks, also after a stop and a change of their number."""
+def test_a_run_with_curvature_servers_is_that_of_the_ranks_that_train(tmp_path):
+    """Oracle: two ranks without curvature servers, also after a stop and with another number."""
     without, parts = tmp_path / "without", tmp_path / "parts"
     run_each(
         [
@@ -53,15 +53,15 @@ def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
 
 
 LIMIT = round(paced(3))  # seconds of a step
-# Kind, place and rank of a fault, in a job of two training ranks and a curvature rank; the job's
+# Kind, place and rank of a fault, in a job of two training ranks and a curvature server; the job's
 # code and message.
 ENDS = {
-    "a curvature rank fails": (
+    "a curvature server fails": (
         *("raise", "curvature", 2, 1),
         ("mpikfac: rank 2 of 3, ", "curvature: RuntimeError: on purpose"),
     ),
-    "a curvature rank dies": ("kill", "curvature", 2, 137, ()),
-    "a curvature rank hangs": (
+    "a curvature server dies": ("kill", "curvature", 2, 137, ()),
+    "a curvature server hangs": (
         *("sleep", "curvature", 2, 1),
         (f"mpikfac: no progress for {LIMIT} s: ", 'waiting in "receive bases" of step 5'),
     ),
@@ -82,7 +82,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
     kind, place, rank, code, told = ENDS[case]
     run_dir = tmp_path / "run"
     fault = (FAULTY, kind, place, str(rank), str(tmp_path / "time"))
-    job = launch(3, *fault, *ONE, f"--hang_after={LIMIT}", f"--run_dir={run_dir}")
+    job = launch(3, *fault, *ONE, f"--watchdog_timeout={LIMIT}", f"--run_dir={run_dir}")
     assert job.returncode == code, job.stderr
     lines = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert bool(told) == any(all(text in line for text in told) for line in lines), lines
@@ -90,7 +90,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
 
 
 def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
-    """Oracle: code and line of a run without curvature ranks."""
+    """Oracle: code and line of a run without curvature servers."""
     (tmp_path / "file").touch()
     job = launch(3, TRAIN, *ONE, f"--run_dir={tmp_path}")
     assert job.returncode == 2, job.stderr
@@ -101,12 +101,12 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
 
 def test_a_signal_to_all_stops_the_run(tmp_path):
     """Oracle: the chosen code and the checkpoint of a step, possibly with pending bases."""
-    options = (*ONE, "--epochs=9999", "--stop_code=75", f"--run_dir={tmp_path}")
+    options = (*ONE, "--epochs=9999", "--exit_code=75", f"--run_dir={tmp_path}")
     with start(3, TRAIN, *options) as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)
-        processes(job)[2].send_signal(signal.SIGTERM)  # to the curvature rank alone: nothing
+        processes(job)[2].send_signal(signal.SIGTERM)  # to the curvature server alone: nothing
         time.sleep(0.5)
         assert job.poll() is None
         job.send_signal(signal.SIGUSR1)

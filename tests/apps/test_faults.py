@@ -30,7 +30,7 @@ LIMIT = round(paced(10))  # seconds of a step; other phases, as the start, have 
 SHORT = round(paced(2))
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--threads=1"),
-    *("--kfac.inv_update_steps=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
+    *("--kfac.inv_update_steps=1", "--checkpoint_every=2", f"--watchdog_timeout={LIMIT}"),
 )
 # A rank's own report of every place of faulty.py.
 PLACES = {
@@ -155,7 +155,11 @@ def test_a_write_that_never_ends_is_told_and_ends_the_job(tmp_path):
     options = (
         *("--batch=120", "--data.train_images=360", "--epochs=9999", "--threads=1"),
         "--eval_every=9999",  # a rank in a test would be told as such
-        *("--checkpoint_minutes=0.001", f"--hang_after={SHORT}", f"--run_dir={tmp_path / 'run'}"),
+        *(
+            "--checkpoint_minutes=0.001",
+            f"--watchdog_timeout={SHORT}",
+            f"--run_dir={tmp_path / 'run'}",
+        ),
     )
     job = launch(2, *fault, *options)
     ended = End(job.returncode, job.stdout + job.stderr, tmp_path / "run" / "hang")

@@ -24,7 +24,7 @@ from support.launch import TRAIN, launch, run_each
 
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=3", "--threads=1", "--log_every=1"),
-    *("--groups=2", "--burn_in=2", "--swap_every=3", "--peer_weight=0.7", "--lr=0.01"),
+    *("--groups=2", "--burn_in=2", "--swap_every=3", "--distill_weight=0.7", "--lr=0.01"),
     *("--schedule=constant", "--seed=5"),
 )  # three steps are an epoch
 STEPS = 9  # swaps after 2, 5 and 8 steps
@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
         (4, ("--optimizer=sgd", "--model=plain", f"--run_dir={root / 'four'}")),
         (2, (*half, "--max_steps=4")),
         (2, (*half, "--resume=auto", "--checkpoint_every=3")),
-        (2, ("--optimizer=sgd", "--peer_weight=0", f"--run_dir={root / 'apart'}")),
+        (2, ("--optimizer=sgd", "--distill_weight=0", f"--run_dir={root / 'apart'}")),
         (1, ("--optimizer=sgd", "--groups=1", "--seed=6", f"--run_dir={root / 'plain'}")),
     ]
     run_each([(ranks, [*QUICK, *more]) for ranks, more in asked], root)
@@ -181,7 +181,7 @@ def test_a_request_to_a_group_reaches_all_groups(tmp_path):
     control = tmp_path / "group-1" / "control"
     control.mkdir(parents=True)
     (control / "stop").touch()
-    asked = (*QUICK, "--optimizer=sgd", "--resume=auto", "--stop_code=7", f"--run_dir={tmp_path}")
+    asked = (*QUICK, "--optimizer=sgd", "--resume=auto", "--exit_code=7", f"--run_dir={tmp_path}")
     ended = launch(2, TRAIN, *asked)
     assert ended.returncode == 7, ended.stderr
     assert steps(tmp_path / "group-0") == steps(tmp_path / "group-1") == [1]
@@ -225,8 +225,8 @@ def test_another_number_of_groups_is_refused(runs):
             "groups=2 needs a model of classes, not model=autoencoder",
         ),
         (
-            ["--groups=2", "--curvature_ranks=1", "--delay=1"],
-            "groups=2 needs curvature_ranks=0, not 1",
+            ["--groups=2", "--curvature_servers=1", "--delay=1"],
+            "groups=2 needs curvature_servers=0, not 1",
         ),
     ],
 )

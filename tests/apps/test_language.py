@@ -167,8 +167,8 @@ def test_factors_and_gradients_are_right(name, capsys):
 def test_curvature_knows_the_positions_of_the_loss():
     """Oracle: the size of a window; images have a single label."""
     text = parse(["--model=gpt_small", "--data.name=text", "--data.size=16"], 1)
-    assert text.kfac.estimator.loss_positions == 16
-    assert parse([], 1).kfac.estimator.loss_positions == 1
+    assert text.kfac.estimator.num_per_example_loss_terms == 16
+    assert parse([], 1).kfac.estimator.num_per_example_loss_terms == 1
 
 
 def test_a_study_plans_the_network_of_the_run():

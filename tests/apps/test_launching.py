@@ -445,7 +445,7 @@ def check_stopped(ranks: int, number: signal.Signals, seconds: float, run: Path)
     Args:
         seconds: from the start of the launcher of MPI.
     """
-    job = started(ranks, "train", *TRAINING, f"--stop_code={STOPPED}", f"--run_dir={run}")
+    job = started(ranks, "train", *TRAINING, f"--exit_code={STOPPED}", f"--run_dir={run}")
     while job.poll() is None and not has_ranks_to_come(job.pid):
         time.sleep(0.01)
     time.sleep(seconds)

@@ -301,7 +301,7 @@ def test_a_request_reaches_all_ranks(tmp_path):
     """Oracle: the exit code, and the step of the checkpoint of all members."""
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "stop").touch()
-    asked = (*QUICK, "--resume=auto", "--stop_code=7", f"--run_dir={tmp_path}")
+    asked = (*QUICK, "--resume=auto", "--exit_code=7", f"--run_dir={tmp_path}")
     ended = launch(2, PROGRAM, *asked)
     assert ended.returncode == 7, ended.stderr
     assert {name.partition("/")[0] for name in saved(tmp_path, 1)} == {

@@ -45,7 +45,7 @@ def wait_for(file: Path, job: subprocess.Popen[str]) -> None:
 
 def test_ctrl_c_writes_a_checkpoint_and_stops(alone, tmp_path):
     """Oracle: the chosen code, the checkpoint of the step in the log, and a next start."""
-    job = alone("--epochs=9999", "--log_every=1", "--stop_code=75")
+    job = alone("--epochs=9999", "--log_every=1", "--exit_code=75")
     wait_for(tmp_path / "run" / "metrics.jsonl", job)
     job.send_signal(signal.SIGINT)
     output, errors = job.communicate(timeout=paced(240))

@@ -337,10 +337,10 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     assert report.predicted(machine, results.read(read(tmp_path), tmp_path)) == {}
 
 
-def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_path):
+def test_curvature_servers_take_no_part_of_the_batch_that_is_predicted_for(tmp_path):
     """Oracle: the simulator's prediction for two training ranks of three, with 32 images each."""
     network = {"model": "resnet50", "data": {"name": "synthetic"}, "batch_per_rank": 32}
-    axes = {"strategy": ["curvature-ranks"], "ranks": [3]}
+    axes = {"strategy": ["curvature-servers"], "ranks": [3]}
     wanted = read(tmp_path, options=network, matrix=axes, machine="v100-edr")
     (cell,) = wanted.cells
     job = mpikfac.predict.Job("resnet50", 32)

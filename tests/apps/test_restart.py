@@ -26,7 +26,7 @@ QUICK = (
     "--kfac.inv_update_steps=2",
 )
 DELAY = ("--delay=1",)
-COPIES = ("--exchanged=weights", f"--exchange_every={STOP}")
+COPIES = ("--exchanged=weights", f"--sync_every={STOP}")
 OWNERS = ("--strategy=mem-opt", "--reduction=owners")
 STRATEGIES = {
     "sgd": ("--optimizer=sgd",),
@@ -34,7 +34,7 @@ STRATEGIES = {
     "eigen": ("--kfac.solver=eigen", "--kfac.inv_update_steps=3"),
     "low rank": ("--kfac.solver=eigen", "--kfac.rank=8", "--kfac.inv_update_steps=3", *DELAY),
     "owners": (*OWNERS, *DELAY),
-    "owner updates": ("--update=owner", "--colocate=false"),
+    "owner updates": ("--update=owner", "--colocate_factors=false"),
     "copies": ("--optimizer=sgd", *COPIES),
     "copies with K-FAC": COPIES,
     "own batch": ("--strategy=mem-opt", "--reduction=none"),
@@ -43,12 +43,12 @@ STRATEGIES = {
 # A resumed run keeps the placement before, so a run names all its choices.
 MOVED = (
     *("--model=plain", *DELAY, "--strategy=comm-opt", "--workers=null", "--reduction=null"),
-    *("--update=null", "--colocate=null"),
+    *("--update=null", "--colocate_factors=null"),
 )
 PLACEMENTS = {
     1: (),
     2: OWNERS,
-    3: ("--update=owner", "--colocate=false"),
+    3: ("--update=owner", "--colocate_factors=false"),
     4: ("--strategy=hybrid", "--workers=2", "--reduction=owners"),
     8: ("--strategy=hybrid", "--workers=4"),
 }

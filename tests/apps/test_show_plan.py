@@ -137,7 +137,7 @@ def test_compressed_messages_of_two_levels_are_listed_by_kind(capsys):
 
 def test_messages_to_a_curvature_rank_are_listed(capsys):
     """Oracle: a rank's own message has all of the rank's factors; statistics also hold counts."""
-    options = ["--model", "resnet20", "--ranks", "1", "--strategy", "curvature-ranks"]
+    options = ["--model", "resnet20", "--ranks", "1", "--strategy", "curvature-servers"]
     assert main(options) == 0
     text = capsys.readouterr().out
     assert "1 more rank decomposes for these ranks" in text
@@ -278,11 +278,11 @@ def test_sampled_ranks_are_of_many_columns(columns):
 def test_exchanges_of_weights_are_told_apart_from_other_steps(capsys):
     """Oracle: by hand: the weights travel in the place of the gradients."""
     options = ["--model", "digits_cnn", "--ranks", "4", "--workers", "4"]
-    assert main([*options, "--exchanged", "weights", "--exchange_every", "8"]) == 0
+    assert main([*options, "--exchanged", "weights", "--sync_every", "8"]) == 0
     text = capsys.readouterr().out
     assert "exchange weights: after every 8 steps; other steps send no gradients" in text
     assert "reduce gradients" not in text and "in node" not in text
-    options += ["--exchanged=weights", "--exchange_every=8", "--merge=leader"]
+    options += ["--exchanged=weights", "--sync_every=8", "--merge=leader"]
     assert main([*options, "--ranks_per_node=2", "--node_every=2"]) == 0
     assert "exchange weights in node: after every 2 steps" in capsys.readouterr().out
 

@@ -526,7 +526,7 @@ def test_slurm_is_asked_for_a_job_of_each_cell_and_its_code_counts(tmp_path, mon
     words = (tmp_path / "words").read_text().splitlines()
     assert {"--wait", "--parsable", "--ntasks=2", f"--output={place}/output.txt"} <= set(words)
     assert words[-1].startswith("srun --mpi=pmix ")
-    assert words[-1].endswith(f"--run_dir={place}/run --resume=auto --stop_code=75")
+    assert words[-1].endswith(f"--run_dir={place}/run --resume=auto --exit_code=75")
 
 
 def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ PLACES = ("start-up", "forward", "checkpoint", "evaluation")
 SHORT, FOR_EVER = paced(2), float("inf")
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--threads=1"),
-    *("--kfac.inv_update_steps=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
+    *("--kfac.inv_update_steps=1", "--checkpoint_every=2", f"--watchdog_timeout={LIMIT}"),
 )
 
 
@@ -134,7 +134,7 @@ sys.exit(command.main(sys.argv[3:]))
     ("where", "arguments"),
     [
         ("options", ["train"]),
-        pytest.param("cores", ["train", "--hang_after=LIMIT"], marks=pytest.mark.slow),
+        pytest.param("cores", ["train", "--watchdog_timeout=LIMIT"], marks=pytest.mark.slow),
         pytest.param("evaluate", ["evaluate", "nowhere"], marks=pytest.mark.slow),
         pytest.param("calibrate", ["calibrate", "--out=DIRECTORY/m.json"], marks=pytest.mark.slow),
     ],

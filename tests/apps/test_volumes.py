@@ -228,9 +228,9 @@ def test_kfac_of_three_dimensions(capsys):
 
 def test_curvature_knows_the_voxels_of_the_loss():
     """Oracle: the voxels of a crop."""
-    found = parse([*VOLUME, "--data.size=6"], 1).kfac.estimator.loss_positions
+    found = parse([*VOLUME, "--data.size=6"], 1).kfac.estimator.num_per_example_loss_terms
     assert found == 6**3
-    assert parse([*VOLUME], 1).kfac.estimator.loss_positions == 16**3
+    assert parse([*VOLUME], 1).kfac.estimator.num_per_example_loss_terms == 16**3
 
 
 # -- the program ---------------------------------------------------------------------------------

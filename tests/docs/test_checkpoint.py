@@ -39,7 +39,7 @@ def test_items_that_the_page_names_exist():
         items_of(own=0, solver="soap", length="rotated", relative_damping=True, damping=0.001),
         items_of(own=0, length="rows"),
     ]
-    exchange = {"exchanged": "weights", "exchange_every": 2, "outer_momentum": 0.9}
+    exchange = {"exchanged": "weights", "sync_every": 2, "outer_momentum": 0.9}
     for merge, rank in (("mean", 2), ("elastic", 0)):
         copies = items_of(strategy=mpikfac.Strategy.comm_opt(1, **exchange, merge=merge))
         known.append(inside.of_copies(copies, rank))

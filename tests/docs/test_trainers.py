@@ -105,13 +105,13 @@ def test_parts_make_the_same_bits_on_any_number_of_ranks(tmp_path):
 
 def test_the_last_rank_decomposes_for_the_others(tmp_path):
     """Oracle: which ranks train, and the training ranks' loss."""
-    job = launch(3, program(tmp_path / "program.py", "serve(", LEARNT))
+    job = launch(3, program(tmp_path / "program.py", "run_curvature_server(", LEARNT))
     assert sorted(job.stdout.splitlines()) == ["decomposes", "trains", "trains"], job.stderr
 
 
 def test_the_last_rank_holds_the_weights(tmp_path):
     """Oracle: which ranks train; the clients' loss; updates of two batches."""
-    job = launch(3, program(tmp_path / "program.py", "serve_updates(", SERVED))
+    job = launch(3, program(tmp_path / "program.py", "run_parameter_server(", SERVED))
     assert sorted(job.stdout.splitlines()) == ["served 2 clients", "trains", "trains"], job.stderr
 
 

@@ -25,7 +25,7 @@ STRATEGIES = {
     "plain": [],
     "owner-stepped": ["--strategy", "owner-stepped", "--kfac.solver", "eigen"],
     "overlapped": ["--strategy", "spd-kfac"],
-    "curvature ranks": ["--strategy", "curvature-ranks", "--curvature_ranks", "1"],
+    "curvature servers": ["--strategy", "curvature-servers", "--curvature_servers", "1"],
     "averaged in parts": ["--parts", "2"],
 }
 MOVES = [(2, "cuda", "cpu"), (1, "cpu", "cuda"), (1, "cuda", "cuda")]

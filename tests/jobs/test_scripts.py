@@ -67,7 +67,7 @@ def test_a_job_starts_the_program_on_all_its_ranks_and_hands_on_its_code(tmp_pat
 def test_a_pbs_job_that_was_stopped_submits_its_successor(tmp_path, code, again):
     """Oracle: the program's code; the successor's run directory is the first job's."""
     job = run(tmp_path, "pbs/multi_node.pbs", CODE=str(code), RUN_DIR="runs/5")
-    assert "--run_dir runs/5 --resume auto --max_time 240 --stop_code 75" in job.stdout
+    assert "--run_dir runs/5 --resume auto --max_time 240 --exit_code 75" in job.stdout
     assert ("qsub -v RUN_DIR=runs/5 jobs/pbs/multi_node.pbs" in job.stdout) == again
     assert job.returncode == (0 if again else code)
 
@@ -75,7 +75,7 @@ def test_a_pbs_job_that_was_stopped_submits_its_successor(tmp_path, code, again)
 def test_an_lsf_job_that_was_stopped_ends_with_the_code_for_which_it_is_requeued(tmp_path):
     """Oracle: the codes of #BSUB -Q."""
     job = run(tmp_path, "lsf/multi_node.lsf", CODE="75")
-    assert "--run_dir runs/7 --resume auto --max_time 240 --stop_code 75" in job.stdout
+    assert "--run_dir runs/7 --resume auto --max_time 240 --exit_code 75" in job.stdout
     assert job.returncode == 75
     assert '#BSUB -Q "75"' in (JOBS / "lsf" / "multi_node.lsf").read_text()
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Asynchronous, DataParallel, Distribution, Strategy, UserError
+from mpikfac import AsyncSGD, Distribution, FirstOrderTrainer, Strategy, UserError
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has no second rank 
 
 
 def on_both(comm, model, optimizer, strategy, train):
-    """Return what `train(trainer, ranks)` returns, and on servers what `serve_updates` returns."""
+    """Return what `train(trainer, ranks)` returns, and on servers what their function returns."""
     asked = strategy.exchange.asynchrony
     team = mpikfac.split(comm, asked.servers)
     if team.comm is None:
-        return mpikfac.serve_updates(model, optimizer, team)
-    trainer = Asynchronous(model, optimizer, team, strategy)
+        return mpikfac.run_parameter_server(model, optimizer, team)
+    trainer = AsyncSGD(model, optimizer, team, strategy)
     found = train(trainer, team.comm)
     for _ in range(2):  # a second call does nothing
         trainer.close()
@@ -192,7 +192,7 @@ def same(found, right):
 
 @pytest.mark.parametrize("make", [problem.sgd, problem.sgd_all, problem.adam])
 def test_one_client_is_synchronous_training(comm, make):
-    """Oracle: `DataParallel` on the client's ranks, bit for bit, with running statistics."""
+    """Oracle: `FirstOrderTrainer` on the client's ranks, bit for bit, with running statistics."""
     model, right = network(), network()
     strategy = UPDATES.changed(client_ranks=comm.size - 1)
 
@@ -200,7 +200,7 @@ def test_one_client_is_synchronous_training(comm, make):
         steps(trainer, ranks.rank, ranks.size)
         trainer.combine()
         assert trainer.combined and trainer.votes[0] == 3
-        alone = DataParallel(right, make(right), ranks)
+        alone = FirstOrderTrainer(right, make(right), ranks)
         steps(alone, ranks.rank, ranks.size)
         assert same(model.state_dict(), right.state_dict())
         assert trainer.staleness == {0: 4}
@@ -211,13 +211,13 @@ def test_one_client_is_synchronous_training(comm, make):
 
 @pytest.mark.parametrize("choices", [{"overlap": True, "fusion": 1}, {"gradient_wire": "int8"}])
 def test_a_clients_ranks_take_every_transport(comm, choices):
-    """Oracle: `DataParallel` on the client's ranks with the same transport, bit for bit."""
+    """Oracle: `FirstOrderTrainer` on the client's ranks with the same transport, bit for bit."""
     model, right = network(), network()
     strategy = UPDATES.changed(client_ranks=comm.size - 1, **choices)
 
     def train(trainer, ranks):
         steps(trainer, ranks.rank, ranks.size)
-        alone = DataParallel(right, problem.sgd(right), ranks, Strategy.mem_opt(**choices))
+        alone = FirstOrderTrainer(right, problem.sgd(right), ranks, Strategy.mem_opt(**choices))
         steps(alone, ranks.rank, ranks.size)
         assert same(model.state_dict(), right.state_dict())
 
@@ -249,7 +249,7 @@ def test_a_scaled_loss_that_overflows_changes_nothing(comm, push_every):
 
     def train(trainer, ranks):
         assert scaled(trainer, ranks, True) == 2.0**8
-        alone = DataParallel(right, problem.sgd(right), ranks)
+        alone = FirstOrderTrainer(right, problem.sgd(right), ranks)
         if push_every == 1:
             scaled(alone, ranks, False)
             parameters = zip(model.parameters(), right.parameters())
@@ -342,7 +342,7 @@ def test_a_warm_start_is_of_one_client(comm, warm):
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_state_goes_to_and_from_synchronous_training(comm, servers):
-    """Oracle: a client that trains on without a pause, bit for bit; and `DataParallel`."""
+    """Oracle: a client that trains on without a pause, bit for bit; and `FirstOrderTrainer`."""
     if servers >= comm.size:
         pytest.skip("no rank trains")
     strategy = UPDATES.changed(client_ranks=comm.size - servers, servers=servers)
@@ -367,7 +367,7 @@ def test_a_state_goes_to_and_from_synchronous_training(comm, servers):
         steps(trainer, ranks.rank, ranks.size, range(2, 4))
         assert same(other.state_dict(), right)
         alone = network()
-        synchronous = DataParallel(alone, problem.sgd(alone), ranks)
+        synchronous = FirstOrderTrainer(alone, problem.sgd(alone), ranks)
         synchronous.load_state_dict(state)
         steps(synchronous, ranks.rank, ranks.size, range(2, 4))
         assert same(alone.state_dict(), right)
@@ -467,7 +467,7 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(comm):
-    """Oracle: `DataParallel` on the client's ranks."""
+    """Oracle: `FirstOrderTrainer` on the client's ranks."""
     model, right = network(), network()
     strategy = UPDATES.changed(client_ranks=comm.size - 1)
 
@@ -483,7 +483,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(comm):
 
     def train(trainer, ranks):
         broken(trainer, ranks)
-        broken(DataParallel(right, problem.sgd(right), ranks), ranks)
+        broken(FirstOrderTrainer(right, problem.sgd(right), ranks), ranks)
         assert same(model.state_dict(), right.state_dict())
 
     on_both(comm, model, problem.sgd(model), strategy, train)
@@ -547,17 +547,17 @@ def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):
     team, model = mpikfac.split(comm, 1), network()
     if team.comm is not None:
         with pytest.raises(ValueError, match=said):
-            Asynchronous(model, make(model), team, UPDATES.changed(**choices))
-        with pytest.raises(ValueError, match="serve_updates.. is for ranks that split"):
-            mpikfac.serve_updates(model, make(model), team)
+            AsyncSGD(model, make(model), team, UPDATES.changed(**choices))
+        with pytest.raises(ValueError, match="run_parameter_server.. is for ranks that split"):
+            mpikfac.run_parameter_server(model, make(model), team)
     comm.Barrier()
 
 
 def test_other_trainers_refuse_updates(comm):
     """Oracle: the message."""
     model = network()
-    for make in (DataParallel, mpikfac.KFAC):
-        with pytest.raises(ValueError, match="needs the trainer mpikfac.Asynchronous"):
+    for make in (FirstOrderTrainer, mpikfac.KFAC):
+        with pytest.raises(ValueError, match="needs the trainer mpikfac.AsyncSGD"):
             make(model, problem.sgd(model), comm, UPDATES)
     with pytest.raises(ValueError, match="push_every=3 needs exchanged='updates'"):
         Strategy.mem_opt(push_every=3)

@@ -26,7 +26,7 @@ def trained(comm, name, update):
     model = problem.network()
     made = getattr(pytorch_optimizer, name)
     optimizer = made(model.parameters(), weight_decay=0.01, **SETTINGS[name])
-    trainer = mpikfac.DataParallel(model, optimizer, comm, Strategy(1, update=update))
+    trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm, Strategy(1, update=update))
     return trainer, problem.run(trainer, comm)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import DataParallel, Strategy, UserError
+from mpikfac import FirstOrderTrainer, Strategy, UserError
 from support import problem
 
 RANKS = mpikfac.world().size
@@ -120,15 +120,15 @@ def kfac_with(choices: dict, every: int = 1) -> object:
     return make
 
 
-def owners_step(model, optimizer, comm) -> DataParallel:
-    return DataParallel(model, optimizer, comm, Strategy().changed(update="owner"))
+def owners_step(model, optimizer, comm) -> FirstOrderTrainer:
+    return FirstOrderTrainer(model, optimizer, comm, Strategy().changed(update="owner"))
 
 
 TAKEN_UP = {
     **{name: (kfac_with(chosen), kfac_with({})) for name, chosen in STRATEGIES.items()},
     "owners, every 4th step": (kfac_with(STRATEGIES["owners"], 4), kfac_with({}, 4)),
-    "first-order": (DataParallel, DataParallel),
-    "first-order, owner steps": (owners_step, DataParallel),
+    "first-order": (FirstOrderTrainer, FirstOrderTrainer),
+    "first-order, owner steps": (owners_step, FirstOrderTrainer),
 }
 
 
@@ -151,7 +151,7 @@ def test_numbers_and_lists_of_the_optimizer_move_to_new_owners(comm, make):
     """Oracle: one process on the joined batches."""
     own = comm.Split(comm.rank)
     with_counts = partial(CountingSgd, lr=0.1)
-    serial = DataParallel if make is owners_step else kfac_with({})
+    serial = FirstOrderTrainer if make is owners_step else kfac_with({})
     chosen = {"optimized": lambda model: with_counts(model.parameters())}
     found, _ = trained(comm, make, "unfreeze", **chosen)
     expected, _ = trained(own, serial, "unfreeze", **chosen)
@@ -172,7 +172,7 @@ def test_precondition_refuses_a_changed_model(comm):
         kfac.precondition()
 
 
-@pytest.mark.parametrize("make", [DataParallel, mpikfac.KFAC])
+@pytest.mark.parametrize("make", [FirstOrderTrainer, mpikfac.KFAC])
 def test_a_change_that_cannot_be_taken_up_is_named(comm, make):
     """Oracle: the line, at the end of the step; the communicators are in use still."""
     model = network()
@@ -228,7 +228,7 @@ def test_labels_of_the_model_leave_frozen_layers_alone(comm):
 
 def test_a_new_layer_becomes_that_of_rank_0(comm):
     """Oracle: the weights of all ranks, which made the layer with different seeds."""
-    for make in (DataParallel, kfac_with({})):
+    for make in (FirstOrderTrainer, kfac_with({})):
         found, _ = trained(comm, make, "replace", seed=comm.rank)
         mine = found[-1].tolist()
         assert comm.allgather(mine) == [comm.bcast(mine)] * comm.size
@@ -236,7 +236,7 @@ def test_a_new_layer_becomes_that_of_rank_0(comm):
 
 def test_a_frozen_layer_stays(comm):
     """Oracle: the weights at the change; momentum and decay would move them."""
-    for make in (DataParallel, kfac_with({})):
+    for make in (FirstOrderTrainer, kfac_with({})):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         trainer = make(model, optimizer, comm)
@@ -261,12 +261,14 @@ def test_a_new_layer_is_trained_from_the_next_step_on(comm):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
-@pytest.mark.parametrize("make", [DataParallel, kfac_with({}), kfac_with(STRATEGIES["owners"])])
+@pytest.mark.parametrize(
+    "make", [FirstOrderTrainer, kfac_with({}), kfac_with(STRATEGIES["owners"])]
+)
 @pytest.mark.parametrize("difference", ["lr", "kind", "frozen", "damping", "factor_update_steps"])
 def test_ranks_that_drift_apart_stop_together(comm, make, difference):
     """Oracle: the same text on all ranks, at the step of the difference."""
     of_kfac = difference in ("damping", "factor_update_steps")
-    if of_kfac and make is DataParallel:
+    if of_kfac and make is FirstOrderTrainer:
         return
     model, last = network(), comm.rank == comm.size - 1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -312,7 +314,7 @@ class Resizing(nn.Module):
 def test_tensors_of_the_model_may_change_their_size(comm, strategy, tmp_path):
     """Oracle: torch, which resizes tensors without a trainer, on one rank and on several."""
     torch.manual_seed(comm.rank)
-    make = kfac_with(STRATEGIES[strategy]) if strategy in STRATEGIES else DataParallel
+    make = kfac_with(STRATEGIES[strategy]) if strategy in STRATEGIES else FirstOrderTrainer
     model, root = Resizing(), Path(comm.bcast(str(tmp_path)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = make(model, optimizer, comm)
@@ -397,7 +399,7 @@ def test_overlap_goes_on_after_a_refused_step(comm, make, refusal):
 def test_copies_refuse_a_scaler(comm):
     """Oracle: the line: a rank that skips a step alone would miss the sums of factors."""
     model = network()
-    copies = {"exchanged": "weights", "exchange_every": 2}
+    copies = {"exchanged": "weights", "sync_every": 2}
     kfac = kfac_with(copies)(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
     scaler = torch.amp.GradScaler("cpu")
     x, y = batch(0, comm)
@@ -406,7 +408,7 @@ def test_copies_refuse_a_scaler(comm):
         kfac.step(scaler)
 
 
-@pytest.mark.parametrize("make", [DataParallel, kfac_with({})])
+@pytest.mark.parametrize("make", [FirstOrderTrainer, kfac_with({})])
 def test_a_clipped_gradient_is_the_mean_of_all_ranks(comm, make):
     """Oracle: torch's `clip_grad_norm_` in one process on the joined batch."""
 
@@ -430,7 +432,7 @@ def test_a_clipped_gradient_is_the_mean_of_all_ranks(comm, make):
 
 
 @pytest.mark.parametrize(
-    "make", [DataParallel, kfac_with({}), kfac_with(STRATEGIES["owner steps"])]
+    "make", [FirstOrderTrainer, kfac_with({}), kfac_with(STRATEGIES["owner steps"])]
 )
 def test_uneven_shards_are_weighed_by_their_examples(comm, make):
     """Oracle: one process on the joined batch; a rank without examples counts for nothing."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Codistillation, DataParallel
+from mpikfac import Codistillation, FirstOrderTrainer
 from mpikfac.extensions.codistillation import divergence
 from mpikfac.numerics import Arena
 from mpikfac.plan import divisors
@@ -55,7 +55,7 @@ def trained(comm, groups, steps=STEPS, optimizer="SGD", made=None, train_norm=Fa
             model.train()
             model[1].eval()
         else:
-            trainer = DataParallel(model, optimizer_of(optimizer, model), group)
+            trainer = FirstOrderTrainer(model, optimizer_of(optimizer, model), group)
         made = trainer, codistillation
     trainer, codistillation = made
     group = codistillation.group
@@ -183,10 +183,10 @@ def test_a_copy_of_a_model_with_hooks_records_nothing(comm):
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_without_weight_groups_train_apart(comm, groups):
-    """Oracle: `DataParallel` on the ranks of a group, bit for bit; a single group is plain."""
+    """Oracle: `FirstOrderTrainer` on the ranks of a group, bit for bit; a single group is plain."""
     number = comm.rank * groups // comm.size
     group, model = comm.Split(number), network(number)
-    plain = DataParallel(model, problem.sgd(model), group)
+    plain = FirstOrderTrainer(model, problem.sgd(model), group)
     for step in range(STEPS):
         images, labels = (part.chunk(group.size)[group.rank] for part in data(step, number))
         plain.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Curvature ranks, which decompose for the training ranks: the same numbers, the plan's bytes."""
+"""Curvature servers, which decompose for the training ranks: the same numbers, the plan's bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import Strategy, Trace
-from mpikfac.comm import curvature_ranks as intercomm
+from mpikfac.comm import curvature_servers as intercomm
 from mpikfac.plan import NAMED
 from mpikfac.solvers import eigen, inverse
 from support import inside, problem
@@ -24,7 +24,7 @@ OWNERS = {"reduction": "owners", "update": "owner"}
 # Choices of strategies, by the number of training ranks.
 CHOICES = {
     "all workers": lambda ranks: {"workers": ranks},
-    "two owners of a layer": lambda ranks: {"workers": ranks, "colocate": False},
+    "two owners of a layer": lambda ranks: {"workers": ranks, "colocate_factors": False},
     "owner-stepped": lambda ranks: OWNERS,
     "own batch": lambda ranks: {"reduction": "none"},
     "late to owners": lambda ranks: {"reduce_at": "bases", **OWNERS},
@@ -34,23 +34,23 @@ CHOICES = {
 }
 
 pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
-every_number = pytest.mark.parametrize("curvature_ranks", range(1, RANKS))
+every_number = pytest.mark.parametrize("curvature_servers", range(1, RANKS))
 
 
-def on_both(comm, curvature_ranks, train, **serving):
-    """Return the result of `train(training, curvature)`, and None on curvature ranks."""
-    team = mpikfac.split(comm, curvature_ranks)
+def on_both(comm, curvature_servers, train, **serving):
+    """Return the result of `train(training, curvature)`, and None on curvature servers."""
+    team = mpikfac.split(comm, curvature_servers)
     if team.comm is None:
-        return mpikfac.serve(team, **serving)
+        return mpikfac.run_curvature_server(team, **serving)
     return train(team.comm, team.link)
 
 
 def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all workers"], **settings):
-    """Return K-FAC that decomposes two steps ahead, in the background or on curvature ranks."""
+    """Return K-FAC that decomposes two steps ahead, in the background or on curvature servers."""
     model = problem.network().to(dtype)
-    curvature_ranks = curvature.remote_size if curvature else 0
+    curvature_servers = curvature.remote_size if curvature else 0
     strategy = Strategy().changed(
-        **{"delay": 2, "curvature_ranks": curvature_ranks, **choices(comm.size)}
+        **{"delay": 2, "curvature_servers": curvature_servers, **choices(comm.size)}
     )
     settings = problem.SETTINGS | settings
     return problem.kfac(
@@ -71,7 +71,7 @@ def run(kfac, steps=STEPS):
     return problem.state(kfac.model)
 
 
-def assert_same(comm, curvature_ranks, steps=STEPS, **settings):
+def assert_same(comm, curvature_servers, steps=STEPS, **settings):
     """Oracle: the training ranks alone, with decompositions in the background; to the last bit."""
 
     def train(training, curvature):
@@ -83,18 +83,18 @@ def assert_same(comm, curvature_ranks, steps=STEPS, **settings):
         assert found.nonfinite.counts == expected.nonfinite.counts
         return training.allreduce(found.nonfinite.counts["decomposition"])
 
-    return on_both(comm, curvature_ranks, train)
+    return on_both(comm, curvature_servers, train)
 
 
 @pytest.mark.parametrize("name", CHOICES)
 @every_number
-def test_curvature_ranks_change_no_bit(comm, curvature_ranks, name):
+def test_curvature_servers_change_no_bit(comm, curvature_servers, name):
     """Oracle: see `assert_same`.
 
     Each number of ranks of both kinds takes another solver.
     """
-    solver = SOLVERS[(list(CHOICES).index(name) + curvature_ranks + RANKS) % len(SOLVERS)]
-    assert_same(comm, curvature_ranks, choices=CHOICES[name], solver=solver)
+    solver = SOLVERS[(list(CHOICES).index(name) + curvature_servers + RANKS) % len(SOLVERS)]
+    assert_same(comm, curvature_servers, choices=CHOICES[name], solver=solver)
 
 
 @pytest.mark.parametrize("name", ["all workers", "two owners of a layer", "staggered"])
@@ -139,7 +139,7 @@ def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_owners_note_what_curvature_ranks_cannot_decompose(comm, solver, monkeypatch):
+def test_owners_note_what_curvature_servers_cannot_decompose(comm, solver, monkeypatch):
     """Oracle: see `assert_same`; a factor fails at 0, 3 and 6, whose decompositions are used."""
     for module, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
         make = getattr(module, name)
@@ -154,12 +154,14 @@ def test_owners_note_what_curvature_ranks_cannot_decompose(comm, solver, monkeyp
 
 
 @every_number
-def test_what_is_sent_is_planned(comm, curvature_ranks):
+def test_what_is_sent_is_planned(comm, curvature_servers):
     """Oracle: the plan's messages of four refreshes; received bytes equal sent bytes."""
 
     def train(training, curvature):
         kfac = trainer(training, curvature, choices=lambda n: {"workers": n, "delay": 1})
-        by_name = NAMED["curvature-ranks"].make(training.size, curvature_ranks=curvature_ranks)
+        by_name = NAMED["curvature-servers"].make(
+            training.size, curvature_servers=curvature_servers
+        )
         assert kfac.plan.strategy == by_name
         run(kfac, range(12))
         kfac.close()
@@ -170,19 +172,19 @@ def test_what_is_sent_is_planned(comm, curvature_ranks):
                 planned[message.stage] += 4 * message.bytes
             if message.stage == "receive bases":
                 received = 4 * message.size
-                assert message.root == training.rank % curvature_ranks
+                assert message.root == training.rank % curvature_servers
         assert planned["send factors"] > 0
         assert {stage: kfac.trace.sent[stage] for stage in planned} == planned
         return received
 
     trace = Trace()
-    received = on_both(comm, curvature_ranks, train, trace=trace)
+    received = on_both(comm, curvature_servers, train, trace=trace)
     sent = comm.allreduce(trace.sent["send bases"])
     assert sent == comm.allreduce(received or 0) > 0
 
 
 @pytest.mark.parametrize("others", range(RANKS))
-def test_a_run_goes_on_with_other_curvature_ranks(comm, others):
+def test_a_run_goes_on_with_other_curvature_servers(comm, others):
     """Oracle: the uninterrupted run, except for rounding with other training ranks.
 
     Decompositions are pending at step 5. With as many training ranks the runs agree to the last
@@ -213,8 +215,8 @@ def test_a_run_goes_on_with_other_curvature_ranks(comm, others):
 
 
 @every_number
-def test_a_run_may_end_before_its_last_bases_are_used(comm, curvature_ranks):
-    """Oracle: the time limit; curvature ranks end when the last rank is done, not before."""
+def test_a_run_may_end_before_its_last_bases_are_used(comm, curvature_servers):
+    """Oracle: the time limit; curvature servers end when the last rank is done, not before."""
 
     def train(training, curvature):
         kfac = trainer(training, curvature)
@@ -224,10 +226,10 @@ def test_a_run_may_end_before_its_last_bases_are_used(comm, curvature_ranks):
         inside.decompositions(kfac).decompose(inside.whole_factors(kfac), 3, 0.01, None)
         kfac.close()
 
-    on_both(comm, curvature_ranks, train)
+    on_both(comm, curvature_servers, train)
 
 
-def test_curvature_ranks_are_let_go_once(comm, monkeypatch):
+def test_curvature_servers_are_let_go_once(comm, monkeypatch):
     """Oracle: the number of messages; a second message would count for another training rank."""
     sent = []
 
@@ -235,7 +237,7 @@ def test_curvature_ranks_are_let_go_once(comm, monkeypatch):
         sent.append(curvature)
         intercomm.leave(curvature)
 
-    monkeypatch.setattr(*inside.PLACES["let curvature ranks go"], leave)
+    monkeypatch.setattr(*inside.PLACES["let curvature servers go"], leave)
 
     def train(training, curvature):
         kfac = trainer(training, curvature)
@@ -266,15 +268,19 @@ def copied(value):
     return value.clone() if torch.is_tensor(value) else value
 
 
-@pytest.mark.parametrize("curvature_ranks", [-1, RANKS])
-def test_some_rank_has_to_train(comm, curvature_ranks):
-    with pytest.raises(ValueError, match=rf"s={curvature_ranks} must be less than .* \({RANKS}\)"):
-        mpikfac.split(comm, curvature_ranks)
+@pytest.mark.parametrize("curvature_servers", [-1, RANKS])
+def test_some_rank_has_to_train(comm, curvature_servers):
+    with pytest.raises(
+        ValueError, match=rf"s={curvature_servers} must be less than .* \({RANKS}\)"
+    ):
+        mpikfac.split(comm, curvature_servers)
 
 
-def test_other_numbers_of_curvature_ranks_are_refused(comm):
+def test_other_numbers_of_curvature_servers_are_refused(comm):
     alone = comm.Split(comm.rank)
-    with pytest.raises(ValueError, match="curvature_ranks=1, but curvature joins 0; give it what"):
-        trainer(alone, choices=lambda _: {"curvature_ranks": 1})
-    with pytest.raises(ValueError, match="curvature_ranks=1 needs delay >= 1, not 0"):
-        Strategy().changed(curvature_ranks=1)
+    with pytest.raises(
+        ValueError, match="curvature_servers=1, but curvature joins 0; give it what"
+    ):
+        trainer(alone, choices=lambda _: {"curvature_servers": 1})
+    with pytest.raises(ValueError, match="curvature_servers=1 needs delay >= 1, not 0"):
+        Strategy().changed(curvature_servers=1)

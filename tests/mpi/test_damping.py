@@ -34,7 +34,7 @@ def textbook(**settings):
 
 def refused(strategy, solver):
     """Return whether the solver's plan needs different owners."""
-    return solver == "inverse" and not strategy.colocate and strategy.reduction == "owners"
+    return solver == "inverse" and not strategy.colocate_factors and strategy.reduction == "owners"
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])

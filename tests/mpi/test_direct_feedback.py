@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import DataParallel, DirectFeedback, Estimator, Strategy
+from mpikfac import DirectFeedback, Estimator, FirstOrderTrainer, Strategy
 from support import problem
 
 RANKS = mpikfac.world().size
@@ -37,7 +37,7 @@ def perceptron():
 def test_gradients_of_a_perceptron(comm):
     """Oracle: numpy: `e B` in the place of the errors of both hidden layers."""
     model = perceptron()
-    trainer = DataParallel(model, problem.plain_sgd(model), comm)
+    trainer = FirstOrderTrainer(model, problem.plain_sgd(model), comm)
     DirectFeedback(trainer, ["1", "3"], seed=5)
     x, labels = np.random.default_rng(1).normal(size=(9, 6)), np.arange(9) % 4
     on_device = (torch.tensor(part).to(problem.DEVICE) for part in (x, labels))
@@ -64,7 +64,7 @@ def test_inside_a_block_gradients_come_by_back_propagation(comm):
     """Oracle: autograd block by block, with `e B` as the gradient of a block's output."""
     model = problem.network()
     first, second = copy.deepcopy(model[:3]), copy.deepcopy(model[3:])
-    trainer = DataParallel(model, problem.plain_sgd(model), comm)
+    trainer = FirstOrderTrainer(model, problem.plain_sgd(model), comm)
     feedback = DirectFeedback(trainer, ["2"], seed=7)
     images, labels = problem.batch(0)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_inside_a_block_gradients_come_by_back_propagation(comm):
 def test_a_copy_of_the_model_has_no_feedback(comm):
     """Oracle: back-propagation, bit for bit."""
     model, right = problem.network(), problem.network()
-    DirectFeedback(DataParallel(model, problem.plain_sgd(model), comm), ["2"])
+    DirectFeedback(FirstOrderTrainer(model, problem.plain_sgd(model), comm), ["2"])
     for each in (copied := copy.deepcopy(model), right):
         F.cross_entropy(each(problem.batch(0)[0]), problem.batch(0)[1]).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(copied.parameters(), right.parameters()))
@@ -105,7 +105,7 @@ def trained(comm, kfac, choices, steps):
             model, optimizer, comm, strategy, damping=0.1, estimator=FORWARD, inv_update_steps=2
         )
     else:
-        trainer = DataParallel(model, optimizer, comm, strategy)
+        trainer = FirstOrderTrainer(model, optimizer, comm, strategy)
     DirectFeedback(trainer, ["2"], seed=1)
     found = problem.run(trainer, comm, steps)
     state = problem.whole_state(trainer, comm)
@@ -133,7 +133,7 @@ def test_ranks_train_as_one_rank(comm, kfac, choices):
 def test_a_rank_without_examples_takes_part(comm):
     """Oracle: gradients of 0, in the shape of the outputs."""
     model = perceptron()
-    DirectFeedback(DataParallel(model, problem.plain_sgd(model), comm), ["1", "3"])
+    DirectFeedback(FirstOrderTrainer(model, problem.plain_sgd(model), comm), ["1", "3"])
     outputs = model(torch.zeros(0, 6, dtype=torch.float64, device=problem.DEVICE))
     outputs.sum().backward()
     assert outputs.shape == (0, 4)
@@ -147,16 +147,16 @@ def test_what_does_not_fit_is_refused_in_a_line(comm):
     with pytest.raises(ValueError, match=r"needs Estimator\(fisher='forward-only'\), or a solver"):
         DirectFeedback(kfac, ["2"])
     kfac.close()
-    trainer = DataParallel(model, problem.sgd(model), comm)
+    trainer = FirstOrderTrainer(model, problem.sgd(model), comm)
     with pytest.raises(ValueError, match="must be a module of the model, not 'relu'"):
         DirectFeedback(trainer, ["relu"])
     trainer.close()
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU(), nn.Conv2d(3, 2, 1)).double()
     model.to(problem.DEVICE)
-    DirectFeedback(DataParallel(model, problem.sgd_all(model), comm), ["1"])
+    DirectFeedback(FirstOrderTrainer(model, problem.sgd_all(model), comm), ["1"])
     with pytest.raises(ValueError, match=r"outputs \[batch, classes\], not \[12, 2, 8, 8\]"):
         model(problem.batch(0)[0][:12])
     model = perceptron()
-    DirectFeedback(DataParallel(model, problem.plain_sgd(model), comm), ["1", "4"])
+    DirectFeedback(FirstOrderTrainer(model, problem.plain_sgd(model), comm), ["1", "4"])
     with pytest.raises(ValueError, match="the last block ends with the model; leave out its end"):
         model(torch.zeros(2, 6, dtype=torch.float64, device=problem.DEVICE))

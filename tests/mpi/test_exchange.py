@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import DataParallel, Strategy
+from mpikfac import FirstOrderTrainer, Strategy
 from mpikfac.plan import PlannedCopies
 from support import inside, problem
 from support.copies import (
@@ -62,11 +62,11 @@ def expected(ranks, steps, every, begin=0, outer_lr=1.0, outer_momentum=0.0, nod
 
 
 RULES = {
-    "local SGD": {"exchange_every": 3},
-    "post-local SGD": {"exchange_every": 2, "exchange_from": 3},
-    "DiLoCo": {"exchange_every": 3, **DILOCO},
-    "DiLoCo after averaged gradients": {"exchange_every": 2, "exchange_from": 3, **DILOCO},
-    "a longer outer step": {"exchange_every": 2, "outer_lr": 1.3},
+    "local SGD": {"sync_every": 3},
+    "post-local SGD": {"sync_every": 2, "exchange_from": 3},
+    "DiLoCo": {"sync_every": 3, **DILOCO},
+    "DiLoCo after averaged gradients": {"sync_every": 2, "exchange_from": 3, **DILOCO},
+    "a longer outer step": {"sync_every": 2, "outer_lr": 1.3},
 }
 
 
@@ -75,7 +75,7 @@ def test_each_step_follows_the_rule(comm, name):
     """Oracle: the rule in numpy."""
     given = dict(RULES[name])
     strategy = Strategy.mem_opt(exchanged="weights", **given)
-    every, begin = given.pop("exchange_every"), given.pop("exchange_from", 0)
+    every, begin = given.pop("sync_every"), given.pop("exchange_from", 0)
     right = expected(comm.size, 9, every, begin, **given)
     for found, of_ranks in zip(trained(comm, strategy, 9), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
@@ -87,7 +87,7 @@ def test_nodes_step_copies_by_their_mean_gradient(comm, name, per_node):
     """Oracle: the rule in numpy, of as many copies as nodes."""
     given = dict(RULES[name])
     choices = {"copies_of": "node", "ranks_per_node": per_node, **given}
-    every, begin = given.pop("exchange_every"), given.pop("exchange_from", 0)
+    every, begin = given.pop("sync_every"), given.pop("exchange_from", 0)
     strategy = Strategy.mem_opt(exchanged="weights", **choices)
     right = expected(comm.size, 9, every, begin, **given, nodes=comm.size // per_node)
     for found, of_ranks in zip(trained(comm, strategy, 9), right):
@@ -114,7 +114,7 @@ def late_means(ranks, steps, nodes, every=4, late=2):
 @pytest.mark.parametrize("per_node", mpikfac.plan.divisors(mpikfac.world().size))
 def test_one_rank_of_each_node_sends_by_turns(comm, per_node):
     """Oracle: the rule in numpy; the bytes of the rank whose turn comes first."""
-    choices = {"exchange_every": 4, "lateness": 2, "local_share": None}
+    choices = {"sync_every": 4, "lateness": 2, "local_share": None}
     strategy = Strategy.mem_opt(
         exchanged="weights", copies_of="node", ranks_per_node=per_node, **choices
     )
@@ -123,7 +123,7 @@ def test_one_rank_of_each_node_sends_by_turns(comm, per_node):
     for found, of_ranks in zip(trained(comm, strategy, 15), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-11, atol=1e-12)
     model = problem.network()
-    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     planned = sum(m.bytes for m in PlannedCopies(trainer.plan.of(0)).exchange_weights())
     problem.run(trainer, comm, range(6))
     mine = comm.rank % per_node == 0
@@ -135,7 +135,7 @@ def test_the_best_node_leads(comm):
     model = problem.network()
     choices = {**LEADER, "copies_of": "node", "ranks_per_node": PER_NODE, "leader_step": 1.0}
     strategy = Strategy.mem_opt(exchanged="weights", **choices)
-    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     rule = inside.replicas(trainer).rule
     for step in range(3):
         images, labels = problem.shards(step, comm.size)[comm.rank]
@@ -202,13 +202,13 @@ def test_each_step_follows_the_leaders(comm, per_node, begin):
 @pytest.mark.parametrize("node_every", [1, 2, 6])
 def test_the_leader_of_a_node_changes_more_often(comm, node_every, begin):
     """Oracle: the rule in numpy, with two periods; the plan's bytes, by stage."""
-    choices = LEADER | {"exchange_every": 6, "exchange_from": begin, "node_every": node_every}
+    choices = LEADER | {"sync_every": 6, "exchange_from": begin, "node_every": node_every}
     strategy = Strategy.mem_opt(exchanged="weights", ranks_per_node=PER_NODE, **choices)
     right = led(4, 20, PER_NODE, 6, begin, node_every=node_every)
     for found, of_ranks in zip(trained(comm, strategy, 20), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
     model = problem.network()
-    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     problem.run(trainer, comm, range(begin + 6))
     planned = collections.Counter()
     for rank in range(4):
@@ -223,8 +223,8 @@ def test_the_mean_of_the_copies_is_the_state_of_the_run(comm):
     """Oracle: the mean over ranks; the bytes and the memory of the plan."""
     model = problem.network()
     strategy = Strategy.mem_opt(exchanged="weights", **LEADER)
-    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
-    with pytest.raises(ValueError, match="needs exchange.hear"):
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
+    with pytest.raises(ValueError, match="needs exchange.report_loss"):
         trainer.step()
     for step in range(3):
         images, labels = problem.shards(step, comm.size)[comm.rank]
@@ -301,7 +301,7 @@ def test_each_step_is_elastic(comm, choices, begin):
 def test_pulls_that_grow_for_long_stay_finite(comm):
     """Oracle: pulls that begin at their limits; the growth is beyond all numbers of float64."""
     limits = {"anchor_pull": ELASTIC["anchor_most"], "mean_pull": ELASTIC["mean_most"]}
-    choices = ELASTIC | limits | {"exchange_every": 2}
+    choices = ELASTIC | limits | {"sync_every": 2}
     growing = Strategy.mem_opt(exchanged="weights", **choices | {"pull_growth": 1e300})
     pairs = (trained(comm, s, 9) for s in (growing, growing.changed(pull_growth=0.0)))
     assert all(np.array_equal(one, other) for one, other in zip(*pairs))
@@ -345,10 +345,10 @@ def test_messages_between_nodes_are_the_plans(comm, name):
     model, choices = problem.network(), OF_NODES[name][0]
     of_nodes = {"copies_of": "node", "ranks_per_node": PER_NODE}
     strategy = Strategy.mem_opt(exchanged="weights", **choices, **of_nodes)
-    trainer = DataParallel(
+    trainer = FirstOrderTrainer(
         model, problem.sgd_all(model), comm, strategy, mpikfac.Trace(events=True)
     )
-    every = choices["exchange_every"]
+    every = choices["sync_every"]
     problem.run(trainer, comm, range(every))
     plans = [trainer.plan.of(rank) for rank in range(comm.size)]
     planned = collections.Counter()
@@ -371,7 +371,7 @@ def test_messages_between_nodes_are_the_plans(comm, name):
 @pytest.mark.parametrize("name", OF_NODES)
 def test_local_kfac_of_nodes_is_local_kfac_of_larger_batches(comm, name):
     """Oracle: as many workers as nodes, each a rank alone with the batch of the node."""
-    choices, nodes = OF_NODES[name][0] | {"exchange_every": 2}, comm.size // PER_NODE
+    choices, nodes = OF_NODES[name][0] | {"sync_every": 2}, comm.size // PER_NODE
     steps, settings = range(6), {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": None}
     of_nodes = {"copies_of": "node", "ranks_per_node": PER_NODE}
     strategy = Strategy.comm_opt(comm.size, exchanged="weights", **choices, **of_nodes)
@@ -386,13 +386,15 @@ def test_local_kfac_of_nodes_is_local_kfac_of_larger_batches(comm, name):
 @pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
 def test_the_ranks_of_a_node_go_on_with_one_momentum(comm, kind):
     """Oracle: the copy of rank 0 or 2, of a run in which each rank had a momentum of its own."""
-    choices = {"exchanged": "weights", "exchange_every": 3, "merge": "elastic"}
+    choices = {"exchanged": "weights", "sync_every": 3, "merge": "elastic"}
 
     def make(**more):
         if kind == "K-FAC":
             return kfac_of(comm, Strategy.comm_opt(comm.size, **choices, **more))
         model = problem.network()
-        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices, **more))
+        return FirstOrderTrainer(
+            model, problem.sgd(model), comm, Strategy.mem_opt(**choices, **more)
+        )
 
     first, second = make(), make(copies_of="node", ranks_per_node=2)
     problem.run(first, comm, range(4))
@@ -442,7 +444,7 @@ def test_each_step_of_a_stream_follows_the_rule(comm, late, begin):
 
 def test_a_stream_in_one_part_without_delay_is_the_exchange(comm):
     """Oracle: DiLoCo; a small own share keeps the rule of streams in use."""
-    choices = {"exchanged": "weights", "exchange_every": 3, **DILOCO}
+    choices = {"exchanged": "weights", "sync_every": 3, **DILOCO}
     plain, stream = (Strategy.mem_opt(**choices, **x) for x in ({}, {"local_share": 1e-300}))
     for one, other in zip(trained(comm, plain, 7), trained(comm, stream, 7)):
         np.testing.assert_allclose(one, other, rtol=1e-12)
@@ -451,8 +453,8 @@ def test_a_stream_in_one_part_without_delay_is_the_exchange(comm):
 def test_all_parts_of_a_model_travel_in_turn(comm):
     """Oracle: the plan's bytes, part by part; in the end all ranks hold the same model."""
     model = problem.network()
-    choices = {"fragments": 3, "exchange_every": 6, "lateness": 1}
-    trainer = DataParallel(
+    choices = {"fragments": 3, "sync_every": 6, "lateness": 1}
+    trainer = FirstOrderTrainer(
         model, problem.sgd_all(model), comm, Strategy.mem_opt(exchanged="weights", **choices)
     )
     planned = sum(m.bytes for m in PlannedCopies(trainer.plan.of(comm.rank)).exchange_weights())
@@ -467,8 +469,8 @@ def test_all_parts_of_a_model_travel_in_turn(comm):
 def test_a_rank_without_a_finite_loss_stops_all_ranks(comm):
     """Oracle: the message on all ranks."""
     model = problem.network()
-    strategy = Strategy.mem_opt(exchanged="weights", **LEADER | {"exchange_every": 2})
-    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    strategy = Strategy.mem_opt(exchanged="weights", **LEADER | {"sync_every": 2})
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     problem.take_step(trainer, 1.0)
     with pytest.raises(mpikfac.UserError, match="are not finite"):
         problem.take_step(trainer, np.nan if comm.rank == 0 else 1.0)
@@ -477,7 +479,7 @@ def test_a_rank_without_a_finite_loss_stops_all_ranks(comm):
 def test_an_exchange_at_every_step_is_the_average_of_gradients(comm):
     """Oracle: synchronous SGD, bit for bit; on a single rank any number of steps."""
     every = 4 if comm.size == 1 else 1
-    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=every)
+    strategy = Strategy.mem_opt(exchanged="weights", sync_every=every)
     pairs = zip(trained(comm, strategy, 5), trained(comm, None, 5))
     assert all(np.array_equal(one, other) for one, other in pairs)
 
@@ -486,8 +488,8 @@ def test_an_exchange_at_every_step_is_the_average_of_gradients(comm):
 def test_messages_are_the_plans(comm, every):
     """Oracle: the plan: bytes of an exchange, and none between two exchanges."""
     model = problem.network()
-    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=every)
-    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    strategy = Strategy.mem_opt(exchanged="weights", sync_every=every)
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     planned = sum(m.bytes for m in PlannedCopies(trainer.plan.of(comm.rank)).exchange_weights())
     for step in range(2 * every):
         trainer.trace.clear()
@@ -508,20 +510,18 @@ def test_messages_are_the_plans(comm, every):
 def test_memory_of_copies_is_the_plans(comm, outer, kept):
     """Oracle: the plan; the copy, the weights of the last exchange, the momentum."""
     model = problem.network()
-    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=2, **outer)
-    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    strategy = Strategy.mem_opt(exchanged="weights", sync_every=2, **outer)
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     found, plan = inside.memory(trainer)["copies"], trainer.plan
     assert found == plan.memory(comm.rank)["copies"] == kept * plan.memory(comm.rank)["gradients"]
 
 
-@pytest.mark.parametrize(
-    "choices", [STREAM, LEADER | {"exchange_every": 4}], ids=["stream", "leader"]
-)
+@pytest.mark.parametrize("choices", [STREAM, LEADER | {"sync_every": 4}], ids=["stream", "leader"])
 def test_a_loaded_state_leaves_nothing_of_the_steps_before(comm, choices):
     """Oracle: a trainer that has taken no steps before it loads the state of another one."""
     strategy = Strategy.mem_opt(exchanged="weights", **choices)
     fresh, used = (
-        DataParallel(model, problem.sgd_all(model), comm, strategy)
+        FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
         for model in (problem.network(), problem.network())
     )
     state = fresh.state_dict()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import DataParallel, Strategy, Trace
+from mpikfac import FirstOrderTrainer, Strategy, Trace
 from mpikfac.comm import Grid
 from mpikfac.plan import Codec, divisors, lay_out, stages
 from mpikfac.plan.messages import in_two_levels, seat, sums
@@ -181,7 +181,7 @@ def test_training_with_the_largest_gradients(comm, choices):
     model, by_hand = problem.network(), problem.network()
     wires = {"gradient_wire": "top-k", "top_share": 0.1, **choices}
     sgd = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, by_hand)]
-    trainer = DataParallel(model, sgd[0], comm, Strategy().changed(**wires))
+    trainer = FirstOrderTrainer(model, sgd[0], comm, Strategy().changed(**wires))
     layout = trainer.plan.of(0).layouts.gradients
     trained = max(layout.offsets[name] for name, _ in model.named_parameters())
     size = trained + 16  # the last parameter has 5 numbers
@@ -212,7 +212,7 @@ def test_a_momentum_is_not_taken_twice(comm):
     wires = {"gradient_wire": "top-k", "top_momentum": 0.9}
     line = "top_momentum=0.9 needs an optimizer without momentum, not with 0.9"
     model = problem.network()
-    for make in (problem.kfac, DataParallel):
+    for make in (problem.kfac, FirstOrderTrainer):
         for optimizer in (problem.sgd(model), problem.adam(model)):
             with pytest.raises(ValueError, match=line):
                 make(model, optimizer, comm, Strategy().changed(**wires))

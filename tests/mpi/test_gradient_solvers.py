@@ -29,7 +29,7 @@ CHOICES = {
     "comm-opt": {"workers": RANKS},
     "hybrid": {"workers": 2 if RANKS % 2 == 0 else 1},
     "mem-opt": {"workers": 1},
-    "factors apart": {"workers": 1, "colocate": False},
+    "factors apart": {"workers": 1, "colocate_factors": False},
     "owner-stepped": OWNERS,
     "owner-stepped by Alltoall": {**OWNERS, "sums": "alltoall"},
     "owner-stepped, many workers": {**OWNERS, "workers": RANKS},
@@ -254,5 +254,5 @@ def test_named_strategies_run_or_are_refused_in_a_line(comm):
                 assert run(kfac, comm, range(1)).isfinite().all()
                 kfac.close()
     late, rounded = {"late", "late-owner"}, {"comm-opt-bf16", "comm-opt-int8"}
-    assert refused >= late | rounded | {"dp-kfac", "event-driven", "curvature-ranks", "local-sgd"}
+    assert refused >= late | rounded | {"dp-kfac", "event-driven", "curvature-servers", "local-sgd"}
     assert not refused & {"comm-opt", "mem-opt", "hybrid", "owner-stepped", "delayed", "power-sgd"}

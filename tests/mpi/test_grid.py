@@ -253,7 +253,7 @@ def test_ranks_that_disagree_on_settings_all_stop(comm, key, given):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
-@pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.DataParallel])
+@pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.FirstOrderTrainer])
 @pytest.mark.parametrize("difference", ["lr", "class", "parameters"])
 def test_ranks_that_disagree_on_the_optimizer_all_stop(comm, make, difference):
     """Oracle: the same text on every rank; weights would part at the first step."""
@@ -269,7 +269,7 @@ def test_ranks_that_disagree_on_the_optimizer_all_stop(comm, make, difference):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
-@pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.DataParallel])
+@pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.FirstOrderTrainer])
 @pytest.mark.parametrize("difference", ["width", "dtype", "frozen"])
 def test_ranks_that_disagree_on_the_model_all_stop(comm, make, difference):
     """Oracle: the same text on every rank, for any difference."""

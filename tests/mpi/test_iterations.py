@@ -17,17 +17,17 @@ OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
 PLACEMENTS = {
     "COMM-OPT": {"workers": RANKS},
     "MEM-OPT": {"workers": 1},
-    "two owners of a layer": {"workers": RANKS, "colocate": False},
-    "two owners of a layer, one worker": {"workers": 1, "colocate": False},
+    "two owners of a layer": {"workers": RANKS, "colocate_factors": False},
+    "two owners of a layer, one worker": {"workers": 1, "colocate_factors": False},
     "owner-stepped": OWNERS,
-    "factors to owners": {"workers": RANKS, "reduction": "owners", "colocate": False},
+    "factors to owners": {"workers": RANKS, "reduction": "owners", "colocate_factors": False},
     "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
     "late": {"workers": RANKS, "reduce_at": "bases"},
     "staggered and delayed": {"workers": RANKS, "stagger": 3, "delay": 1},
 }
 if RANKS == 4:
     PLACEMENTS["hybrid"] = {"workers": 2, "reduction": "owners"}
-    PLACEMENTS["hybrid, two owners of a layer"] = {"workers": 2, "colocate": False}
+    PLACEMENTS["hybrid, two owners of a layer"] = {"workers": 2, "colocate_factors": False}
     PLACEMENTS["hybrid, owner-stepped"] = OWNERS | {"workers": 2}
 OVER_TIME = "stagger", "delay"
 STEPS = range(10)  # three refreshes, or a refresh of every share
@@ -77,7 +77,7 @@ def test_a_run_on_fewer_ranks_goes_on_from_the_same_vectors(comm, delay):
 
     With three ranks the run goes on with two, with four with three.
     """
-    placement = {"workers": RANKS, "reduction": "owners", "colocate": False, "delay": delay}
+    placement = {"workers": RANKS, "reduction": "owners", "colocate_factors": False, "delay": delay}
     first = trainer(comm, placement)
     problem.run(first, comm, range(4))
     state = problem.whole_state(first, comm)

@@ -23,7 +23,7 @@ PLACEMENTS = {
     "everywhere": {"workers": RANKS},
     "one worker": {"workers": 1},
     "owners": OWNERS,
-    "two owners of a layer": {"workers": RANKS, "colocate": False},
+    "two owners of a layer": {"workers": RANKS, "colocate_factors": False},
     "layer by layer": {"workers": RANKS, "fusion": 1},
     "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
     "delayed": {"workers": RANKS, "delay": 1},

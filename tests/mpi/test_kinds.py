@@ -107,7 +107,7 @@ def test_all_kinds_of_layers_under_each_placement(comm, strategy, solver):
     """
     rules = mpikfac.usual_rule, forms
     rule = rules[(STRATEGIES.index(strategy) + SOLVERS.index(solver)) % 2]
-    apart = not strategy.colocate and strategy.reduction != "everyone"
+    apart = not strategy.colocate_factors and strategy.reduction != "everyone"
     if (solver == "inverse" and apart) or (
         solver == "rank-one" and strategy.transport.packing == "square"
     ):
@@ -119,7 +119,7 @@ def test_all_kinds_of_layers_under_each_placement(comm, strategy, solver):
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_relative_damping_under_each_placement(comm, strategy, solver):
     """Oracle: a single process on the joined batches; factors in blocks may have several owners."""
-    if solver != "inverse" or strategy.colocate or strategy.reduction == "everyone":
+    if solver != "inverse" or strategy.colocate_factors or strategy.reduction == "everyone":
         choices = {"solver": solver, "rule": forms, "relative_damping": True}
         assert_as_one_process(comm, strategy, **choices)
 

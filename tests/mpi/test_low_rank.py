@@ -16,7 +16,7 @@ RANKS = mpikfac.world().size
 SENT = {
     "everywhere": Strategy(RANKS),
     "one worker": Strategy(1),
-    "to owners, apart": Strategy(RANKS, "owners", colocate=False),
+    "to owners, apart": Strategy(RANKS, "owners", colocate_factors=False),
     "owners": Strategy(1, "owners", "owner"),
     "staggered, late": Strategy(RANKS).changed(reduce_at="bases", stagger=3),
     "small ones everywhere": Strategy(RANKS, replicate_below=10),

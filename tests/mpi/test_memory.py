@@ -64,7 +64,7 @@ def test_owners_that_step_send_no_more_than_data_parallelism(comm):
     A ring's Allreduce is a Reduce_scatter and an Allgather; the clip sends 8 bytes more.
     """
     model = problem.network()
-    baseline = mpikfac.DataParallel(model, problem.sgd(model), comm)
+    baseline = mpikfac.FirstOrderTrainer(model, problem.sgd(model), comm)
     problem.run(baseline, comm, [0])
     kfac = trainer(comm, Strategy(1, "owners", "owner"))
     problem.run(kfac, comm, [0])

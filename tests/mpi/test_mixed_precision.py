@@ -37,7 +37,7 @@ WIRES = [
 def trainer(comm, strategy, dtype=torch.float64):
     model = problem.network().to(dtype)
     if strategy == "sgd":
-        return mpikfac.DataParallel(model, problem.sgd(model), comm)
+        return mpikfac.FirstOrderTrainer(model, problem.sgd(model), comm)
     return problem.kfac(model, problem.sgd(model), comm, strategy, **SETTINGS)
 
 
@@ -155,7 +155,7 @@ def test_numbers_of_one_rank_skip_no_step_of_all_ranks(comm, spoil):
 def test_a_rank_without_a_loss_follows_the_scale(comm):
     """Oracle: the scaler's state of rank 0, which alone has examples."""
     model = problem.network()
-    baseline = mpikfac.DataParallel(model, problem.sgd(model), comm)
+    baseline = mpikfac.FirstOrderTrainer(model, problem.sgd(model), comm)
     scale = scaler()
     if comm.rank == 0:
         images, labels = problem.shards(0, 1)[0]

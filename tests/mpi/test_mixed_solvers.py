@@ -88,11 +88,11 @@ def test_a_curvature_rank_decomposes_each_layer_by_its_solver(comm):
     """Oracle: the training ranks alone, with decompositions in the background; to the last bit."""
     team = mpikfac.split(comm, 1)
     if team.comm is None:
-        mpikfac.serve(team)
+        mpikfac.run_curvature_server(team)
         return
     training = team.comm
     mixture, choices = MIXTURE | {"5": "unsplit-inverse"}, {"workers": training.size, "delay": 2}
-    spared = choices | {"curvature_ranks": 1}
+    spared = choices | {"curvature_servers": 1}
     found = trainer(team, spared, mixture)
     state = problem.run(found, training, STEPS)
     found.close()

@@ -48,15 +48,15 @@ def test_training_is_the_textbooks(comm, monkeypatch, name):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
-def test_curvature_ranks_know_the_solver(comm):
+def test_curvature_servers_know_the_solver(comm):
     """Oracle: the same training ranks with a background of their own."""
     team = mpikfac.split(comm, 1)
     if team.comm is None:
-        mpikfac.serve(team)
+        mpikfac.run_curvature_server(team)
         return
     ends = []
     for ranks, of in ((1, team), (0, team.comm)):
-        strategy = Strategy(team.size).changed(delay=1, curvature_ranks=ranks)
+        strategy = Strategy(team.size).changed(delay=1, curvature_servers=ranks)
         kfac = trainer(of, strategy)
         ends.append(problem.run(kfac, team.comm, range(6)))
         kfac.close()

@@ -67,7 +67,7 @@ def ways(names):
 
 
 SAME = [name for name, way in NAMED.items() if way.same or name == "eva"]
-SAME.remove("curvature-ranks")
+SAME.remove("curvature-servers")
 ROBUST = [name for name, way in NAMED.items() if "combine" in way.choices]
 WIRES = [name for name, way in NAMED.items() if "gradient_wire" in way.choices]
 COPIES = [name for name, way in NAMED.items() if way.choices.get("exchanged") == "weights"]
@@ -77,7 +77,7 @@ ELSEWHERE = ["a-sgd"]
 
 def test_no_named_strategy_is_left_out():
     """Oracle: the catalogue."""
-    listed = [*SAME, *ROBUST, *WIRES, *COPIES, *ELSEWHERE, "dp-kfac", "curvature-ranks"]
+    listed = [*SAME, *ROBUST, *WIRES, *COPIES, *ELSEWHERE, "dp-kfac", "curvature-servers"]
     assert sorted(listed) == sorted(NAMED)
 
 
@@ -169,13 +169,13 @@ def test_the_numbers_of_one_process(comm, name, network):
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("serving", sorted({1, RANKS // 2}))
-def test_curvature_ranks(comm, serving, network):
+def test_curvature_servers(comm, serving, network):
     """Oracle: a single process with the joined batch, and decompositions one step later."""
     team = mpikfac.split(comm, serving)
-    strategy = NAMED["curvature-ranks"].make(comm.size - serving, curvature_ranks=serving)
+    strategy = NAMED["curvature-servers"].make(comm.size - serving, curvature_servers=serving)
     expected = trained(network, alone(strategy), solver="eigen")
     if team.comm is None:
-        mpikfac.serve(team)
+        mpikfac.run_curvature_server(team)
         return
     kfac = trainer(team, network, strategy, solver="eigen")
     for step in STEPS:
@@ -269,9 +269,9 @@ def test_encoded_messages(comm, name, network):
 
 
 SOON = {
-    **{name: {"exchange_every": 3} for name in ("local-sgd", "diloco", "lsgd", "parle")},
-    "post-local-sgd": {"exchange_every": 3, "exchange_from": 1},
-    "streaming-diloco": {"exchange_every": 5, "lateness": 2},
+    **{name: {"sync_every": 3} for name in ("local-sgd", "diloco", "lsgd", "parle")},
+    "post-local-sgd": {"sync_every": 3, "exchange_from": 1},
+    "streaming-diloco": {"sync_every": 5, "lateness": 2},
     "daso": {},
 }
 """Choices with which `STEPS` have several exchanges."""

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from mpikfac import (
-    DataParallel,
     DistributedMuon,
     DistributedNorMuon,
     DistributedShampoo,
     DistributedSOAP,
+    FirstOrderTrainer,
     KFACOptimizer,
     Optimizer,
     Strategy,
@@ -33,7 +33,7 @@ STRATEGIES = {
 def trainer(comm, kind="kfac", strategy="comm-opt"):
     model = problem.network()
     if kind == "first-order":
-        return DataParallel(model, problem.sgd(model), comm)
+        return FirstOrderTrainer(model, problem.sgd(model), comm)
     chosen = STRATEGIES[strategy]
     workers = chosen.get("workers") or comm.size
     own = Strategy().changed(**(chosen | {"workers": workers}))

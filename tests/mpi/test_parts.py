@@ -31,7 +31,7 @@ def network(momentum=0.1):
 def trainer(comm, optimizer, momentum=0.1, **choices):
     model = network(momentum)
     if optimizer == "sgd":
-        return mpikfac.DataParallel(
+        return mpikfac.FirstOrderTrainer(
             model, problem.sgd_all(model), comm, Strategy().changed(parts=PARTS)
         )
     strategy = Strategy().changed(**choices, parts=PARTS)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import DataParallel, LayerShape, Strategy, Trace, make_plan
+from mpikfac import FirstOrderTrainer, LayerShape, Strategy, Trace, make_plan
 from mpikfac.comm import Grid
 from mpikfac.plan import divisors, stages
 from support import inside, problem
@@ -97,7 +97,7 @@ def test_sums_step_by_step(comm, rank, per_node):
 def blocks_of(model, trainer):
     """Yield start, parameters and rows of each block that is approximated."""
     offsets = trainer.plan.of(0).layouts.gradients.offsets
-    if isinstance(trainer, DataParallel):
+    if isinstance(trainer, FirstOrderTrainer):
         for name, parameter in model.named_parameters():
             yield offsets[name], [parameter], len(parameter) if parameter.dim() > 1 else 1
     else:
@@ -120,11 +120,11 @@ def trainer_of(kind, comm, strategy):
     model = problem.network()
     if kind == "K-FAC":
         return problem.kfac(model, problem.sgd(model), comm, strategy, **SETTINGS)
-    return DataParallel(model, problem.sgd(model), comm, strategy)
+    return FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["K-FAC", "DataParallel"])
+@pytest.mark.parametrize("kind", ["K-FAC", "FirstOrderTrainer"])
 def test_training_with_approximated_gradients(comm, kind, way):
     """Oracle: one process with the joined batch, whose gradients numpy approximates; the plan."""
     strategy = Strategy().changed(gradient_wire="power-sgd", power_rank=2, **WAYS[way])

@@ -72,7 +72,7 @@ def assert_same(comm, found, expected):
 @pytest.mark.parametrize("strategy", EVERYONE, ids=problem.label)
 def test_steps_are_one_processs(comm, strategy, solver):
     """Oracle: a single process on the joined batches; among ranks, to the last bit."""
-    if solver == "inverse" and not strategy.colocate and strategy.reduction == "owners":
+    if solver == "inverse" and not strategy.colocate_factors and strategy.reduction == "owners":
         return  # the plan needs different owners
     found = train(trainer(comm, strategy, solver), comm)
     assert_same(comm, found, alone(strategy.refresh.stagger, solver, False))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import DataParallel, Strategy
+from mpikfac import FirstOrderTrainer, Strategy
 from support import inside, problem
 from support.copies import DILOCO, ELASTIC, PER_NODE, STREAM, kfac_of, trainer_of
 
@@ -20,7 +20,7 @@ def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
     Factors are averaged over ranks at each step; gradients are not.
     """
     ranks = comm.size
-    strategy = Strategy.comm_opt(ranks, exchanged="weights", exchange_every=2)
+    strategy = Strategy.comm_opt(ranks, exchanged="weights", sync_every=2)
     settings = {"factor_update_steps": 1, "inv_update_steps": 1, "kl_clip": None}
     kfac, alone = kfac_of(comm, strategy, **settings), problem.network()
     optimizer = problem.sgd(alone)
@@ -68,15 +68,14 @@ def average(comm, model):
 WAYS = {
     "DiLoCo": DILOCO,
     "LSGD": {"merge": "leader"},
-    "Parle": ELASTIC | {"exchange_every": 2},
+    "Parle": ELASTIC | {"sync_every": 2},
     "stream": STREAM,
     "nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, **DILOCO},
     "LSGD of nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, "merge": "leader"},
-    "Parle of nodes": ELASTIC
-    | {"copies_of": "node", "ranks_per_node": PER_NODE, "exchange_every": 2},
+    "Parle of nodes": ELASTIC | {"copies_of": "node", "ranks_per_node": PER_NODE, "sync_every": 2},
     "DASO": {
         **{"copies_of": "node", "ranks_per_node": PER_NODE},
-        **{"exchange_every": 3, "lateness": 2, "local_share": None},
+        **{"sync_every": 3, "lateness": 2, "local_share": None},
     },
 }
 
@@ -85,7 +84,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
-    choices = {"exchanged": "weights", "exchange_every": 2} | WAYS[way]
+    choices = {"exchanged": "weights", "sync_every": 2} | WAYS[way]
     first = trainer_of(comm, kind, choices)
     problem.run(first, comm, range(5))
     first.combine()
@@ -98,7 +97,7 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
 
 def test_a_further_copy_goes_on_with_the_momentum_of_rank_0(comm):
     """Oracle: rank 0's; in the run before, each copy's outer step had a momentum of its own."""
-    choices = {"exchanged": "weights", **ELASTIC, "exchange_every": 2}
+    choices = {"exchanged": "weights", **ELASTIC, "sync_every": 2}
     first, second = (trainer_of(comm, "first-order", choices) for _ in range(2))
     problem.run(first, comm, range(4))
     first.combine()
@@ -113,7 +112,7 @@ def test_a_further_copy_goes_on_with_the_momentum_of_rank_0(comm):
 @pytest.mark.parametrize("length", ["adam", "rows"])
 def test_each_copy_goes_on_with_its_own_lengths(comm, length):
     """Oracle: the run that was not interrupted; averages of a copy are of the copy's directions."""
-    strategy = Strategy.comm_opt(comm.size, exchanged="weights", exchange_every=2)
+    strategy = Strategy.comm_opt(comm.size, exchanged="weights", sync_every=2)
     first, second = (kfac_of(comm, strategy, length=length, kl_clip=None) for _ in range(2))
     problem.run(first, comm, range(5))
     first.combine()
@@ -126,7 +125,7 @@ def test_each_copy_goes_on_with_its_own_lengths(comm, length):
 @pytest.mark.parametrize("later", [{}, {"exchanged": "weights", "exchange_from": 100}])
 def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
     """Oracle: all ranks stay alike, though every rank's copy had a momentum of its own."""
-    first = trainer_of(comm, kind, {"exchanged": "weights", "exchange_every": 2})
+    first = trainer_of(comm, kind, {"exchanged": "weights", "sync_every": 2})
     problem.run(first, comm, range(4))
     second = trainer_of(comm, kind, later)
     second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
@@ -137,7 +136,7 @@ def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
 @pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
 def test_a_trainer_loads_its_own_state(comm, kind):
     """Oracle: the state before; momenta of exchanges are views of what the load forgets."""
-    choices = {"exchanged": "weights", "exchange_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
+    choices = {"exchanged": "weights", "sync_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
     trainer = trainer_of(comm, kind, choices)
     problem.run(trainer, comm, range(4))
     before = copy.deepcopy(trainer.state_dict())
@@ -152,8 +151,8 @@ def test_a_trainer_loads_its_own_state(comm, kind):
 def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
     """Oracle: the message on all ranks."""
     model = problem.network()
-    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=3)
-    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
+    strategy = Strategy.mem_opt(exchanged="weights", sync_every=3)
+    trainer = FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
     trainer.optimizer.param_groups[0]["lr"] += 0.1 * comm.rank
     problem.run(trainer, comm, [0, 1])
     with pytest.raises(mpikfac.UserError, match="ranks disagree on"):
@@ -161,16 +160,16 @@ def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
 
 
 def test_gradients_of_the_caller_and_copies_of_the_ranks_exclude_each_other(comm):
-    strategy = Strategy.comm_opt(comm.size, exchanged="weights", exchange_every=2)
+    strategy = Strategy.comm_opt(comm.size, exchanged="weights", sync_every=2)
     kfac = kfac_of(comm, strategy)
     with pytest.raises(ValueError, match="call step"):
         kfac.precondition()
 
 
 def test_copies_are_no_state_of_the_run(comm):
-    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=4)
+    strategy = Strategy.mem_opt(exchanged="weights", sync_every=4)
     model = problem.network()
-    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
+    trainer = FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
     problem.run(trainer, comm, [0])
     with pytest.raises(ValueError, match="call combine"):
         trainer.state_dict()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import DataParallel, Strategy
+from mpikfac import FirstOrderTrainer, Strategy
 from mpikfac.numerics import BY_COORDINATE, by_vector
 from mpikfac.plan import Robust, stages
 from support import inside, problem
@@ -21,15 +21,15 @@ from support.copies import MOMENTUM, RATE, SIZE, kfac_of, quadratic, trained
 ROBUST = [
     Robust("median"),
     Robust("geometric-median"),
-    Robust("centred-clip", clip_radius=2.0),
+    Robust("centered-clipping", clip_radius=2.0),
     Robust("safeguard", long_window=4, short_window=2, safe_factor=1.1, safe_floor=0.0),
     Robust("safeguard", long_window=4, short_window=2, safe_floor=0.3, safe_of="before"),
     Robust("safeguard", long_window=4, short_window=2, safe_floor=0.1, readmit_every=3),
-    Robust("trimmed-mean", liars=1),
-    Robust("krum", liars=0),
+    Robust("trimmed-mean", num_byzantine=1),
+    Robust("krum", num_byzantine=0),
 ]
 ROBUST = [rule for rule in ROBUST if rule.combine != "krum" or mpikfac.world().size >= 3]
-ROBUST = [rule for rule in ROBUST if rule.liars == 0 or mpikfac.world().size >= 3]
+ROBUST = [rule for rule in ROBUST if rule.num_byzantine == 0 or mpikfac.world().size >= 3]
 
 
 def on_one_process(rule, ranks, size=SIZE):
@@ -64,7 +64,7 @@ def test_gradients_are_combined_by_the_rule(comm, rule):
 def test_messages_of_a_rule_are_the_plans(comm, rule):
     """Oracle: the plan, message by message."""
     model = problem.network()
-    trainer = DataParallel(
+    trainer = FirstOrderTrainer(
         model,
         problem.sgd_all(model),
         comm,
@@ -106,7 +106,9 @@ def test_running_statistics_do_not_cut_vectors_in_two(comm, rule):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     model.to(problem.DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = DataParallel(model, optimizer, comm, Strategy.mem_opt(**dataclasses.asdict(rule)))
+    trainer = FirstOrderTrainer(
+        model, optimizer, comm, Strategy.mem_opt(**dataclasses.asdict(rule))
+    )
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     generator = torch.Generator().manual_seed(comm.rank)
     inputs = torch.randn(6, 3, generator=generator, device="cpu").double()
@@ -120,7 +122,7 @@ def test_running_statistics_do_not_cut_vectors_in_two(comm, rule):
 
 
 REMEMBERING = {
-    "centred-clip": {"clip_radius": 0.1},
+    "centered-clipping": {"clip_radius": 0.1},
     "safeguard": {
         **{"long_window": 5, "short_window": 2, "safe_noise": 0.01, "safe_factor": 1.1},
         **{"safe_floor": 0.3, "readmit_every": 5},
@@ -138,7 +140,7 @@ def test_a_rule_remembers_earlier_steps_after_a_checkpoint(comm, rule, kind):
         if kind == "K-FAC":
             return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
         model = problem.network()
-        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
+        return FirstOrderTrainer(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
 
     first, second, third = make(), make(), make()
     problem.run(first, comm, range(3))
@@ -155,7 +157,7 @@ def test_a_rule_keeps_its_memory_for_the_same_number_of_ranks_only(comm):
     """Oracle: the names; a state of five ranks fits no test's number of ranks."""
     model = problem.network()
     strategy = Strategy.mem_opt(combine="safeguard")
-    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
+    trainer = FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
     problem.run(trainer, comm, [0])
     state = copy.deepcopy(problem.whole_state(trainer, comm))
     assert not trainer.missing(state)
@@ -167,7 +169,9 @@ def test_a_rule_keeps_its_memory_for_the_same_number_of_ranks_only(comm):
 def test_a_memory_with_a_gap_begins_anew(comm):
     """Oracle: zeros; a spread of 0 after many steps would leave no floor, and drop right ranks."""
     model = problem.network()
-    trainer = DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(combine="safeguard"))
+    trainer = FirstOrderTrainer(
+        model, problem.sgd(model), comm, Strategy.mem_opt(combine="safeguard")
+    )
     problem.run(trainer, comm, [0])
     state = copy.deepcopy(problem.whole_state(trainer, comm))
     trainer.load_state_dict({n: v for n, v in state.items() if not n.endswith("/spread")})

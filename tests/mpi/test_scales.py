@@ -22,7 +22,7 @@ SETTINGS = problem.SETTINGS | {
 STEPS = range(14)  # statistics at every second, bases or shares at 0, 6 and 12
 CHOICES = {
     "plain": {},
-    "two owners of a layer": {"colocate": False},
+    "two owners of a layer": {"colocate_factors": False},
     "a message per layer": {"fusion": 1},
     "messages of one and more layers": {"fusion": (1, 2)},
     "squares": {"packing": "square"},
@@ -202,16 +202,16 @@ def test_a_run_goes_on_to_the_last_bit(comm, name, stop):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
-def test_curvature_ranks_change_no_bit(comm):
+def test_curvature_servers_change_no_bit(comm):
     """Oracle: training ranks that decompose in their own background."""
     team = mpikfac.split(comm, 1)
     if team.comm is None:
-        mpikfac.serve(team)
+        mpikfac.run_curvature_server(team)
         return
     training = team.comm
     ends = []
     for ranks in (team, training):
-        strategy = Strategy(training.size).changed(delay=2, curvature_ranks=int(ranks is team))
+        strategy = Strategy(training.size).changed(delay=2, curvature_servers=int(ranks is team))
         kfac = trainer(ranks, strategy)
         for step in STEPS:
             images, labels = problem.shards(step, training.size)[training.rank]

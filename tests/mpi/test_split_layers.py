@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import DataParallel, Distribution, Exchange, Strategy, Trace, Transport, UserError
+from mpikfac import Distribution, Exchange, FirstOrderTrainer, Strategy, Trace, Transport, UserError
 from mpikfac.extensions.hybrid import split_forward
 from mpikfac.plan import activation_messages, divisors, places, split_layers
 from support import problem
@@ -93,7 +93,7 @@ def trainer_of(kind, model, comm, trace=None):
     """Return a trainer with Adam or SGD, or with K-FAC."""
     optimizer = problem.adam(model) if kind == "adam" else problem.sgd_all(model)
     if kind in ("sgd", "adam"):
-        return DataParallel(model, optimizer, comm, trace=trace)
+        return FirstOrderTrainer(model, optimizer, comm, trace=trace)
     settings = {**problem.SETTINGS, "solver": "inverse" if kind == "inverse" else "eigen"}
     strategy = None
     if kind == "owners":
@@ -153,7 +153,7 @@ def first_order(comm, strategy=None, distribution=None, steps=3, make=multilayer
     model = model_of(make)
     if distribution:
         mpikfac.split_layers(model, comm, distribution)
-    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     for step in range(steps):
         one_step(trainer, comm, step, **given)
     return problem.state(model)
@@ -212,7 +212,7 @@ def test_slices_save_bytes_of_gradients(comm):
         model, ranks, ways = model_of(multilayer), comm.size, distribution.ways
         numbers = sum(p.numel() for p in model[1].parameters())
         mpikfac.split_layers(model, comm, distribution)
-        plan = DataParallel(model, problem.sgd_all(model), comm).plan
+        plan = FirstOrderTrainer(model, problem.sgd_all(model), comm).plan
         of_rank = plan.of(comm.rank)
         wire = sum(one.wire for one in split_layers.reduce_slices(of_rank)) / 8
         peers = ranks // ways
@@ -273,7 +273,7 @@ def test_gradients_of_gradients(comm):
         model = model_of(convolutions)
         if distribution:
             mpikfac.split_layers(model, comm, distribution)
-        trainer = DataParallel(model, problem.sgd_all(model), comm)
+        trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
         images, labels = shard(0, comm)
         loss = F.cross_entropy(model(images.requires_grad_()), labels)
         (slope,) = torch.autograd.grad(loss, images, create_graph=True)
@@ -293,7 +293,7 @@ def test_autocast(comm):
         model = model_of(multilayer).float().cpu()
         if distribution:
             mpikfac.split_layers(model, comm, distribution)
-        trainer = DataParallel(model, problem.sgd_all(model), comm)
+        trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
         images, labels = shard(0, comm)
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(images.float().cpu()), labels.cpu())
@@ -364,8 +364,8 @@ def test_refusals_of_layers(comm):
         mpikfac.split_layers(model, comm, Distribution(comm.size + 1, ROW))
     with pytest.raises(ValueError, match="layer '1': channels='rows' must be"):
         Distribution(2, {"1": "rows"})
-    trainer = DataParallel(model, problem.sgd_all(model), comm)
-    refused(comm, model, ROW, "the model has a DataParallel already")
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
+    refused(comm, model, ROW, "the model has a FirstOrderTrainer already")
     del trainer
     axes = {"1": "outputs" if comm.rank else "inputs"}
     refused(comm, model_of(multilayer), axes, "ranks disagree on distribution", UserError)
@@ -382,13 +382,13 @@ def test_refusals_of_strategies(comm):
     mpikfac.split_layers(model, comm, Distribution(comm.size, ROW))
     optimizer = problem.sgd_all(model)
     for exchange in (
-        Exchange(exchanged="weights", exchange_every=2),
+        Exchange(exchanged="weights", sync_every=2),
         Strategy.mem_opt(combine="median").exchange,
     ):
         with pytest.raises(ValueError, match=f"ways={comm.size} needs "):
-            DataParallel(model, optimizer, comm, Strategy(1, exchange=exchange))
+            FirstOrderTrainer(model, optimizer, comm, Strategy(1, exchange=exchange))
     with pytest.raises(ValueError, match=f"over {comm.size} ranks, and 1 ranks average"):
-        DataParallel(model, optimizer, comm.Split(comm.rank))
+        FirstOrderTrainer(model, optimizer, comm.Split(comm.rank))
     with pytest.raises(ValueError, match="handed_on=True needs reduction='everyone' or 'owners'"):
         mpikfac.KFAC(model, optimizer, comm, Strategy.mem_opt(reduction="none"))
 
@@ -408,7 +408,7 @@ def test_refusals_of_batches(comm):
         (model.right if comm.rank else model.left)(images.flatten(1))
     with pytest.raises(ValueError, match="'left' takes batches of 96 channels"):
         model.left(images[0].flatten())
-    trainer = DataParallel(model, problem.sgd_all(model), comm)
+    trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
     F.cross_entropy(model(images), shard(0, comm)[1]).backward()
     with pytest.raises(ValueError, match="examples=2 on rank 1 and 1 on rank 0"):
         trainer.step(examples=1 + comm.rank)

@@ -53,7 +53,7 @@ def continued(comm, state, strategy, optimizer=problem.sgd, **settings):
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
 def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind):
     """Oracle: the uninterrupted run."""
-    optimizer = problem.sgd if strategy.colocate else problem.adam
+    optimizer = problem.sgd if strategy.colocate_factors else problem.adam
     state, expected = interrupted(comm, strategy, optimizer, solver=solver)
     assert torch.equal(continued(comm, state, strategy, optimizer, solver=solver), expected)
     factors = {name for name in state if name.startswith(("kfac/factors/", "kfac/vectors/"))}
@@ -114,7 +114,7 @@ def test_all_ranks_miss_the_same(comm):
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "rank-one"])
 def test_any_strategy_goes_on_with_anothers_state(comm, solver):
     """Oracle: the uninterrupted run, except for rounding. The next strategy resumes every run."""
-    strategies = [s for s in EXACT if s.colocate]
+    strategies = [s for s in EXACT if s.colocate_factors]
     for before, after in zip(strategies, [*strategies[1:], strategies[0]]):
         state, expected = interrupted(comm, before, solver=solver)
         found = continued(comm, state, after, solver=solver)
@@ -180,7 +180,7 @@ def test_a_first_order_runs_state_starts_kfac(comm):
 
     def run(team):
         model = problem.network()
-        baseline = mpikfac.DataParallel(model, problem.sgd(model), team)
+        baseline = mpikfac.FirstOrderTrainer(model, problem.sgd(model), team)
         problem.run(baseline, team, range(2))
         kfac = trainer(
             team, Strategy(1, "owners", "owner"), factor_update_steps=100, inv_update_steps=100
@@ -242,7 +242,7 @@ def test_a_damaged_file_changes_nothing_on_any_rank(comm, tmp_path, kind):
         if kind == "kfac":
             return trainer(comm, Strategy(1, "owners", "owner"))
         model = problem.network()
-        return mpikfac.DataParallel(model, problem.sgd(model), comm)
+        return mpikfac.FirstOrderTrainer(model, problem.sgd(model), comm)
 
     first, second = fresh(), fresh()
     problem.run(first, comm, range(STOP))

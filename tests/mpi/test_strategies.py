@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import DataParallel, Strategy
+from mpikfac import FirstOrderTrainer, Strategy
 from mpikfac.plan import NAMED
 from support import inside, problem
 
@@ -76,7 +76,7 @@ if RANKS == 4:  # as two nodes of two
     CHOICES |= TWO_LEVELS
 STRATEGIES = {name: Strategy().changed(**choices) for name, choices in CHOICES.items()}
 STRATEGIES |= {name: way.make(RANKS) for name, way in NAMED.items() if way.same}
-del STRATEGIES["curvature-ranks"]  # test_curvature.py
+del STRATEGIES["curvature-servers"]  # test_curvature.py
 STRATEGIES["staggered by name"] = NAMED["staggered"].make(RANKS, stagger=6)
 del STRATEGIES["staggered"]  # five turns do not divide the interval
 
@@ -191,7 +191,7 @@ def test_a_run_goes_back_after_a_backward_pass_that_has_sent_sums(comm, kind):
         if kind == "K-FAC":
             return trainer(comm, strategy, "eigen")
         model = problem.network()
-        return DataParallel(model, problem.sgd(model), comm, strategy)
+        return FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
 
     first, second = make(), make()
     for one in (first, second):
@@ -283,7 +283,7 @@ def test_an_interval_that_a_refresh_cannot_be_spread_over_is_refused(comm):
 def test_a_copy_of_a_strategy_by_name_is_that_strategy(comm):
     """Oracle: the choices by hand."""
     strategy, settings = mpikfac.named("kfac-opt", RANKS)
-    assert strategy == Strategy(RANKS, colocate=False).changed(packing="square", fusion=1)
+    assert strategy == Strategy(RANKS, colocate_factors=False).changed(packing="square", fusion=1)
     assert settings == {"solver": "eigen"}
     assert mpikfac.named("late", RANKS)[0] == Strategy(RANKS).changed(reduce_at="bases")
 
@@ -299,7 +299,7 @@ def test_the_baseline_takes_the_strategies_of_kfac(comm, name):
     models = [problem.network() for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     ends = [
-        problem.run(DataParallel(model, optimizer, comm, chosen), comm)
+        problem.run(FirstOrderTrainer(model, optimizer, comm, chosen), comm)
         for model, optimizer, chosen in zip(models, optimizers, (strategy, None))
     ]
     if wires.gradient_wire is None:
@@ -313,7 +313,7 @@ def test_the_owners_of_factors_do_not_matter_to_the_baseline(comm):
     ends = []
     for chosen in (strategy, None):
         model = problem.network()
-        ends.append(problem.run(DataParallel(model, problem.sgd(model), comm, chosen), comm))
+        ends.append(problem.run(FirstOrderTrainer(model, problem.sgd(model), comm, chosen), comm))
     torch.testing.assert_close(*ends)
 
 

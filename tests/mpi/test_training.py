@@ -63,8 +63,8 @@ def assert_trained(comm, trainer, found, expected):
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
     """Oracle: K-FAC by im2col and dense solves on the joined batch; the plan's messages."""
-    if solver == "inverse" and not strategy.colocate and strategy.reduction == "owners":
-        with pytest.raises(ValueError, match="needs colocate=True"):
+    if solver == "inverse" and not strategy.colocate_factors and strategy.reduction == "owners":
+        with pytest.raises(ValueError, match="needs colocate_factors=True"):
             trainer(comm, strategy, solver=solver)
         return
     expected, scales = textbook(solver=solver)
@@ -101,7 +101,7 @@ def test_unclipped_steps(comm, workers, update):
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["none"]), ids=problem.label)
 def test_owners_may_use_their_own_batch_only(comm, strategy, solver):
     """Oracle: K-FAC in one process, every factor from the owner's shard [DP-KFAC]."""
-    start = "identity" if strategy.colocate and solver == "eigen" else "first"
+    start = "identity" if strategy.colocate_factors and solver == "eigen" else "first"
     kfac = trainer(comm, strategy, start=start, solver=solver)
     sources = tuple(kfac.plan.owners.items())
     expected, _ = textbook(sources=sources, start=start, solver=solver)
@@ -128,7 +128,8 @@ def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, solver):
     """Oracle: the strategies, compared in pairs."""
     placements = [(w, b, c) for w in WORKERS for b, c in (("compute", False), ("memory", True))]
     strategies = [
-        Strategy(w, balance=b, colocate=c) for w, b, c in [*placements, (1, "compute", True)]
+        Strategy(w, balance=b, colocate_factors=c)
+        for w, b, c in [*placements, (1, "compute", True)]
     ]
     runs = [problem.run(trainer(comm, s, solver=solver), comm) for s in strategies]
     assert len({bits(run) for run in runs}) == 1
@@ -185,7 +186,7 @@ def test_data_parallel_training_is_plain_training(comm, optimizer):
         F.cross_entropy(model(images), labels).backward()
         plain.step()
     copy = problem.network()
-    baseline = mpikfac.DataParallel(copy, optimizer(copy), comm)
+    baseline = mpikfac.FirstOrderTrainer(copy, optimizer(copy), comm)
     assert_trained(comm, baseline, problem.run(baseline, comm), problem.state(model))
 
 
@@ -201,7 +202,7 @@ def test_batchnorm_statistics_become_the_mean_of_all_ranks(comm, update):
     model = with_batchnorm()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if update == "first-order":
-        trainer = mpikfac.DataParallel(model, optimizer, comm)
+        trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm)
     else:
         trainer = mpikfac.KFAC(model, optimizer, comm, Strategy(1, "owners", update))
     for step in range(3):
@@ -216,7 +217,7 @@ def test_batchnorm_statistics_become_the_mean_of_all_ranks(comm, update):
         assert model[1].num_batches_tracked == step + 1
 
 
-@pytest.mark.parametrize("make", [mpikfac.DataParallel, mpikfac.KFAC])
+@pytest.mark.parametrize("make", [mpikfac.FirstOrderTrainer, mpikfac.KFAC])
 def test_the_model_becomes_rank_0s(comm, make):
     """Oracle: rank 0's model, integers, empty and oddly laid out tensors included."""
     torch.manual_seed(comm.rank)

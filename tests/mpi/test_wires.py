@@ -28,7 +28,7 @@ PLACEMENTS = {
     "everywhere": {"workers": RANKS},
     "one worker": {"workers": 1},
     "owners": OWNERS,
-    "apart": {"workers": RANKS, "colocate": False, "update": "owner"},
+    "apart": {"workers": RANKS, "colocate_factors": False, "update": "owner"},
     "fused, to owners": {"workers": RANKS, "reduction": "owners", "fusion": 1},
     "squares": {"workers": RANKS, "packing": "square"},
     "late": {"workers": RANKS, "reduce_at": "bases"},
@@ -44,7 +44,10 @@ if RANKS == 4:  # as two nodes of two
         "in nodes": {"ranks_per_node": 2, "workers": RANKS},
         "in nodes, one worker": {"ranks_per_node": 2, "workers": 1},
         "in nodes, to owners": {"ranks_per_node": 2, **OWNERS},
-        "in nodes, apart": {**{"ranks_per_node": 2, "fusion": 1, "workers": 2}, "colocate": False},
+        "in nodes, apart": {
+            **{"ranks_per_node": 2, "fusion": 1, "workers": 2},
+            "colocate_factors": False,
+        },
         "in nodes, late": {"ranks_per_node": 2, "reduce_at": "bases", "stagger": 3, **OWNERS},
     }
 WIRES = {

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import DataParallel, Strategy
+from mpikfac import FirstOrderTrainer, Strategy
 
 COMM = mpikfac.world()
 RUNS: dict[str, tuple[Any, Strategy | None]] = {
@@ -24,8 +24,8 @@ RUNS: dict[str, tuple[Any, Strategy | None]] = {
         mpikfac.KFAC,
         Strategy(1, "owners", "owner").changed(reduce_at="bases"),
     ),
-    "first-order by default": (DataParallel, None),
-    "first-order, owners step": (DataParallel, Strategy(1, "owners", "owner")),
+    "first-order by default": (FirstOrderTrainer, None),
+    "first-order, owners step": (FirstOrderTrainer, Strategy(1, "owners", "owner")),
 }
 
 

@@ -30,7 +30,7 @@ from support import attacks, launch
 
 OPTIONS = (
     *("--batch=120", "--parts=4", "--threads=1", "--epochs=100000", "--log_every=1", "--lr=0.01"),
-    *("--checkpoint_minutes=0.05", "--hang_after=5", "--resume=auto"),
+    *("--checkpoint_minutes=0.05", "--watchdog_timeout=5", "--resume=auto"),
 )
 DISK = "64m"
 FULL = 8.0  # seconds that the disk is full

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikfac import LayerShape, Strategy, make_plan
-from mpikfac.plan import ALIGNMENT, curvature_ranks, divisors
+from mpikfac.plan import ALIGNMENT, curvature_servers, divisors
 from mpikfac.plan.layout import triangle_shape
 
 orders = st.integers(1, 40)
@@ -66,7 +66,7 @@ def test_every_factor_has_one_owner_in_its_layers_column(plan):
     for layer in plan.layers:
         owners = [plan.owners[factor.name] for factor in layer.factors]
         assert {owner % plan.grid.columns for owner in owners} == {plan.columns_of[layer.name]}
-        assert len(set(owners)) == 1 or not plan.strategy.colocate
+        assert len(set(owners)) == 1 or not plan.strategy.colocate_factors
         assert plan.updaters[layer.name] in owners
 
 
@@ -102,13 +102,13 @@ def test_load_stays_near_the_mean(plan):
     """
     if plan.strategy.balance == "memory":
         return
-    if not plan.strategy.colocate and plan.grid.columns > 1:
+    if not plan.strategy.colocate_factors and plan.grid.columns > 1:
         return
     cubes = {name: factor.work() for name, factor in plan.factors.items()}
     vectors = {name for name, factor in plan.factors.items() if factor.solver.vector}
     costs = {n: plan.factors[n].size if n in vectors else cube for n, cube in cubes.items()}
     jobs = list(costs.values())
-    if plan.strategy.colocate:
+    if plan.strategy.colocate_factors:
         jobs = [sum(costs[factor.name] for factor in layer.factors) for layer in plan.layers]
     loads = [plan.load(rank) for rank in range(plan.ranks)]
     assert sum(loads) == sum(cubes[name] for name in cubes.keys() - vectors)
@@ -206,7 +206,7 @@ def test_a_rank_changes_what_is_decomposed_alone(plan):
         own, other = plan.of(rank), same.of(rank)
         for kind in ("statistics", "averages", "directions"):
             assert getattr(own.layouts, kind) == getattr(other.layouts, kind)
-        assert curvature_ranks.request(own) == curvature_ranks.request(other)
+        assert curvature_servers.request(own) == curvature_servers.request(other)
         expected = same.of(rank).layouts.bases.shapes
         assert plan.of(rank).layouts.bases.shapes.keys() == expected.keys()
         for name, shape in plan.of(rank).layouts.bases.shapes.items():

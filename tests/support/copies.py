@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import DataParallel, Strategy
+from mpikfac import FirstOrderTrainer, Strategy
 from support import problem
 
 RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
 PER_NODE = 2 if mpikfac.world().size == 4 else 1
 DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
-LEADER = {"merge": "leader", "exchange_every": 3, "leader_step": 0.2, "leader_pull": 0.3}
+LEADER = {"merge": "leader", "sync_every": 3, "leader_step": 0.2, "leader_pull": 0.3}
 ELASTIC = {
-    **{"merge": "elastic", "exchange_every": 4, "anchor_pull": 0.05, "mean_pull": 0.2},
+    **{"merge": "elastic", "sync_every": 4, "anchor_pull": 0.05, "mean_pull": 0.2},
     **{"pull_growth": 0.1, "anchor_most": 0.06, "mean_most": 0.25},
     **{"average_decay": 0.6, "outer_lr": 0.9, "outer_momentum": 0.8},
 }
-STREAM = {"fragments": 2, "lateness": 3, "local_share": 0.3, "exchange_every": 4, **DILOCO}
+STREAM = {"fragments": 2, "lateness": 3, "local_share": 0.3, "sync_every": 4, **DILOCO}
 
 
 def quadratic(rank):
@@ -33,7 +33,7 @@ def trained(comm, strategy, steps, nesterov=False):
     model = nn.Linear(SIZE, 1, bias=False).double()
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=nesterov)
-    trainer = DataParallel(model.to(problem.DEVICE), optimizer, comm, strategy)
+    trainer = FirstOrderTrainer(model.to(problem.DEVICE), optimizer, comm, strategy)
     matrix, target = (torch.tensor(part).to(problem.DEVICE) for part in quadratic(comm.rank))
     weights = []
     for _ in range(steps):
@@ -56,4 +56,4 @@ def trainer_of(comm, kind, choices):
     if kind == "K-FAC":
         return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
     model = problem.network()
-    return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
+    return FirstOrderTrainer(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))

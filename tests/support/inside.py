@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from mpikfac import KFAC, Asynchronous, DataParallel
+from mpikfac import KFAC, AsyncSGD, FirstOrderTrainer
 from mpikfac.comm import Grid
 from mpikfac.comm.messages import overlap
 from mpikfac.comm.messages.outbox import Outbox, Piece
@@ -23,7 +23,7 @@ from mpikfac.engine.curvature import capture, preconditioner
 from mpikfac.engine.curvature.directions import clip_scale
 from mpikfac.engine.curvature.recording import Recorder, Together, together
 from mpikfac.engine.nonfinite import TOLERATED
-from mpikfac.extensions import curvature_ranks
+from mpikfac.extensions import curvature_servers
 from mpikfac.extensions import scales as scales_of_examples
 from mpikfac.extensions.copies import Copies
 from mpikfac.extensions.copies.copies import of_copies
@@ -71,15 +71,15 @@ __all__ = [
     "whole_factors",
 ]
 
-Trainer: TypeAlias = KFAC | DataParallel | Asynchronous
+Trainer: TypeAlias = KFAC | FirstOrderTrainer | AsyncSGD
 
 # Where a function or a number can be replaced, as in `monkeypatch.setattr(*PLACES[...], other)`:
 # the owner and the name. A method is replaced for all trainers.
 PLACES: dict[str, tuple[Any, str]] = {
     "reduce gradients": (Gradients, "average"),
     "decompose": (Bases, "decompose"),
-    "decompose for others": (curvature_ranks, "_answer"),  # on curvature ranks
-    "let curvature ranks go": (curvature_ranks, "leave"),
+    "decompose for others": (curvature_servers, "_answer"),  # on curvature servers
+    "let curvature servers go": (curvature_servers, "leave"),
     "restart scales": (Scales, "restart"),
     "publish gradients": (Directions, "publish"),
     "examples at a time": (scales_of_examples, "CHUNK"),

@@ -75,7 +75,7 @@ TABLE = (
         "factors of the gradient: positions of a loss are refused",
         "solvers/gradient/needs.py",
         '"statistics_dtype": None},',
-        '"statistics_dtype": None, "loss_positions": 1},',
+        '"statistics_dtype": None, "num_per_example_loss_terms": 1},',
         "tests/apps/test_language.py",
     ),
     Mistake(
@@ -805,8 +805,8 @@ TABLE = (
         "tests/unit/test_iterations.py",
     ),
     Mistake(
-        "curvature ranks: factors are sent without the damping",
-        "extensions/curvature_ranks.py",
+        "curvature servers: factors are sent without the damping",
+        "extensions/curvature_servers.py",
         "sent[factor.added].copy_(request.added[factor.name])",
         "pass",
         "tests/mpi/test_curvature.py",
@@ -1241,7 +1241,7 @@ TABLE = (
         "exchange: the leader of a node changes with the leader of all ranks",
         "extensions/copies/merges.py",
         "[self.exchange.in_node] *",
-        "[self.exchange.exchange_every] *",
+        "[self.exchange.sync_every] *",
         "tests/mpi/test_exchange.py",
         4,
     ),

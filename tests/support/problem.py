@@ -132,14 +132,14 @@ def strategies(
     """Return all ways to distribute K-FAC over `ranks` ranks."""
     updates = "everyone", "owner"
     choices = itertools.product(divisors(ranks), reductions, updates, (True, False))
-    return [Strategy(w, r, update, colocate=together) for w, r, update, together in choices]
+    return [Strategy(w, r, update, colocate_factors=together) for w, r, update, together in choices]
 
 
 def label(value: object) -> str | None:
     """Return a strategy's part of a test's name."""
     if not isinstance(value, Strategy):
         return None
-    owners = "together" if value.colocate else "apart"
+    owners = "together" if value.colocate_factors else "apart"
     return f"{value.workers}-{value.reduction}-{value.update}-{owners}"
 
 
@@ -163,7 +163,7 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
 def take_step(trainer, loss: Tensor | float) -> None:
     """Take a step; a rule of exchanges that asks for the rank's loss takes `loss`."""
     if trainer.plan.strategy.exchange.merging.merge == "leader":
-        trainer.exchange.hear(loss)
+        trainer.exchange.report_loss(loss)
     trainer.step()
 
 

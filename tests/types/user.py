@@ -24,8 +24,8 @@ strategy = Strategy(workers=2, refresh=Refresh(delay=1), transport=Transport(ove
 mpikfac.KFAC(
     model,
     optimizer,
-    mpikfac.split(comm, curvature_ranks=1),
-    strategy.changed(curvature_ranks=1),
+    mpikfac.split(comm, curvature_servers=1),
+    strategy.changed(curvature_servers=1),
     damping=Damping(relative=0.1),
     solver=mpikfac.Eigen(dtype=torch.bfloat16),
     length=Length(norm=1.0),

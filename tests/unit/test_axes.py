@@ -10,8 +10,8 @@ AXES = ("synchronisation", "architecture", "compression", "overlap", "combinatio
 PLACES = {
     "comm-opt": ("gradients at every step", "all ranks", "none", "none", "mean"),
     "owner-stepped": ("gradients at every step", "owners of layers", "none", "none", "mean"),
-    "curvature-ranks": (
-        *("gradients at every step", "all ranks, curvature ranks", "none"),
+    "curvature-servers": (
+        *("gradients at every step", "all ranks, curvature servers", "none"),
         *("decompositions", "mean"),
     ),
     "spd-kfac": ("gradients at every step", "all ranks", "none", "backward pass", "mean"),

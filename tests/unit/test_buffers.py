@@ -33,7 +33,7 @@ def trainer(kind, comm, buffer):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", [mpikfac.KFAC, mpikfac.DataParallel])
+@pytest.mark.parametrize("kind", [mpikfac.KFAC, mpikfac.FirstOrderTrainer])
 def test_a_buffer_of_any_dtype_is_stored_and_comes_back(comm, tmp_path, kind, dtype):
     """Oracle: the numbers of the buffer, in a trainer that began with others."""
     numbers = torch.tensor([[0.0, 1.0], [1.0, 1.0]]).to(dtype)
@@ -48,7 +48,7 @@ def test_a_buffer_of_any_dtype_is_stored_and_comes_back(comm, tmp_path, kind, dt
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("kind", [mpikfac.KFAC, mpikfac.DataParallel])
+@pytest.mark.parametrize("kind", [mpikfac.KFAC, mpikfac.FirstOrderTrainer])
 def test_other_forms_of_tensors_are_refused_by_name_when_the_trainer_is_made(comm, kind, name):
     """Oracle: the messages, written out."""
     buffer, message = OTHERS[name]

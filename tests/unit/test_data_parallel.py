@@ -10,7 +10,7 @@ from support import problem
 
 def baseline(comm, optimizer=problem.sgd):
     model = problem.network()
-    return mpikfac.DataParallel(model, optimizer(model), comm)
+    return mpikfac.FirstOrderTrainer(model, optimizer(model), comm)
 
 
 def adamw(model):
@@ -91,10 +91,10 @@ def test_nothing_to_train_is_refused(comm):
     model = nn.Linear(2, 2).requires_grad_(False)
     optimizer = torch.optim.SGD([torch.zeros(1)])
     with pytest.raises(ValueError, match="has no parameter that requires a gradient"):
-        mpikfac.DataParallel(model, optimizer, comm)
+        mpikfac.FirstOrderTrainer(model, optimizer, comm)
 
 
-@pytest.mark.parametrize("make", [mpikfac.DataParallel, mpikfac.KFAC])
+@pytest.mark.parametrize("make", [mpikfac.FirstOrderTrainer, mpikfac.KFAC])
 def test_mixed_dtypes_are_refused_by_name(comm, make):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     optimizer = torch.optim.SGD(model.parameters())
@@ -140,14 +140,14 @@ def test_numbers_of_parameter_groups_are_restored_as_they_were(comm):
 def test_float16_is_refused(comm):
     model = nn.Sequential(nn.Linear(2, 2)).half()
     with pytest.raises(ValueError, match="0.weight is torch.float16; parameters must be"):
-        mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)
+        mpikfac.FirstOrderTrainer(model, torch.optim.SGD(model.parameters()), comm)
 
 
 def test_only_running_statistics_are_averaged(comm):
     """Oracle: buffers that are no statistics, or have a different dtype, stay unchanged."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("table", torch.ones(3, dtype=torch.float64))
-    trainer = mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)
+    trainer = mpikfac.FirstOrderTrainer(model, torch.optim.SGD(model.parameters()), comm)
     names = [name for name, _ in trainer.plan.uncovered]
     assert names[-3:] == ["1.running_mean", "1.running_var", "(votes)"]
     assert "table" not in names
@@ -158,4 +158,4 @@ def test_sparse_gradients_are_refused(comm):
     with pytest.raises(
         ValueError, match="layer '0' has sparse gradients; make it with sparse=False"
     ):
-        mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)
+        mpikfac.FirstOrderTrainer(model, torch.optim.SGD(model.parameters()), comm)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, DataParallel
+from mpikfac import KFAC, FirstOrderTrainer
 from mpikfac.numerics import fisher
 
 COMM = mpikfac.world()
@@ -124,7 +124,7 @@ def test_passes_that_end_are_not_told(reentrant, caplog):
     assert "interrupted" not in caplog.text and OF_STEPS not in caplog.text
 
 
-@pytest.mark.parametrize("make", [KFAC, DataParallel])
+@pytest.mark.parametrize("make", [KFAC, FirstOrderTrainer])
 @pytest.mark.parametrize("place", ["before", "inside"])
 def test_a_step_that_did_not_end_is_told_when_it_is_taken_again(make, place, monkeypatch, caplog):
     """Oracle: an undisturbed run, and the log; before its communication, a step changes nothing."""

@@ -238,7 +238,7 @@ def test_another_estimators_factors_are_left_where_they_are(comm):
 def test_a_first_order_run_goes_on_with_kfac(comm):
     """Oracle: statistics and bases are made at once, at any intervals."""
     first_order = linear()
-    baseline = mpikfac.DataParallel(first_order, sgd(first_order, momentum=0.9), comm)
+    baseline = mpikfac.FirstOrderTrainer(first_order, sgd(first_order, momentum=0.9), comm)
     learn(baseline, 0)
     baseline.step()
     model = linear()

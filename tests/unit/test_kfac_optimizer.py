@@ -17,10 +17,10 @@ from torch import nn
 import mpikfac
 from mpikfac import (
     KFAC,
-    DataParallel,
     DistributedMuon,
     DistributedShampoo,
     Estimator,
+    FirstOrderTrainer,
     KFACOptimizer,
     Length,
     schedule,
@@ -237,7 +237,7 @@ def test_intervals_grow_until_step_160():
 # -- habits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [KFAC, DataParallel])
+@pytest.mark.parametrize("kind", [KFAC, FirstOrderTrainer])
 def test_a_second_step_of_the_optimizer_is_refused(kind):
     """Oracle: the line; the weights after a single step; `detach` gives the optimizer back."""
     model = network()
@@ -271,7 +271,7 @@ def test_a_trainer_that_is_gone_refuses_nothing():
     """Oracle: no error."""
     model = network()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    first = DataParallel(model, sgd)
+    first = FirstOrderTrainer(model, sgd)
     second = KFAC(model, sgd)
     loss_of(model).backward()
     second.step()  # though the first trainer is still there

@@ -139,7 +139,7 @@ def test_numbers_in_lists_are_a_part_of_the_state():
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         optimizer.param_groups[0]["betas"] = betas
-        runs.append(mpikfac.DataParallel(model, optimizer, COMM))
+        runs.append(mpikfac.FirstOrderTrainer(model, optimizer, COMM))
     runs[1].load_state_dict(runs[0].state_dict())
     assert runs[1].optimizer.param_groups[0]["betas"] == [0.5, 0.75]
 
@@ -152,7 +152,7 @@ def test_what_no_state_holds_is_named_once(value, caplog):
     for group in ({}, {"scale": value}):
         model = network()
         optimizer = torch.optim.AdamW([{"params": model.parameters(), **group}], fused=False)
-        mpikfac.DataParallel(model, optimizer, COMM)
+        mpikfac.FirstOrderTrainer(model, optimizer, COMM)
         assert ("0/scale" in caplog.text) == bool(group)
     assert caplog.text.count("states do not hold them") == 1
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, DataParallel
+from mpikfac import KFAC, FirstOrderTrainer
 
 COMM = mpikfac.world()
 
@@ -35,7 +35,7 @@ def learn(model: nn.Module, seed: int, taken: tuple[int, ...] = (0, 1)) -> None:
     F.cross_entropy(model(x, taken), torch.randint(3, (8,), generator=made)).backward()
 
 
-@pytest.mark.parametrize("make", [KFAC, DataParallel])
+@pytest.mark.parametrize("make", [KFAC, FirstOrderTrainer])
 def test_a_parameter_without_a_gradient_moves_as_with_gradient_0(make):
     """Oracle: torch's SGD with gradients of 0; the figure of the page of assumptions."""
     model = Heads().double()
@@ -54,7 +54,7 @@ def test_a_parameter_without_a_gradient_moves_as_with_gradient_0(make):
         weight.grad = torch.zeros_like(weight)
         alone.step()
     torch.testing.assert_close(model.heads[1].weight, weight)
-    if make is DataParallel:
+    if make is FirstOrderTrainer:
         moved = (weight.detach() - before).norm() / before.norm()
         assert moved.item() == pytest.approx(0.1, abs=0.02)
 

@@ -170,7 +170,7 @@ def test_sgd_of_a_bfloat16_model_is_torchs(comm):
     """Oracle: plain torch, to the last bit."""
     model, plain = network().bfloat16(), network().bfloat16()
     data, optimizer = (
-        mpikfac.DataParallel(model, problem.sgd_all(model), comm),
+        mpikfac.FirstOrderTrainer(model, problem.sgd_all(model), comm),
         problem.sgd_all(plain),
     )
     for step in range(3):
@@ -283,7 +283,7 @@ def test_a_power_of_two_changes_nothing(comm, settings):
 def test_sgd_takes_scaled_losses_as_kfac_does(comm):
     """Oracle: plain torch with an own scaler, overflows included; the scale at every step."""
     model, plain = network(), network()
-    data = mpikfac.DataParallel(model, problem.sgd_all(model), comm)
+    data = mpikfac.FirstOrderTrainer(model, problem.sgd_all(model), comm)
     optimizer, expected = problem.sgd_all(plain), scaler(growth_interval=2)
     found = scaler(growth_interval=2)
     for step in range(8):
@@ -327,7 +327,7 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
                 comm, network(), strategy=Strategy().changed(parts=2), factor_update_steps=1
             )
         model = network()
-        return mpikfac.DataParallel(
+        return mpikfac.FirstOrderTrainer(
             model, problem.sgd_all(model), comm, Strategy().changed(parts=2)
         )
 
@@ -408,7 +408,7 @@ def test_a_scaler_that_is_not_enabled_changes_nothing(comm):
     assert_equal(*states)
 
 
-@pytest.mark.parametrize("kind", [mpikfac.KFAC, mpikfac.DataParallel])
+@pytest.mark.parametrize("kind", [mpikfac.KFAC, mpikfac.FirstOrderTrainer])
 def test_a_scale_is_taken_out_once(comm, kind):
     """Oracle: the line; the next step, as the line says, is taken."""
     model, scale = network(), scaler()

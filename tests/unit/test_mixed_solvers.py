@@ -227,8 +227,10 @@ def test_plans_by_the_solvers_of_layers():
     assert list(plan.of(0).layouts.denominators.shapes) == ["conv"]
     damped = {name: factor.damping for name, factor in plan.factors.items() if factor.solver.damped}
     assert damped == {"out.A": (), "out.G": ()}
-    apart = Strategy(1, "owners", colocate=False)
-    with pytest.raises(ValueError, match="solver='inverse' of layer 'out' needs colocate=True"):
+    apart = Strategy(1, "owners", colocate_factors=False)
+    with pytest.raises(
+        ValueError, match="solver='inverse' of layer 'out' needs colocate_factors=True"
+    ):
         make_plan(layers, 2, apart, solver="eigen")
     low = dataclasses.replace(layers[2], rank=2)
     with pytest.raises(ValueError, match="layer 'out' needs solver='eigen', not 'inverse'"):

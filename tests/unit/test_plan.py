@@ -41,13 +41,13 @@ def test_memory_balance_places_by_the_square():
 
 def test_separate_owners_share_out_the_factors():
     """Oracle: longest first over six factors by hand: 1000 | 512 + 512, then 216, 64 and 8."""
-    p = make_plan(LAYERS, 2, Strategy(2, colocate=False))
+    p = make_plan(LAYERS, 2, Strategy(2, colocate_factors=False))
     assert p.owners == {"conv.A": 0, "conv.G": 1, "fc.A": 1, "fc.G": 1, "out.A": 0, "out.G": 1}
 
 
 def test_separate_owners_stay_in_the_layers_column():
     """Oracle: by hand on the grid 0 1 / 2 3; a second factor stays within the layer's column."""
-    p = make_plan(LAYERS, 4, Strategy(2, colocate=False))
+    p = make_plan(LAYERS, 4, Strategy(2, colocate_factors=False))
     assert p.owners == {"conv.A": 0, "conv.G": 2, "fc.A": 3, "fc.G": 1, "out.A": 2, "out.G": 2}
     assert p.columns_of == {"conv": 0, "fc": 1, "out": 0}
     assert preconditioned(p, 3) == ["fc"]
@@ -63,7 +63,7 @@ def test_the_plan_of_a_rank_is_made_once():
 
 def test_layers_and_factors_of_a_rank_are_those_of_owner_and_column():
     """Oracle: a look at every layer and factor, on 2 x 3 ranks, with replicated factors."""
-    for strategy in (Strategy(2), Strategy(2, colocate=False, replicate_below=7)):
+    for strategy in (Strategy(2), Strategy(2, colocate_factors=False, replicate_below=7)):
         p = make_plan(LAYERS, 6, strategy, OTHERS)
         for rank in range(6):
             of_rank, column = p.of(rank), rank % 3
@@ -301,7 +301,7 @@ WEIGHTS = ("publish weights", "Allgatherv", "world")
             [TO_UPDATERS, CLIP, WEIGHTS],
         ),
         (
-            Strategy(2, "everyone", "owner", colocate=False),
+            Strategy(2, "everyone", "owner", colocate_factors=False),
             [EVERYWHERE, BASES, TO_UPDATERS, CLIP, WEIGHTS],
             [TO_UPDATERS, CLIP, WEIGHTS],
         ),
@@ -327,8 +327,8 @@ def test_what_travels(strategy, full, ordinary):
         ({}, []),
         ({"update": "owner", "reduction": "owners"}, []),
         ({"gradient_wire": "int8", "fusion": 1}, []),
-        ({"curvature_ranks": 1, "delay": 1}, ["send factors", "receive bases"]),
-        ({"exchanged": "weights", "exchange_every": 2}, ["exchange weights"]),
+        ({"curvature_servers": 1, "delay": 1}, ["send factors", "receive bases"]),
+        ({"exchanged": "weights", "sync_every": 2}, ["exchange weights"]),
     ],
 )
 def test_a_default_step_has_no_messages_of_extensions(choices, extended):
@@ -403,7 +403,7 @@ def test_the_digest_tells_any_two_plans_apart():
             Strategy(reduction="owners"),
             Strategy(update="owner"),
             Strategy(balance="memory"),
-            Strategy(colocate=False),
+            Strategy(colocate_factors=False),
             changed(tolerance=0.1),
         ],
         "others": [[], OTHERS, OTHERS[:2]],
@@ -426,7 +426,7 @@ def test_published_sizes_of_resnet50():
     assert mib(sum(n * (n + 1) // 2 for n in orders)) == 293.6
     assert mib(sum(layer.inputs * layer.outputs for layer in layers)) == 97.3
 
-    p = make_plan(layers, 512, Strategy.comm_opt(512, colocate=False), others)
+    p = make_plan(layers, 512, Strategy.comm_opt(512, colocate_factors=False), others)
     assert mib(p.of(0).layouts.statistics.size) == 293.6
     loads = [p.load(rank) for rank in range(512)]
     assert round(sum(loads) / max(loads), 1) == 4.6
@@ -449,8 +449,10 @@ def mib(elements):
         (lambda: plan(0), "ranks=0 must be at least 1"),
         (lambda: plan(2, solver="svd"), "solver='svd' must be one of 'eigen', 'ekfac', 'inverse'"),
         (
-            lambda: make_plan(LAYERS, 2, Strategy(2, "owners", colocate=False), solver="inverse"),
-            "needs colocate=True or reduction='everyone', not False and 'owners'",
+            lambda: make_plan(
+                LAYERS, 2, Strategy(2, "owners", colocate_factors=False), solver="inverse"
+            ),
+            "needs colocate_factors=True or reduction='everyone', not False and 'owners'",
         ),
         (
             lambda: make_plan(LAYERS, 2, changed(packing="square"), solver="rank-one"),
@@ -552,7 +554,7 @@ def test_what_cannot_work_is_refused_with_what_would(make, text):
 def test_strategies_by_name():
     """Oracle: COMM-OPT has all ranks as workers, MEM-OPT one, HYBRID-OPT the given number."""
     assert Strategy.comm_opt(6, update="owner") == Strategy(6, update="owner")
-    assert Strategy.mem_opt(colocate=False) == Strategy(1, colocate=False)
+    assert Strategy.mem_opt(colocate_factors=False) == Strategy(1, colocate_factors=False)
     halves = Strategy.hybrid(6, workers=3), Strategy.hybrid(6, fraction=0.5)
     assert halves == (Strategy(3), Strategy(3))
     assert len(set(itertools.chain(halves, [Strategy(2)]))) == 2

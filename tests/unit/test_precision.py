@@ -254,7 +254,9 @@ def test_an_unknown_precision_is_refused(precision):
 
 def test_precision_beside_a_thread_that_decomposes_is_refused(comm):
     strategy = mpikfac.Strategy(1).changed(delay=1)
-    text = "precision='tf32' needs delay=0 or curvature_ranks >= 1, not 1 and 0: TF32 is a setting"
+    text = (
+        "precision='tf32' needs delay=0 or curvature_servers >= 1, not 1 and 0: TF32 is a setting"
+    )
     with pytest.raises(ValueError, match=re.escape(text)):
         directions(comm, "tf32", strategy=strategy)
 

@@ -418,7 +418,7 @@ def test_a_batch_needs_the_quadratic_model(comm):
     [
         ({"inputs": 1}, "kfac.length.batch(inputs, loss) before step() now"),
         ({"loss": 1}, "kfac.length.batch(inputs, loss) before step() now"),
-        ({"mean_loss": 1}, "trainer.exchange.hear(loss) before step() now"),
+        ({"mean_loss": 1}, "trainer.exchange.report_loss(loss) before step() now"),
     ],
 )
 def test_former_arguments_of_a_step_name_their_new_places(comm, former, place):

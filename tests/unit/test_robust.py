@@ -11,7 +11,7 @@ import torch
 
 from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, Near, by_vector, combined, farthest
 from mpikfac.plan import NearMost, Robust
-from support import liars
+from support import byzantine
 
 RIGHT, WRONG, SIZE = 5, 2, 40
 
@@ -50,7 +50,7 @@ def test_the_median_is_numpys(vectors):
 
 def test_the_trimmed_mean_leaves_out_both_ends(vectors):
     """Oracle: each coordinate by itself."""
-    found = by(Robust("trimmed-mean", liars=2), vectors)
+    found = by(Robust("trimmed-mean", num_byzantine=2), vectors)
     expected = [np.mean(sorted(column)[2:-2]) for column in vectors.T]
     np.testing.assert_allclose(found, expected, rtol=1e-14)
 
@@ -61,7 +61,7 @@ def test_krum_takes_the_vector_nearest_to_its_neighbours(vectors):
     for own in vectors:
         distances = sorted(((own - other) ** 2).sum() for other in vectors)
         scores.append(sum(distances[1 : 1 + len(vectors) - WRONG - 2]))
-    found = by(Robust("krum", liars=WRONG), vectors)
+    found = by(Robust("krum", num_byzantine=WRONG), vectors)
     assert np.array_equal(found, vectors[np.argmin(scores)])
 
 
@@ -79,22 +79,22 @@ def test_the_geometric_median_of_equal_vectors_is_the_vector():
 
 
 @pytest.mark.parametrize("radius", [0.3, 1.0, 1e3])
-def test_centred_clip_bounds_each_difference(vectors, radius):
+def test_centered_clipping_bounds_each_difference(vectors, radius):
     """Oracle: the formula in numpy; the first vector is the centre."""
     centre, others = vectors[0], vectors[1:]
     far = np.linalg.norm(others - centre, axis=1, keepdims=True)
     expected = centre + ((others - centre) * np.minimum(1, radius / far)).mean(0)
-    found = by(Robust("centred-clip", clip_radius=radius), vectors)
+    found = by(Robust("centered-clipping", clip_radius=radius), vectors)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
 
 
 RULES = [
     Robust("median"),
-    Robust("trimmed-mean", liars=WRONG),
-    Robust("krum", liars=WRONG),
+    Robust("trimmed-mean", num_byzantine=WRONG),
+    Robust("krum", num_byzantine=WRONG),
     Robust("geometric-median"),
     Robust("safeguard"),
-    Robust("centred-clip", clip_radius=0.1),
+    Robust("centered-clipping", clip_radius=0.1),
 ]
 
 
@@ -118,8 +118,8 @@ def test_the_order_of_ranks_does_not_matter(vectors, rule):
 
 
 def test_too_few_ranks_are_refused():
-    with pytest.raises(ValueError, match="liars=2 needs at least 7 ranks, not 6"):
-        Robust("krum", liars=2).check_ranks(6)
+    with pytest.raises(ValueError, match="num_byzantine=2 needs at least 7 ranks, not 6"):
+        Robust("krum", num_byzantine=2).check_ranks(6)
 
 
 WINDOWS = Robust("safeguard", long_window=6, short_window=2, safe_factor=1.2)
@@ -222,10 +222,10 @@ def test_wrong_ranks_do_not_raise_the_floor(wrong):
 
 
 def test_the_safeguard_sees_lies_that_are_small_in_each_step():
-    """Oracle: the liars; Krum, which looks at one step, takes a liar's vector."""
+    """Oracle: the Byzantine ranks; Krum, which looks at one step, takes a liar's vector."""
     rule = by_vector(Robust("safeguard"), RIGHT + WRONG, torch.zeros(400).double())
     steps = small_lies(60, 400)
-    assert by(Robust("krum", liars=WRONG), steps[0])[0] == steps[0, -1, 0]
+    assert by(Robust("krum", num_byzantine=WRONG), steps[0])[0] == steps[0, -1, 0]
     for vectors in steps:
         step_of(rule, vectors)
     assert rule.good.tolist() == [True] * RIGHT + [False] * WRONG
@@ -264,26 +264,26 @@ def test_noise_has_the_asked_deviation_and_is_drawn_anew_at_each_step():
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
 
 
-@pytest.mark.parametrize("attack", liars.OF_GRADIENTS)
+@pytest.mark.parametrize("attack", byzantine.OF_GRADIENTS)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.combine)
 def test_attacks_do_not_turn_the_step_around(vectors, rule, attack):
     """Oracle: the mean of the right ranks, along which a step must go."""
     right = torch.tensor(vectors[:RIGHT])
-    attacked = np.concatenate([right, liars.OF_GRADIENTS[attack](right, WRONG)])
+    attacked = np.concatenate([right, byzantine.OF_GRADIENTS[attack](right, WRONG)])
     assert by(rule, attacked) @ vectors[:RIGHT].mean(0) > 0
 
 
 def test_the_attacks_are_those_of_the_papers():
     """Oracle: by hand; 0.43 is where two thirds of a normal distribution end."""
     right = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
-    found = {name: attack(right, 2)[0].tolist() for name, attack in liars.OF_GRADIENTS.items()}
+    found = {name: attack(right, 2)[0].tolist() for name, attack in byzantine.OF_GRADIENTS.items()}
     assert found["sign flip"] == [-2.0, 0.0]
     assert found["inner product"] == [-1.0, 0.0]
     assert found["a little is enough"] == pytest.approx([2 - 0.4307, 0.0], abs=1e-4)
-    assert liars.flipped(torch.tensor([0, 3, 9]), 10).tolist() == [9, 6, 0]
-    own = [torch.tensor([float(step)]) for step in range(liars.DELAY + 3)]
-    assert [liars.delayed(own[:steps]).item() for steps in (1, len(own))] == [0.0, 2.0]
-    assert liars.rescaled(own[:11]).item() == -6.0
+    assert byzantine.flipped(torch.tensor([0, 3, 9]), 10).tolist() == [9, 6, 0]
+    own = [torch.tensor([float(step)]) for step in range(byzantine.DELAY + 3)]
+    assert [byzantine.delayed(own[:steps]).item() for steps in (1, len(own))] == [0.0, 2.0]
+    assert byzantine.rescaled(own[:11]).item() == -6.0
 
 
 # -- factors --------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ def test_embeddings_and_norms_have_diagonals(comm):
         ({"strategy": Strategy().changed(factor_wire="int8")}, "factor_wire=None"),
         ({"strategy": Strategy().changed(tolerance=0.1)}, "tolerance=0"),
         ({"strategy": Strategy().changed(exchanged="weights")}, "exchanged='gradients'"),
-        ({"strategy": Strategy(update="owner", colocate=False)}, "colocate=True"),
+        ({"strategy": Strategy(update="owner", colocate_factors=False)}, "colocate_factors=True"),
     ],
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):

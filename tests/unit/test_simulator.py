@@ -270,11 +270,11 @@ def test_gradients_are_awaited_before_they_are_preconditioned():
     )
 
 
-def test_bases_of_curvature_ranks_are_awaited_if_they_take_longer_than_their_delay():
+def test_bases_of_curvature_servers_are_awaited_if_they_take_longer_than_their_delay():
     """Oracle: n^3 of all layers (2312) by hand, times a second; a step computes for 3.6 s."""
     slow = dataclasses.replace(MACHINE, decompositions={"inverse": ((1.0, 1.0), (100.0, 1e6))})
     for machine, waits in ((MACHINE, 0), (slow, 2312 - 2 * 3.6)):
-        strategy = Strategy(2).changed(delay=2, curvature_ranks=1)
+        strategy = Strategy(2).changed(delay=2, curvature_servers=1)
         found = mpikfac.predict.simulate(make_plan(LAYERS, 2, strategy, OTHERS), machine, JOB)
         assert found.refresh.stages.get("decompose", 0) == pytest.approx(waits, rel=0.01)
 
@@ -322,7 +322,7 @@ def test_a_staggered_refresh_is_spread():
 
 def test_copies_of_the_model_travel_at_every_fourth_step():
     """Oracle: by hand: a quarter of the bytes and of the seconds of averaged gradients."""
-    gradients, weights = Strategy(), Strategy().changed(exchanged="weights", exchange_every=4)
+    gradients, weights = Strategy(), Strategy().changed(exchanged="weights", sync_every=4)
     plans = (make_plan([], 4, strategy, OTHERS) for strategy in (gradients, weights))
     often, seldom = (mpikfac.predict.simulate(plan, MACHINE, JOB).mean for plan in plans)
     assert seldom.sent == pytest.approx(often.sent / 4) and seldom.sent > 0
@@ -332,7 +332,7 @@ def test_copies_of_the_model_travel_at_every_fourth_step():
 
 def test_leaders_of_nodes_send_copies_more_often():
     """Oracle: by hand: a node's leader sends in six of twelve steps, and the other one in one."""
-    choices = {"exchanged": "weights", "exchange_every": 12, "merge": "leader"}
+    choices = {"exchanged": "weights", "sync_every": 12, "merge": "leader"}
     strategy = Strategy().changed(**choices, ranks_per_node=2, node_every=2)
     found, rare = (
         mpikfac.predict.simulate(make_plan([], 4, chosen, OTHERS), MACHINE, JOB).mean.stages
@@ -346,7 +346,7 @@ def test_leaders_of_nodes_send_copies_more_often():
 def test_ranks_that_meet_seldom_wait_less_for_slow_steps():
     """Oracle: the mean of four independent steps has half of their spread."""
     job = dataclasses.replace(JOB, stragglers=0.1)
-    strategy = Strategy().changed(exchanged="weights", exchange_every=4)
+    strategy = Strategy().changed(exchanged="weights", sync_every=4)
     mean = mpikfac.predict.simulate(make_plan([], 4, strategy, OTHERS), MACHINE, job).mean
     slowest = costs.expected_slowest(0.05, 4)
     assert mean.waiting == pytest.approx((mean.seconds - mean.exposed) * (1 - 1 / slowest))
@@ -429,7 +429,7 @@ def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
     layers, others = resnet50
     seconds = [
         mpikfac.predict.simulate(
-            make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate=False), others),
+            make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate_factors=False), others),
             MACHINE,
             Job("resnet50", 32),
         ).refresh.stages["decompose"]

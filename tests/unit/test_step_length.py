@@ -242,10 +242,10 @@ def test_a_momentum_has_needs(comm):
     ):
         kfac.load_state_dict(state)
     problem.run(kfac, comm, [0])
-    for other in (mpikfac.KFAC(model, plain, comm), mpikfac.DataParallel(model, plain, comm)):
+    for other in (mpikfac.KFAC(model, plain, comm), mpikfac.FirstOrderTrainer(model, plain, comm)):
         with pytest.raises(mpikfac.UserError, match=r"the state has momenta of gradients"):
             other.load_state_dict(kfac.state_dict())
-    for other in (mpikfac.KFAC, mpikfac.DataParallel):
+    for other in (mpikfac.KFAC, mpikfac.FirstOrderTrainer):
         with pytest.raises(mpikfac.UserError, match=r"must be 0 with top_momentum=0.9; it is 0.5"):
             other(model, plain, comm, top).load_state_dict(state_of_optimizer)
 

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
 
 import mpikfac
-from mpikfac import KFAC, Coverage, DataParallel, Estimator, Length, UserError
+from mpikfac import KFAC, Coverage, Estimator, FirstOrderTrainer, Length, UserError
 from support import inside
 
 COMM = mpikfac.world()
@@ -252,7 +252,7 @@ class WithClosure(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("make", [KFAC, DataParallel])
+@pytest.mark.parametrize("make", [KFAC, FirstOrderTrainer])
 def test_wrong_objects_are_refused_in_one_line(make):
     """Oracle: the lines."""
     model = network()
@@ -278,7 +278,7 @@ def test_wrong_objects_are_refused_in_one_line(make):
 
 
 @pytest.mark.parametrize("way", ["added", "thawed"])
-@pytest.mark.parametrize("kind", [KFAC, DataParallel])
+@pytest.mark.parametrize("kind", [KFAC, FirstOrderTrainer])
 def test_the_optimizer_steps_the_model_alone_also_later(kind, way):
     """Oracle: the line, before the step; every rank would step the parameter alone."""
     model, outside = network(), nn.Parameter(torch.zeros(3).double(), way == "added")
@@ -297,7 +297,7 @@ def test_the_optimizer_steps_the_model_alone_also_later(kind, way):
 def test_an_optimizer_may_still_have_a_layer_that_was_replaced():
     """Oracle: the steps; nobody trains the older layer."""
     model = network()
-    trainer = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), COMM)
+    trainer = FirstOrderTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), COMM)
     learn(trainer)
     model[2] = nn.Linear(6, 3).double()
     trainer.optimizer.add_param_group({"params": [*model[2].parameters()]})
@@ -329,7 +329,7 @@ def test_a_weight_that_is_computed_from_now_on_is_seen(change, refused):
         assert [layer.name for layer in kfac.plan.layers] == ["2"]
 
 
-@pytest.mark.parametrize("make", [KFAC, DataParallel])
+@pytest.mark.parametrize("make", [KFAC, FirstOrderTrainer])
 def test_a_converted_model_is_refused(make):
     """Oracle: the line."""
     model = network().float()
@@ -518,7 +518,7 @@ def test_positions_of_a_loss_count_in_the_empirical_fisher():
     """Oracle: the mean of squares of gradients of each position's own loss, by autograd."""
     torch.manual_seed(0)
     model, positions = nn.Linear(5, 3).double(), 6
-    kfac = trainer(model, estimator=Estimator(loss_positions=positions))
+    kfac = trainer(model, estimator=Estimator(num_per_example_loss_terms=positions))
     x = torch.randn(4, positions, 5, dtype=torch.float64)
     y = torch.randint(3, (4, positions))
     outputs = model(x)

@@ -78,7 +78,7 @@ def test_what_the_optimizer_lacks_is_named(caplog):
     assert len(told) == 1 and "1.weight, 1.bias: no step changes them" in told[0]
 
 
-@pytest.mark.parametrize("kind", [KFAC, mpikfac.DataParallel])
+@pytest.mark.parametrize("kind", [KFAC, mpikfac.FirstOrderTrainer])
 def test_owners_step_nothing_that_the_optimizer_lacks(kind):
     """Oracle: the line."""
     model = network()

@@ -272,7 +272,7 @@ def trained(
     model = subject.copied().eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = (
-        mpikfac.DataParallel(model, optimizer, comm)
+        mpikfac.FirstOrderTrainer(model, optimizer, comm)
         if name == PLAIN
         else distributed(comm, subject, name, model, optimizer)
     )

@@ -40,7 +40,7 @@ class Guard:
         self.phase = "start-up", 0
         self.stage: Callable[[], str] = lambda: ""  # replaced by the trainer's stage
         self.clock = watchdog.clock
-        self._watchdog, self._limit = watchdog, options.hang_after
+        self._watchdog, self._limit = watchdog, options.watchdog_timeout
         self._directory = Path(options.run_dir)
         self._lock: Lock | None = None
         leads = comm.rank == 0

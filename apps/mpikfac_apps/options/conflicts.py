@@ -97,10 +97,10 @@ def _check_frozen(options: Options, ranks: int) -> None:
     if frozen >= options.epochs:
         raise ValueError(f"frozen_epochs={frozen} must be less than epochs={options.epochs}")
     strategy, _ = make_strategy(choices, options.kfac, ranks, options.parts)
-    spared, model = strategy.refresh.curvature_ranks, options.model
+    spared, model = strategy.refresh.curvature_servers, options.model
     for wrong, need, why in (
         (model == "airbench94", f"another model, not {model}", "the model freezes layers itself"),
-        (spared, f"curvature_ranks=0, not {spared}", "the ranks know the layers of the start"),
+        (spared, f"curvature_servers=0, not {spared}", "the ranks know the layers of the start"),
         (choices.split, f"split_layers=[], not {choices.split}", "layers are split at the start"),
         (
             choices.strategy == AUTO,

@@ -105,14 +105,14 @@ class GroupOptions:
         burn_in: the number of steps at the start in which groups train apart; null: the steps of
             the first epoch.
         swap_every: the number of steps from one swap of weights between groups to the next.
-        peer_weight: the factor in the loss of the distance to the predictions of the other groups;
-            0: groups train apart.
+        distill_weight: the factor of the distance to the predictions of the other groups in the
+            loss; 0: groups train apart.
     """
 
     groups: int = bounded(1, ">= 1")
     burn_in: int | None = bounded(None, ">= 0")
     swap_every: int = bounded(50, ">= 1")
-    peer_weight: float = bounded(1.0, ">= 0")
+    distill_weight: float = bounded(1.0, ">= 0")
 
 
 PAPERS = "to reproduce papers"

@@ -23,8 +23,8 @@ from mpikfac_apps.problems.models import network
 def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None = None) -> Options:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
-    `batch` and `kfac.loss_positions` are filled in. Values come from the defaults, then from
-    `kept`, then from `--config FILE`, then from the rest of the command line.
+    `batch` and `kfac.num_per_example_loss_terms` are filled in. Values come from the defaults, then
+    from `kept`, then from `--config FILE`, then from the rest of the command line.
 
     Args:
         kept: options by key, as in a YAML file.
@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None
 
 
 def checked(options: Options, ranks: int) -> Options:
-    """Return options that fit together, with `batch` and `kfac.loss_positions` filled in.
+    """Return options that fit together; `batch` and the terms of a loss are filled in.
 
     Raises:
         ValueError: options do not fit together, or do not fit the number of ranks.
@@ -55,9 +55,9 @@ def of_run(options: Options) -> KfacOptions:
     """Return the settings of K-FAC, with what other options say of momentum and positions."""
     estimator, length = options.kfac.estimator, options.kfac.length
     dimensions = network(options.model).task.dimensions
-    if dimensions and estimator.loss_positions == 1:
+    if dimensions and estimator.num_per_example_loss_terms == 1:
         positions = (pixels(options.data) or 1) ** dimensions
-        estimator = dataclasses.replace(estimator, loss_positions=positions)
+        estimator = dataclasses.replace(estimator, num_per_example_loss_terms=positions)
     if options.momentum_of_gradients:
         length = dataclasses.replace(length, momentum=options.momentum)
     return dataclasses.replace(options.kfac, estimator=estimator, length=length)

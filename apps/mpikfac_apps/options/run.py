@@ -28,11 +28,11 @@ class RunOptions:
         checkpoint_every: the number of steps between further checkpoints; null for none.
         max_time: the minutes from the start to the end of the job. The run writes a checkpoint and
             stops in time. SLURM_JOB_END_TIME has the same effect. null for no limit.
-        stop_code: the exit code of a run that was stopped before the end by SIGTERM, SIGUSR1,
+        exit_code: the exit code of a run that was stopped before the end by SIGTERM, SIGUSR1,
             SIGUSR2, Ctrl-C under `mpikfac launch`, RUN_DIR/control/stop or the end of the job.
-        hang_after: the longest time of a step, in seconds. A longer step ends the job and leaves
-            the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints may take 10
-            times as long. null for no limit.
+        watchdog_timeout: the longest time of a step, in seconds. A longer step ends the job and
+            leaves the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints may
+            take 10 times as long. null for no limit.
         log_every: the number of steps from one line of metrics to the next.
         device: the device of each rank; "auto" takes a GPU if a GPU exists.
         threads: the number of threads of a rank. null: OMP_NUM_THREADS, or an equal share of the
@@ -48,8 +48,8 @@ class RunOptions:
     checkpoint_minutes: float | None = bounded(15.0, "> 0")
     checkpoint_every: int | None = bounded(None, ">= 1")
     max_time: float | None = bounded(None, "> 0")
-    stop_code: int = bounded(0, ">= 0", "<= 255")
-    hang_after: float | None = bounded(600.0, "> 0", "<= 1e8")
+    exit_code: int = bounded(0, ">= 0", "<= 255")
+    watchdog_timeout: float | None = bounded(600.0, "> 0", "<= 1e8")
     log_every: int = section(LOG, bounded(10, ">= 1"))
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     threads: int | None = bounded(None, ">= 1", "<= 4096")

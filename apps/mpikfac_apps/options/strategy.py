@@ -65,7 +65,7 @@ def serving_ranks(options: Options) -> tuple[str, int]:
     choices = {**Strategy().choices(), **named, **distribution.change}
     if choices["exchanged"] == "updates":
         return "servers", choices["servers"]
-    return "curvature_ranks", choices["curvature_ranks"] if options.optimizer == "kfac" else 0
+    return "curvature_servers", choices["curvature_servers"] if options.optimizer == "kfac" else 0
 
 
 def training_ranks(options: Options, ranks: int) -> int:

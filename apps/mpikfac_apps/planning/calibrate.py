@@ -227,7 +227,7 @@ def collective(
     group, ranks = grid.world, grid.world.size
     part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
     flat = torch.zeros(part * ranks, device=device)
-    if primitive == "Send":  # such messages are of curvature ranks, and go through the host
+    if primitive == "Send":  # such messages are of curvature servers, and go through the host
         host = flat.cpu().numpy()
         return flat.nbytes, lambda: there_and_back(group, host)
     spans = [(0, len(flat))]

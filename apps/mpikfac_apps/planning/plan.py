@@ -118,14 +118,14 @@ def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     """Return lines with model, solver, strategy and digest of a plan."""
     strategy, workers = plan.strategy, plan.strategy.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
-    spared = strategy.refresh.curvature_ranks
+    spared = strategy.refresh.curvature_servers
     notes = [f"{number(spared, 'more rank')} decompose{'s' * (spared == 1)} for these ranks"]
     return [
         f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
         *(notes if spared else []),
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
-        f"colocate={strategy.colocate}, parts={strategy.transport.parts}, "
+        f"colocate_factors={strategy.colocate_factors}, parts={strategy.transport.parts}, "
         f"ranks_per_node={strategy.transport.ranks_per_node}",
         f"plan {plan.digest()}",
     ]
@@ -213,7 +213,7 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
     """Return the heading of the tables of collectives."""
     exchange, apart = plan.strategy.exchange, []
     if exchange.of_copies:
-        interval, in_node = exchange.exchange_every, {exchange.in_node} - {exchange.exchange_every}
+        interval, in_node = exchange.sync_every, {exchange.in_node} - {exchange.sync_every}
         apart = [f"  exchange weights: after every {interval} steps; other steps send no gradients"]
         apart += [f"  exchange weights in node: after every {n} steps" for n in in_node]
     return [

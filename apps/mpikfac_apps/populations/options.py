@@ -18,7 +18,7 @@ from mpikfac_apps.problems.datasets import source
 OF_ONE_NETWORK = (
     *("parts", "accumulate", "eval_every", "eval_steps", "keep_best", "patience", "average"),
     *("frozen_epochs", "shrink", "trace_steps", "mixup", "cutmix", "damping_adapt", "scale_lr"),
-    *("split_layers", "ways", "groups", "burn_in", "swap_every", "peer_weight"),
+    *("split_layers", "ways", "groups", "burn_in", "swap_every", "distill_weight"),
 )
 """Fields of the training's options that a population leaves out."""
 

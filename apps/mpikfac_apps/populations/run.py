@@ -36,7 +36,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train a population; return 0, or `stop_code` after a stop.
+    """Train a population; return 0, or `exit_code` after a stop.
 
     Collective over: world.
 

@@ -36,7 +36,7 @@ log = logging.getLogger("mpikfac.train")
 def main(
     program: str, group: type[Options], make: Make[Options], argv: Sequence[str] | None = None
 ) -> int:
-    """Train, and print a line after each epoch; return 0, or `stop_code` after a stop.
+    """Train, and print a line after each epoch; return 0, or `exit_code` after a stop.
 
     Collective over: world.
 

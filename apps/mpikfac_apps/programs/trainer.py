@@ -11,7 +11,7 @@ import mpikfac
 from mpikfac_apps.options.strategy import skippable
 from mpikfac_apps.programs.options import ProgramLearning
 
-Trainer = mpikfac.KFAC | mpikfac.DataParallel
+Trainer = mpikfac.KFAC | mpikfac.FirstOrderTrainer
 
 
 def trainer_of(
@@ -36,7 +36,7 @@ def trainer_of(
     """
     optimizer = optimizer_of(model, options)
     if options.optimizer != "kfac":
-        return mpikfac.DataParallel(model, optimizer, comm, trace=trace)
+        return mpikfac.FirstOrderTrainer(model, optimizer, comm, trace=trace)
     kfac, coverage = options.kfac, coverage or mpikfac.Coverage()
     factors_of = coverage.rule
 

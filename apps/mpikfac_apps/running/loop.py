@@ -201,7 +201,7 @@ class Loop(ABC):
             log.info("complete after %d steps, %.1f s", steps, seconds)
             return 0
         why = self.guard.requests.reason or "another rank was asked to"
-        code = self.options.stop_code
+        code = self.options.exit_code
         # Open MPI reports every code but 0 as a failure.
         note = f"; code {code} is wanted, whatever the launcher says below" if code else ""
         log.info("stopped after %d steps (%s); --resume auto goes on%s", steps, why, note)

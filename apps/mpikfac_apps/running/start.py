@@ -27,7 +27,7 @@ def start(
     make: Make[Options],
     config: Callable[[Options], Mapping[str, Any]],
 ) -> int:
-    """Run a program on all ranks; return 0, or `stop_code` after a stop.
+    """Run a program on all ranks; return 0, or `exit_code` after a stop.
 
     Collective over: world.
 
@@ -65,7 +65,7 @@ def settle(
     Raises:
         UserError: the device or the directory cannot be used.
     """
-    watchdog.follow(options.hang_after)
+    watchdog.follow(options.watchdog_timeout)
     hosts = share_cores(comm, options.threads)
     with mpikfac.comm.together(comm, "options"):
         device = mpikfac.device(comm, options.device)

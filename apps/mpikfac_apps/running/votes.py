@@ -12,7 +12,7 @@ from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.run import RunOptions
 from mpikfac_apps.running.checkpoints import Saver
 
-AnyTrainer = mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous
+AnyTrainer = mpikfac.KFAC | mpikfac.FirstOrderTrainer | mpikfac.AsyncSGD
 
 log = logging.getLogger("mpikfac.train")
 
@@ -98,7 +98,7 @@ class StepVotes:
         if votes[WRITTEN] == ranks:
             self._saver.settle()
         elif self._comm.rank == 0:
-            self._saver.remind(votes[WRITTEN], votes[LATE], self._options.hang_after)
+            self._saver.remind(votes[WRITTEN], votes[LATE], self._options.watchdog_timeout)
         if checkpoint or self._due:
             # A diverging run must not replace good checkpoints: the checkpoint waits for a step
             # without trouble.

@@ -110,7 +110,7 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
         ValueError: no launcher is found.
     """
     program = [sys.executable, "-m", "mpi4py", "-m", "mpikfac_apps", "train", *cell.arguments]
-    program += [f"--run_dir={directory / 'run'}", "--resume=auto", f"--stop_code={STOPPED}"]
+    program += [f"--run_dir={directory / 'run'}", "--resume=auto", f"--exit_code={STOPPED}"]
     if launcher == "mpirun":
         mpirun, flags = _mpirun()
         return [mpirun, *flags, "-n", str(cell.ranks), *program]

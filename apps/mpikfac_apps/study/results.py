@@ -50,7 +50,7 @@ WAITING, OTHER = "waiting", "other"
 # options and choices that are missing in the sets change numbers.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
-    *("stop_code", "hang_after", "shrink", "log_every", "trace_steps", "threads", "metrics"),
+    *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
     *("eval_every", "keep_best", "data.cache"),
 }
 # Options that a strategy is made of: `_numbers` looks at the strategy.

@@ -45,7 +45,7 @@ KEYS = (
     "target",
 )
 LAUNCHERS = ("mpirun", "slurm")
-OWN = ("run_dir", "resume", "stop_code")  # options that only the study itself sets
+OWN = ("run_dir", "resume", "exit_code")  # options that only the study itself sets
 LEAST_SHOWN = 10  # least number of steps for a line of metrics
 STOPPED = 75  # exit code of a run that was asked to stop before its end
 

@@ -33,7 +33,7 @@ PATIENCE = 10.0  # seconds until a thread that still runs at the end is named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the command line says; return 0 after a complete run, `stop_code` after a stop.
+    """Train as the command line says; return 0 after a complete run, `exit_code` after a stop.
 
     Collective over: world.
 
@@ -76,7 +76,7 @@ def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
     """
     code = None
     while code is None:
-        watchdog.follow(options.hang_after)
+        watchdog.follow(options.watchdog_timeout)
         with mpikfac.ending(comm):
             place = settle(comm, options)
             group, options = joined(comm, options)
@@ -111,8 +111,8 @@ def assist(
 ) -> None:
     """Decompose, or hold the weights, for the ranks that train, until these end the training.
 
-    The ranks that train run the watchdog and obey signals: a curvature rank may have no work for a
-    long time.
+    The ranks that train run the watchdog and obey signals: a curvature server may have no work
+    for a long time.
 
     Collective over: comm.
     """
@@ -124,9 +124,9 @@ def assist(
         if servers:
             classes, channels = mpikfac.comm.announced(team.link)
             model, optimizer = build(options, classes, channels, device)
-            mpikfac.serve_updates(model, optimizer, team)
+            mpikfac.run_parameter_server(model, optimizer, team)
         else:
-            mpikfac.serve(team, device)
+            mpikfac.run_curvature_server(team, device)
 
 
 def run_training(
@@ -144,7 +144,7 @@ def run_training(
     Returns:
         The exit code, the ranks that are left, and the options for their new start.
 
-    Collective over: the team, and all curvature ranks.
+    Collective over: the team, and all curvature servers.
     """
     comm = team.trains
     with mpikfac.ending(comm):

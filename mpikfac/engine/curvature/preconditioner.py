@@ -68,7 +68,7 @@ PRECONDITIONERS = {
     "gradient": "mpikfac.extensions.gradient_factors:OfGradient",
 }
 """The places of preconditioners, by where the factors come from: see `Form.of`."""
-ON_CURVATURE_RANKS = "mpikfac.extensions.curvature_ranks:OnCurvatureRanks"
+ON_CURVATURE_SERVERS = "mpikfac.extensions.curvature_servers:OnCurvatureServers"
 
 
 class Preconditioner(FirstOrder):
@@ -104,8 +104,8 @@ class Preconditioner(FirstOrder):
         dtype, at_identity = estimator.factor_dtype or site.dtype, estimator.start == "identity"
         self.factors: Factors = self.FACTORS[transport.reduce_at](site, dtype, at_identity)
         decomposer: Decomposer = InBackground if refresh.delay else AtOnce
-        if refresh.curvature_ranks:
-            decomposer = partial(resolve_name(ON_CURVATURE_RANKS), plan, solvers, team)
+        if refresh.curvature_servers:
+            decomposer = partial(resolve_name(ON_CURVATURE_SERVERS), plan, solvers, team)
         self.bases = Bases(site, solvers, settings.damping.is_relative, decomposer)
         self.of_solver = list(_parts_of_solvers(solvers, self.bases))
         observers = [part.record for part in self.of_solver]
@@ -350,7 +350,7 @@ class Preconditioner(FirstOrder):
         self.recorder.detach()
 
     def close(self) -> None:
-        """Let curvature ranks go."""
+        """Let curvature servers go."""
         self.bases.decomposer.close()
 
 
@@ -420,10 +420,10 @@ class Curvature(Method):
         """Return if optimizer and ranks suit the method.
 
         Raises:
-            ValueError: the number of curvature ranks differs, a layer is not in the optimizer, or
+            ValueError: the number of curvature servers differs, a layer is not in the optimizer, or
                 the optimizer lacks the learning rate of a choice.
         """
-        check_joins(team.link, plan.strategy.refresh.curvature_ranks)
+        check_joins(team.link, plan.strategy.refresh.curvature_servers)
         groups_of(layers, optimizer)
         if self.settings.length.kl is not None:
             check_rates(optimizer, "Length(kl=...)")
@@ -473,15 +473,15 @@ def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
 
 
 def check_joins(link: Any, ranks: int) -> None:
-    """Return if `link` joins the rank to `ranks` curvature ranks; None joins to 0.
+    """Return if `link` joins the rank to `ranks` curvature servers; None joins to 0.
 
     Raises:
-        ValueError: the number of curvature ranks differs.
+        ValueError: the number of curvature servers differs.
     """
     joined = link.remote_size if link else 0
     if joined != ranks:
         raise ValueError(
-            f"curvature_ranks={ranks}, but curvature joins {joined}; "
+            f"curvature_servers={ranks}, but curvature joins {joined}; "
             f"give it what mpikfac.split(comm, {ranks}) returned"
         )
 

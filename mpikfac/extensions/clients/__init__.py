@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from mpikfac.extensions.clients.asynchronous import Asynchronous as Asynchronous
-from mpikfac.extensions.clients.server import serve_updates as serve_updates
+from mpikfac.extensions.clients.asynchronous import AsyncSGD as AsyncSGD
+from mpikfac.extensions.clients.server import run_parameter_server as run_parameter_server

@@ -52,7 +52,7 @@ from mpikfac.trace import Trace
 from mpikfac.trainer import Trainer
 
 
-class Asynchronous(Trainer):
+class AsyncSGD(Trainer):
     """Asynchronous SGD on a client's ranks [Dean et al. 2012, Paine et al. 2013].
 
     A client pushes an update, the gradients of one batch or the sum of several, and fetches the
@@ -62,13 +62,13 @@ class Asynchronous(Trainer):
         strategy = mpikfac.Strategy.mem_opt(exchanged="updates")
         team = mpikfac.split(comm, strategy.exchange.asynchrony.servers)
         if team.comm is None:
-            mpikfac.serve_updates(model, optimizer, team)
+            mpikfac.run_parameter_server(model, optimizer, team)
         else:
-            trainer = mpikfac.Asynchronous(model, optimizer, team, strategy)
+            trainer = mpikfac.AsyncSGD(model, optimizer, team, strategy)
             ...
             trainer.close()
 
-    The ranks of a client average gradients like `DataParallel`, which explains the rest of the
+    The ranks of a client average gradients like `FirstOrderTrainer`, which explains the rest of the
     interface. All ranks of a client take the same steps; clients may take any number of steps.
 
     Args:
@@ -158,7 +158,7 @@ class Asynchronous(Trainer):
     def close(self) -> None:
         """Leave the servers, and free the communicators; no step may follow.
 
-        `serve_updates` returns once all clients have left. A second call does nothing.
+        `run_parameter_server` returns once all clients have left. A second call does nothing.
 
         Collective over: the client's ranks.
         """
@@ -193,7 +193,7 @@ class Asynchronous(Trainer):
         Collective over: all clients.
 
         Raises:
-            UserError: see `DataParallel.load_state_dict`.
+            UserError: see `FirstOrderTrainer.load_state_dict`.
         """
         built = self.built
         with together(self._ranks, "loading state", untrusted=True):
@@ -219,8 +219,8 @@ class Client(OneModel):
 
     Attributes:
         choices: of the strategy.
-        staleness: see `Asynchronous`.
-        version: see `Asynchronous`.
+        staleness: see `AsyncSGD`.
+        version: see `AsyncSGD`.
         wish: whether the client wants all clients to meet.
     """
 
@@ -375,7 +375,7 @@ class Client(OneModel):
     # -- meetings --------------------------------------------------------------------------------
 
     def combine(self) -> None:
-        """Wait for all clients; see `Asynchronous.combine`."""
+        """Wait for all clients; see `AsyncSGD.combine`."""
         if self._taken:
             self._push()
         if not self.heard:
@@ -466,7 +466,7 @@ def _check(team: Team, strategy: Strategy, optimizer: Optimizer) -> None:
     choices = strategy.exchange.asynchrony
     if not strategy.exchange.asynchronous:
         raise ValueError(
-            f"exchanged={strategy.exchange.exchanged!r} must be 'updates' for Asynchronous"
+            f"exchanged={strategy.exchange.exchanged!r} must be 'updates' for AsyncSGD"
         )
     servers = team.link.remote_size if team.link else 0
     if servers != choices.servers:

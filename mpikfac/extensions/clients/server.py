@@ -56,7 +56,7 @@ SILENCE = 60.0  # seconds without a message from a client until a line names the
 log = logging.getLogger("mpikfac")
 
 
-def serve_updates(
+def run_parameter_server(
     model: nn.Module, optimizer: Optimizer, team: Team, trace: Trace | None = None
 ) -> list[Counter[int]]:
     """Step the weights by the updates of clients, until all clients have left.
@@ -79,7 +79,9 @@ def serve_updates(
     """
     check_optimizer(optimizer, model)
     if team.comm is not None or team.link is None:
-        raise ValueError("serve_updates() is for ranks that split() puts aside; this rank trains")
+        raise ValueError(
+            "run_parameter_server() is for ranks that split() puts aside; this rank trains"
+        )
     server = Server(model, optimizer, team.link, trace or Trace())
     server.run()
     return server.staleness

@@ -74,9 +74,9 @@ class Copies(OneModel):
         self.rule.keep()
         self.differ, self.heard = False, True
 
-    def hear(self, loss: float | Tensor) -> None:
+    def report_loss(self, loss: float | Tensor) -> None:
         """Take the mean loss of the rank's share of the batch, before the step."""
-        self.rule.hear(loss)
+        self.rule.report_loss(loss)
 
     def begin_step(self, step: int) -> None:
         """Find out whether the rank takes the step alone.

@@ -67,13 +67,15 @@ class Merge:
     def keep(self) -> None:
         """Take the present weights, equal on all ranks, for the weights of an exchange."""
 
-    def hear(self, loss: float | Tensor) -> None:
+    def report_loss(self, loss: float | Tensor) -> None:
         """Take the mean loss of the rank's share of a batch.
 
         Raises:
             ValueError: the rule takes no loss.
         """
-        raise ValueError("exchange.hear(loss) is for merge='leader'; other exchanges take no loss")
+        raise ValueError(
+            "exchange.report_loss(loss) is for merge='leader'; other exchanges take no loss"
+        )
 
     def begin_step(self, alone: bool) -> None:
         """Begin a step; if `alone`, the rank steps a copy of the model."""
@@ -302,7 +304,7 @@ class Leader(Apart):
         super().__init__(site, gradients)
         self._leaders = [self._arena() for _ in self.copies.led]
         of_node = [self.exchange.in_node] * (len(self._leaders) - 1)
-        self._every = [self.exchange.exchange_every, *of_node]  # of all ranks' leader, the node's
+        self._every = [self.exchange.sync_every, *of_node]  # of all ranks' leader, the node's
         self._statistics = self.copies.average_statistics()
         self._messages = self.copies.average_copies()
         self._heard: list[float | Tensor] = []
@@ -315,7 +317,7 @@ class Leader(Apart):
             leader.flat.copy_(self.copy.flat)
         self._heard = []
 
-    def hear(self, loss: float | Tensor) -> None:
+    def report_loss(self, loss: float | Tensor) -> None:
         """Take the mean loss of the rank's share of a batch, before the step."""
         self._next = loss.detach() if isinstance(loss, Tensor) else loss
 
@@ -330,7 +332,8 @@ class Leader(Apart):
             return
         if loss is None:
             raise ValueError(
-                "merge='leader' needs exchange.hear(loss) before each step: the best copy leads"
+                "merge='leader' needs exchange.report_loss(loss) before each step: "
+                "the best copy leads"
             )
         self._heard.append(loss)
 

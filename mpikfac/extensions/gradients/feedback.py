@@ -25,7 +25,7 @@ SPREAD = 2_654_435_761  # a prime: blocks and neighbouring seeds have signs of t
 class DirectFeedback:
     """Train the blocks of a trainer's model by direct feedback.
 
-        trainer = mpikfac.DataParallel(model, optimizer)
+        trainer = mpikfac.FirstOrderTrainer(model, optimizer)
         mpikfac.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
 
     The program stays as it is: the backward pass of the loss makes the gradients of all blocks.

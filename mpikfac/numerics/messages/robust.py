@@ -37,8 +37,8 @@ def median(vectors: Tensor, _: Robust) -> Tensor:
 
 
 def trimmed_mean(vectors: Tensor, rule: Robust) -> Tensor:
-    """Return the mean of each coordinate without the `liars` smallest and largest [Yin 2018]."""
-    return vectors.sort(0).values[rule.liars : len(vectors) - rule.liars].mean(0)
+    """Return the mean of each coordinate without its smallest and largest numbers [Yin 2018]."""
+    return vectors.sort(0).values[rule.num_byzantine : len(vectors) - rule.num_byzantine].mean(0)
 
 
 # -- by vector -----------------------------------------------------------------------------------
@@ -47,10 +47,10 @@ def trimmed_mean(vectors: Tensor, rule: Robust) -> Tensor:
 def krum(products: Tensor, rule: Robust) -> Tensor:
     """Return weight 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
 
-    Neighbours are all other vectors but the `liars + 1` farthest.
+    Neighbours are all other vectors but the `num_byzantine + 1` farthest.
     """
     ranks = len(products)
-    nearest = _distances(products).sort(1).values[:, 1 : ranks - rule.liars - 1]
+    nearest = _distances(products).sort(1).values[:, 1 : ranks - rule.num_byzantine - 1]
     return products.new_zeros(ranks).index_fill(0, nearest.sum(1).argmin(), 1.0)
 
 
@@ -68,7 +68,7 @@ def geometric_median(products: Tensor, _: Robust) -> Tensor:
     return weights
 
 
-def centred_clip(products: Tensor, rule: Robust) -> Tensor:
+def centered_clipping(products: Tensor, rule: Robust) -> Tensor:
     """Return the weights of `centre + mean(clip(vector - centre))` [Karimireddy et al. 2021].
 
     The first vector is the centre: the result of the step before.
@@ -155,6 +155,6 @@ BY_COORDINATE: Mapping[str, Callable[[Tensor, Robust], Tensor]] = {
 BY_VECTOR: Mapping[str, Callable[[Tensor, Robust], Tensor]] = {
     "krum": krum,
     "geometric-median": geometric_median,
-    "centred-clip": centred_clip,
+    "centered-clipping": centered_clipping,
 }
 """Rules from inner products `[ranks, ranks]` to weights `[ranks]`, all in float64."""

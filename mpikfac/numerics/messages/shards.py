@@ -196,7 +196,7 @@ class Near:
         return total
 
 
-KEEPING = {"centred-clip": Centred, "safeguard": Safeguard}
+KEEPING = {"centered-clipping": Centred, "safeguard": Safeguard}
 
 
 def by_vector(rule: Robust, ranks: int, like: Tensor, first: int = 0) -> ByVector:

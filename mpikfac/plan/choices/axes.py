@@ -30,7 +30,7 @@ def _synchronisation(strategy: Strategy) -> str:
     if exchange.stream.fragments > 1:
         outer += f" in {exchange.stream.fragments} parts by turns"
     later = f", after {exchange.exchange_from} steps of gradients" * (exchange.exchange_from > 0)
-    return f"weights every {exchange.exchange_every} steps{outer}{later}"
+    return f"weights every {exchange.sync_every} steps{outer}{later}"
 
 
 def _batches(count: int) -> str:
@@ -56,8 +56,8 @@ def _architecture(strategy: Strategy) -> str:
         parties = [f"servers: {servers}"] + [f"clients of {ranks} ranks"] * (ranks > 1)
     if strategy.transport.ranks_per_node is not None:
         parties.append("two levels")
-    if strategy.refresh.curvature_ranks:
-        parties.append("curvature ranks")
+    if strategy.refresh.curvature_servers:
+        parties.append("curvature servers")
     return ", ".join(parties)
 
 

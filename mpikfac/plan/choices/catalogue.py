@@ -61,7 +61,7 @@ NAMED: Mapping[str, Named] = {
         "gets all bases and preconditions every layer",
         "SC20",
         "2 (P-1)/P 4F + (P-1)/P 4F + 0",
-        choices={"workers": "all", "colocate": False, **_PUBLISHED},
+        choices={"workers": "all", "colocate_factors": False, **_PUBLISHED},
         settings=_EIGEN,
     ),
     "kfac-lw": Named(
@@ -104,7 +104,7 @@ NAMED: Mapping[str, Named] = {
         "2 (P-1)/P 4T + (P-1)/P 4F of the large ones + 0",
         choices={
             **{"workers": "all", "fusion": 3, "overlap": True},
-            **{"replicate_below": 128, "colocate": False},
+            **{"replicate_below": 128, "colocate_factors": False},
         },
     ),
     "dp-kfac": Named(
@@ -201,14 +201,14 @@ NAMED: Mapping[str, Named] = {
         "Stich 2019",
         "2 (P-1)/P 4T + (P-1)/P 4F - 7/8 2 (P-1)/P 4N",
         same=False,
-        choices={**_COPIES, "exchange_every": 8},
+        choices={**_COPIES, "sync_every": 8},
     ),
     "post-local-sgd": Named(
         "Local SGD with 16 steps between two means, after 1000 steps of averaged gradients",
         "Lin et al. 2020",
         "2 (P-1)/P 4T + (P-1)/P 4F - 15/16 2 (P-1)/P 4N",
         same=False,
-        choices={**_COPIES, "exchange_every": 16, "exchange_from": 1000},
+        choices={**_COPIES, "sync_every": 16, "exchange_from": 1000},
     ),
     "diloco": Named(
         "Local SGD with 50 steps between two exchanges; the mean change of the copies is the "
@@ -216,7 +216,7 @@ NAMED: Mapping[str, Named] = {
         "DiLoCo, Douillard et al. 2023",
         "2 (P-1)/P 4T + (P-1)/P 4F - 49/50 2 (P-1)/P 4N",
         same=False,
-        choices={**_COPIES, "exchange_every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
+        choices={**_COPIES, "sync_every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
     ),
     "a-sgd": Named(
         "Clients push gradients to a server and fetch weights, and no client waits for a second; "
@@ -233,7 +233,7 @@ NAMED: Mapping[str, Named] = {
         "2 (P-1)/P 4T + (P-1)/P 4F - 49/50 2 (P-1)/P 4N",
         same=False,
         choices={
-            **{**_COPIES, "exchange_every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
+            **{**_COPIES, "sync_every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
             **{"fragments": 5, "lateness": 5, "local_share": 0.5},
         },
     ),
@@ -245,7 +245,7 @@ NAMED: Mapping[str, Named] = {
         "2 (P-1)/P 4T + (P-1)/P 4F + one sum in four steps - 2 (P-1)/P 4N",
         same=False,
         choices={
-            **{**_COPIES, "copies_of": "node", "ranks_per_node": 1, "exchange_every": 4},
+            **{**_COPIES, "copies_of": "node", "ranks_per_node": 1, "sync_every": 4},
             **{"lateness": 1, "local_share": None},
         },
     ),
@@ -255,7 +255,7 @@ NAMED: Mapping[str, Named] = {
         "LSGD, Teng et al. 2019",
         "2 (P-1)/P 4T + (P-1)/P 4F - 15/16 2 (P-1)/P 4N",
         same=False,
-        choices={**_COPIES, "exchange_every": 8, "merge": "leader"},
+        choices={**_COPIES, "sync_every": 8, "merge": "leader"},
     ),
     "parle": Named(
         "Each rank steps a copy of the model; after 25 steps a copy moves to the average of its "
@@ -263,7 +263,7 @@ NAMED: Mapping[str, Named] = {
         "Parle, Chaudhari et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F - 24/25 2 (P-1)/P 4N",
         same=False,
-        choices={**_COPIES, "exchange_every": 25, "merge": "elastic"},
+        choices={**_COPIES, "sync_every": 25, "merge": "elastic"},
     ),
     "median": Named(
         "The median of each number of all ranks' gradients takes the place of the mean",
@@ -277,14 +277,14 @@ NAMED: Mapping[str, Named] = {
         "Yin et al. 2018",
         _COMM_OPT,
         same=False,
-        choices={"workers": "all", "combine": "trimmed-mean", "liars": 1},
+        choices={"workers": "all", "combine": "trimmed-mean", "num_byzantine": 1},
     ),
     "krum": Named(
         "The gradient of the rank whose neighbours are nearest takes the place of the mean",
         "Blanchard et al. 2017",
         _COMM_OPT,
         same=False,
-        choices={"workers": "all", "combine": "krum", "liars": 1},
+        choices={"workers": "all", "combine": "krum", "num_byzantine": 1},
     ),
     "geometric-median": Named(
         "The vector with the least sum of distances from all ranks' gradients",
@@ -293,13 +293,13 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={"workers": "all", "combine": "geometric-median"},
     ),
-    "centred-clip": Named(
+    "centered-clipping": Named(
         "The last gradient, moved by the mean difference of all ranks' gradients from it, after "
         "long differences are cut",
         "Karimireddy et al. 2021",
         _COMM_OPT,
         same=False,
-        choices={"workers": "all", "combine": "centred-clip"},
+        choices={"workers": "all", "combine": "centered-clipping"},
     ),
     "safeguard": Named(
         "COMM-OPT in which a rank is left out for good when its gradients, summed over 300 steps "
@@ -325,12 +325,12 @@ NAMED: Mapping[str, Named] = {
         choices={"workers": "all"},
         settings={"solver": "rank-one", "inv_update_steps": 1},
     ),
-    "curvature-ranks": Named(
+    "curvature-servers": Named(
         "COMM-OPT on all ranks but one, to which owners send factors and which sends back their "
         "bases, to be used one step later; `P` ranks train",
         "LBANN",
         "2 (P-1)/P 4T + (4T/P + (P-1)/P 4F) + 0",
-        choices={"workers": "all", "delay": 1, "curvature_ranks": 1},
+        choices={"workers": "all", "delay": 1, "curvature_servers": 1},
     ),
 }
 """Published ways to distribute training, and combinations of theirs."""

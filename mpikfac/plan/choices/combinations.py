@@ -177,10 +177,10 @@ STRATEGY: tuple[Combination, ...] = (
         "averages over time are summed over ranks, in no order",
     ),
     Combination(
-        "curvature_ranks",
+        "curvature_servers",
         None,
         {"delay": AtLeast(1), "replicate_below": 0, "tolerance": 0},
-        "curvature ranks work while the training ranks go on, for one owner of a factor",
+        "curvature servers work while the training ranks go on, for one owner of a factor",
         default=0,
     ),
     Combination(
@@ -190,7 +190,7 @@ STRATEGY: tuple[Combination, ...] = (
         "each rank steps the whole model by the gradient of the rank alone",
     ),
     Combination(
-        "exchange_every",
+        "sync_every",
         None,
         {"exchanged": "weights"},
         "gradients are averaged at every step",
@@ -206,7 +206,7 @@ STRATEGY: tuple[Combination, ...] = (
     Combination(
         "exchanged",
         ("updates",),
-        {"update": "everyone", "parts": None, "combine": "mean", "curvature_ranks": 0},
+        {"update": "everyone", "parts": None, "combine": "mean", "curvature_servers": 0},
         "a server steps its weights by one update after the other",
     ),
     *(
@@ -220,7 +220,7 @@ STRATEGY: tuple[Combination, ...] = (
         "merge",
         ("leader",),
         {
-            **{"exchanged": "weights", "exchange_every": AtLeast(2), "outer_lr": 1.0},
+            **{"exchanged": "weights", "sync_every": AtLeast(2), "outer_lr": 1.0},
             **{"outer_momentum": 0.0, "combine": "mean", "gradient_wire": None},
         },
         "the leader sends plain weights, and the copies never become one",
@@ -245,7 +245,7 @@ STRATEGY: tuple[Combination, ...] = (
         "merge",
         ("elastic",),
         {
-            **{"exchanged": "weights", "exchange_every": AtLeast(2)},
+            **{"exchanged": "weights", "sync_every": AtLeast(2)},
             **{"combine": "mean", "gradient_wire": None},
         },
         "ranks exchange averages of the steps of copies, which never become one",
@@ -263,7 +263,7 @@ STRATEGY: tuple[Combination, ...] = (
             name,
             None,
             {
-                **{"exchanged": "weights", "exchange_every": AtLeast(2), "merge": "mean"},
+                **{"exchanged": "weights", "sync_every": AtLeast(2), "merge": "mean"},
                 **{"combine": "mean", "gradient_wire": None},
             },
             "plain sums of parts of the model run beside the steps",
@@ -286,7 +286,7 @@ STRATEGY: tuple[Combination, ...] = (
         "copies_of",
         ("node",),
         {
-            **{"exchanged": "weights", "exchange_every": AtLeast(2)},
+            **{"exchanged": "weights", "sync_every": AtLeast(2)},
             **{"ranks_per_node": AtLeast(1), "combine": "mean"},
         },
         "the ranks of a node step one copy by the mean of their gradients",
@@ -302,7 +302,7 @@ STRATEGY: tuple[Combination, ...] = (
         default="mean",
     ),
     Combination(
-        "liars",
+        "num_byzantine",
         None,
         {"combine": OneOf(("trimmed-mean", "krum"))},
         "the other rules have no number of wrong ranks",

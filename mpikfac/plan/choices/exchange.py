@@ -49,7 +49,7 @@ class MergeRule:
             "elastic": each copy moves towards the running average of its own steps and towards the
             mean of all such averages, and stays a copy of its own [Parle].
         node_every: the number of steps from one exchange with the leader of the node to the next;
-            divides `exchange_every`. None: the node's leader and the leader of all ranks change at
+            divides `sync_every`. None: the node's leader and the leader of all ranks change at
             the same steps.
         leader_step: the share of the way to a leader that an exchange goes.
         leader_pull: the share of the way that the steps from one exchange to the next go together.
@@ -94,7 +94,7 @@ class Stream:
     """How an exchange of weights is spread over steps [Streaming DiLoCo].
 
     Attributes:
-        fragments: parts of the model, exchanged by turns: each part every `exchange_every` steps.
+        fragments: parts of the model, exchanged by turns: each part every `sync_every` steps.
         lateness: the number of steps from the sending of a part to the use of the mean. The sum
             runs beside the steps in between.
         local_share: the share of the rank's own weights when a mean comes into use. None: with n
@@ -114,7 +114,7 @@ class Stream:
 
 
 Rule = Literal[
-    "mean", "median", "trimmed-mean", "krum", "geometric-median", "centred-clip", "safeguard"
+    "mean", "median", "trimmed-mean", "krum", "geometric-median", "centered-clipping", "safeguard"
 ]
 RULES: tuple[Rule, ...] = get_args(Rule)
 
@@ -125,9 +125,9 @@ class Robust:
 
     Attributes:
         combine: "mean": the mean of all ranks. "median": of each coordinate. "trimmed-mean": of
-            each coordinate, without the `liars` smallest and largest numbers [Yin et al. 2018].
-            "krum": the vector nearest to its neighbours [Blanchard et al. 2017].
-            "geometric-median": the point with the least sum of distances. "centred-clip": the
+            each coordinate, without the `num_byzantine` smallest and largest numbers [Yin et al.
+            2018]. "krum": the vector nearest to its neighbours [Blanchard et al. 2017].
+            "geometric-median": the point with the least sum of distances. "centered-clipping": the
             result of the step before, and the mean of the ranks' differences from the result, with
             no difference longer than `clip_radius` [Karimireddy et al. 2021]. "safeguard": the mean
             of good ranks, whose vectors, summed over two windows of time, are near the sums of most
@@ -135,8 +135,8 @@ class Robust:
         combine_factors: how ranks combine factors of K-FAC. "mean": the mean over the examples of
             all ranks. "near": of each factor, the mean over the examples of the ranks whose means
             are near most ranks' means.
-        liars: the number of ranks that may be wrong, for "trimmed-mean" and "krum".
-        clip_radius: the longest difference, for "centred-clip".
+        num_byzantine: the number of ranks that may be wrong, for "trimmed-mean" and "krum".
+        clip_radius: the longest difference, for "centered-clipping".
         long_window, short_window: the steps of both windows, for "safeguard".
         safe_factor: the farthest distance of a good rank, in distances that hold most ranks; for
             "safeguard" and "near".
@@ -151,7 +151,7 @@ class Robust:
 
     combine: Rule = "mean"
     combine_factors: Literal["mean", "near"] = "mean"
-    liars: int = 0
+    num_byzantine: int = 0
     clip_radius: float = 1.0
     long_window: int = 300
     short_window: int = 50
@@ -165,7 +165,7 @@ class Robust:
         make_plain(self)
         one_of("combine", self.combine, RULES)
         one_of("combine_factors", self.combine_factors, ("mean", "near"))
-        check_count("liars", self.liars, 0)
+        check_count("num_byzantine", self.num_byzantine, 0)
         check_positive("clip_radius", self.clip_radius)
         check_count("short_window", self.short_window, 1)
         check_count("long_window", self.long_window, self.short_window)
@@ -187,12 +187,12 @@ class Robust:
         with_centre = (ranks + 1) ** 2
         return {
             **{"krum": ranks**2, "geometric-median": ranks**2},
-            **{"centred-clip": with_centre, "safeguard": 3 * ranks**2},
+            **{"centered-clipping": with_centre, "safeguard": 3 * ranks**2},
         }.get(self.combine, 0)
 
     def remembered(self, ranks: int) -> int:
         """Return the number of vectors that the rule keeps from step to step."""
-        return {"centred-clip": 1, "safeguard": 2 * ranks}.get(self.combine, 0)
+        return {"centered-clipping": 1, "safeguard": 2 * ranks}.get(self.combine, 0)
 
     def check_ranks(self, ranks: int) -> None:
         """Return if the right ranks are enough to tell the wrong ranks.
@@ -200,10 +200,10 @@ class Robust:
         Raises:
             ValueError: there are too few ranks.
         """
-        least = {"trimmed-mean": 2 * self.liars + 1, "krum": 2 * self.liars + 3}
+        least = {"trimmed-mean": 2 * self.num_byzantine + 1, "krum": 2 * self.num_byzantine + 3}
         if ranks < least.get(self.combine, 1):
             raise ValueError(
-                f"combine={self.combine!r} with liars={self.liars} needs at least "
+                f"combine={self.combine!r} with num_byzantine={self.num_byzantine} needs at least "
                 f"{least[self.combine]} ranks, not {ranks}"
             )
 
@@ -252,7 +252,7 @@ class Exchange:
             "weights": each rank steps a copy of the model by the gradient of the rank alone, and
             ranks combine the copies every few steps [local SGD, Lin et al. 2020]. "updates":
             clients send updates to servers, and nobody waits for a second client.
-        exchange_every: the number of steps from one exchange of weights to the next. With 1, ranks
+        sync_every: the number of steps from one exchange of weights to the next. With 1, ranks
             average gradients: the result is the same but for rounding.
         exchange_from: the number of steps at the start in which ranks average gradients, in the
             place of weights [post-local SGD, Lin et al. 2020].
@@ -267,7 +267,7 @@ class Exchange:
     """
 
     exchanged: Literal["gradients", "weights", "updates"] = "gradients"
-    exchange_every: int = 1
+    sync_every: int = 1
     exchange_from: int = 0
     copies_of: Literal["rank", "node"] = "rank"
     merging: MergeRule = field(default_factory=MergeRule)
@@ -279,23 +279,21 @@ class Exchange:
     def __post_init__(self) -> None:
         make_plain(self)
         one_of("exchanged", self.exchanged, ("gradients", "weights", "updates"))
-        check_count("exchange_every", self.exchange_every, 1)
+        check_count("sync_every", self.sync_every, 1)
         check_count("exchange_from", self.exchange_from, 0)
         one_of("copies_of", self.copies_of, ("rank", "node"))
-        if self.exchange_every % self.stream.fragments:
+        if self.sync_every % self.stream.fragments:
             raise ValueError(
-                f"exchange_every={self.exchange_every} must be a multiple of "
+                f"sync_every={self.sync_every} must be a multiple of "
                 f"fragments={self.stream.fragments}"
             )
-        if self.exchange_every % self.in_node:
+        if self.sync_every % self.in_node:
             raise ValueError(
-                f"exchange_every={self.exchange_every} must be a multiple of "
-                f"node_every={self.in_node}"
+                f"sync_every={self.sync_every} must be a multiple of node_every={self.in_node}"
             )
-        if self.stream.lateness >= self.exchange_every > 1:
+        if self.stream.lateness >= self.sync_every > 1:
             raise ValueError(
-                f"lateness={self.stream.lateness} must be below "
-                f"exchange_every={self.exchange_every}"
+                f"lateness={self.stream.lateness} must be below sync_every={self.sync_every}"
             )
 
     @property
@@ -306,12 +304,12 @@ class Exchange:
     @property
     def of_copies(self) -> bool:
         """Whether ranks ever step copies of their own."""
-        return self.exchanged == "weights" and self.exchange_every > 1
+        return self.exchanged == "weights" and self.sync_every > 1
 
     @property
     def in_node(self) -> int:
         """The number of steps from one exchange with the leader of a node to the next."""
-        return self.merging.node_every or self.exchange_every
+        return self.merging.node_every or self.sync_every
 
     @property
     def of_vectors(self) -> bool:
@@ -326,7 +324,7 @@ class Exchange:
     def turn(self, step: int) -> int | None:
         """Return how many parts were sent before the part sent right after `step`, if one is."""
         turns, later = divmod(
-            step + 1 - self.exchange_from, self.exchange_every // self.stream.fragments
+            step + 1 - self.exchange_from, self.sync_every // self.stream.fragments
         )
         return turns - 1 if self.alone(step) and not later else None
 
@@ -336,5 +334,5 @@ class Exchange:
 
     def due(self, step: int, every: int | None = None) -> bool:
         """Return whether copies are combined right after `step`, `every` so many steps."""
-        every = every or self.exchange_every
+        every = every or self.sync_every
         return self.alone(step) and (step + 1 - self.exchange_from) % every == 0

@@ -157,14 +157,14 @@ class Refresh:
             the error of typical directions. Eigenvalues are always renewed, and eigenvectors by
             `Eigen(iterations=1)`. The owner decides; messages stay the same. 0: every factor is
             decomposed.
-        curvature_ranks: the number of ranks that do not train, and decompose for the ranks that
+        curvature_servers: the number of ranks that do not train, and decompose for the ranks that
             train [LBANN]. 0: each rank decomposes in its own background, with the same numbers.
     """
 
     delay: int = 0
     stagger: int = 1
     tolerance: float = 0.0
-    curvature_ranks: int = 0
+    curvature_servers: int = 0
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -173,7 +173,7 @@ class Refresh:
         if self.stagger > MOST_TURNS:
             raise ValueError(f"stagger={self.stagger} must be at most {MOST_TURNS}")
         check_size("tolerance", self.tolerance)
-        check_count("curvature_ranks", self.curvature_ranks, 0)
+        check_count("curvature_servers", self.curvature_servers, 0)
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class Strategy:
             then weights are gathered.
         balance: the load that the placement of factors of order n evens out over ranks: "compute"
             (n^3) or "memory" (n^2).
-        colocate: a single rank owns both factors of a layer, A and G; otherwise the factors may
-            have two owners.
+        colocate_factors: a single rank owns both factors of a layer, A and G; otherwise the factors
+            may have two owners.
         replicate_below: the order below which every worker of a layer decomposes a factor for
             itself, so no decomposition is sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
         refresh: when factors are decomposed, and by whom.
@@ -208,7 +208,7 @@ class Strategy:
     reduction: Literal["everyone", "owners", "none"] = "everyone"
     update: Literal["everyone", "owner"] = "everyone"
     balance: Literal["compute", "memory"] = "compute"
-    colocate: bool = True
+    colocate_factors: bool = True
     replicate_below: int = 0
     refresh: Refresh = field(default_factory=Refresh)
     transport: Transport = field(default_factory=Transport)
@@ -220,7 +220,7 @@ class Strategy:
         one_of("reduction", self.reduction, ("everyone", "owners", "none"))
         one_of("update", self.update, ("everyone", "owner"))
         one_of("balance", self.balance, ("compute", "memory"))
-        one_of("colocate", self.colocate, (True, False))
+        one_of("colocate_factors", self.colocate_factors, (True, False))
         check_count("replicate_below", self.replicate_below, 0)
         check(STRATEGY, self.choices())
 

@@ -5,7 +5,7 @@ The modules of the plan of a default step import no extension. `Plan` asks this 
 
 from __future__ import annotations
 
-from mpikfac.plan.extensions import curvature_ranks, encoding, robust, scales, split_layers
+from mpikfac.plan.extensions import curvature_servers, encoding, robust, scales, split_layers
 from mpikfac.plan.extensions.copies import PlannedCopies
 from mpikfac.plan.messages import Message
 from mpikfac.plan.of_rank import RankPlan, Stage
@@ -26,8 +26,8 @@ def messages(
     copies = PlannedCopies(rank)
     return [
         *(scales.reduce_scales(rank) if statistics else ()),
-        *(curvature_ranks.send_factors(rank, turn) if refresh else ()),
-        *(curvature_ranks.receive_bases(rank, turn) if refresh else ()),
+        *(curvature_servers.send_factors(rank, turn) if refresh else ()),
+        *(curvature_servers.receive_bases(rank, turn) if refresh else ()),
         *split_layers.reduce_slices(rank),
         *copies.reduce_in_node(),
         *copies.exchange_weights(),

@@ -44,7 +44,7 @@ class Message:
         primitive: the MPI collective, or several in turn; or Send or Recv; or "Isend, Irecv", from
             parts to other parts of the same elements.
         over: "world", "column" or "row", or a part as in two levels; or "curvature", the link to
-            curvature ranks.
+            curvature servers.
         spans: the place in the stage's arena: first and last (exclusive) element; for
             Reduce_scatter, Alltoall, Allgatherv and "Isend, Irecv", of every member's part in turn;
             for Alltoallv, rows for every member in turn.
@@ -187,7 +187,7 @@ def rows(
 
 
 def across(stage: str, primitive: str, layout: Layout, peer: int, itemsize: int) -> list[Message]:
-    """Return the message to or from curvature rank `peer`; none for an empty layout."""
+    """Return the message to or from curvature server `peer`; none for an empty layout."""
     if layout.size == 0:
         return []
     size = layout.size * itemsize

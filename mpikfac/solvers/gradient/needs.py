@@ -10,7 +10,7 @@ NO_STATISTICS = {
 }
 NOT_SENT = {
     **{"reduction": OneOf(("everyone", "owners")), "reduce_at": "factors", "packing": "triangle"},
-    **{"factor_wire": None, "combine_factors": "mean", "curvature_ranks": 0},
+    **{"factor_wire": None, "combine_factors": "mean", "curvature_servers": 0},
 }
 
 
@@ -27,7 +27,7 @@ def needs_of(name: str, *lengths: str) -> tuple[Combination, ...]:
         Combination(
             "solver",
             one,
-            {"colocate": True, "update": "everyone"},
+            {"colocate_factors": True, "update": "everyone"},
             "an owner makes factors of the gradient that the owner holds",
             any_of=True,
         ),

@@ -153,7 +153,7 @@ def make_training(
         burn_in=burn_in,
         groups=chosen.groups,
         every=chosen.swap_every,
-        weight=chosen.peer_weight,
+        weight=chosen.distill_weight,
         trace=trace,
     )
     return GroupTraining(training, codistillation, world)
@@ -177,10 +177,10 @@ def training_of_group(
         if strategy.exchange.asynchronous:
             assert team.link, "there is a server"
             mpikfac.comm.announce(team.link, (problem.classes, problem.channels))
-            clients = mpikfac.Asynchronous(model, optimizer, team, strategy)
+            clients = mpikfac.AsyncSGD(model, optimizer, team, strategy)
             return ClientTraining(problem, clients)
         if options.optimizer != "kfac":
-            averaging = mpikfac.DataParallel(model, optimizer, comm, strategy, trace)
+            averaging = mpikfac.FirstOrderTrainer(model, optimizer, comm, strategy, trace)
             return Training(problem, averaging)
         covers = problem.network.covers
         with skippable():

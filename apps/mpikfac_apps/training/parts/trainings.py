@@ -63,7 +63,7 @@ class Training:
             mean_loss: the mean of the losses of all passes.
         """
         if self._hears_loss:
-            self.trainer.exchange.hear(mean_loss)
+            self.trainer.exchange.report_loss(mean_loss)
         self.trainer.step()
 
     def adapt(self, loss: Tensor, loss_after: Callable[[], float]) -> None:
@@ -149,7 +149,7 @@ class QuadraticTraining(KfacTraining):
 class ClientTraining(Training):
     """Training by clients that send updates to servers."""
 
-    trainer: mpikfac.Asynchronous
+    trainer: mpikfac.AsyncSGD
     alone = True
 
     def numbers(self) -> dict[str, float]:

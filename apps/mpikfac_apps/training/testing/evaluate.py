@@ -74,7 +74,7 @@ def tested(
             path = checkpoint_at(evaluation.path)
             located = path, options_of(path, evaluation, comm.size)
     path, options = comm.bcast(located)
-    watchdog.follow(options.hang_after)
+    watchdog.follow(options.watchdog_timeout)
     checkpoint = mpikfac.load_checkpoint(comm, path)
     problem = Problem(comm, options, device)
     with mpikfac.comm.together(comm, "building the network"):

@@ -487,7 +487,7 @@ class Recorder(Part):
             of_squares *= turn.rows * turn.terms if layer.of_part else len(x) * rows
         else:
             power = (0.5 if sums.vector else 1.0) * (2 if layer.of_part else 1)
-            of_squares *= self.estimator.loss_positions**power
+            of_squares *= self.estimator.num_per_example_loss_terms**power
         sides = [side for side in sums.sides if side.quadratic or turn.first]
         self._take(sides, chosen_x, chosen_g, weight, of_squares)
         for observe in self._observers:

@@ -1,4 +1,4 @@
-"""The messages between a rank and the curvature rank that decomposes for the rank."""
+"""The messages between a rank and the curvature server that decomposes for the rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpikfac.plan.of_rank import RankPlan
 
 
 def request(rank: RankPlan, turn: int | None = None) -> Layout:
-    """Return the layout of the factors sent to a curvature rank."""
+    """Return the layout of the factors sent to a curvature server."""
     return layouts.of_requests(rank.decomposed(turn))
 
 
@@ -19,17 +19,17 @@ def reply(rank: RankPlan, turn: int | None = None) -> Layout:
 
 
 def send_factors(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the messages with factors to the curvature rank."""
+    """Return the messages with factors to the curvature server."""
     return _across(rank, names.SEND_FACTORS, "Send", request(rank, turn))
 
 
 def receive_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the messages with decompositions from the curvature rank."""
+    """Return the messages with decompositions from the curvature server."""
     return _across(rank, names.RECEIVE_BASES, "Recv", reply(rank, turn))
 
 
 def _across(rank: RankPlan, stage: str, primitive: str, layout: Layout) -> list[Message]:
-    if not rank.strategy.refresh.curvature_ranks:
+    if not rank.strategy.refresh.curvature_servers:
         return []
-    peer = rank.grid.curvature_rank(rank.rank)
+    peer = rank.grid.curvature_server(rank.rank)
     return across(stage, primitive, layout, peer, rank.itemsizes.numbers)

@@ -1,6 +1,6 @@
-"""Curvature ranks: ranks that do not train but decompose for training ranks [LBANN].
+"""Curvature servers: ranks that do not train but decompose for training ranks [LBANN].
 
-A curvature rank acts as a background thread: an owner sends factors, goes on, and takes
+A curvature server acts as a background thread: an owner sends factors, goes on, and takes
 decompositions at a fixed step.
 """
 
@@ -16,22 +16,22 @@ from mpikfac.comm import Team, announce, announced, arrivals, begin_receive, beg
 from mpikfac.engine import AtOnce, Decomposed, FactorRequest, Ready, Site
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena
-from mpikfac.plan import Factor, Layout, Plan, RankPlan, curvature_ranks, names
+from mpikfac.plan import Factor, Layout, Plan, RankPlan, curvature_servers, names
 from mpikfac.solvers import Solver, decomposed
 from mpikfac.trace import Trace
 
 CPU = torch.device("cpu")
 
 
-class OnCurvatureRanks(AtOnce):
-    """Send a training rank's factors to a curvature rank, request by request.
+class OnCurvatureServers(AtOnce):
+    """Send a training rank's factors to a curvature server, request by request.
 
     Collective over: the team's link.
 
     Args:
         plan: the plan of all ranks.
         solvers: the solvers of layers by name.
-        team: joins training and curvature ranks, from `split`.
+        team: joins training and curvature servers, from `split`.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class OnCurvatureRanks(AtOnce):
         if not request.packed:
             return lambda: Decomposed({}, ())
         plan, turn, trace = self.site.plan, request.turn, self.site.trace
-        sent = _on_host(plan, curvature_ranks.request(plan, turn))
-        reply = _on_host(plan, curvature_ranks.reply(plan, turn))
+        sent = _on_host(plan, curvature_servers.request(plan, turn))
+        reply = _on_host(plan, curvature_servers.reply(plan, turn))
         with trace.stage(names.SEND_FACTORS, "curvature", sent.flat.nbytes):
             for factor in plan.decomposed(turn):
                 sent[factor.name].copy_(request.packed[factor.name])
@@ -66,7 +66,7 @@ class OnCurvatureRanks(AtOnce):
                     sent[factor.added].copy_(request.added[factor.name])
                 elif factor.name in request.precise:  # the same place says 1 for float64
                     sent[factor.added].fill_(float(request.precise[factor.name]))
-            route = plan.grid.curvature_rank(plan.rank), plan.turns.index(turn)
+            route = plan.grid.curvature_server(plan.rank), plan.turns.index(turn)
             wait_sent = begin_send(self._link, sent.flat, *route)
             wait_received = begin_receive(self._link, reply.flat, *route)
 
@@ -90,12 +90,12 @@ class OnCurvatureRanks(AtOnce):
             UserError: always.
         """
         raise UserError(
-            "the parameters that require a gradient have changed; with curvature ranks, close "
+            "the parameters that require a gradient have changed; with curvature servers, close "
             "K-FAC and make it anew"
         )
 
     def close(self) -> None:
-        """Let the curvature ranks go, once all training ranks have called `close`.
+        """Let the curvature servers go, once all training ranks have called `close`.
 
         A second call does nothing. Collective over: none.
         """
@@ -105,8 +105,10 @@ class OnCurvatureRanks(AtOnce):
             leave(link)
 
 
-def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) -> None:
-    """Decompose on a curvature rank for the training ranks, until all training ranks close.
+def run_curvature_server(
+    team: Team, device: torch.device = CPU, trace: Trace | None = None
+) -> None:
+    """Decompose on a curvature server for the training ranks, until all training ranks close.
 
     First come, first served; a rank has at most 1 request open, so no rank is crowded out.
 
@@ -118,14 +120,16 @@ def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) ->
         trace: takes seconds and bytes of the stages.
     """
     if (curvature := team.link) is None:
-        raise ValueError("serve() needs a team with curvature ranks; see mpikfac.split")
+        raise ValueError(
+            "run_curvature_server() needs a team with curvature servers; see mpikfac.split"
+        )
     (plan, solvers), trace = announced(curvature), trace or Trace()
     sending: dict[int, Callable[[], object]] = {}
     for owner, tag in arrivals(curvature):
         of_owner = plan.of(owner)
         share = of_owner.turns[tag]
-        request = _on_host(of_owner, curvature_ranks.request(of_owner, share))
-        reply = _on_host(of_owner, curvature_ranks.reply(of_owner, share))
+        request = _on_host(of_owner, curvature_servers.request(of_owner, share))
+        reply = _on_host(of_owner, curvature_servers.reply(of_owner, share))
         with trace.stage(names.RECEIVE_FACTORS, "curvature"):
             begin_receive(curvature, request.flat, owner, tag)()
         with trace.stage(names.DECOMPOSE):

@@ -1,4 +1,4 @@
-"""Connect training ranks and curvature ranks by an inter-communicator.
+"""Connect training ranks and curvature servers by an inter-communicator.
 
 Factors and bases travel in non-blocking messages; data move while both sides are in calls of MPI.
 """
@@ -23,11 +23,11 @@ LOOK_EVERY = 1e-3  # seconds between two looks for a message, on an idle rank
 
 @dataclass(frozen=True)
 class Team:
-    """Hold the communicator of the training ranks, and the link to the curvature ranks.
+    """Hold the communicator of the training ranks, and the link to the curvature servers.
 
     Attributes:
-        comm: the communicator of the training ranks; None on a curvature rank.
-        link: joins training ranks and curvature ranks; None if all ranks train.
+        comm: the communicator of the training ranks; None on a curvature server.
+        link: joins training ranks and curvature servers; None if all ranks train.
     """
 
     comm: MPI.Intracomm | None
@@ -57,7 +57,9 @@ class Team:
         if self.comm is None and self.link is None:
             raise ValueError("comm=None must be a communicator; mpikfac.world() has all ranks")
         if self.comm is None:
-            raise ValueError("this rank does not train; call mpikfac.serve(team) on it")
+            raise ValueError(
+                "this rank does not train; call mpikfac.run_curvature_server(team) on it"
+            )
         return self.comm
 
     @property
@@ -68,14 +70,14 @@ class Team:
         return 0 if self.link is None else self.link.remote_size
 
 
-def split(comm: MPI.Intracomm, curvature_ranks: int) -> Team:
-    """Return the team of training ranks, and make the last ranks of `comm` curvature ranks.
+def split(comm: MPI.Intracomm, curvature_servers: int) -> Team:
+    """Return the team of training ranks, and make the last ranks of `comm` curvature servers.
 
-        team = mpikfac.split(comm, curvature_ranks=1)
+        team = mpikfac.split(comm, curvature_servers=1)
         if team.comm is None:
-            mpikfac.serve(team)
+            mpikfac.run_curvature_server(team)
         else:
-            strategy = Strategy.comm_opt(team.size, delay=1, curvature_ranks=1)
+            strategy = Strategy.comm_opt(team.size, delay=1, curvature_servers=1)
             kfac = KFAC(model, optimizer, team, strategy)
             ...
             kfac.close()
@@ -85,13 +87,14 @@ def split(comm: MPI.Intracomm, curvature_ranks: int) -> Team:
     Raises:
         ValueError: no rank would train.
     """
-    if not 0 <= curvature_ranks < comm.size:
+    if not 0 <= curvature_servers < comm.size:
         raise ValueError(
-            f"curvature_ranks={curvature_ranks} must be less than the number of ranks ({comm.size})"
+            f"curvature_servers={curvature_servers} must be less than the number of ranks "
+            f"({comm.size})"
         )
-    if curvature_ranks == 0:
+    if curvature_servers == 0:
         return Team(comm)
-    first = comm.size - curvature_ranks
+    first = comm.size - curvature_servers
     trains = comm.rank < first
     side = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
     link = side.Create_intercomm(0, comm, first if trains else 0)
@@ -99,7 +102,7 @@ def split(comm: MPI.Intracomm, curvature_ranks: int) -> Team:
 
 
 def announce(curvature: MPI.Intercomm, value: object) -> None:
-    """Send training rank 0's `value` to all curvature ranks; they call `announced`.
+    """Send training rank 0's `value` to all curvature servers; they call `announced`.
 
     Collective over: curvature.
     """
@@ -107,7 +110,7 @@ def announce(curvature: MPI.Intercomm, value: object) -> None:
 
 
 def announced(curvature: MPI.Intercomm) -> Any:
-    """Return the value that training rank 0 passes to `announce`; for curvature ranks.
+    """Return the value that training rank 0 passes to `announce`; for curvature servers.
 
     Collective over: curvature.
     """
@@ -154,7 +157,7 @@ def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
 
 
 def leave(curvature: MPI.Intercomm) -> None:
-    """End the curvature ranks' `arrivals`, once all training ranks have called `leave`.
+    """End the curvature servers' `arrivals`, once all training ranks have called `leave`.
 
     Sends plain messages, because Open MPI's Ibarrier between two groups releases some ranks before
     all ranks have come.
