@@ -96,7 +96,7 @@ FURTHER: dict[str, dict[str, dict[str, Any]]] = {
         "warm-up": {"top_share": 0.1, "top_warmup": 3},
         "bound": {"top_share": 0.1, "top_clip": 0.1},
     },
-    "a-sgd": {
+    "downpour": {
         "intervals": {"push_every": 2, "fetch_every": 3},
         "warm-up": {"warm_updates": 3},
         "two servers": {"servers": 2},
@@ -165,7 +165,7 @@ def named_cases() -> Iterator[Case]:
         shorter = SHORTER.get(name, {})
         settings = {"inv_update_steps": 5} if name == "staggered" else {}
         momentum = 0.0 if name == "dgc" else 0.9
-        for trainer in ["AsyncSGD"] if name == "a-sgd" else ["KFAC", "FirstOrderTrainer"]:
+        for trainer in ["AsyncSGD"] if name == "downpour" else ["KFAC", "FirstOrderTrainer"]:
             case = f"{name} {trainer}"
             yield Case(case, shorter, settings, trainer, named=name, momentum=momentum)
         if name in ("local-sgd", "lsgd", "parle", "diloco", "power-sgd", "staggered"):
@@ -179,13 +179,13 @@ def preconditioned_cases() -> Iterator[Case]:
         return more | {"inv_update_steps": 5 if name == "staggered" else 3}
 
     for name, solver in itertools.product(mpikfac.plan.NAMED, SOLVERS):
-        if name != "a-sgd":
+        if name != "downpour":
             momentum = 0.0 if name == "dgc" or solver in WITH_MOMENTUM else 0.9
             shorter = SHORTER.get(name, {})
             own = settings(name, solver=solver)
             yield Case(f"{name} {solver}", shorter, own, named=name, momentum=momentum)
     for name, variants in FURTHER.items():
-        trainer, momentum = "AsyncSGD" if name == "a-sgd" else "KFAC", 0.9 * (name != "dgc")
+        trainer, momentum = "AsyncSGD" if name == "downpour" else "KFAC", 0.9 * (name != "dgc")
         for variant, choices in variants.items():
             case = f"{name} {variant}"
             yield Case(case, choices, settings(name), trainer, named=name, momentum=momentum)
@@ -374,7 +374,7 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
         momentum=case.momentum,
         weight_decay=0.0 if case.lr == 1 else 1e-3,
     )
-    apart = {"curvature-servers": 1, "a-sgd": choices.get("servers", 1)}.get(case.named, 0)
+    apart = {"curvature-servers": 1, "downpour": choices.get("servers", 1)}.get(case.named, 0)
     team = mpikfac.split(comm, apart) if apart else comm
     if apart and team.comm is None:
         if case.trainer == "AsyncSGD":
@@ -388,7 +388,7 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
         choices["workers"] = {"all": ranks, "half": half}.get(
             choices["workers"], choices["workers"]
         )
-    if case.named == "a-sgd":
+    if case.named == "downpour":
         choices["client_ranks"] = ranks
     if case.named:
         strategy, named = mpikfac.named(case.named, ranks, **choices)
@@ -579,7 +579,7 @@ def run_cases(out: str, words: Sequence[str], folder: str) -> None:
     for case in cases():
         if words and not any(word in case.name for word in words):
             continue
-        if case.named in ("curvature-servers", "a-sgd") and comm.size <= case.choices.get(
+        if case.named in ("curvature-servers", "downpour") and comm.size <= case.choices.get(
             "servers", 1
         ):
             continue

@@ -32,7 +32,7 @@ from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import table
 
-STRATEGIES = ("comm-opt", "owner-stepped", "spd-kfac")
+STRATEGIES = ("comm-opt", "sharded-optimizer", "spd-kfac")
 HEAD = ("strategy", "stage", "primitive", "over", "messages", "bytes")
 COUNTS = ("busiest, plan", "busiest", "all ranks, plan", "all ranks")
 VARIABLE, OF_SIZES = b"pml_monitoring_messages_size", 2  # MPI_T_PVAR_CLASS_SIZE

@@ -62,7 +62,7 @@ KFAC = (
 WAYS: dict[str, tuple[str, ...]] = {
     "SGD": SGD,
     "SGD, overlapped": (*SGD, "--overlap=true", "--fusion=[2]"),
-    "SGD, stepped by owners": (*SGD, "--strategy=owner-stepped"),
+    "SGD, stepped by owners": (*SGD, "--strategy=sharded-optimizer"),
     "SGD, 8 bits": (*SGD, "--gradient_wire=int8"),
     "SGD, top-k": (*SGD, "--gradient_wire=top-k"),
     "SGD, dgc": (*BARE, "--strategy=dgc", "--top_share=0.01"),
@@ -85,7 +85,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "AdamW, diloco": (*ADAMW, "--strategy=diloco", "--sync_every=22"),
     "K-FAC, comm-opt": KFAC,
     "K-FAC, mem-opt": (*KFAC, "--strategy=mem-opt"),
-    "K-FAC, late-owner": (*KFAC, "--strategy=late-owner"),
+    "K-FAC, deferred-sharded": (*KFAC, "--strategy=deferred-sharded"),
     "K-FAC, power-sgd": (*KFAC, "--strategy=power-sgd"),
     "K-FAC, local": (*KFAC, "--strategy=local-sgd", "--reduce_at=bases"),
 }

@@ -25,7 +25,7 @@ from mpikfac_apps.planning import simulate
 from mpikfac_apps.planning.options import SIMULATE
 from mpikfac_apps.problems import models
 
-STRATEGIES = ("comm-opt", "mem-opt", "late-owner")
+STRATEGIES = ("comm-opt", "mem-opt", "deferred-sharded")
 INTERVALS = ((10, 100), (1, 10))  # factor_update_steps, inv_update_steps
 COLUMNS = [f"{way} {every}" for every in INTERVALS for way in STRATEGIES]
 

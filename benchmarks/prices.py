@@ -227,13 +227,13 @@ def first_order(
     plans = {
         name: mpikfac.make_plan([], ranks, way.make(ranks).first_order(), work.bare)
         for name, way in NAMED.items()
-        if name in ("mem-opt", "owner-stepped", "spd-kfac")
+        if name in ("mem-opt", "sharded-optimizer", "spd-kfac")
     }
     best = mpikfac.predict.cheapest(plans, machine, job)
     return BARE[best], plans[best], machine
 
 
-BARE = {"mem-opt": "one sum", "owner-stepped": "owners step", "spd-kfac": "overlapped"}
+BARE = {"mem-opt": "one sum", "sharded-optimizer": "owners step", "spd-kfac": "overlapped"}
 """Strategies without layers: all others are one of the three."""
 
 

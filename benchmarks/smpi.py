@@ -28,8 +28,13 @@ MACHINES = ("a100-hdr", "v100-edr")
 RANKS = (16, 64, 256, 1024)
 STRATEGIES = (
     *("sgd", "comm-opt", "comm-opt in parts", "mem-opt", "mem-opt in parts", "hybrid"),
-    *("late-owner", "late-owner in parts", "late-owner on nodes", "owner-stepped"),
-    *("sharded", "spd-kfac"),
+    *(
+        "deferred-sharded",
+        "deferred-sharded in parts",
+        "deferred-sharded on nodes",
+        "sharded-optimizer",
+    ),
+    *("balanced-shards", "spd-kfac"),
 )
 SHARES = {(False, False): 0.9, (True, False): 0.09, (True, True): 0.01}
 """The share of steps by kind: with new factors or not, with new bases or not."""

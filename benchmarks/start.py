@@ -23,7 +23,7 @@ from mpikfac_apps.text import number, show, table
 from support import inside
 
 MIB = 2**20
-STRATEGIES = "comm-opt,mem-opt,late-owner"
+STRATEGIES = "comm-opt,mem-opt,deferred-sharded"
 
 
 def main() -> None:

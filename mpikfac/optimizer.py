@@ -242,7 +242,7 @@ class KFACOptimizer(Optimizer):
                     f"solver={settings['solver']!r} is no argument of {name}, which is "
                     f"solver={self.solver!r}; leave it out, or take KFACOptimizer(solver=...)"
                 )
-            settings["solver"], strategy = self.solver, strategy or "owner-stepped"
+            settings["solver"], strategy = self.solver, strategy or "sharded-optimizer"
         usual = named_solver(settings.get("solver") or "inverse").usual.get("length", {})
         length: Any = settings.pop("length", None) or Length(**usual)
         if momentum is None:

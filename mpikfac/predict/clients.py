@@ -73,7 +73,7 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """
     asynchrony = plan.strategy.exchange.asynchrony
     if plan.covered:
-        raise ValueError("exchanged='updates' needs training without K-FAC, such as sgd:a-sgd")
+        raise ValueError("exchanged='updates' needs training without K-FAC, such as sgd:downpour")
     number, steps = plan.ranks // asynchrony.client_ranks, asynchrony.push_every
     network = machine.network(job.model, job.batch)
     size = plan.of(0).layouts.gradients.size * plan.itemsize

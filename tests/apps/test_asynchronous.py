@@ -19,7 +19,7 @@ QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=3", "--threads=1", "--log_every=1"),
     *("--model=plain", "--optimizer=sgd"),
 )  # three steps are an epoch
-UPDATES = "--strategy=a-sgd"
+UPDATES = "--strategy=downpour"
 PROGRAM = ("--model=digits_cnn", *(option for option in QUICK if "model" not in option))
 
 

@@ -93,10 +93,10 @@ WAYS = {
     "comm-opt": ["--strategy", "comm-opt"],
     "hybrid": ["--workers", "2"],
     "hybrid on nodes": ["--workers", "2", "--ranks_per_node", "2"],
-    "owners": ["--strategy", "owner-stepped"],
+    "owners": ["--strategy", "sharded-optimizer"],
     "overlapped": ["--strategy", "spd-kfac", "--workers", "2"],
-    "shards": ["--strategy", "sharded"],
-    "shards on nodes": ["--strategy", "sharded", "--ranks_per_node", "2"],
+    "shards": ["--strategy", "balanced-shards"],
+    "shards on nodes": ["--strategy", "balanced-shards", "--ranks_per_node", "2"],
 }
 
 
@@ -139,7 +139,7 @@ def test_a_send_of_a_trace_is_a_reception_of_another_trace(tmp_path):
     assert sorted(sent[SEND]) == sorted(sent[RECEIVE]) != []
 
 
-@pytest.mark.parametrize("name", ["sharded", "spd-kfac"])
+@pytest.mark.parametrize("name", ["balanced-shards", "spd-kfac"])
 def test_computations_take_the_predicted_seconds(name, tmp_path):
     """Oracle: `mpikfac.predict.simulate`, whose stages without messages are computations."""
     options = ["--strategy", name, "--machine", "a100-hdr", "--model", "resnet50"]
@@ -176,7 +176,10 @@ def assert_in_order(nodes):
         (["--export", "chakra:"], "export: chakra: must be chakra:FILE"),
         (["--export", "chakra:/none/x"], "/none/x must be a file in a folder that exists"),
         (["--strategy", "staggered", "--export", "chakra:x"], "stagger=5 has a refresh for each"),
-        (["--strategy", "a-sgd", "--export", "chakra:x"], "exchanged='updates' has steps with and"),
+        (
+            ["--strategy", "downpour", "--export", "chakra:x"],
+            "exchanged='updates' has steps with and",
+        ),
         (["--strategy", "daso", "--export", "chakra:x"], "exchanged='weights' has steps with and"),
         (["--strategy", "median", "--export", "chakra:x"], "no rule to combine 'reduce gradients'"),
         (["--parts", "2", "--export", "chakra:x"], "Send, Bcast of 'reduce gradients' has no"),

@@ -588,7 +588,7 @@ def test_a_resolved_configuration_starts_the_same_run(tmp_path):
 @pytest.mark.parametrize("name", mpikfac.plan.NAMED)
 def test_every_strategy_is_resolved_to_itself(name):
     """Oracle: the strategy by its name."""
-    more = {"hybrid": ["--workers=2"], "a-sgd": ["--optimizer=sgd"]}
+    more = {"hybrid": ["--workers=2"], "downpour": ["--optimizer=sgd"]}
     asked = (f"--strategy={name}", *more.get(name, []))
     given = parse(["--batch=60", *asked], RANKS)
     training = training_ranks(given, RANKS)

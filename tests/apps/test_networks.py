@@ -183,7 +183,11 @@ def test_a_large_network_of_a_file_is_planned_without_its_weights(tmp_path):
         "code = main(sys.argv[1:]); status = pathlib.Path('/proc/self/status').read_text(); "
         "print(code, 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', status)[1]))"
     )
-    asked = [f"--model={tmp_path / 'large.py'}:build", "--ranks=1024", "--strategy=late-owner"]
+    asked = [
+        f"--model={tmp_path / 'large.py'}:build",
+        "--ranks=1024",
+        "--strategy=deferred-sharded",
+    ]
     ended = subprocess.run(
         [sys.executable, "-c", program, *asked], capture_output=True, text=True, check=True
     )

@@ -152,7 +152,7 @@ def test_every_strategy_of_the_same_numbers_has_a_forecast(study, tmp_path):
     found = {(f.name, f.ranks): f for f in scaling.forecasts(MACHINE, (16,), cells, 0.9)}
     kfac = {name for name, _ in found if name.startswith("kfac")}
     assert kfac == {f"kfac ({name})" for name in scaling.STRATEGIES}
-    assert not {"dp-kfac", "eva", "comm-opt-int8", "delayed"} & set(scaling.STRATEGIES)
+    assert not {"dp-kfac", "eva", "comm-opt-int8", "stale-inverse"} & set(scaling.STRATEGIES)
     options = next(c.cell.options for c in cells if c.cell.strategy == "comm-opt")
     layers, others = mpikfac.layers.covered_shapes(
         models.build("digits_cnn", 10, 1), mpikfac.Coverage()

@@ -63,9 +63,11 @@ def test_one_of_both_intervals_is_halved_or_doubled(asked, further):
 
 def test_strategies_with_the_numbers_of_one_process_are_searched():
     """Oracle: by hand, from the sentences of `mpikfac strategies`."""
-    alike = "kfac-opt kfac-lw comm-opt mem-opt hybrid owner-stepped spd-kfac late late-owner"
+    alike = (
+        "kfac-opt kfac-lw comm-opt mem-opt hybrid sharded-optimizer spd-kfac late deferred-sharded"
+    )
     found = [name for name in ("sgd", "sgd:mem-opt", *mpikfac.plan.NAMED) if search.alike(name)]
-    assert found == [*alike.split(), "sharded"]
+    assert found == [*alike.split(), "balanced-shards"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,12 @@ def test_a_variant_changes_what_the_options_leave_open(given, count, name):
 def test_costs_are_the_librarys_for_every_interval():
     """Oracle: `mpikfac.predict.simulate` of plans made by the test, with these intervals."""
     machine = mpikfac.predict.load_machine("v100-edr")
-    asked = ["--ranks=16", "--strategy=mem-opt,late-owner", "--ranks_per_node=4", "--stagger=2"]
+    asked = [
+        "--ranks=16",
+        "--strategy=mem-opt,deferred-sharded",
+        "--ranks_per_node=4",
+        "--stagger=2",
+    ]
     options = SIMULATE.read([*ASK, *asked, "--factor_update_steps=10", "--inv_update_steps=40"])
     rows = [row for row in search.search(options, machine) if not row["wires"]]
     intervals = {(10, 40), (5, 40), (20, 40), (10, 20), (10, 80)}
@@ -116,7 +123,7 @@ def test_the_front_of_a_machine_with_free_messages_is_known(tmp_path):
 
     MEM-OPT makes one direction on a rank and COMM-OPT makes both, so MEM-OPT is quicker and keeps
     less. MEM-OPT sends directions at every step, and COMM-OPT sends bases at few steps. The ways
-    with squares in the place of triangles send more and keep more. Owner-stepped sends factors to
+    with squares in the place of triangles send more and keep more. Sharded-optimizer sends factors to
     one rank alone, gradients and weights as COMM-OPT sends sums, and is the best of all.
     """
     (tmp_path / "own.py").write_text(TWO_LAYERS)
@@ -126,16 +133,20 @@ def test_the_front_of_a_machine_with_free_messages_is_known(tmp_path):
     asked = ["--model", name, "--machine=none", "--ranks=2", "--batch_per_rank=4", "--search"]
     asked += ["--factor_update_steps=1000", "--inv_update_steps=1000"]
     four, best = "kfac-opt,kfac-lw,comm-opt,mem-opt", {}
-    for names in (four, f"{four},owner-stepped"):
+    for names in (four, f"{four},sharded-optimizer"):
         found = search.search(SIMULATE.read([*asked, "--strategy", names]), machine)
         best[names] = {row["strategy"] for row in found if row["asked"] and row["best"]}
-    assert [*best.values()] == [{"comm-opt", "mem-opt"}, {"owner-stepped"}]
+    assert [*best.values()] == [{"comm-opt", "mem-opt"}, {"sharded-optimizer"}]
 
 
 def test_the_table_and_the_picture_hold_the_best_choices(tmp_path, capsys):
     """Oracle: the rows of the file in JSON; a star for intervals or wires that nobody asked for."""
     picture, file = tmp_path / "best.svg", tmp_path / "all.json"
-    asked = ["--ranks=4,16", "--strategy=comm-opt,mem-opt,late-owner", "--inv_update_steps=20"]
+    asked = [
+        "--ranks=4,16",
+        "--strategy=comm-opt,mem-opt,deferred-sharded",
+        "--inv_update_steps=20",
+    ]
     assert simulate.main([*ASK, *asked, "--picture", str(picture), "--json", str(file)]) == 0
     rows = json.loads(file.read_text())
     text = capsys.readouterr().out
@@ -161,14 +172,20 @@ def test_the_table_and_the_picture_hold_the_best_choices(tmp_path, capsys):
 
 def test_a_solver_without_factors_has_no_other_intervals():
     """Oracle: by hand: intervals of factors change nothing for Muon."""
-    asked = [*ASK, "--search", "--ranks=7,16", "--solver=muon", "--strategy=hybrid,owner-stepped"]
+    asked = [
+        *ASK,
+        "--search",
+        "--ranks=7,16",
+        "--solver=muon",
+        "--strategy=hybrid,sharded-optimizer",
+    ]
     machine = mpikfac.predict.load_machine("v100-edr")
     rows = search.search(SIMULATE.read(asked), machine)
     assert {row["ranks"]: len({row["factor_update_steps"] for row in rows}) for row in rows} == {
         7: 1,
         16: 1,
     }
-    assert {row["strategy"] for row in rows if row["ranks"] == 7} == {"owner-stepped"}
+    assert {row["strategy"] for row in rows if row["ranks"] == 7} == {"sharded-optimizer"}
 
 
 def test_fronts_are_those_of_choices_with_the_same_numbers():

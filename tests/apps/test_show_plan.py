@@ -83,7 +83,9 @@ def test_every_layer_is_listed_once(model, layers, capsys):
     assert len(re.findall(r"\b(?:layer\d\S+|conv1|fc)(?= )", owners)) == layers
 
 
-@pytest.mark.parametrize("choice", ["--workers=64", "--strategy=late-owner", "--workers=16384"])
+@pytest.mark.parametrize(
+    "choice", ["--workers=64", "--strategy=deferred-sharded", "--workers=16384"]
+)
 def test_a_large_job_is_planned_in_seconds(choice, capsys):
     """Oracle: of 16,384 ranks, a sample of the ranks is used, and the text names the sample."""
     assert main(["--model", "resnet50", "--ranks", "16384", choice]) == 0

@@ -123,7 +123,7 @@ def test_all_strategies_on_thousands_of_ranks(capsys):
     assert simulate.main([*ASK, "--ranks", "6,4096"]) == 0
     text = capsys.readouterr().out
     small, large = (rows_of(part) for part in text.split("4096 ranks"))
-    assert set(small) == set(large) == NAMES - {"eva", "a-sgd"}
+    assert set(small) == set(large) == NAMES - {"eva", "downpour"}
     assert text.count("eva is left out: machine 'V100 with EDR") == 2
     for rows in (small, large):
         assert min(rows, key=lambda name: rows[name][0]) == "sgd"

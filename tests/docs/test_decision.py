@@ -20,7 +20,7 @@ from mpikfac_apps.planning import simulate
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "decision.md"
 RANKS = ("8", "64", "512")
 STRATEGIES = (
-    *("sgd", "comm-opt", "mem-opt", "hybrid", "owner-stepped", "late-owner", "spd-kfac"),
+    *("sgd", "comm-opt", "mem-opt", "hybrid", "sharded-optimizer", "deferred-sharded", "spd-kfac"),
     "comm-opt-bf16",
 )
 COLUMNS = ["mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent"]

@@ -35,7 +35,7 @@ def test_both_tables_have_every_strategy_once():
         ("kfac-lw", "decompositions, directions; centralised; synchronous; Allreduce, Bcast"),
         ("comm-opt", "decompositions; centralised; synchronous; Allreduce"),
         (
-            "owner-stepped",
+            "sharded-optimizer",
             "decompositions, directions, steps; centralised; synchronous; "
             "Reduce_scatter, Allgatherv",
         ),
@@ -43,7 +43,7 @@ def test_both_tables_have_every_strategy_once():
         ("dgc", "decompositions; centralised; synchronous; Allgather"),
         ("diloco", "decompositions; decentralised; synchronous; Allreduce"),
         ("lsgd", "decompositions; decentralised; synchronous; Bcast"),
-        ("a-sgd", "none; centralised; asynchronous; Send to a server, and back"),
+        ("downpour", "none; centralised; asynchronous; Send to a server, and back"),
     ],
 )
 def test_places_of_langer_et_al(name, place):

@@ -23,7 +23,7 @@ CALIBRATE = str(Path(TRAIN).with_name("calibrate.py"))
 PLAIN = ["--optimizer", "kfac", "--epochs", "2", "--kfac.length", "adam"]
 STRATEGIES = {
     "plain": [],
-    "owner-stepped": ["--strategy", "owner-stepped", "--kfac.solver", "eigen"],
+    "sharded-optimizer": ["--strategy", "sharded-optimizer", "--kfac.solver", "eigen"],
     "overlapped": ["--strategy", "spd-kfac"],
     "curvature servers": ["--strategy", "curvature-servers", "--curvature_servers", "1"],
     "averaged in parts": ["--parts", "2"],

@@ -28,7 +28,7 @@ ESTIMATORS = [
 PLACEMENTS = {
     "comm-opt": Strategy.comm_opt(RANKS),
     "mem-opt": Strategy.mem_opt(),
-    "owner-stepped": Strategy(1, "owners", "owner"),
+    "sharded-optimizer": Strategy(1, "owners", "owner"),
 }
 if RANKS == 4:  # other rank counts repeat a placement above
     PLACEMENTS["hybrid-opt"] = Strategy.hybrid(RANKS, workers=2, reduction="owners")

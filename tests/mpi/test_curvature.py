@@ -25,7 +25,7 @@ OWNERS = {"reduction": "owners", "update": "owner"}
 CHOICES = {
     "all workers": lambda ranks: {"workers": ranks},
     "two owners of a layer": lambda ranks: {"workers": ranks, "colocate_factors": False},
-    "owner-stepped": lambda ranks: OWNERS,
+    "sharded-optimizer": lambda ranks: OWNERS,
     "own batch": lambda ranks: {"reduction": "none"},
     "late to owners": lambda ranks: {"reduce_at": "bases", **OWNERS},
     "staggered": lambda ranks: {"workers": ranks, "stagger": 3},

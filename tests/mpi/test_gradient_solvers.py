@@ -30,9 +30,9 @@ CHOICES = {
     "hybrid": {"workers": 2 if RANKS % 2 == 0 else 1},
     "mem-opt": {"workers": 1},
     "factors apart": {"workers": 1, "colocate_factors": False},
-    "owner-stepped": OWNERS,
-    "owner-stepped by Alltoall": {**OWNERS, "sums": "alltoall"},
-    "owner-stepped, many workers": {**OWNERS, "workers": RANKS},
+    "sharded-optimizer": OWNERS,
+    "sharded-optimizer by Alltoall": {**OWNERS, "sums": "alltoall"},
+    "sharded-optimizer, many workers": {**OWNERS, "workers": RANKS},
     "layer by layer": {"workers": 1, "fusion": 1},
     "small factors everywhere": {"workers": RANKS, "replicate_below": 10},
     "overlapped": {"workers": RANKS, "overlap": True, "fusion": 1},
@@ -127,7 +127,11 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
 
 @pytest.mark.parametrize(
     ("name", "solver"),
-    [pair for pair in PAIRS if pair[0] in ("comm-opt", "mem-opt", "owner-stepped", OF_FACTORS[2])],
+    [
+        pair
+        for pair in PAIRS
+        if pair[0] in ("comm-opt", "mem-opt", "sharded-optimizer", OF_FACTORS[2])
+    ],
 )
 def test_a_run_goes_on_to_the_last_bit(comm, name, solver):
     """Oracle: the uninterrupted run."""
@@ -143,7 +147,7 @@ def test_a_run_goes_on_to_the_last_bit(comm, name, solver):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize(
     ("name", "solver"),
-    [pair for pair in PAIRS if pair[0] in ("comm-opt", "hybrid", "mem-opt", "owner-stepped")],
+    [pair for pair in PAIRS if pair[0] in ("comm-opt", "hybrid", "mem-opt", "sharded-optimizer")],
 )
 def test_memory_is_the_plans(comm, name, solver, momentum):
     """Oracle: the bytes of all buffers on the rank; a layer takes Adam's step."""
@@ -160,7 +164,7 @@ def test_memory_is_the_plans(comm, name, solver, momentum):
 def test_a_run_goes_on_with_other_ranks_and_another_strategy(comm, solver):
     """Oracle: the uninterrupted run of one process; from 1 rank to all, and from all to 1."""
     expected = trained(solver, Strategy(), "convolutional")[-1]
-    own, owners = comm.Split(comm.rank), STRATEGIES["owner-stepped"]
+    own, owners = comm.Split(comm.rank), STRATEGIES["sharded-optimizer"]
     serial, many = trainer(own, solver, Strategy()), trainer(comm, solver, owners)
     run(serial, own, range(STOP + 1))
     many.load_state_dict(serial.state_dict())
@@ -224,7 +228,7 @@ def test_uneven_shares_weigh_by_their_examples(comm, solver):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_layer_that_is_frozen_and_trained_again_starts_anew(comm, solver):
     """Oracle: finite weights, alike on all ranks; the other layers' factors stay."""
-    kfac = trainer(comm, solver, STRATEGIES["owner-stepped"], "linear")
+    kfac = trainer(comm, solver, STRATEGIES["sharded-optimizer"], "linear")
     run(kfac, comm, range(2), "linear")
     for trains in (False, True):
         kfac.model[0].requires_grad_(trains)
@@ -253,6 +257,13 @@ def test_named_strategies_run_or_are_refused_in_a_line(comm):
             else:
                 assert run(kfac, comm, range(1)).isfinite().all()
                 kfac.close()
-    late, rounded = {"late", "late-owner"}, {"comm-opt-bf16", "comm-opt-int8"}
+    late, rounded = {"deferred-allreduce", "deferred-sharded"}, {"comm-opt-bf16", "comm-opt-int8"}
     assert refused >= late | rounded | {"dp-kfac", "event-driven", "curvature-servers", "local-sgd"}
-    assert not refused & {"comm-opt", "mem-opt", "hybrid", "owner-stepped", "delayed", "power-sgd"}
+    assert not refused & {
+        "comm-opt",
+        "mem-opt",
+        "hybrid",
+        "sharded-optimizer",
+        "stale-inverse",
+        "power-sgd",
+    }

@@ -19,7 +19,7 @@ PLACEMENTS = {
     "MEM-OPT": {"workers": 1},
     "two owners of a layer": {"workers": RANKS, "colocate_factors": False},
     "two owners of a layer, one worker": {"workers": 1, "colocate_factors": False},
-    "owner-stepped": OWNERS,
+    "sharded-optimizer": OWNERS,
     "factors to owners": {"workers": RANKS, "reduction": "owners", "colocate_factors": False},
     "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
     "late": {"workers": RANKS, "reduce_at": "bases"},
@@ -28,7 +28,7 @@ PLACEMENTS = {
 if RANKS == 4:
     PLACEMENTS["hybrid"] = {"workers": 2, "reduction": "owners"}
     PLACEMENTS["hybrid, two owners of a layer"] = {"workers": 2, "colocate_factors": False}
-    PLACEMENTS["hybrid, owner-stepped"] = OWNERS | {"workers": 2}
+    PLACEMENTS["hybrid, sharded-optimizer"] = OWNERS | {"workers": 2}
 OVER_TIME = "stagger", "delay"
 STEPS = range(10)  # three refreshes, or a refresh of every share
 

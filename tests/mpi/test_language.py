@@ -21,6 +21,6 @@ def test_strategies_learn_what_one_process_learns(comm, name):
     if name == "tied gpt":
         model.head.weight = model.embedding.weight
     asked = subject_of(model, mpikfac.KINDS, (6,), tokens=11)
-    strategies = ("comm-opt", "owner-stepped")
+    strategies = ("comm-opt", "sharded-optimizer")
     found = differences(comm, comm.Split(comm.rank), asked, 2, strategies, steps=3)
     assert all(map(alike, found.values())), found

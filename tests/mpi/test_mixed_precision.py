@@ -170,7 +170,7 @@ def test_a_rank_that_steps_nothing_knows_of_skips(comm):
     The only layer belongs to rank 0.
     """
     model = nn.Sequential(nn.Linear(2, 2)).to(problem.DEVICE)
-    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters()), comm, "owner-stepped")
+    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters()), comm, "sharded-optimizer")
     scale, found = scaler(), []
     for bad in (False, True, False):
         kfac.optimizer.zero_grad()

@@ -17,7 +17,7 @@ OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
 PLACEMENTS = {
     "COMM-OPT": {"workers": RANKS},
     "MEM-OPT": {"workers": 1},
-    "owner-stepped": OWNERS,
+    "sharded-optimizer": OWNERS,
     "factors to owners": {"workers": RANKS, "reduction": "owners"},
     "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
     "late": {"workers": RANKS, "reduce_at": "bases"},
@@ -26,7 +26,7 @@ PLACEMENTS = {
 }
 if RANKS == 4:
     PLACEMENTS["hybrid"] = {"workers": 2}
-    PLACEMENTS["hybrid, owner-stepped"] = OWNERS | {"workers": 2}
+    PLACEMENTS["hybrid, sharded-optimizer"] = OWNERS | {"workers": 2}
 OVER_TIME = "stagger", "reduce_at"
 MIXTURE = {"0": "inverse", "3": "eigen", "5": "rank-one"}
 WITH_SCALES = {"0": "ekfac", "3": "rank-one", "5": "inverse"}

@@ -71,7 +71,7 @@ SAME.remove("curvature-servers")
 ROBUST = [name for name, way in NAMED.items() if "combine" in way.choices]
 WIRES = [name for name, way in NAMED.items() if "gradient_wire" in way.choices]
 COPIES = [name for name, way in NAMED.items() if way.choices.get("exchanged") == "weights"]
-ELSEWHERE = ["a-sgd"]
+ELSEWHERE = ["downpour"]
 """test_asynchronous.py"""
 
 
@@ -300,7 +300,7 @@ def test_copies_of_the_model(comm, name, network):
     kfac.close()
 
 
-RESUMED = ["hybrid", "owner-stepped", "sharded", "late-owner", "staggered"]
+RESUMED = ["hybrid", "sharded-optimizer", "sharded", "deferred-sharded", "staggered"]
 
 
 @pytest.mark.parametrize("name", RESUMED)

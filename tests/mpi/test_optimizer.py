@@ -196,7 +196,7 @@ def learn_scaled(comm, optimizer, steps):
 def test_a_named_optimizer_is_its_solver_stepped_by_owners(comm, solver, strategy):
     """Oracle: `KFACOptimizer` with the choices by hand, to the last bit, also after a restart."""
     by_name, again = (NAMED[solver](problem.network(), strategy=strategy) for _ in range(2))
-    chosen = {"solver": solver, "strategy": strategy or "owner-stepped"}
+    chosen = {"solver": solver, "strategy": strategy or "sharded-optimizer"}
     by_hand = KFACOptimizer(problem.network(), **chosen)
     for optimizer in (by_name, by_hand):
         learn_scaled(comm, optimizer, range(4))

@@ -29,7 +29,7 @@ CHOICES = {
     "directions layer by layer": {"fusion": 1, "workers": 1},
     "small factors everywhere": {"replicate_below": 20, "workers": RANKS},
     "all factors everywhere": {"replicate_below": 1000, "workers": RANKS},
-    "late": {"reduce_at": "bases"},
+    "deferred-allreduce": {"reduce_at": "bases"},
     "late to owners": {"reduce_at": "bases", "reduction": "owners"},
     "late in squares, layer by layer": {"reduce_at": "bases", "packing": "square", "fusion": 1},
     "late, later": {"reduce_at": "bases", "delay": 2},
@@ -285,7 +285,9 @@ def test_a_copy_of_a_strategy_by_name_is_that_strategy(comm):
     strategy, settings = mpikfac.named("kfac-opt", RANKS)
     assert strategy == Strategy(RANKS, colocate_factors=False).changed(packing="square", fusion=1)
     assert settings == {"solver": "eigen"}
-    assert mpikfac.named("late", RANKS)[0] == Strategy(RANKS).changed(reduce_at="bases")
+    assert mpikfac.named("deferred-allreduce", RANKS)[0] == Strategy(RANKS).changed(
+        reduce_at="bases"
+    )
 
 
 MEANS = [n for n, way in NAMED.items() if not {"exchanged", "combine"} & way.choices.keys()]

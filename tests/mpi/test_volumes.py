@@ -18,6 +18,6 @@ def test_strategies_learn_what_one_process_learns(comm):
     torch.manual_seed(0)
     model = Segmenter3d(classes=3, channels=1, width=3, depth=1)
     asked = subject_of(model, mpikfac.KINDS, (1, 3, 4, 3))
-    strategies = ("comm-opt", "owner-stepped")
+    strategies = ("comm-opt", "sharded-optimizer")
     found = differences(comm, comm.Split(comm.rank), asked, 2, strategies, steps=3)
     assert all(map(alike, found.values())), found

@@ -19,7 +19,7 @@ from mpikfac_apps.checking.comparison import differences
 from support import zoo
 
 EXAMPLES = 4  # of a rank
-STRATEGIES = ("comm-opt", "owner-stepped")
+STRATEGIES = ("comm-opt", "sharded-optimizer")
 STEPS = 4
 
 

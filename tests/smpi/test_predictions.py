@@ -19,8 +19,8 @@ KINDS = ((False, False), (True, False), (True, True))
 """Whether a step has new factors, and new bases."""
 STRATEGIES = (
     *("sgd", "comm-opt", "comm-opt in parts", "mem-opt", "mem-opt in parts", "hybrid"),
-    *("late-owner", "late-owner in parts", "owner-stepped"),
-    *("sharded", "sharded on nodes", "spd-kfac"),
+    *("deferred-sharded", "deferred-sharded in parts", "sharded-optimizer"),
+    *("balanced-shards", "balanced-shards on nodes", "spd-kfac"),
 )
 LIMIT = 120  # real seconds of a simulation, for hangs alone
 MIB = 2**20

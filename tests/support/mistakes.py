@@ -58,7 +58,7 @@ TABLE = (
     Mistake(
         "optimizers by name: every rank steps all layers",
         "optimizer.py",
-        'settings["solver"], strategy = self.solver, strategy or "owner-stepped"',
+        'settings["solver"], strategy = self.solver, strategy or "sharded-optimizer"',
         'settings["solver"] = self.solver',
         "tests/mpi/test_optimizer.py",
         2,

@@ -9,7 +9,7 @@ from mpikfac.plan import NAMED, axes
 AXES = ("synchronisation", "architecture", "compression", "overlap", "combination")
 PLACES = {
     "comm-opt": ("gradients at every step", "all ranks", "none", "none", "mean"),
-    "owner-stepped": ("gradients at every step", "owners of layers", "none", "none", "mean"),
+    "sharded-optimizer": ("gradients at every step", "owners of layers", "none", "none", "mean"),
     "curvature-servers": (
         *("gradients at every step", "all ranks, curvature servers", "none"),
         *("decompositions", "mean"),
@@ -22,7 +22,7 @@ PLACES = {
         *("weights every 16 steps, after 1000 steps of gradients", "all ranks"),
         *("none", "none", "mean"),
     ),
-    "a-sgd": ("asynchronous, updates of a batch", "servers: 1", "none", "none", "mean"),
+    "downpour": ("asynchronous, updates of a batch", "servers: 1", "none", "none", "mean"),
     "diloco": ("weights every 50 steps by an outer step", "all ranks", "none", "none", "mean"),
     "lsgd": (
         *("weights every 8 steps", "all ranks", "none", "none"),
@@ -52,7 +52,7 @@ def test_a_named_strategy_has_its_place_on_every_axis(name):
 
 def test_clients_and_servers_are_an_architecture():
     """Oracle: by hand."""
-    found = axes(NAMED["a-sgd"].make(8, servers=2, client_ranks=4, push_every=3))
+    found = axes(NAMED["downpour"].make(8, servers=2, client_ranks=4, push_every=3))
     assert found["architecture"] == "servers: 2, clients of 4 ranks"
     assert found["synchronisation"] == "asynchronous, updates of 3 batches"
 

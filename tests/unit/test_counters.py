@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gate
 def lines(tmp_path_factory):
     """Return the lines of strategies at 4 ranks, by strategy, stage and primitive."""
     file = tmp_path_factory.mktemp("counters") / "counters.jsonl"
-    strategies = ("comm-opt", "sharded", "spd-kfac")
+    strategies = ("comm-opt", "balanced-shards", "spd-kfac")
     ended = launch(4, PROGRAM, "--strategies", *strategies, "--append", str(file), env=COUNTING)
     if "counts no bytes" in ended.stderr:
         pytest.skip(ended.stderr.splitlines()[0])
@@ -40,7 +40,7 @@ def lines(tmp_path_factory):
 )
 def test_the_plan_has_the_bytes_that_mpi_counts(lines, stage, primitive):
     """Oracle: the counters of Open MPI, at 4 ranks, of rings and of messages between two ranks."""
-    row = lines["comm-opt" if primitive == "Allreduce" else "sharded", stage, primitive]
+    row = lines["comm-opt" if primitive == "Allreduce" else "balanced-shards", stage, primitive]
     assert row["busiest"] == row["busiest, plan"] > 0
     assert row["all ranks"] == row["all ranks, plan"]
 

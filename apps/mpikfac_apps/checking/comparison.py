@@ -21,7 +21,7 @@ from mpikfac_apps.planning.facts import strategy_of
 TOLERANCE = 1e-9  # relative, in float64
 OF_WEIGHTS = 1e-6  # a model may compute parts in float32
 DAMPING = 0.03
-STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "owner-stepped", "late-owner")
+STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "sharded-optimizer", "deferred-sharded")
 PLAIN = "sgd"  # averaged gradients
 STEPS = 2
 LARGEST_ORDER = 5000  # order of a densely computed factor

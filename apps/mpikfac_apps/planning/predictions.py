@@ -23,7 +23,7 @@ from mpikfac_apps.planning.options import SGD, PredictionOptions
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import number
 
-BOUNDED = ("delayed", "event-driven")  # predictions are upper bounds
+BOUNDED = ("stale-inverse", "event-driven")  # predictions are upper bounds
 WIDTH = 96
 Row = dict[str, Any]
 

@@ -20,7 +20,7 @@ from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.study.spec import Cell, inv_update_steps, plan_of
 
 # Predictions of the first two are upper bounds; with the third, not all ranks share the batch.
-LEFT_OUT = ("delayed", "event-driven", "curvature-servers")
+LEFT_OUT = ("stale-inverse", "event-driven", "curvature-servers")
 STRATEGIES = tuple(
     name for name, entry in mpikfac.plan.NAMED.items() if entry.same and name not in LEFT_OUT
 )

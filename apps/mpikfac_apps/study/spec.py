@@ -57,7 +57,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
     **{name: {"strategy": name} for name in mpikfac.plan.NAMED},
     "hybrid": {"strategy": "hybrid", "fraction": 0.5},
-    "a-sgd": {"strategy": "a-sgd", "optimizer": "sgd"},
+    "downpour": {"strategy": "downpour", "optimizer": "sgd"},
 }
 """Options of the strategies that a study may name without an entry in `strategies`."""
 

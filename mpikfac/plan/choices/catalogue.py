@@ -90,7 +90,7 @@ NAMED: Mapping[str, Named] = {
         "KAISA, SC21",
         "2 (P-1)/P 4T + (w-1)/P 4F + (P-w)/P 4N",
     ),
-    "owner-stepped": Named(
+    "sharded-optimizer": Named(
         "Gradients and factors are reduced to a layer's owner, which decomposes, preconditions and "
         "steps it; weights are gathered",
         "CVPR19",
@@ -114,15 +114,15 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={"workers": 1, "reduction": "none"},
     ),
-    "late": Named(
+    "deferred-allreduce": Named(
         "COMM-OPT in which each rank averages factors of its own share over time; they are "
         "averaged over ranks only before they are decomposed",
         "mpikfac",
         "0 + 2 (P-1)/P 4T + (P-1)/P 4F + 0",
         choices={"workers": "all", "reduce_at": "bases"},
     ),
-    "late-owner": Named(
-        "Owner-stepped, and factors are averaged over ranks only before they are decomposed",
+    "deferred-sharded": Named(
+        "`sharded-optimizer`, and factors are averaged over ranks only before they are decomposed",
         "mpikfac",
         "0 + (P-1)/P 4T + 0",
         choices={
@@ -130,9 +130,9 @@ NAMED: Mapping[str, Named] = {
             "reduce_at": "bases",
         },
     ),
-    "sharded": Named(
-        "Late-owner, but sums and gathers are of equal shards, which pass numbers on to owners and "
-        "take weights from owners; `ranks_per_node` says how many ranks a node has",
+    "balanced-shards": Named(
+        "`deferred-sharded`, but sums and gathers are of equal shards, which pass numbers on to "
+        "owners and take weights from owners; `ranks_per_node` says how many ranks a node has",
         "mpikfac",
         "0 + (P-1)/P 4T + 0",
         choices={
@@ -141,7 +141,7 @@ NAMED: Mapping[str, Named] = {
         },
     ),
     "staggered": Named(
-        "Late and owner-stepped, and each of five steps refreshes a share of the layers: no spike",
+        "`deferred-sharded`, and each of five steps refreshes a share of the layers: no spike",
         "mpikfac",
         "0 + (P-1)/P 4T + 0",
         choices={
@@ -149,7 +149,7 @@ NAMED: Mapping[str, Named] = {
             **{"reduce_at": "bases", "stagger": 5},
         },
     ),
-    "delayed": Named(
+    "stale-inverse": Named(
         "COMM-OPT that decomposes in the background and uses bases one step later",
         "LBANN",
         _COMM_OPT,
@@ -218,7 +218,7 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={**_COPIES, "sync_every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
     ),
-    "a-sgd": Named(
+    "downpour": Named(
         "Clients push gradients to a server and fetch weights, and no client waits for a second; "
         "the server steps the weights in order of arrival; `P` clients train",
         "Downpour, Dean et al. 2012",
