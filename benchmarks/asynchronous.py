@@ -128,7 +128,7 @@ def asynchronous(
 ) -> Found | None:
     """Train with a server: each client takes steps until all clients together have taken enough."""
     strategy = mpikfac.Strategy.mem_opt(exchanged="updates")
-    team = mpikfac.split(comm, 1)
+    team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
         mpikfac.run_parameter_server(model, optimizer, team)
         return None
@@ -139,7 +139,7 @@ def asynchronous(
     def advance(goal: int) -> int:
         while trainer.version * BATCH < goal:
             step()
-        trainer.combine()
+        trainer.average_replicas()
         return trainer.version
 
     def staleness() -> Counter[int]:

@@ -352,9 +352,13 @@ def settings_of(case: Case, named: dict[str, Any]) -> dict[str, Any]:
     if isinstance(settings.get("damping"), dict):
         settings["damping"] = mpikfac.Damping(**settings["damping"])
     if settings.get("damping") == "adapted":
-        settings["damping"] = mpikfac.Damping(relative=mpikfac.LevenbergMarquardt(every=2))
+        settings["damping"] = mpikfac.Damping(
+            relative=mpikfac.LevenbergMarquardt(damping_adaptation_interval=2)
+        )
     if settings.get("damping") == "adapted value":
-        settings["damping"] = mpikfac.Damping(mpikfac.LevenbergMarquardt(every=2))
+        settings["damping"] = mpikfac.Damping(
+            mpikfac.LevenbergMarquardt(damping_adaptation_interval=2)
+        )
     if isinstance(settings.get("estimator"), dict):
         values = {
             name: getattr(torch, value) if name.endswith("dtype") else value
@@ -375,7 +379,7 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
         weight_decay=0.0 if case.lr == 1 else 1e-3,
     )
     apart = {"curvature-servers": 1, "downpour": choices.get("servers", 1)}.get(case.named, 0)
-    team = mpikfac.split(comm, apart) if apart else comm
+    team = mpikfac.split_comm(comm, apart) if apart else comm
     if apart and team.comm is None:
         if case.trainer == "AsyncSGD":
             mpikfac.run_parameter_server(model, optimizer, team)
@@ -391,7 +395,7 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
     if case.named == "downpour":
         choices["client_ranks"] = ranks
     if case.named:
-        strategy, named = mpikfac.named(case.named, ranks, **choices)
+        strategy, named = mpikfac.get_strategy(case.named, ranks, **choices)
     else:
         strategy = mpikfac.Strategy().changed(**choices)
     if case.trainer == "AsyncSGD":
@@ -444,7 +448,7 @@ class Run:
         trainer = self.trainer
         if self.case.trainer == "AsyncSGD":
             record["notes"].append(["staleness", dict(trainer.staleness), trainer.version])
-        trainer.combine()
+        trainer.average_replicas()
         record["states"].append({n: digest(v) for n, v in sorted(trainer.state_dict().items())})
         record["notes"].append(repr(trainer) if self.case.trainer == "KFAC" else "")
         record["sent"] = dict(sorted(trainer.trace.sent.items()))
@@ -470,7 +474,7 @@ class Run:
     def _restart(self) -> None:
         """Go on with another trainer, from the state of all ranks."""
         trainer, record, case = self.trainer, self.recorder.record, self.case
-        trainer.combine()
+        trainer.average_replicas()
         state = trainer.state_dict()
         share = {n: v.cpu().clone() if torch.is_tensor(v) else v for n, v in state.items()}
         whole = {n: v for part in self.ranks.allgather(share) for n, v in part.items()}
@@ -565,7 +569,7 @@ class Run:
         if adapted and self.trainer.steps % 2 == 0:
             with torch.no_grad():
                 after = F.cross_entropy(self.model(images), labels)
-            ratio = self.trainer.adapt(loss.item(), after.item())
+            ratio = self.trainer.update_damping(loss.item(), after.item())
             self.recorder.record["notes"].append(["ratio", ratio])
 
 

@@ -39,7 +39,9 @@ def main() -> None:
     comm = mpikfac.world()
     rows = [("strategy", "start, s", "communicators", "plan, MiB", "arenas, MiB", "process, MiB")]
     for name in options.strategy.split(","):
-        strategy, settings = mpikfac.named(name, comm.size, ranks_per_node=options.ranks_per_node)
+        strategy, settings = mpikfac.get_strategy(
+            name, comm.size, ranks_per_node=options.ranks_per_node
+        )
         row = measured(options.model, strategy, settings)
         most = [max(numbers) for numbers in zip(*comm.allgather(row))]
         seconds, communicators, *sizes = most

@@ -13,10 +13,10 @@ from .checkpoint import find_checkpoint as find_checkpoint
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .comm import device as device
-from .comm import split as split
+from .comm import split_comm as split_comm
 from .comm import world as world
 from .errors import UserError as UserError
-from .errors import ending as ending
+from .errors import abort_on_error as abort_on_error
 from .extensions import AsyncSGD as AsyncSGD
 from .extensions import Codistillation as Codistillation
 from .extensions import DirectFeedback as DirectFeedback
@@ -45,8 +45,8 @@ from .plan import Refresh as Refresh
 from .plan import Strategy as Strategy
 from .plan import Transport as Transport
 from .plan import Wires as Wires
-from .plan import named as named
-from .plan import usual_rule as usual_rule
+from .plan import default_rule as default_rule
+from .plan import get_strategy as get_strategy
 from .settings import Damping as Damping
 from .settings import Estimator as Estimator
 from .settings import Length as Length

@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class _Ranks(Protocol):
-    """Describe the methods of a communicator that `ending` calls."""
+    """Describe the methods of a communicator that `abort_on_error` calls."""
 
     @property
     def rank(self) -> int: ...
@@ -43,7 +43,7 @@ class _Ranks(Protocol):
 
 
 @contextmanager
-def ending(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None]:
+def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None]:
     """End the whole job if the body fails on any rank; no rank is left waiting.
 
     A `UserError` (known to all ranks) is printed once as `mpikfac: ...`, and every rank exits with

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Comm, Team
+from mpikfac.comm import Comm, SplitComm
 from mpikfac.engine import Curvature, Own, Preconditioner
 from mpikfac.layers import Coverage, Layer, offers
 from mpikfac.model import (
@@ -57,14 +57,14 @@ class KFAC(Trainer):
     Args:
         model: the log lists the parameters that K-FAC does not cover.
         optimizer: any torch optimizer over the model's parameters, with steps that need no closure.
-        comm: the communicator of the ranks, or the `Team` of `split`, with curvature servers; all
-            ranks of the job if None.
+        comm: the communicator of the ranks, or the `SplitComm` of `split_comm`, with curvature
+            servers; all ranks of the job if None.
         strategy: who computes and sends what: a `Strategy`, or a name of `mpikfac strategies`,
             whose solver and interval are taken if no others are given; every rank preconditions
             every layer if None (COMM-OPT).
         damping: a number, a schedule (a function of the step), a `Damping`, or a
-            `LevenbergMarquardt` that `adapt` changes. None: `Damping()`, or 0.003 with the solver
-            "rank-one".
+            `LevenbergMarquardt` that `update_damping` changes. None: `Damping()`, or 0.003 with the
+            solver "rank-one".
         factor_update_steps: steps between two updates of the factors, or a schedule. None: 10, and
             fewer in the first 160 steps (`schedule.growing`).
         inv_update_steps: steps between two decompositions, or a schedule; a multiple of `stagger`.
@@ -104,8 +104,8 @@ class KFAC(Trainer):
             with the gradients, and after the step all ranks find the mean over ranks. The last
             eight numbers are K-FAC's own.
         nonfinite: counts of numbers that were not finite.
-        intact: whether the state of the rank is the state after `steps` steps, without parts of a
-            later step.
+        is_consistent: whether the state of the rank is the state after `steps` steps, without parts
+            of a later step.
         trace: seconds and bytes of every stage.
     """
 
@@ -113,7 +113,7 @@ class KFAC(Trainer):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        comm: Comm | Team | None = None,
+        comm: Comm | SplitComm | None = None,
         strategy: Strategy | str | None = None,
         *,
         damping: float | Schedule | Damping | LevenbergMarquardt | None = None,
@@ -130,7 +130,7 @@ class KFAC(Trainer):
         check_kind("length", length, Length)
         check_kind("estimator", estimator, Estimator)
         check_kind("coverage", coverage, Coverage)
-        team = Team.of(comm)
+        team = SplitComm.of(comm)
         strategy, settings = strategy_of(strategy, team.trains.size)
         check_synchronous(strategy)
         solvers = solvers_by_name(solver or settings.get("solver", "inverse"))
@@ -300,12 +300,12 @@ class KFAC(Trainer):
             )
         check_momentum(self.optimizer, strategy, self.settings.length.momentum)
 
-    def adapt(self, loss_before: float, loss_after: float) -> float:
+    def update_damping(self, loss_before: float, loss_after: float) -> float:
         """Return the reduction ratio of the last step, and let the damping follow the ratio.
 
             if damping.due(kfac.steps):
                 with torch.no_grad():
-                    kfac.adapt(loss.item(), criterion(model(images), labels).item())
+                    kfac.update_damping(loss.item(), criterion(model(images), labels).item())
 
         The ratio is the change of the mean loss over ranks, relative to the prediction of K-FAC's
         damped quadratic model for `delta = -lr direction`:
@@ -314,7 +314,8 @@ class KFAC(Trainer):
         the loss: momentum, weight decay, uncovered parameters, and in a layer with several learning
         rates the coupling of parameters. With `Length("quadratic")` the prediction is the whole
         quadratic model's, for the whole step. With inverses, new damping waits for the next
-        decomposition. Call `adapt` before `state_dict`: the state does not have the prediction.
+        decomposition. Call `update_damping` before `state_dict`: the state does not have the
+        prediction.
 
         Collective over: world.
 
@@ -330,7 +331,7 @@ class KFAC(Trainer):
         """
         if (adapted := self.settings.damping.adapted) is None:
             raise ValueError(
-                f"adapt() needs damping=LevenbergMarquardt(...), "
+                f"update_damping() needs damping=LevenbergMarquardt(...), "
                 f"not {self.settings.damping.number!r}"
             )
         directions = self.preconditioner.directions
@@ -341,10 +342,10 @@ class KFAC(Trainer):
         return ratio
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def no_recording(self) -> Iterator[None]:
         """Inside, passes are not the batch's: K-FAC records no statistics.
 
-            with kfac.paused():
+            with kfac.no_recording():
                 attack = fast_gradient_sign(model, images, labels)  # or the first pass of SAM
 
         The user's program takes the gradients of such passes away, by `zero_grad`.
@@ -355,7 +356,9 @@ class KFAC(Trainer):
             ValueError: with `overlap`, as every backward pass sends gradients.
         """
         if self.plan.strategy.transport.overlap:
-            raise ValueError("paused() needs overlap=False, as a backward pass sends gradients")
+            raise ValueError(
+                "no_recording() needs overlap=False, as a backward pass sends gradients"
+            )
         with self.preconditioner.recorder.pausing():
             yield
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, distributed, nn
 
-from mpikfac.comm import Comm, Team, agree, world
+from mpikfac.comm import Comm, SplitComm, agree, world
 from mpikfac.errors import UserError
 from mpikfac.kfac import KFAC
 from mpikfac.layers import Coverage
@@ -224,7 +224,7 @@ class KFACOptimizer(Optimizer):
         momentum: float | None = None,
         weight_decay: float = WEIGHT_DECAY,
         max_norm: float | None = None,
-        comm: Comm | Team | None = None,
+        comm: Comm | SplitComm | None = None,
         strategy: Strategy | str | None = None,
         **settings: Any,
     ) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Comm, Grid, Team, agree, broadcast, expect_ends, together
+from mpikfac.comm import Comm, Grid, SplitComm, agree, broadcast, expect_ends, together
 from mpikfac.engine import (
     Everyone,
     FirstOrder,
@@ -124,7 +124,7 @@ class Trainer:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        team: Team,
+        team: SplitComm,
         strategy: Strategy,
         method: Method,
         trace: Trace | None,
@@ -257,11 +257,11 @@ class Trainer:
         """Begin a step: from here on, the state is the state after `step` steps."""
         self.steps = step
         self.built.method.begin(step)
-        self._whole = self.intact
+        self._whole = self.is_consistent
 
     def _warn_of_unfinished(self) -> None:
         """Warn of a step that was interrupted, and is taken again."""
-        if self._whole and not self.intact:
+        if self._whole and not self.is_consistent:
             log.warning(
                 "step %d was begun before and did not end: averages and momenta take its batch "
                 "twice, or two batches; to go back, load a checkpoint",
@@ -357,12 +357,12 @@ class Trainer:
         return self.built.gradients.votes.tensor
 
     @property
-    def intact(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether the state of the rank is the state after `steps` steps.
 
         False while the state has parts of a later step.
         """
-        return self.built.method.intact
+        return self.built.method.is_consistent
 
     @property
     def exchange(self) -> OneModel:
@@ -377,19 +377,19 @@ class Trainer:
         """
         return self.built.exchange.heard
 
-    def combine(self) -> None:
-        """Combine the copies of the model now, if copies may differ.
+    def average_replicas(self) -> None:
+        """Average the copies of the model now, if copies may differ.
 
         With `exchanged="weights"`, ranks hold different copies of the model between two exchanges.
-        Call `combine` before a test of the model, and before `state_dict`. Steps go on as if the
-        exchange had been due.
+        Call `average_replicas` before a test of the model, and before `state_dict`. Steps go on as
+        if the exchange had been due.
 
         Collective over: world.
 
         Raises:
             UserError: a rank's weights are not finite.
         """
-        self.built.exchange.combine()
+        self.built.exchange.average_replicas()
 
     # -- the model as it is now ------------------------------------------------------------------
 
@@ -451,7 +451,7 @@ class Trainer:
         """Build the parts anew, for the model as it is now; averages of unchanged layers stay."""
         before = self.built
         before.method.check_same_model()
-        before.exchange.combine()
+        before.exchange.average_replicas()
         before.method.gather()
         with taking_up():
             drawn = self._draw(before.gradients.votes)
@@ -501,7 +501,7 @@ class Trainer:
         Collective over: world with `reduce_at="bases"` or `overlap`, else none.
 
         Raises:
-            ValueError: ranks hold different copies of the model; `combine` comes first.
+            ValueError: ranks hold different copies of the model; `average_replicas` comes first.
         """
         self.built.exchange.check_combined()
         state = model_state(self.model, self.optimizer, self.built.stepped)
@@ -607,7 +607,7 @@ class FirstOrderTrainer(Trainer):
         trace: Trace | None = None,
     ) -> None:
         check_optimizer(optimizer, model)
-        team = Team.of(comm)
+        team = SplitComm.of(comm)
         strategy, _ = strategy_of(strategy or Strategy(), team.trains.size)
         super().__init__(model, optimizer, team, strategy.first_order(), Method(), trace)
 

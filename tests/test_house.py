@@ -310,7 +310,7 @@ CLOSED = {"engine", *(one.__module__.split(".")[1] for one in CLASSES)}  # modul
 PUBLIC = {
     *("step", "precondition", "record", "collect", "discard", "combine", "adapt", "paused"),
     *("call", "detach", "close", "state_dict", "load_state_dict", "missing"),
-    *("model", "optimizer", "plan", "steps", "votes", "nonfinite", "intact", "combined"),
+    *("model", "optimizer", "plan", "steps", "votes", "nonfinite", "is_consistent", "combined"),
     *("trace", "communicators", "kl_scale", "version", "staleness", "client_ranks"),
     *("exchange", "length"),
 }

@@ -12,14 +12,14 @@ from mpikfac.comm.agreement import handed_over as handed_over
 from mpikfac.comm.agreement import summed as summed
 from mpikfac.comm.agreement import together as together
 from mpikfac.comm.curvature_servers import LEAVING as LEAVING
-from mpikfac.comm.curvature_servers import Team as Team
+from mpikfac.comm.curvature_servers import SplitComm as SplitComm
 from mpikfac.comm.curvature_servers import announce as announce
 from mpikfac.comm.curvature_servers import announced as announced
 from mpikfac.comm.curvature_servers import arrivals as arrivals
 from mpikfac.comm.curvature_servers import begin_receive as begin_receive
 from mpikfac.comm.curvature_servers import begin_send as begin_send
 from mpikfac.comm.curvature_servers import leave as leave
-from mpikfac.comm.curvature_servers import split as split
+from mpikfac.comm.curvature_servers import split_comm as split_comm
 from mpikfac.comm.ends import expect_ends as expect_ends
 from mpikfac.comm.grid import Grid as Grid
 from mpikfac.comm.group import Group as Group

@@ -22,29 +22,31 @@ LOOK_EVERY = 1e-3  # seconds between two looks for a message, on an idle rank
 
 
 @dataclass(frozen=True)
-class Team:
-    """Hold the communicator of the training ranks, and the link to the curvature servers.
+class SplitComm:
+    """Hold the communicator of the training ranks, and the intercommunicator to the servers.
 
     Attributes:
         comm: the communicator of the training ranks; None on a curvature server.
-        link: joins training ranks and curvature servers; None if all ranks train.
+        intercomm: joins training ranks and curvature servers; None if all ranks train.
     """
 
     comm: MPI.Intracomm | None
-    link: MPI.Intercomm | None = None
+    intercomm: MPI.Intercomm | None = None
 
     @classmethod
-    def of(cls, comm: Comm | Team | None) -> Team:
+    def of(cls, comm: Comm | SplitComm | None) -> SplitComm:
         """Return the team of a communicator, in which all ranks train; None: all ranks of the job.
 
         Raises:
             ValueError: the object is no communicator.
         """
-        if isinstance(comm, Team):
+        if isinstance(comm, SplitComm):
             return comm
         comm = world() if comm is None else comm
         if not hasattr(comm, "allgather"):
-            raise ValueError(f"comm={comm!r} must be a communicator of mpi4py, a Team, or None")
+            raise ValueError(
+                f"comm={comm!r} must be a communicator of mpi4py, a SplitComm, or None"
+            )
         return cls(comm)
 
     @property
@@ -54,7 +56,7 @@ class Team:
         Raises:
             ValueError: the rank does not train, or no communicator was given.
         """
-        if self.comm is None and self.link is None:
+        if self.comm is None and self.intercomm is None:
             raise ValueError("comm=None must be a communicator; mpikfac.world() has all ranks")
         if self.comm is None:
             raise ValueError(
@@ -67,13 +69,13 @@ class Team:
         """Return the number of training ranks."""
         if self.comm is not None:
             return self.comm.size
-        return 0 if self.link is None else self.link.remote_size
+        return 0 if self.intercomm is None else self.intercomm.remote_size
 
 
-def split(comm: MPI.Intracomm, curvature_servers: int) -> Team:
+def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
     """Return the team of training ranks, and make the last ranks of `comm` curvature servers.
 
-        team = mpikfac.split(comm, curvature_servers=1)
+        team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:
             mpikfac.run_curvature_server(team)
         else:
@@ -93,12 +95,12 @@ def split(comm: MPI.Intracomm, curvature_servers: int) -> Team:
             f"({comm.size})"
         )
     if curvature_servers == 0:
-        return Team(comm)
+        return SplitComm(comm)
     first = comm.size - curvature_servers
     trains = comm.rank < first
     side = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
     link = side.Create_intercomm(0, comm, first if trains else 0)
-    return Team(side if trains else None, link)
+    return SplitComm(side if trains else None, link)
 
 
 def announce(curvature: MPI.Intercomm, value: object) -> None:

@@ -62,7 +62,7 @@ class OneModel(Part):
         Collective over: world, if an exchange is due.
         """
 
-    def combine(self) -> None:
+    def average_replicas(self) -> None:
         """Make all copies of the model equal; here copies never differ.
 
         Collective over: world.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Team
+from mpikfac.comm import SplitComm
 from mpikfac.engine.extension import OneModel, exchange_of
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Part
@@ -25,8 +25,8 @@ class FirstOrder:
 
     Attributes:
         parts: the parts with a state, in the order in which parts forget.
-        intact: whether the state of the rank is the state after the last step, without parts of a
-            later step.
+        is_consistent: whether the state of the rank is the state after the last step, without parts
+            of a later step.
         outgrown: whether the method has to be built anew, by what it has seen of a batch.
     """
 
@@ -34,7 +34,7 @@ class FirstOrder:
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
-        self.intact = True
+        self.is_consistent = True
         self.outgrown = False
 
     @property
@@ -66,7 +66,7 @@ class FirstOrder:
 
     def begin(self, step: int) -> None:
         """Begin a step: from here on, the state is the state after `step` steps."""
-        self.intact = True
+        self.is_consistent = True
 
     def collect(self) -> None:
         """Take the passes since the last call as a part of the rank's share of a batch."""
@@ -87,7 +87,7 @@ class FirstOrder:
         Collective over: world.
         """
         self.gradients.write(self.gradients.slots)
-        self.intact = False
+        self.is_consistent = False
 
     def finish(self) -> None:
         """Finish messages that are under way.
@@ -178,7 +178,9 @@ class Method:
         shapes, means = described(uncovered)
         return plan_for([], ranks, strategy, shapes, itemsize=itemsize, means=means, split=split)
 
-    def check(self, layers: Iterable[Layer], optimizer: Optimizer, team: Team, plan: Plan) -> None:
+    def check(
+        self, layers: Iterable[Layer], optimizer: Optimizer, team: SplitComm, plan: Plan
+    ) -> None:
         """Return if optimizer and ranks suit the method.
 
         Raises:
@@ -201,7 +203,12 @@ class Method:
         return {}
 
     def build(
-        self, gradients: Gradients, model: nn.Module, optimizer: Optimizer, team: Team, plan: Plan
+        self,
+        gradients: Gradients,
+        model: nn.Module,
+        optimizer: Optimizer,
+        team: SplitComm,
+        plan: Plan,
     ) -> FirstOrder:
         """Return what takes the steps of the method."""
         return FirstOrder(gradients)

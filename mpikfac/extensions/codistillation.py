@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
+from mpikfac.comm import Comm, Grid, SplitComm, agree, broadcast, together
 from mpikfac.errors import UserError
 from mpikfac.layers import find_uncovered
 from mpikfac.model import common_type, fitting
@@ -78,7 +78,7 @@ class Codistillation:
         weight: float = 1.0,
         trace: Trace | None = None,
     ) -> None:
-        comm = Team(comm).trains
+        comm = SplitComm(comm).trains
         burn_in, groups = check_count("burn_in", burn_in, 0), check_count("groups", groups, 1)
         check_divides("groups", groups, comm.size)
         every, weight = check_count("every", every, 1), check_size("weight", weight)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mpikfac.comm import Team, announce, announced, arrivals, begin_receive, begin_send, leave
+from mpikfac.comm import SplitComm, announce, announced, arrivals, begin_receive, begin_send, leave
 from mpikfac.engine import AtOnce, Decomposed, FactorRequest, Ready, Site
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena
@@ -38,13 +38,13 @@ class OnCurvatureServers(AtOnce):
         self,
         plan: Plan,
         solvers: Mapping[str, Solver],
-        team: Team,
+        team: SplitComm,
         site: Site,
         arena: Arena,
         factor_of: Mapping[str, str],
     ) -> None:
         super().__init__(site, arena, factor_of)
-        self._link = cast(Any, team.link)
+        self._link = cast(Any, team.intercomm)
         self._finish: Callable[[], object] = _nothing
         announce(self._link, (plan, solvers))
 
@@ -106,7 +106,7 @@ class OnCurvatureServers(AtOnce):
 
 
 def run_curvature_server(
-    team: Team, device: torch.device = CPU, trace: Trace | None = None
+    team: SplitComm, device: torch.device = CPU, trace: Trace | None = None
 ) -> None:
     """Decompose on a curvature server for the training ranks, until all training ranks close.
 
@@ -119,9 +119,9 @@ def run_curvature_server(
         device: where to decompose; a device of the training ranks' kind gives the same numbers.
         trace: takes seconds and bytes of the stages.
     """
-    if (curvature := team.link) is None:
+    if (curvature := team.intercomm) is None:
         raise ValueError(
-            "run_curvature_server() needs a team with curvature servers; see mpikfac.split"
+            "run_curvature_server() needs a team with curvature servers; see mpikfac.split_comm"
         )
     (plan, solvers), trace = announced(curvature), trace or Trace()
     sending: dict[int, Callable[[], object]] = {}

@@ -138,4 +138,4 @@ class OfGradient(Preconditioner):
     def _average_statistics(self, numbers: Numbers) -> None:
         """Take the averaged gradients into the factors."""
         self.factors.take(self.gradients, self.bases, numbers.decay)
-        self.intact = False
+        self.is_consistent = False

@@ -15,7 +15,7 @@ from mpikfac.layers.layer import Layer, NotCovered
 from mpikfac.layers.refusals import Refused, by_reason, check_names
 from mpikfac.layers.uncovered import Other, Statistic
 from mpikfac.layers.votes import Votes
-from mpikfac.plan import LayerShape, Shape, usual_rule
+from mpikfac.plan import LayerShape, Shape, default_rule
 
 Rule = Callable[[LayerShape], LayerShape]
 Ties = Mapping[int, Sequence[str]]
@@ -50,7 +50,7 @@ class Coverage:
 
     skip: Sequence[str] = ()
     covers: Kinds = field(default_factory=lambda: KINDS)
-    rule: Rule = usual_rule
+    rule: Rule = default_rule
     own_examples: Sequence[str] = ()
     part_of_batch: Sequence[str] = ()
 

@@ -38,8 +38,8 @@ from mpikfac.plan.choices import check_fraction as check_fraction
 from mpikfac.plan.choices import check_positive as check_positive
 from mpikfac.plan.choices import check_size as check_size
 from mpikfac.plan.choices import divisors as divisors
+from mpikfac.plan.choices import get_strategy as get_strategy
 from mpikfac.plan.choices import make_plain as make_plain
-from mpikfac.plan.choices import named as named
 from mpikfac.plan.choices import one_of as one_of
 from mpikfac.plan.choices import plain as plain
 from mpikfac.plan.choices import shown as shown
@@ -98,6 +98,6 @@ from mpikfac.plan.shapes import Form as Form
 from mpikfac.plan.shapes import LayerShape as LayerShape
 from mpikfac.plan.shapes import check_layers as check_layers
 from mpikfac.plan.shapes import count_of as count_of
+from mpikfac.plan.shapes import default_rule as default_rule
 from mpikfac.plan.shapes import few as few
 from mpikfac.plan.shapes import forward_only as forward_only
-from mpikfac.plan.shapes import usual_rule as usual_rule

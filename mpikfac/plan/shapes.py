@@ -265,16 +265,16 @@ def count_of(name: str) -> str:
 
 
 HUGE = 16384
-"""Order above which `usual_rule` keeps a diagonal; the whole matrix has a gigabyte."""
+"""Order above which `default_rule` keeps a diagonal; the whole matrix has a gigabyte."""
 
 
-def usual_rule(layer: LayerShape) -> LayerShape:
+def default_rule(layer: LayerShape) -> LayerShape:
     """Return the layer with whole factors, but diagonals above `HUGE` inputs or outputs.
 
     A rule of your own starts from the usual rule and replaces fields:
 
         def rule(layer):
-            return dataclasses.replace(mpikfac.usual_rule(layer), largest=1024)
+            return dataclasses.replace(mpikfac.default_rule(layer), largest=1024)
     """
     orders = {"A": layer.inputs, "G": layer.outputs}
     huge = (side for side in layer.sides if side in layer.diagonal or orders[side] > HUGE)

@@ -17,8 +17,8 @@ from mpikfac.plan import (
     Strategy,
     check_count,
     check_positive,
+    default_rule,
     make_plain,
-    usual_rule,
 )
 from mpikfac.plan import operations as operations_of
 from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
@@ -152,7 +152,7 @@ def budget_of(
     of_vectors = form.of == "statistics" and form.keeps == "matrix" and not form.rescaled
     # A cut takes parts that can be built anew.
     fixed = strategy.refresh.curvature_servers or strategy.exchange.of_copies
-    cuts = free and of_vectors and rule is usual_rule and not fixed
+    cuts = free and of_vectors and rule is default_rule and not fixed
     return Budget(share if free else None, cuts)
 
 

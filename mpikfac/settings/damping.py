@@ -16,37 +16,41 @@ GOOD, POOR = 3 / 4, 1 / 4
 class LevenbergMarquardt:
     """Lower damping where the quadratic model is right, higher damping where it promises too much.
 
-    `KFAC` takes the value as its `damping`. `KFAC.adapt` changes the damping every few steps
-    [Martens & Grosse 2015, 6.5].
+    `KFAC` takes the value as its `damping`. `KFAC.update_damping` changes the damping every few
+    steps [Martens & Grosse 2015, 6.5].
 
     Args:
         damping: the damping at first; from then on, the damping in force.
-        every: steps from one call of `KFAC.adapt` to the next.
-        decay: a step multiplies the damping by `decay`, or divides by `decay`, in (0, 1).
-        least: the lowest damping.
-        most: the highest damping.
+        damping_adaptation_interval: steps from one call of `KFAC.update_damping` to the next.
+        damping_adaptation_decay: a step multiplies the damping by this factor, or divides the
+            damping by it, in (0, 1).
+        min_damping: the lowest damping.
+        max_damping: the highest damping.
 
     Raises:
         ValueError: a number out of its bounds.
     """
 
     damping: float = 0.03
-    every: int = 5
-    decay: float = 19 / 20
-    least: float = 1e-8
-    most: float = 100.0
+    damping_adaptation_interval: int = 5
+    damping_adaptation_decay: float = 19 / 20
+    min_damping: float = 1e-8
+    max_damping: float = 100.0
 
     def __post_init__(self) -> None:
         make_plain(self)
-        check_count("every", self.every, 1)
-        for name in ("decay", "least", "damping", "most"):
+        check_count("damping_adaptation_interval", self.damping_adaptation_interval, 1)
+        for name in ("damping_adaptation_decay", "min_damping", "damping", "max_damping"):
             check_positive(name, getattr(self, name))
-        if not 0 < self.decay < 1:
-            raise ValueError(f"decay={self.decay!r} must be above 0 and below 1")
-        if not 0 < self.least <= self.damping <= self.most < math.inf:
+        if not 0 < self.damping_adaptation_decay < 1:
             raise ValueError(
-                f"least={self.least!r}, damping={self.damping!r} and most={self.most!r} must be "
-                f"finite numbers above 0 in ascending order"
+                f"damping_adaptation_decay={self.damping_adaptation_decay!r} must be above 0 and "
+                f"below 1"
+            )
+        if not 0 < self.min_damping <= self.damping <= self.max_damping < math.inf:
+            raise ValueError(
+                f"min_damping={self.min_damping!r}, damping={self.damping!r} and "
+                f"max_damping={self.max_damping!r} must be finite numbers above 0 in ascending order"
             )
 
     def __call__(self, step: int) -> float:
@@ -54,16 +58,16 @@ class LevenbergMarquardt:
         return self.damping
 
     def due(self, steps: int) -> bool:
-        """Return whether `KFAC.adapt` is to be called after `steps` steps."""
-        return steps % self.every == 0
+        """Return whether `KFAC.update_damping` is to be called after `steps` steps."""
+        return steps % self.damping_adaptation_interval == 0
 
     def follow(self, ratio: float) -> None:
         """Change the damping by the ratio of the change of the loss to the predicted change."""
-        factor = self.decay**self.every
+        factor = self.damping_adaptation_decay**self.damping_adaptation_interval
         if ratio > GOOD:
-            self.damping = max(self.damping * factor, self.least)
+            self.damping = max(self.damping * factor, self.min_damping)
         elif not ratio >= POOR:  # also where a loss is NaN
-            self.damping = min(self.damping / factor, self.most)
+            self.damping = min(self.damping / factor, self.max_damping)
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class Damping:
     """Tikhonov damping: the number that is added to the eigenvalues of each layer's `G (x) A`.
 
     The number is a constant, a schedule (a function of the step), or a `LevenbergMarquardt`, whose
-    number `KFAC.adapt` changes. Steps with a larger damping are more like steps of SGD. At most one
-    of both numbers is given; without a number, `relative` is 10.
+    number `KFAC.update_damping` changes. Steps with a larger damping are more like steps of SGD. At
+    most one of both numbers is given; without a number, `relative` is 10.
 
     Args:
         value: the damping itself.
@@ -112,5 +116,5 @@ class Damping:
 
     @property
     def adapted(self) -> LevenbergMarquardt | None:
-        """The number, if `KFAC.adapt` changes the number."""
+        """The number, if `KFAC.update_damping` changes the number."""
         return self.number if isinstance(self.number, LevenbergMarquardt) else None

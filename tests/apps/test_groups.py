@@ -78,7 +78,7 @@ def by_hand(optimizer):
         of_group = dataclasses.replace(options, seed=options.seed + number)
         problem = Problem(comm, of_group, torch.device("cpu"))
         model, steps_of = trainers.make_model(problem, starts=True)
-        team = mpikfac.comm.Team(comm)
+        team = mpikfac.comm.SplitComm(comm)
         trace = mpikfac.Trace()
         trainings.append(trainers.training_of_group(problem, team, model, steps_of, trace))
     for step in range(STEPS):

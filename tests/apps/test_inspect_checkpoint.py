@@ -105,11 +105,14 @@ def test_a_singular_layer_without_damping_has_an_infinite_condition():
 def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
     """Oracle: the damping of the running K-FAC, which began with another damping."""
     model = network()
-    damping, length = mpikfac.LevenbergMarquardt(0.01, every=1), mpikfac.Length("own")
+    damping, length = (
+        mpikfac.LevenbergMarquardt(0.01, damping_adaptation_interval=1),
+        mpikfac.Length("own"),
+    )
     settings = {"damping": mpikfac.Damping(relative=damping), "length": length}
     kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), solver="eigen", **settings)
     run(kfac, mpikfac.world(), [0])
-    kfac.adapt(1.0, -100.0)
+    kfac.update_damping(1.0, -100.0)
     mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
     settings = "{solver: eigen, damping: null, relative_damping: 0.01}"
     (tmp_path / "config.yaml").write_text(f"kfac: {settings}\n")

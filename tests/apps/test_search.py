@@ -107,7 +107,7 @@ def test_costs_are_the_librarys_for_every_interval():
     assert {(row["factor_update_steps"], row["inv_update_steps"]) for row in rows} == intervals
     layers, others = models.shapes_of("resnet50")
     for row in rows:
-        strategy, _ = mpikfac.named(row["strategy"], 16, ranks_per_node=4, stagger=2)
+        strategy, _ = mpikfac.get_strategy(row["strategy"], 16, ranks_per_node=4, stagger=2)
         plan = mpikfac.make_plan(layers, 16, strategy, others)
         job = Job(
             "resnet50", 32, row["factor_update_steps"], row["inv_update_steps"], momentum=True
@@ -123,8 +123,8 @@ def test_the_front_of_a_machine_with_free_messages_is_known(tmp_path):
 
     MEM-OPT makes one direction on a rank and COMM-OPT makes both, so MEM-OPT is quicker and keeps
     less. MEM-OPT sends directions at every step, and COMM-OPT sends bases at few steps. The ways
-    with squares in the place of triangles send more and keep more. Sharded-optimizer sends factors to
-    one rank alone, gradients and weights as COMM-OPT sends sums, and is the best of all.
+    with squares in the place of triangles send more and keep more. A sharded optimizer sends factors
+    to one rank alone, gradients and weights as COMM-OPT sends sums, and is the best of all.
     """
     (tmp_path / "own.py").write_text(TWO_LAYERS)
     name = f"{tmp_path / 'own.py'}:build"

@@ -22,7 +22,7 @@ def items_of(own=0.9, **settings):
     kfac = problem.kfac(model, optimizer, mpikfac.world(), **settings)
     model(torch.ones(2, 1, 4, 4)).square().mean().backward()
     kfac.step()
-    kfac.combine()
+    kfac.average_replicas()
     return kfac.state_dict()
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has no second rank 
 def on_both(comm, model, optimizer, strategy, train):
     """Return what `train(trainer, ranks)` returns, and on servers what their function returns."""
     asked = strategy.exchange.asynchrony
-    team = mpikfac.split(comm, asked.servers)
+    team = mpikfac.split_comm(comm, asked.servers)
     if team.comm is None:
         return mpikfac.run_parameter_server(model, optimizer, team)
     trainer = AsyncSGD(model, optimizer, team, strategy)
@@ -198,7 +198,7 @@ def test_one_client_is_synchronous_training(comm, make):
 
     def train(trainer, ranks):
         steps(trainer, ranks.rank, ranks.size)
-        trainer.combine()
+        trainer.average_replicas()
         assert trainer.combined and trainer.votes[0] == 3
         alone = FirstOrderTrainer(right, make(right), ranks)
         steps(alone, ranks.rank, ranks.size)
@@ -244,7 +244,7 @@ def test_a_scaled_loss_that_overflows_changes_nothing(comm, push_every):
                     continue
                 trainer.model[0].weight.grad.fill_(torch.inf)
             trainer.step(scaler)
-        trainer.combine()
+        trainer.average_replicas()
         return scaler.get_scale()
 
     def train(trainer, ranks):
@@ -271,7 +271,7 @@ def test_all_clients_hold_the_same_model_after_they_met(comm):
         trainer.votes[1] = ranks.rank
         time.sleep(0.05 * ranks.rank)  # the first client waits for the others
         steps(trainer, ranks.rank, ranks.size, range(3, 4))
-        trainer.combine()
+        trainer.average_replicas()
         assert trainer.combined and trainer.version == 4 * ranks.size
         assert trainer.votes[:2].tolist() == [3, (ranks.size - 1) / 2]
         states = ranks.allgather({name: t.cpu() for name, t in model.state_dict().items()})
@@ -307,10 +307,10 @@ def test_a_call_after_going_back_makes_all_clients_meet_at_once(comm):
     model = network()
 
     def train(trainer, ranks):
-        trainer.combine()
+        trainer.average_replicas()
         state = copy.deepcopy(problem.whole_state(trainer, ranks))
         steps(trainer, ranks.rank, ranks.size, range(20))
-        trainer.combine()
+        trainer.average_replicas()
         trainer.load_state_dict(state)
         trainer.call()
         for step in range(20):
@@ -332,7 +332,7 @@ def test_a_warm_start_is_of_one_client(comm, warm):
         for step in range(8):
             steps(trainer, ranks.rank, ranks.size, [step])
             seen.append(trainer.version)
-        trainer.combine()
+        trainer.average_replicas()
         if ranks.rank:  # the first step waits, and sends no update
             assert seen[0] >= min(warm, 8)
         assert sum(trainer.staleness.values()) == 8 - (ranks.rank > 0)
@@ -352,7 +352,7 @@ def test_a_state_goes_to_and_from_synchronous_training(comm, servers):
 
     def first(trainer, ranks):
         steps(trainer, ranks.rank, ranks.size, range(2))
-        trainer.combine()
+        trainer.average_replicas()
         state = copy.deepcopy(ranks.bcast(trainer.state_dict()))
         steps(trainer, ranks.rank, ranks.size, range(2, 4))
         assert not trainer.missing(state)
@@ -371,7 +371,7 @@ def test_a_state_goes_to_and_from_synchronous_training(comm, servers):
         synchronous.load_state_dict(state)
         steps(synchronous, ranks.rank, ranks.size, range(2, 4))
         assert same(alone.state_dict(), right)
-        trainer.combine()
+        trainer.average_replicas()
         trainer.load_state_dict(ranks.bcast(synchronous.state_dict()))
         assert (trainer.steps, trainer.version) == (4, 4)
 
@@ -409,7 +409,7 @@ def test_a_client_of_split_layers_is_a_client_of_one_rank(comm, push_every):
             trainer.optimizer.zero_grad()
             F.cross_entropy(trainer.model(images), labels).backward()
             trainer.step()
-        trainer.combine()
+        trainer.average_replicas()
 
     def split(trainer, ranks):
         on_shards(trainer, ranks, range(4))
@@ -417,7 +417,7 @@ def test_a_client_of_split_layers_is_a_client_of_one_rank(comm, push_every):
         on_shards(trainer, ranks, range(4, 6))
         return state, problem.state(model)
 
-    team = mpikfac.split(comm, 1)
+    team = mpikfac.split_comm(comm, 1)
     if team.comm is not None:
         layers = mpikfac.split_layers(model, team.comm, Distribution(ways, IN_SLICES))
     kept = on_both(comm, model, optimizer, strategy, split)
@@ -528,7 +528,7 @@ def test_an_update_goes_once_to_the_servers(comm, push_every):
             steps(trainer, ranks.rank, ranks.size, [step])
             sent = trainer.trace.sent["exchange updates"]
             assert sent == size * ((step + 1) % push_every == 0)
-        trainer.combine()
+        trainer.average_replicas()
 
     on_both(comm, model, problem.sgd(model), UPDATES.changed(push_every=push_every), train)
 
@@ -544,7 +544,7 @@ def test_an_update_goes_once_to_the_servers(comm, push_every):
 )
 def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):
     """Oracle: the message; nothing is sent before."""
-    team, model = mpikfac.split(comm, 1), network()
+    team, model = mpikfac.split_comm(comm, 1), network()
     if team.comm is not None:
         with pytest.raises(ValueError, match=said):
             AsyncSGD(model, make(model), team, UPDATES.changed(**choices))

@@ -56,7 +56,7 @@ def train(comm, strategy, shares, solver, fisher, sharing):
     """Train with the given shares of the ranks, a share after a share; return the state."""
 
     def rule(layer):
-        return replace(mpikfac.usual_rule(layer), sharing=sharing)
+        return replace(mpikfac.default_rule(layer), sharing=sharing)
 
     model = network()
     choices = {**SETTINGS, "solver": solver, "fisher": fisher, "rule": rule}

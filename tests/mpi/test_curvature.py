@@ -39,10 +39,10 @@ every_number = pytest.mark.parametrize("curvature_servers", range(1, RANKS))
 
 def on_both(comm, curvature_servers, train, **serving):
     """Return the result of `train(training, curvature)`, and None on curvature servers."""
-    team = mpikfac.split(comm, curvature_servers)
+    team = mpikfac.split_comm(comm, curvature_servers)
     if team.comm is None:
         return mpikfac.run_curvature_server(team, **serving)
-    return train(team.comm, team.link)
+    return train(team.comm, team.intercomm)
 
 
 def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all workers"], **settings):
@@ -54,7 +54,7 @@ def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all work
     )
     settings = problem.SETTINGS | settings
     return problem.kfac(
-        model, problem.sgd(model), mpikfac.comm.Team(comm, curvature), strategy, **settings
+        model, problem.sgd(model), mpikfac.comm.SplitComm(comm, curvature), strategy, **settings
     )
 
 
@@ -273,7 +273,7 @@ def test_some_rank_has_to_train(comm, curvature_servers):
     with pytest.raises(
         ValueError, match=rf"s={curvature_servers} must be less than .* \({RANKS}\)"
     ):
-        mpikfac.split(comm, curvature_servers)
+        mpikfac.split_comm(comm, curvature_servers)
 
 
 def test_other_numbers_of_curvature_servers_are_refused(comm):

@@ -79,7 +79,7 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
 
 def adaptive(comm, strategy, **settings):
     """Return K-FAC with a damping that follows every step, from a start value that has to fall."""
-    damping = LevenbergMarquardt(0.3, every=1, decay=0.8)
+    damping = LevenbergMarquardt(0.3, damping_adaptation_interval=1, damping_adaptation_decay=0.8)
     return trainer(comm, strategy, **{"damping": damping, "inv_update_steps": 2, **settings})
 
 
@@ -94,7 +94,7 @@ def run_adaptive(comm, kfac, steps):
         kfac.step()
         with torch.no_grad():
             after = F.cross_entropy(kfac.model(images), labels)
-        ratio = kfac.adapt(loss.item(), after.item())
+        ratio = kfac.update_damping(loss.item(), after.item())
         seen.append((ratio, inside.damping(kfac, kfac.steps)))
     return problem.state(kfac.model), seen
 
@@ -134,13 +134,19 @@ def test_adapted_damping_survives_a_restart_on_other_ranks(comm, fewer):
     expected = run_adaptive(comm, kfac, range(3, 6))
     team = comm.Split(comm.rank < fewer, comm.rank)
     if comm.rank < fewer:
-        other = adaptive(team, strategy, damping=LevenbergMarquardt(0.001, every=1, decay=0.8))
+        other = adaptive(
+            team,
+            strategy,
+            damping=LevenbergMarquardt(
+                0.001, damping_adaptation_interval=1, damping_adaptation_decay=0.8
+            ),
+        )
         other.load_state_dict(state)
         assert_same_run(run_adaptive(team, other, range(3, 6)), expected)
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank cannot disagree")
 def test_ranks_that_adapt_otherwise_are_refused(comm):
-    damping = LevenbergMarquardt(0.3, every=1 + comm.rank)
+    damping = LevenbergMarquardt(0.3, damping_adaptation_interval=1 + comm.rank)
     with pytest.raises(mpikfac.UserError, match="ranks disagree on adapted: LevenbergMarquardt"):
         adaptive(comm, None, damping=damping)

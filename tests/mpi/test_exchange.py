@@ -240,7 +240,7 @@ def test_the_mean_of_the_copies_is_the_state_of_the_run(comm):
     with pytest.raises(ValueError, match="call combine"):
         trainer.state_dict()
     copies = comm.allgather(problem.state(model))
-    trainer.combine()
+    trainer.average_replicas()
     torch.testing.assert_close(problem.state(model), torch.stack(copies).mean(0))
 
 
@@ -398,7 +398,7 @@ def test_the_ranks_of_a_node_go_on_with_one_momentum(comm, kind):
 
     first, second = make(), make(copies_of="node", ranks_per_node=2)
     problem.run(first, comm, range(4))
-    first.combine()
+    first.average_replicas()
     second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
     states = comm.allgather(problem.run(second, comm, [4]))
     assert torch.equal(states[0], states[1]) and torch.equal(states[2], states[3])
@@ -461,7 +461,7 @@ def test_all_parts_of_a_model_travel_in_turn(comm):
     problem.run(trainer, comm, range(7))
     sent = trainer.trace.sent.get("exchange weights", 0)
     assert sum(trainer.trace.sent.values()) == planned == sent
-    trainer.combine()
+    trainer.average_replicas()
     states = comm.allgather(problem.state(model))
     assert all(torch.equal(states[0], other) for other in states)
 
@@ -530,5 +530,5 @@ def test_a_loaded_state_leaves_nothing_of_the_steps_before(comm, choices):
     fresh.load_state_dict(copy.deepcopy(state))
     for trainer in (fresh, used):
         problem.run(trainer, comm, range(4, 12))
-        trainer.combine()
+        trainer.average_replicas()
     assert torch.equal(problem.state(fresh.model), problem.state(used.model))

@@ -64,7 +64,7 @@ def forms(layer):
         "rare": {"sharing": "reduce", "largest": 4},
         "head": {"sides": "A"},
     }
-    return replace(mpikfac.usual_rule(layer), **chosen.get(layer.name, {}))
+    return replace(mpikfac.default_rule(layer), **chosen.get(layer.name, {}))
 
 
 def joined(shards):
@@ -105,7 +105,7 @@ def test_all_kinds_of_layers_under_each_placement(comm, strategy, solver):
 
     Each strategy takes whole factors for two solvers and other forms for the other two.
     """
-    rules = mpikfac.usual_rule, forms
+    rules = mpikfac.default_rule, forms
     rule = rules[(STRATEGIES.index(strategy) + SOLVERS.index(solver)) % 2]
     apart = not strategy.colocate_factors and strategy.reduction != "everyone"
     if (solver == "inverse" and apart) or (

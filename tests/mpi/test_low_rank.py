@@ -26,7 +26,7 @@ SENT = {
 
 def low(layer):
     """Return the usual factors with three kept eigenvectors."""
-    return replace(mpikfac.usual_rule(layer), rank=3)
+    return replace(mpikfac.default_rule(layer), rank=3)
 
 
 def trainer(comm, strategy, **settings):
@@ -39,7 +39,7 @@ def trainer(comm, strategy, **settings):
 def test_bytes_and_memory_are_the_plans(comm, name):
     """Oracle: the plan; weights of all ranks, to the last bit; more bytes for whole bases."""
     kfac = trainer(comm, SENT[name])
-    whole = trainer(comm, SENT[name], rule=mpikfac.usual_rule)
+    whole = trainer(comm, SENT[name], rule=mpikfac.default_rule)
     for step in range(2 * problem.STEPS):
         kfac.trace.clear()
         state = problem.run(kfac, comm, [step])

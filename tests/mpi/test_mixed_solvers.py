@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
 def test_a_curvature_rank_decomposes_each_layer_by_its_solver(comm):
     """Oracle: the training ranks alone, with decompositions in the background; to the last bit."""
-    team = mpikfac.split(comm, 1)
+    team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
         mpikfac.run_curvature_server(team)
         return

@@ -50,7 +50,7 @@ def test_training_is_the_textbooks(comm, monkeypatch, name):
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
 def test_curvature_servers_know_the_solver(comm):
     """Oracle: the same training ranks with a background of their own."""
-    team = mpikfac.split(comm, 1)
+    team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
         mpikfac.run_curvature_server(team)
         return

@@ -62,7 +62,7 @@ def ways(names):
         for workers in divisors(RANKS) if name == "hybrid" else [None]:
             of = {"workers": workers} if workers else {}
             title = " ".join([name, *(f"{choice}={n}" for choice, n in (of | level).items())])
-            found[title] = mpikfac.named(name, RANKS, **of, **level)
+            found[title] = mpikfac.get_strategy(name, RANKS, **of, **level)
     return found
 
 
@@ -171,7 +171,7 @@ def test_the_numbers_of_one_process(comm, name, network):
 @pytest.mark.parametrize("serving", sorted({1, RANKS // 2}))
 def test_curvature_servers(comm, serving, network):
     """Oracle: a single process with the joined batch, and decompositions one step later."""
-    team = mpikfac.split(comm, serving)
+    team = mpikfac.split_comm(comm, serving)
     strategy = NAMED["curvature-servers"].make(comm.size - serving, curvature_servers=serving)
     expected = trained(network, alone(strategy), solver="eigen")
     if team.comm is None:
@@ -294,7 +294,7 @@ def test_copies_of_the_model(comm, name, network):
             n: size for n, size in planned.items() if n in of_factors
         }
     assert not alike(comm, found)
-    kfac.combine()
+    kfac.average_replicas()
     found = problem.state(kfac.model)
     assert found.isfinite().all() and alike(comm, found)
     kfac.close()

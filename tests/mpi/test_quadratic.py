@@ -22,7 +22,12 @@ STOP = 3
 def trainer(comm, strategy, solver="eigen"):
     model = problem.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = {"damping": LevenbergMarquardt(0.3, every=1, decay=0.8), "inv_update_steps": 2}
+    settings = {
+        "damping": LevenbergMarquardt(
+            0.3, damping_adaptation_interval=1, damping_adaptation_decay=0.8
+        ),
+        "inv_update_steps": 2,
+    }
     settings |= {"kl_clip": None, "length": "quadratic", "solver": solver}
     return problem.kfac(model, optimizer, comm, strategy, **problem.SETTINGS | settings)
 
@@ -48,7 +53,7 @@ def train(kfac, comm, steps=STEPS, cut=None):
         with torch.no_grad():
             after = loss(kfac.model(images))
         if not cut:
-            kfac.adapt(before.item(), after.item())
+            kfac.update_damping(before.item(), after.item())
             numbers.append(inside.damping(kfac, kfac.steps))
     return problem.state(kfac.model), numbers
 

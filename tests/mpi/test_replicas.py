@@ -87,7 +87,7 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     choices = {"exchanged": "weights", "sync_every": 2} | WAYS[way]
     first = trainer_of(comm, kind, choices)
     problem.run(first, comm, range(5))
-    first.combine()
+    first.average_replicas()
     state = copy.deepcopy(problem.whole_state(first, comm))
     second = trainer_of(comm, kind, choices)
     second.load_state_dict(state)
@@ -100,7 +100,7 @@ def test_a_further_copy_goes_on_with_the_momentum_of_rank_0(comm):
     choices = {"exchanged": "weights", **ELASTIC, "sync_every": 2}
     first, second = (trainer_of(comm, "first-order", choices) for _ in range(2))
     problem.run(first, comm, range(4))
-    first.combine()
+    first.average_replicas()
     state = copy.deepcopy(problem.whole_state(first, comm))
     second.load_state_dict({n: v for n, v in state.items() if not n.startswith("copies/")})
     kept = {n: v for n, v in second.state_dict().items() if "exchange/own momentum" in n}
@@ -115,7 +115,7 @@ def test_each_copy_goes_on_with_its_own_lengths(comm, length):
     strategy = Strategy.comm_opt(comm.size, exchanged="weights", sync_every=2)
     first, second = (kfac_of(comm, strategy, length=length, kl_clip=None) for _ in range(2))
     problem.run(first, comm, range(5))
-    first.combine()
+    first.average_replicas()
     second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
     ends = [problem.run(trainer, comm, range(5, 10)) for trainer in (first, second)]
     assert torch.equal(*ends)
@@ -173,6 +173,6 @@ def test_copies_are_no_state_of_the_run(comm):
     problem.run(trainer, comm, [0])
     with pytest.raises(ValueError, match="call combine"):
         trainer.state_dict()
-    trainer.combine()
+    trainer.average_replicas()
     states = comm.allgather(problem.state(model).cpu())
     assert trainer.state_dict() and all(torch.equal(states[0], other) for other in states)

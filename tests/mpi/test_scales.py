@@ -204,7 +204,7 @@ def test_a_run_goes_on_to_the_last_bit(comm, name, stop):
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
 def test_curvature_servers_change_no_bit(comm):
     """Oracle: training ranks that decompose in their own background."""
-    team = mpikfac.split(comm, 1)
+    team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
         mpikfac.run_curvature_server(team)
         return

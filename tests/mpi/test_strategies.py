@@ -213,7 +213,7 @@ def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     strategy = Strategy().changed(overlap=True, fusion=1, **choices)
     first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
     problem.run(first, comm, range(3))
-    assert inside.settled(first) == first.intact == (RANKS == 1)
+    assert inside.settled(first) == first.is_consistent == (RANKS == 1)
     state = problem.whole_state(first, comm)
     second.load_state_dict(state)
     expected = problem.run(first, comm, range(3, 9))
@@ -282,10 +282,10 @@ def test_an_interval_that_a_refresh_cannot_be_spread_over_is_refused(comm):
 
 def test_a_copy_of_a_strategy_by_name_is_that_strategy(comm):
     """Oracle: the choices by hand."""
-    strategy, settings = mpikfac.named("kfac-opt", RANKS)
+    strategy, settings = mpikfac.get_strategy("kfac-opt", RANKS)
     assert strategy == Strategy(RANKS, colocate_factors=False).changed(packing="square", fusion=1)
     assert settings == {"solver": "eigen"}
-    assert mpikfac.named("deferred-allreduce", RANKS)[0] == Strategy(RANKS).changed(
+    assert mpikfac.get_strategy("deferred-allreduce", RANKS)[0] == Strategy(RANKS).changed(
         reduce_at="bases"
     )
 
@@ -296,7 +296,9 @@ MEANS = [n for n, way in NAMED.items() if not {"exchanged", "combine"} & way.cho
 @pytest.mark.parametrize("name", MEANS)
 def test_the_baseline_takes_the_strategies_of_kfac(comm, name):
     """Oracle: plain averages of gradients; choices about factors have no effect."""
-    strategy, _ = mpikfac.named(name, comm.size, **({"workers": 1} if name == "hybrid" else {}))
+    strategy, _ = mpikfac.get_strategy(
+        name, comm.size, **({"workers": 1} if name == "hybrid" else {})
+    )
     wires = strategy.transport.wires
     models = [problem.network() for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]

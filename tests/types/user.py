@@ -24,7 +24,7 @@ strategy = Strategy(workers=2, refresh=Refresh(delay=1), transport=Transport(ove
 mpikfac.KFAC(
     model,
     optimizer,
-    mpikfac.split(comm, curvature_servers=1),
+    mpikfac.split_comm(comm, curvature_servers=1),
     strategy.changed(curvature_servers=1),
     damping=Damping(relative=0.1),
     solver=mpikfac.Eigen(dtype=torch.bfloat16),

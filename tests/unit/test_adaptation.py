@@ -45,7 +45,7 @@ def adapted_step(kfac, x, y, **choices):
     kfac.step(**choices)
     with torch.no_grad():
         after = F.mse_loss(kfac.model(x), y)
-    return kfac.adapt(before.item(), after.item()), (after - before).item()
+    return kfac.update_damping(before.item(), after.item()), (after - before).item()
 
 
 def gauss_newton(model, index, x):
@@ -112,7 +112,9 @@ def test_damping_moves_to_where_the_model_is_right(comm, widths, power):
     With four layers, every layer promises to mend the same error.
     """
     model = deep_linear(*widths)
-    damping = LevenbergMarquardt(DAMPING, every=3, decay=0.9)
+    damping = LevenbergMarquardt(
+        DAMPING, damping_adaptation_interval=3, damping_adaptation_decay=0.9
+    )
     kfac = trainer(comm, model, [1.0] * len(model), damping=damping)
     ratio, _ = adapted_step(kfac, *batch(model))
     assert ratio > 1 if power == 1 else ratio < 1 / 4
@@ -129,14 +131,22 @@ def test_damping_moves_to_where_the_model_is_right(comm, widths, power):
 )
 def test_the_rule(ratio, expected):
     """Oracle: by hand, of 1/4 over two steps [Martens & Grosse 2015, 6.5]."""
-    damping = LevenbergMarquardt(1.0, every=2, decay=0.5**0.5)
+    damping = LevenbergMarquardt(
+        1.0, damping_adaptation_interval=2, damping_adaptation_decay=0.5**0.5
+    )
     damping.follow(ratio)
     assert damping(7) == pytest.approx(expected)
 
 
 def test_damping_stays_within_its_bounds():
     """Oracle: the bounds."""
-    damping = LevenbergMarquardt(0.1, every=2, decay=0.5, least=0.03, most=0.3)
+    damping = LevenbergMarquardt(
+        0.1,
+        damping_adaptation_interval=2,
+        damping_adaptation_decay=0.5,
+        min_damping=0.03,
+        max_damping=0.3,
+    )
     for ratio, bound in ((1.0, 0.03), (0.0, 0.3)):
         for _ in range(5):
             damping.follow(ratio)
@@ -145,7 +155,7 @@ def test_damping_stays_within_its_bounds():
 
 def test_it_is_due_every_so_many_steps():
     """Oracle: the multiples of `every`."""
-    damping = LevenbergMarquardt(every=3)
+    damping = LevenbergMarquardt(damping_adaptation_interval=3)
     assert [steps for steps in range(1, 10) if damping.due(steps)] == [3, 6, 9]
 
 
@@ -154,21 +164,36 @@ def test_nothing_is_learned_where_nothing_was_stepped(comm):
     model = deep_linear(6, 3)
     damping = LevenbergMarquardt(DAMPING)
     kfac = trainer(comm, model, [0.1], damping=damping)
-    assert math.isnan(kfac.adapt(1.0, 2.0))
+    assert math.isnan(kfac.update_damping(1.0, 2.0))
     assert damping.damping == DAMPING
 
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
-        ({"every": 0}, "every=0 must be a whole number of at least 1"),
-        ({"every": 2.0}, "every=2.0 must be a whole number of at least 1"),
-        ({"decay": 1.0}, "decay=1.0 must be above 0 and below 1"),
-        ({"decay": math.nan}, "decay=nan must be a number above 0"),
+        (
+            {"damping_adaptation_interval": 0},
+            "damping_adaptation_interval=0 must be a whole number of at least 1",
+        ),
+        (
+            {"damping_adaptation_interval": 2.0},
+            "damping_adaptation_interval=2.0 must be a whole number of at least 1",
+        ),
+        (
+            {"damping_adaptation_decay": 1.0},
+            "damping_adaptation_decay=1.0 must be above 0 and below 1",
+        ),
+        (
+            {"damping_adaptation_decay": math.nan},
+            "damping_adaptation_decay=nan must be a number above 0",
+        ),
         ({"damping": 0.0}, "damping=0.0 must be a number above 0"),
         ({"damping": math.nan}, "damping=nan must be a number above 0"),
-        ({"most": math.inf}, "most=inf must be finite numbers above 0 in ascending order"),
-        ({"most": 0.01}, "damping=0.03 and most=0.01 must be finite numbers above 0"),
+        (
+            {"max_damping": math.inf},
+            "max_damping=inf must be finite numbers above 0 in ascending order",
+        ),
+        ({"max_damping": 0.01}, "damping=0.03 and max_damping=0.01 must be finite numbers above 0"),
     ],
 )
 def test_bad_numbers_are_refused(numbers, text):
@@ -184,12 +209,12 @@ def test_grafting_leaves_nothing_to_adapt(comm):
 def test_fixed_damping_is_not_adapted(comm):
     kfac = trainer(comm, deep_linear(6, 3), [0.1], damping=0.1)
     with pytest.raises(ValueError, match=r"needs damping=LevenbergMarquardt\(\.\.\.\), not 0.1"):
-        kfac.adapt(1.0, 0.5)
+        kfac.update_damping(1.0, 0.5)
 
 
 def test_a_step_that_was_skipped_has_no_ratio(comm):
     """Oracle: NaN, and the damping as it was."""
-    damping = LevenbergMarquardt(DAMPING, every=1)
+    damping = LevenbergMarquardt(DAMPING, damping_adaptation_interval=1)
     model = deep_linear(3, 2)
     kfac = trainer(comm, model, [0.1], damping=damping)
     x, y = batch(model)
@@ -199,5 +224,5 @@ def test_a_step_that_was_skipped_has_no_ratio(comm):
     kfac.record(outputs, loss="squared-error")
     scaler.scale(math.inf * F.mse_loss(outputs, y)).backward()
     kfac.step(scaler)
-    assert math.isnan(kfac.adapt(1.0, 1.0))
+    assert math.isnan(kfac.update_damping(1.0, 1.0))
     assert damping.damping == reached

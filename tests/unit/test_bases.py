@@ -72,8 +72,8 @@ def test_a_run_stopped_before_a_decomposition_is_used_goes_on_to_the_last_bit(
     assert torch.equal(problem.run(second, comm, range(4, 8)), expected)
 
 
-@pytest.mark.parametrize(("stop", "intact"), [(3, False), (5, True)])
-def test_a_state_is_not_intact_once_a_refresh_has_begun(comm, monkeypatch, stop, intact):
+@pytest.mark.parametrize(("stop", "is_consistent"), [(3, False), (5, True)])
+def test_a_state_is_not_intact_once_a_refresh_has_begun(comm, monkeypatch, stop, is_consistent):
     """Oracle: by hand: steps 3 and 5 take no statistics; step 3 begins a refresh, step 5 does not.
 
     At both steps the sum of gradients is the first sum over ranks, and the sum of gradients fails.
@@ -84,11 +84,11 @@ def test_a_state_is_not_intact_once_a_refresh_has_begun(comm, monkeypatch, stop,
 
     kfac = trainer(comm, delay=1)
     problem.run(kfac, comm, range(stop))
-    assert kfac.intact
+    assert kfac.is_consistent
     monkeypatch.setattr(*inside.PLACES["reduce gradients"], fail)
     with pytest.raises(OSError, match="a rank was lost"):
         problem.run(kfac, comm, [stop])
-    assert kfac.intact == intact
+    assert kfac.is_consistent == is_consistent
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])

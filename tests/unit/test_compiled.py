@@ -224,7 +224,7 @@ def attack(network, call):
     """Take passes that are not the batch's."""
     optimizer = SMALL.kfac(network)
     for _ in range(STEPS):
-        with optimizer.trainer.paused():
+        with optimizer.trainer.no_recording():
             SMALL.loss(call).backward()
         SMALL.descend(optimizer, call, 1)
     return optimizer

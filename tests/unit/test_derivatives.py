@@ -172,7 +172,7 @@ def recomputed(optimizer) -> Tensor:
 def curvature_along(optimizer) -> Tensor:
     model = optimizer.trainer.model
     parameters = list(model.parameters())
-    with optimizer.trainer.paused():
+    with optimizer.trainer.no_recording():
         loss = model(points()).square().mean()
         gradients = torch.autograd.grad(loss, parameters, create_graph=True)
         torch.autograd.grad(sum(g.square().sum() for g in gradients), parameters)

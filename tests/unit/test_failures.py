@@ -30,12 +30,12 @@ def trainer(**settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return mpikfac.KFAC(model, optimizer, comm, **settings)
 
-with mpikfac.ending(comm, lambda: 'in a test'):
+with mpikfac.abort_on_error(comm, lambda: 'in a test'):
 """
 
 
 def end(tmp_path, body):
-    """Return how a program ends whose `ending` block is `body`."""
+    """Return how a program ends whose `abort_on_error` block is `body`."""
     program = tmp_path / "program.py"
     program.write_text(HEADER + textwrap.indent(textwrap.dedent(body), "    "))
     return launch(2, str(program))
@@ -89,7 +89,7 @@ def test_a_report_is_one_write(monkeypatch):
     stream = io.TextIOWrapper(io.BufferedWriter(writes), line_buffering=True)  # as stderr is
     monkeypatch.setattr(sys, "stderr", stream)
     comm = SimpleNamespace(rank=1, size=2, Abort=lambda code: None)
-    with pytest.raises(SystemExit) as left, mpikfac.ending(comm, lambda: "in a test"):
+    with pytest.raises(SystemExit) as left, mpikfac.abort_on_error(comm, lambda: "in a test"):
         raise KeyError("lost")
     assert left.value.code == 1
     (report,) = writes.pieces

@@ -115,7 +115,7 @@ def test_passes_that_end_are_not_told(reentrant, caplog):
     x = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
     for _ in range(3):
         torch.autograd.grad(kfac.model(x).sum(), [x])
-        with kfac.paused():
+        with kfac.no_recording():
             kfac.model(x).sum().backward()
         for part in x.chunk(2):
             half = torch.utils.checkpoint.checkpoint(kfac.model[:2], part, use_reentrant=reentrant)

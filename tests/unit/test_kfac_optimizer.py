@@ -159,7 +159,10 @@ def test_a_state_resumes_with_a_scheduler():
         ({"strategy": "mem_opt"}, "strategy='mem_opt' is unknown; did you mean 'mem-opt'"),
         ({"strategy": "none"}, "strategy='none' must be one of 'kfac-opt', 'kfac-lw'"),
         ({"strategy": 4}, "strategy=4 must be a Strategy, the name of one, or None"),
-        ({"comm": "comm-opt"}, "comm='comm-opt' must be a communicator of mpi4py, a Team, or None"),
+        (
+            {"comm": "comm-opt"},
+            "comm='comm-opt' must be a communicator of mpi4py, a SplitComm, or None",
+        ),
         ({"lr": -1.0}, "lr=-1.0 must be a finite number of at least 0"),
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
         ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number"),

@@ -88,7 +88,7 @@ def test_choices_and_schedules_of_all_kinds_are_equal(kind):
     """Oracle: the same values of Python's numbers, in the text that ranks compare."""
     made = [
         [
-            LevenbergMarquardt(every=number(4), damping=real(HALF)),
+            LevenbergMarquardt(damping_adaptation_interval=number(4), damping=real(HALF)),
             Strategy.mem_opt(tolerance=real(HALF), stagger=number(2)),
             Strategy.comm_opt(1, gradient_wire="top-k", top_share=real(HALF), fusion=(number(1),)),
             [schedule.cosine(real(HALF), 0, number(9))(step) for step in range(9)],
@@ -163,7 +163,10 @@ def test_what_no_state_holds_is_named_once(value, caplog):
         (lambda: Length(trust="8"), "trust='8' must be a number above 0"),
         (lambda: Length(trust=np.True_), "trust=True must be a number above 0"),
         (lambda: Length(kl=torch.tensor([1.0, 2.0])), "must be a finite number of at least 0"),
-        (lambda: LevenbergMarquardt(decay="x"), "decay='x' must be a number above 0"),
+        (
+            lambda: LevenbergMarquardt(damping_adaptation_decay="x"),
+            "damping_adaptation_decay='x' must be a number",
+        ),
         (lambda: Strategy.mem_opt(top_share="x"), "top_share='x' must be a number above 0"),
         (lambda: Strategy.mem_opt(outer_lr=None), "outer_lr=None must be a number above 0"),
         (lambda: Strategy.mem_opt(clip_radius="x"), "clip_radius='x' must be a number above 0"),

@@ -164,7 +164,7 @@ def test_leading_eigenvectors_of_a_turned_factor_do_not_fit():
 
 
 def rule(rank, **forms):
-    return lambda layer: replace(mpikfac.usual_rule(layer), rank=rank, **forms)
+    return lambda layer: replace(mpikfac.default_rule(layer), rank=rank, **forms)
 
 
 def trainer(comm, rank=None, delay=0, tolerance=0.0, **settings):

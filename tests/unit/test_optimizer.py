@@ -37,7 +37,9 @@ def test_it_is_a_torch_optimizer_over_the_same_groups():
 def test_another_trainer_is_refused(trainer):
     """Oracle: the line."""
     wrong = trainer.__new__(trainer)
-    with pytest.raises(ValueError, match=f"trainer={trainer.__name__} must be a KFAC or a DataPar"):
+    with pytest.raises(
+        ValueError, match=f"trainer={trainer.__name__} must be a KFAC or a FirstOrd"
+    ):
         Optimizer(wrong)
 
 

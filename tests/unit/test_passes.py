@@ -77,7 +77,7 @@ def predict(kfac: KFAC) -> None:
 
 
 def pause(kfac: KFAC) -> None:
-    with kfac.paused():
+    with kfac.no_recording():
         kfac.model(batch(9)[0]).sum().backward()
 
 

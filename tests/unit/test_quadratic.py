@@ -183,7 +183,7 @@ def test_steps_minimise_the_model_over_their_directions(comm, network, solver):
     last = torch.zeros(0)
     for _ in range(4):
         twin.load_state_dict(model.state_dict())
-        with plain.paused():
+        with plain.no_recording():
             gradient, matrix = dense(twin, x, loss)
         vectors = torch.stack([v for v in (*parts(plain, loss, x), last) if v.any()])
         damped = matrix + DAMPING * torch.eye(len(matrix))
@@ -202,7 +202,9 @@ def test_one_step_of_a_linear_regression_is_newtons(comm):
     """Oracle: `torch.linalg.lstsq`; the length is 1, and the loss falls as predicted."""
     model, x = nn.Linear(4, 3).double(), torch.randn(30, 4).double()
     y = torch.randn(30, 3).double()
-    kfac = trainer(comm, model, damping=LevenbergMarquardt(1e-12, least=1e-12), fisher="exact")
+    kfac = trainer(
+        comm, model, damping=LevenbergMarquardt(1e-12, min_damping=1e-12), fisher="exact"
+    )
     loss = functools.partial(F.mse_loss, target=y)
     outputs = model(x)
     kfac.record(outputs, "squared-error")
@@ -213,7 +215,7 @@ def test_one_step_of_a_linear_regression_is_newtons(comm):
     expected = torch.linalg.lstsq(torch.cat([x, torch.ones(30, 1)], 1), y).solution
     found = torch.cat([model.weight, model.bias[:, None]], 1)
     torch.testing.assert_close(found.detach(), expected.T)
-    assert kfac.adapt(before.item(), loss(model(x)).item()) == pytest.approx(1)
+    assert kfac.update_damping(before.item(), loss(model(x)).item()) == pytest.approx(1)
 
 
 def test_on_a_quadratic_function_the_loss_falls_as_predicted_with_momentum(comm):

@@ -129,9 +129,11 @@ def test_lost_bases_on_their_way_are_missed(comm):
 
 
 @pytest.mark.parametrize(
-    ("graft", "intact"), [("adam", False), ("orthogonal", False), ("sgd", True)]
+    ("graft", "is_consistent"), [("adam", False), ("orthogonal", False), ("sgd", True)]
 )
-def test_a_state_that_has_taken_the_next_gradient_is_not_intact(comm, monkeypatch, graft, intact):
+def test_a_state_that_has_taken_the_next_gradient_is_not_intact(
+    comm, monkeypatch, graft, is_consistent
+):
     """Oracle: whether any saved item changed before directions were sent."""
 
     def broken(*_):
@@ -144,8 +146,8 @@ def test_a_state_that_has_taken_the_next_gradient_is_not_intact(comm, monkeypatc
     with pytest.raises(RuntimeError, match="a rank died"):
         learn(kfac, 1)
     state = kfac.state_dict()
-    assert all(torch.equal(state[n], v) for n, v in before.items()) == intact
-    assert kfac.intact == intact
+    assert all(torch.equal(state[n], v) for n, v in before.items()) == is_consistent
+    assert kfac.is_consistent == is_consistent
 
 
 def test_another_optimizers_state_is_refused(comm):

@@ -140,7 +140,7 @@ def step_in_bases(kfac, x):
     learn(kfac, x, labels_of(x))
     kfac.precondition()
     x, labels = x.flip(0) * 1.5, labels_of(x, 1)
-    with kfac.paused():
+    with kfac.no_recording():
         losses = F.cross_entropy(kfac.model(x), labels, reduction="none")
     examples = {layer.name: of_examples(layer, losses) for layer in inside.layers(kfac)}
     learn(kfac, x, labels)
@@ -234,7 +234,7 @@ def test_exact_labels(comm):
         F.cross_entropy(outputs, labels_of(x)).backward()
         gradients = {y.name: matrix(y, [p.grad for p in y.parameters]) for y in inside.layers(kfac)}
         kfac.precondition()
-    with kfac.paused():
+    with kfac.no_recording():
         logs = model(x).log_softmax(1)
     losses = (logs.detach().exp().sqrt() * logs).flatten()
     examples = {layer.name: of_examples(layer, losses) for layer in inside.layers(kfac)}

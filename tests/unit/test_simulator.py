@@ -501,7 +501,7 @@ def test_a_spread_of_computing_times_costs_an_idle_server_nothing():
 def test_a_prediction_of_clients_by_hand():
     """Oracle: bytes of the gradients at 1 GB/s, halved by two servers; two batches to a push."""
     choices = {"servers": 2, "push_every": 2}
-    strategy = mpikfac.plan.named("downpour", 3, **choices)[0].first_order()
+    strategy = mpikfac.plan.get_strategy("downpour", 3, **choices)[0].first_order()
     plan = make_plan([], 3, strategy, OTHERS)
     found = mpikfac.predict.simulate(plan, MACHINE, JOB)
     network = MACHINE.network(JOB.model, JOB.batch)

@@ -254,7 +254,7 @@ def test_each_way_to_share_is_exact_in_its_setting_and_not_in_the_others(comm, n
     repeated = x.repeat_interleave(n, 0)
 
     def rule(layer):
-        return replace(mpikfac.usual_rule(layer), sharing=("expand", "reduce")[side])
+        return replace(mpikfac.default_rule(layer), sharing=("expand", "reduce")[side])
 
     kfac = trainer(comm, model, rule=rule)
     outputs = model(repeated)
@@ -302,7 +302,7 @@ def test_one_step_of_a_linear_regression_reaches_its_least_squares(comm, name, s
         x = torch.randint(5, (30, *shape))
 
     def rule(layer):  # "reduce" takes whole matrices of words, which appear together
-        whole = mpikfac.usual_rule(layer)
+        whole = mpikfac.default_rule(layer)
         return replace(whole, sharing="reduce", diagonal="") if len(shape) else whole
 
     y, parameters = torch.randn_like(model(x)), list(model.parameters())

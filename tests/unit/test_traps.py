@@ -93,7 +93,7 @@ def test_a_paused_pass_is_not_recorded():
     """Oracle: averages of a trainer without the pass; SAM's first pass."""
     expected, kfac = (trainer(network()) for _ in range(2))
     x, y = batch(seed=1)
-    with kfac.paused():
+    with kfac.no_recording():
         F.cross_entropy(kfac.model(x), y).backward()
     for one in (expected, kfac):
         learn(one)
@@ -105,8 +105,8 @@ def test_a_pause_within_a_pause_does_not_end_the_pause():
     """Oracle: averages of the batch alone."""
     kfac, expected = trainer(network()), trainer(network())
     x, y = batch(seed=1)
-    with kfac.paused():
-        with kfac.paused():
+    with kfac.no_recording():
+        with kfac.no_recording():
             pass
         F.cross_entropy(kfac.model(x), y).backward()
     for one in (kfac, expected):

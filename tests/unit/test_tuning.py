@@ -115,7 +115,14 @@ def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
     """Oracle: predictions of all strategies that train like a single process."""
     name, strategy = tuning.choose(LAYERS, (), 4, MACHINE, JOB, FORMS)
     found = mpikfac.predict.simulate(make_plan(LAYERS, 4, strategy, ()), MACHINE, JOB).mean.seconds
-    others = ("kfac-opt", "kfac-lw", "comm-opt", "mem-opt", "sharded-optimizer", "late")
+    others = (
+        "kfac-opt",
+        "kfac-lw",
+        "comm-opt",
+        "mem-opt",
+        "sharded-optimizer",
+        "deferred-allreduce",
+    )
     rivals = [mpikfac.plan.NAMED[other].make(4) for other in others]
     for rival in (*rivals, mpikfac.plan.NAMED["hybrid"].make(4, workers=2)):
         plan = make_plan(LAYERS, 4, rival, ())

@@ -34,7 +34,7 @@ def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
     """
 
     def together(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
-        with mpikfac.ending(comm):
+        with mpikfac.abort_on_error(comm):
             return work(comm, options, watchdog)
 
     return run_watched(parse, together)
@@ -55,7 +55,7 @@ def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
     mend_streams()
     comm = mpikfac.world()
     with watched(comm) as watchdog:
-        with mpikfac.ending(comm):
+        with mpikfac.abort_on_error(comm):
             options = read_options(comm, lambda: parse(comm.size))
         code = 0 if options is None else work(comm, options, watchdog)
         return mpikfac.comm.leaving(code)

@@ -21,9 +21,9 @@ from mpikfac import (
     LevenbergMarquardt,
     Strategy,
     Wires,
-    named,
+    default_rule,
+    get_strategy,
     schedule,
-    usual_rule,
 )
 from mpikfac.layers import Kinds
 from mpikfac.plan import CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
@@ -109,7 +109,7 @@ def make_strategy(
             )
         # The workers follow once the model is known: see `for_machine`.
         return Strategy.comm_opt(ranks, **choices), overrides
-    chosen, settings = named(distribution.strategy, ranks, **choices)
+    chosen, settings = get_strategy(distribution.strategy, ranks, **choices)
     settings = {**settings, **overrides}
     interval, turns = settings.get("inv_update_steps", 0), chosen.refresh.stagger
     if any(number % turns for number in numbers_of(interval)):
@@ -254,7 +254,7 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
         return Coverage(settings.skip, kinds)
 
     def rule(layer: LayerShape) -> LayerShape:
-        layer = usual_rule(layer)
+        layer = default_rule(layer)
         layer = dataclasses.replace(
             layer,
             sharing=settings.sharing,

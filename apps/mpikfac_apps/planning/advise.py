@@ -239,7 +239,8 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
         f"  = 2 x {size / MIB:.2f} MiB x {ranks} / "
         f"({bandwidth / 1e9:.2f} GB/s x {ms(computing)} ms) = {least:.1f}: "
         f"{servers}",
-        f"  Take --strategy downpour --optimizer sgd --servers {servers} on {ranks + servers} ranks",
+        f"  Take --strategy downpour --optimizer sgd --servers {servers} on {ranks + servers} "
+        f"ranks",
     ]
 
 

@@ -59,7 +59,7 @@ def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, s
     if name == "sgd":
         return mpikfac.Strategy.mem_opt(), "inverse"
     workers = {"workers": near_root(ranks)} if name == "hybrid" else {}
-    strategy, settings = mpikfac.named(name, ranks, **workers)
+    strategy, settings = mpikfac.get_strategy(name, ranks, **workers)
     usual_solver = settings.get("solver", "inverse")
     keeps_own = solver == "own" or mpikfac.solvers.SOLVERS[usual_solver].form.vector
     return strategy, usual_solver if keeps_own else solver

@@ -113,7 +113,7 @@ class Crew:
 
     # -- what a loop asks of a trainer -----------------------------------------------------------
 
-    def combine(self) -> None:
+    def average_replicas(self) -> None:
         """Return: a member is one model; not collective."""
 
     def close(self) -> None:

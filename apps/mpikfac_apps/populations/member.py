@@ -83,7 +83,7 @@ class Member:
             )
         self.problem.options = dataclasses.replace(options, seed=self.seed)
         self.model, optimizer = trainers.make_model(self.problem, starts=True)
-        team = mpikfac.comm.Team(self.comm)
+        team = mpikfac.comm.SplitComm(self.comm)
         made = trainers.training_of_group(self.problem, team, self.model, optimizer, trace)
         self.training, self.trainer = made, made.trainer
         self._rate = learning_rate(options, problem.calendar.at(0).steps, self.comm.size)

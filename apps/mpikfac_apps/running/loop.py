@@ -179,7 +179,7 @@ class Loop(ABC):
 
     def _end(self, stopped: bool) -> int:
         """Write the last checkpoint, and return the exit code."""
-        self.trainer.combine()
+        self.trainer.average_replicas()
         steps, seconds = self.trainer.steps, self.speed.seconds
         stopped = stopped and steps < self.steps
         if not stopped and self.votes.troubled():
@@ -252,7 +252,7 @@ class Loop(ABC):
     def save(self, last: bool = False) -> None:
         """Begin a checkpoint; the last checkpoint of a run is on disk when the method returns."""
         self.guard.enter("checkpoint", self.trainer.steps)
-        self.trainer.combine()  # a checkpoint is of one model
+        self.trainer.average_replicas()  # a checkpoint is of one model
         items = self.state() | self.meter.state()
         self.saver.save(items | self.items_of_rank_0(), self.trainer.steps, last)
 

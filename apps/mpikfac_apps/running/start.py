@@ -42,9 +42,9 @@ def start(
     """
 
     def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
-        with mpikfac.ending(comm):
+        with mpikfac.abort_on_error(comm):
             place, guard = settle(comm, of_run(options), watchdog)
-        with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
+        with mpikfac.abort_on_error(comm, guard.where), contextlib.closing(guard):
             early_log = run_directory.start_log() if comm.rank == 0 else None
             checkpoint = checkpoints.open_checkpoint(comm, of_run(options))
             loop = make(comm, options, guard, place.device)

@@ -69,7 +69,7 @@ class Run(Loop):
     def __init__(
         self,
         world: mpikfac.comm.Comm,
-        team: mpikfac.comm.Team,
+        team: mpikfac.comm.SplitComm,
         options: Options,
         guard: Guard,
         place: RankPlace,
@@ -131,7 +131,7 @@ class Run(Loop):
                     images, labels = self.mixes(epoch, index, images, labels)
             self.step(step, images, labels)
             if self.test_due(step + 1) or self._meets(step + 1):
-                self.trainer.combine()  # a test is of one model, and so is a checkpoint
+                self.trainer.average_replicas()  # a test is of one model, and so is a checkpoint
         if step + 1 == self.recording.chosen.stop:
             self.recording.write()
 
@@ -304,7 +304,7 @@ class Run(Loop):
     def summary(self) -> str:
         """Return a line about the network, the ranks and the steps; not collective."""
         options = self.options
-        link = self.team.link
+        link = self.team.intercomm
         tensors = self.training.tensors_per_weight + (self.average is not None)
         size = carried.megabytes(self.trainer.plan, tensors)
         per_epoch = ", then ".join(str(span.steps) for span in self.problem.calendar.spans)

@@ -56,7 +56,7 @@ def save_what_is_left(run: Run) -> None:
     """
     trainer, comm = run.trainer, run.comm
     trainer.discard()  # running statistics of the unfinished step
-    steps = comm.allgather(trainer.steps if trainer.intact else math.inf)
+    steps = comm.allgather(trainer.steps if trainer.is_consistent else math.inf)
     step, items = min(steps), dict[str, Any]()
     if steps[comm.rank] == step < math.inf:
         run.set_rate(step)  # some ranks may have begun the next step

@@ -77,15 +77,15 @@ def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
     code = None
     while code is None:
         watchdog.follow(options.watchdog_timeout)
-        with mpikfac.ending(comm):
+        with mpikfac.abort_on_error(comm):
             place = settle(comm, options)
             group, options = joined(comm, options)
-            team = mpikfac.split(group, serving_ranks(options)[1])
+            team = mpikfac.split_comm(group, serving_ranks(options)[1])
         if team.comm is None:
             watchdog.follow(None)
             assist(comm, team, options, place.device)
             code = comm.bcast(0)
-        elif team.link is None:
+        elif team.intercomm is None:
             code, comm, options = run_training(comm, team, options, place, watchdog)
         else:
             code, *_ = run_training(comm, team, options, place, watchdog)
@@ -107,7 +107,7 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
 
 
 def assist(
-    comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, options: Options, device: torch.device
+    comm: mpikfac.comm.Comm, team: mpikfac.comm.SplitComm, options: Options, device: torch.device
 ) -> None:
     """Decompose, or hold the weights, for the ranks that train, until these end the training.
 
@@ -117,12 +117,12 @@ def assist(
     Collective over: comm.
     """
     servers = serving_ranks(options)[0] == "servers"
-    with mpikfac.ending(comm, lambda: "server" if servers else "curvature"):
+    with mpikfac.abort_on_error(comm, lambda: "server" if servers else "curvature"):
         ignore_signals()
         ignore_one_interrupt()
-        assert team.link, "the rank serves"
+        assert team.intercomm, "the rank serves"
         if servers:
-            classes, channels = mpikfac.comm.announced(team.link)
+            classes, channels = mpikfac.comm.announced(team.intercomm)
             model, optimizer = build(options, classes, channels, device)
             mpikfac.run_parameter_server(model, optimizer, team)
         else:
@@ -131,7 +131,7 @@ def assist(
 
 def run_training(
     world: mpikfac.comm.Comm,
-    team: mpikfac.comm.Team,
+    team: mpikfac.comm.SplitComm,
     options: Options,
     place: RankPlace,
     watchdog: Watchdog,
@@ -147,9 +147,9 @@ def run_training(
     Collective over: the team, and all curvature servers.
     """
     comm = team.trains
-    with mpikfac.ending(comm):
+    with mpikfac.abort_on_error(comm):
         guard = Guard(comm, options, watchdog)
-    with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
+    with mpikfac.abort_on_error(comm, guard.where), contextlib.closing(guard):
         run = Run(world, team, options, guard, place)
         try:
             return run.train(), comm, options

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Team, summed
+from mpikfac.comm import SplitComm, summed
 from mpikfac.engine.curvature.bases import Bases, Decomposer
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
 from mpikfac.engine.curvature.directions import Directions
@@ -94,7 +94,7 @@ class Preconditioner(FirstOrder):
         settings: Settings,
         estimator: Estimator,
         solvers: Mapping[str, Solver],
-        team: Team,
+        team: SplitComm,
         plan: Plan,
     ) -> None:
         super().__init__(gradients)
@@ -163,7 +163,7 @@ class Preconditioner(FirstOrder):
 
     def begin(self, step: int) -> None:
         """Begin a step: from here on, the state is the state after `step` steps."""
-        self.intact = not self.plan.late and self.factors.settled
+        self.is_consistent = not self.plan.late and self.factors.settled
         due = self.settings.due("factor_update_steps", step)
         self.recorder.begin = self.settings.begin(step)
         if due or self.factors.lacking:
@@ -205,7 +205,7 @@ class Preconditioner(FirstOrder):
         if weight != 1.0:
             self.factors.statistics.flat.mul_(weight)
         self.factors.average(numbers.decay, numbers.step)
-        self.intact = False  # only now: a sum that fails leaves averages as they were
+        self.is_consistent = False  # only now: a sum that fails leaves averages as they were
         for part in self.of_solver:
             part.merge(numbers.decay, numbers.step)
 
@@ -256,7 +256,7 @@ class Preconditioner(FirstOrder):
             self._cautions.little_damping(damping, step)
         turn = numbers.turn if self.bases.ready else None
         factors = self.factors.whole(turn)
-        self.intact = False  # from here on, the state has what this step has begun
+        self.is_consistent = False  # from here on, the state has what this step has begun
         warn = partial(self._cautions.large_factors, damping=damping, step=step)
         self.bases.decompose(factors, step, damping, turn, warn)
 
@@ -264,7 +264,7 @@ class Preconditioner(FirstOrder):
         """Send decompositions to the workers of a layer."""
         if not self.bases.pending:
             return
-        self.intact = False
+        self.is_consistent = False
         with self.site.trace.stage(DECOMPOSE):
             self.site.trace.calls["decompositions"] += self.bases.take(step)
         self.bases.publish()
@@ -279,14 +279,14 @@ class Preconditioner(FirstOrder):
         self.make_directions(numbers)
         self.gradients.write(self.directions.slots)
         self.gradients.write(self.gradients.uncovered_slots)
-        self.intact = False
+        self.is_consistent = False
         with self.recorder.pausing():
             self.directions.descend(numbers.damping)
 
     def make_directions(self, numbers: Numbers) -> None:
         """Precondition gradients, send the directions to all, and bound the step."""
         if self.settings.length.by_adam:
-            self.intact = False  # grafting takes the gradients into averages
+            self.is_consistent = False  # grafting takes the gradients into averages
         self.directions.make(numbers)
 
     # -- batches without a step ------------------------------------------------------------------
@@ -416,14 +416,16 @@ class Curvature(Method):
         shapes, means = described(uncovered)
         return plan_for(layer_shapes, ranks, strategy, shapes, forms, *sizes, means, split)
 
-    def check(self, layers: Iterable[Layer], optimizer: Optimizer, team: Team, plan: Plan) -> None:
+    def check(
+        self, layers: Iterable[Layer], optimizer: Optimizer, team: SplitComm, plan: Plan
+    ) -> None:
         """Return if optimizer and ranks suit the method.
 
         Raises:
             ValueError: the number of curvature servers differs, a layer is not in the optimizer, or
                 the optimizer lacks the learning rate of a choice.
         """
-        check_joins(team.link, plan.strategy.refresh.curvature_servers)
+        check_joins(team.intercomm, plan.strategy.refresh.curvature_servers)
         groups_of(layers, optimizer)
         if self.settings.length.kl is not None:
             check_rates(optimizer, "Length(kl=...)")
@@ -453,7 +455,12 @@ class Curvature(Method):
         }
 
     def build(
-        self, gradients: Gradients, model: nn.Module, optimizer: Optimizer, team: Team, plan: Plan
+        self,
+        gradients: Gradients,
+        model: nn.Module,
+        optimizer: Optimizer,
+        team: SplitComm,
+        plan: Plan,
     ) -> Preconditioner:
         """Return the preconditioner of the model as it is now."""
         values = self.settings, self.estimator, self.solvers
@@ -482,7 +489,7 @@ def check_joins(link: Any, ranks: int) -> None:
     if joined != ranks:
         raise ValueError(
             f"curvature_servers={ranks}, but curvature joins {joined}; "
-            f"give it what mpikfac.split(comm, {ranks}) returned"
+            f"give it what mpikfac.split_comm(comm, {ranks}) returned"
         )
 
 

@@ -23,7 +23,7 @@ from mpikfac.comm import (
     Answer,
     Comm,
     Request,
-    Team,
+    SplitComm,
     agree,
     ask,
     broadcast,
@@ -60,7 +60,7 @@ class AsyncSGD(Trainer):
     meantime other clients change the weights: the update is stale. Results depend on timing.
 
         strategy = mpikfac.Strategy.mem_opt(exchanged="updates")
-        team = mpikfac.split(comm, strategy.exchange.asynchrony.servers)
+        team = mpikfac.split_comm(comm, strategy.exchange.asynchrony.servers)
         if team.comm is None:
             mpikfac.run_parameter_server(model, optimizer, team)
         else:
@@ -90,19 +90,19 @@ class AsyncSGD(Trainer):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        team: Team,
+        team: SplitComm,
         strategy: Strategy,
         trace: Trace | None = None,
     ) -> None:
         _check(team, strategy, optimizer)
         check_optimizer(optimizer, model)
         self._ranks = team.trains
-        self._link: Any = team.link
+        self._link: Any = team.intercomm
         client = self._ranks.rank // strategy.exchange.asynchrony.client_ranks
         self._client_comm = cast(Comm, self._ranks.Split(client, self._ranks.rank))
         synchronous = replace(strategy, exchange=Exchange()).first_order()
         method = ClientMethod(model, optimizer, self._client_comm, team, strategy)
-        super().__init__(model, optimizer, Team(self._client_comm), synchronous, method, trace)
+        super().__init__(model, optimizer, SplitComm(self._client_comm), synchronous, method, trace)
         self.nonfinite.rank = self._ranks.rank
         self._client.join()
 
@@ -145,15 +145,15 @@ class AsyncSGD(Trainer):
         """
         self._client.wish = True
 
-    def combine(self) -> None:
+    def average_replicas(self) -> None:
         """Wait for all clients: push what waits to be pushed, and fetch the weights.
 
-        All clients must call `combine`, for example before a test of the model and before a
-        checkpoint. The first client's `combine` ends the warm start.
+        All clients must call `average_replicas`, for example before a test of the model and before
+        a checkpoint. The first client's `average_replicas` ends the warm start.
 
         Collective over: all clients.
         """
-        self._client.combine()
+        self._client.average_replicas()
 
     def close(self) -> None:
         """Leave the servers, and free the communicators; no step may follow.
@@ -231,13 +231,13 @@ class Client(OneModel):
         model: nn.Module,
         optimizer: Optimizer,
         column: Comm,
-        team: Team,
+        team: SplitComm,
         strategy: Strategy,
     ) -> None:
         super().__init__(site, gradients)
         self.choices = strategy.exchange.asynchrony
         self.model, self.optimizer = model, optimizer
-        self._link: Any = team.link
+        self._link: Any = team.intercomm
         self._client_comm = column
         self.staleness = Counter[int]()
         self.version, self.wish = 0, False
@@ -374,8 +374,8 @@ class Client(OneModel):
 
     # -- meetings --------------------------------------------------------------------------------
 
-    def combine(self) -> None:
-        """Wait for all clients; see `AsyncSGD.combine`."""
+    def average_replicas(self) -> None:
+        """Wait for all clients; see `AsyncSGD.average_replicas`."""
         if self._taken:
             self._push()
         if not self.heard:
@@ -415,7 +415,7 @@ class ClientSteps(FirstOrder):
 
     def direct(self, numbers: Numbers) -> None:
         """Leave the gradients of the model as they are."""
-        self.intact = False
+        self.is_consistent = False
 
     def check_same_model(self) -> None:
         """Refuse a change of the trained parameters, which servers do not know.
@@ -437,13 +437,18 @@ class ClientMethod(Method):
         model: nn.Module,
         optimizer: Optimizer,
         column: Comm,
-        team: Team,
+        team: SplitComm,
         strategy: Strategy,
     ) -> None:
         self._given = model, optimizer, column, team, strategy
 
     def build(
-        self, gradients: Gradients, model: nn.Module, optimizer: Optimizer, team: Team, plan: Plan
+        self,
+        gradients: Gradients,
+        model: nn.Module,
+        optimizer: Optimizer,
+        team: SplitComm,
+        plan: Plan,
     ) -> ClientSteps:
         """Return the steps of a client."""
         return ClientSteps(gradients)
@@ -457,7 +462,7 @@ class ClientMethod(Method):
         return Accumulated(gradients, cast(Client, exchange))
 
 
-def _check(team: Team, strategy: Strategy, optimizer: Optimizer) -> None:
+def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> None:
     """Return if the team and the optimizer suit the strategy.
 
     Raises:
@@ -468,11 +473,11 @@ def _check(team: Team, strategy: Strategy, optimizer: Optimizer) -> None:
         raise ValueError(
             f"exchanged={strategy.exchange.exchanged!r} must be 'updates' for AsyncSGD"
         )
-    servers = team.link.remote_size if team.link else 0
+    servers = team.intercomm.remote_size if team.intercomm else 0
     if servers != choices.servers:
         raise ValueError(
             f"servers={choices.servers}, but the team has {servers}; give the trainer what "
-            f"mpikfac.split(comm, {choices.servers}) returned"
+            f"mpikfac.split_comm(comm, {choices.servers}) returned"
         )
     strategy.check_ranks(team.trains.size)
     if choices.fetches > 1 and not isinstance(optimizer, SGD):

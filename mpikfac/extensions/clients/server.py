@@ -24,7 +24,7 @@ from mpikfac.comm import (
     SAVE,
     Answer,
     Request,
-    Team,
+    SplitComm,
     agree,
     answer,
     begin_receive,
@@ -57,7 +57,7 @@ log = logging.getLogger("mpikfac")
 
 
 def run_parameter_server(
-    model: nn.Module, optimizer: Optimizer, team: Team, trace: Trace | None = None
+    model: nn.Module, optimizer: Optimizer, team: SplitComm, trace: Trace | None = None
 ) -> list[Counter[int]]:
     """Step the weights by the updates of clients, until all clients have left.
 
@@ -78,11 +78,11 @@ def run_parameter_server(
         UserError: servers and clients disagree on the model.
     """
     check_optimizer(optimizer, model)
-    if team.comm is not None or team.link is None:
+    if team.comm is not None or team.intercomm is None:
         raise ValueError(
             "run_parameter_server() is for ranks that split() puts aside; this rank trains"
         )
-    server = Server(model, optimizer, team.link, trace or Trace())
+    server = Server(model, optimizer, team.intercomm, trace or Trace())
     server.run()
     return server.staleness
 

@@ -119,7 +119,7 @@ class Copies(OneModel):
                 "ranks hold different copies of the model; call combine() before state_dict()"
             )
 
-    def combine(self) -> None:
+    def average_replicas(self) -> None:
         """Make all copies equal, if copies may differ.
 
         Collective over: world.

@@ -3,7 +3,7 @@
 from mpikfac.plan.choices.axes import axes as axes
 from mpikfac.plan.choices.catalogue import NAMED as NAMED
 from mpikfac.plan.choices.catalogue import Named as Named
-from mpikfac.plan.choices.catalogue import named as named
+from mpikfac.plan.choices.catalogue import get_strategy as get_strategy
 from mpikfac.plan.choices.catalogue import strategy_of as strategy_of
 from mpikfac.plan.choices.checks import check_count as check_count
 from mpikfac.plan.choices.checks import check_divides as check_divides

@@ -348,17 +348,17 @@ def strategy_of(strategy: Strategy | str | None, ranks: int) -> tuple[Strategy, 
     if isinstance(strategy, str):
         if strategy not in NAMED and (near := get_close_matches(strategy, NAMED, n=1)):
             raise ValueError(f"strategy={strategy!r} is unknown; did you mean {near[0]!r}?")
-        return named(strategy, ranks)
+        return get_strategy(strategy, ranks)
     strategy = Strategy.comm_opt(ranks) if strategy is None else strategy
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={strategy!r} must be a Strategy, the name of one, or None")
     return strategy, {}
 
 
-def named(name: str, ranks: int, **choices: Any) -> tuple[Strategy, dict[str, Any]]:
+def get_strategy(name: str, ranks: int, **choices: Any) -> tuple[Strategy, dict[str, Any]]:
     """Return the strategy of a name for `ranks` ranks, and further arguments of `KFAC`.
 
-        strategy, settings = mpikfac.named("kfac-opt", comm.size)
+        strategy, settings = mpikfac.get_strategy("kfac-opt", comm.size)
         mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
 
     Raises:

@@ -123,7 +123,7 @@ def in_words(options: Options, solver: mpikfac.solvers.Solver) -> str:
 
 def make_training(
     problem: Problem,
-    team: mpikfac.comm.Team,
+    team: mpikfac.comm.SplitComm,
     world: mpikfac.comm.Comm,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -161,7 +161,7 @@ def make_training(
 
 def training_of_group(
     problem: Problem,
-    team: mpikfac.comm.Team,
+    team: mpikfac.comm.SplitComm,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
@@ -175,8 +175,8 @@ def training_of_group(
         kfac = options.kfac
         strategy, chosen = make_strategy(options.distribution, kfac, comm.size, options.parts)
         if strategy.exchange.asynchronous:
-            assert team.link, "there is a server"
-            mpikfac.comm.announce(team.link, (problem.classes, problem.channels))
+            assert team.intercomm, "there is a server"
+            mpikfac.comm.announce(team.intercomm, (problem.classes, problem.channels))
             clients = mpikfac.AsyncSGD(model, optimizer, team, strategy)
             return ClientTraining(problem, clients)
         if options.optimizer != "kfac":

@@ -126,7 +126,7 @@ class KfacTraining(Training):
         every_steps = self.problem.options.kfac.damping_adapt
         if every_steps and self.trainer.steps % every_steps == 0:
             after = loss_after()
-            self.trainer.adapt(loss.item(), after)
+            self.trainer.update_damping(loss.item(), after)
 
     def numbers(self) -> dict[str, float]:
         """Return the scale of the KL clip."""

@@ -513,7 +513,8 @@ def _second_pass(layer: Layer) -> RuntimeError:
     return RuntimeError(
         f"layer {layer.name!r}: a second backward pass through one forward pass has no statistics "
         f"of its own; add the losses and call backward once, give the outputs of all heads to one "
-        f"record(), and put passes for derivatives of gradients, forward and backward, in paused()"
+        f"record(), and put passes for derivatives of gradients, forward and backward, in "
+        f"no_recording()"
     )
 
 
