@@ -46,7 +46,19 @@ EXAMPLES = 24  # of a batch of all ranks together: whole shards at 1 to 4 ranks
 
 Record = dict[str, Any]
 
-NAMES: dict[str, str] = {}
+NAMES = {
+    **{"factor_every": "factor_update_steps", "basis_every": "inv_update_steps"},
+    **{
+        "late": "deferred-allreduce",
+        "late-owner": "deferred-sharded",
+        "sharded": "balanced-shards",
+    },
+    **{"owner-stepped": "sharded-optimizer", "delayed": "stale-inverse", "a-sgd": "downpour"},
+    **{"curvature-ranks": "curvature-servers", "curvature_ranks": "curvature_servers"},
+    **{"centred-clip": "centered-clipping", "liars": "num_byzantine"},
+    **{"colocate": "colocate_factors", "exchange_every": "sync_every"},
+    **{"DataParallel": "FirstOrderTrainer", "Asynchronous": "AsyncSGD"},
+}
 """Names in an older checkout's records, and the names that have taken their place."""
 
 
@@ -130,7 +142,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "wires": {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "int8"},
     "top-k": {"gradient_wire": "top-k", "top_share": 0.1},
     "wire owner": {"gradient_wire": "bfloat16", "update": "owner", "workers": 1},
-    "wire late": {"factor_wire": "bfloat16", "reduce_at": "bases"},
+    "wire bases": {"factor_wire": "bfloat16", "reduce_at": "bases"},
     "nodes": {"ranks_per_node": 1},
     "copies nodes": COPIES | {"sync_every": 3, "copies_of": "node", "ranks_per_node": 1},
     "copies median": COPIES | {"combine": "median"},
@@ -207,7 +219,7 @@ def solver_cases() -> Iterator[Case]:
         for program in (*programs, "precondition"):
             yield of_solver(f"{solver} {program}", everyone, {"solver": solver}, program=program)
         delayed = everyone | {"delay": 2}
-        yield of_solver(f"delayed {solver}", delayed, {"solver": solver}, program="resumed")
+        yield of_solver(f"two steps later {solver}", delayed, {"solver": solver}, program="resumed")
 
 
 def placed_cases() -> Iterator[Case]:

@@ -64,13 +64,6 @@ from mpikfac.trace import Trace
 
 log = logging.getLogger("mpikfac")
 
-FORMER = {
-    "mean_loss": "trainer.exchange.report_loss(loss) before step()",
-    "inputs": "kfac.length.batch(inputs, loss) before step()",
-    "loss": "kfac.length.batch(inputs, loss) before step()",
-}
-"""Arguments that `step` had before, and what has taken their place."""
-
 
 @dataclass(frozen=True)
 class Drawn:
@@ -158,7 +151,6 @@ class Trainer:
         *,
         max_norm: float | None = None,
         examples: int | None = None,
-        **former: Any,
     ) -> None:
         """Go from local gradients to identical new weights on every rank.
 
@@ -191,7 +183,6 @@ class Trainer:
             UserError: ranks disagree on the model, learning rates or settings; or a change of the
                 trained parameters cannot be taken up.
         """
-        _refuse_former(former)
         gradients, method, exchange = self.built.gradients, self.built.method, self.built.exchange
         scaler = self._checked(scaler, max_norm, examples)
         self._warn_of_unfinished()
@@ -610,19 +601,6 @@ class FirstOrderTrainer(Trainer):
         team = SplitComm.of(comm)
         strategy, _ = strategy_of(strategy or Strategy(), team.trains.size)
         super().__init__(model, optimizer, team, strategy.first_order(), Method(), trace)
-
-
-def _refuse_former(former: Mapping[str, Any]) -> None:
-    """Refuse arguments that `step` no longer has.
-
-    Raises:
-        ValueError: an argument has moved; the text names the new place.
-        TypeError: `step` never had the argument.
-    """
-    for name in former:
-        if name not in FORMER:
-            raise TypeError(f"step() got an unexpected keyword argument {name!r}")
-        raise ValueError(f"step({name}=...) is {FORMER[name]} now")
 
 
 def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Split:

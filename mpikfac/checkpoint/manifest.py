@@ -24,7 +24,7 @@ from mpikfac.checkpoint import durable
 from mpikfac.checkpoint.shard import STORED, Value, check_shard, read_item, read_shard
 from mpikfac.errors import UserError
 
-FORMAT, VERSION = "mpikfac checkpoint", 2
+FORMAT, VERSION = "mpikfac checkpoint", 3
 MOST_STEPS = 2**53
 """A step above the number is a mistake: no run takes as many, and float64 counts no further."""
 log = logging.getLogger("mpikfac")

@@ -50,7 +50,8 @@ class LevenbergMarquardt:
         if not 0 < self.min_damping <= self.damping <= self.max_damping < math.inf:
             raise ValueError(
                 f"min_damping={self.min_damping!r}, damping={self.damping!r} and "
-                f"max_damping={self.max_damping!r} must be finite numbers above 0 in ascending order"
+                f"max_damping={self.max_damping!r} must be finite numbers above 0 in ascending "
+                f"order"
             )
 
     def __call__(self, step: int) -> float:

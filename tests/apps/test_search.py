@@ -123,8 +123,8 @@ def test_the_front_of_a_machine_with_free_messages_is_known(tmp_path):
 
     MEM-OPT makes one direction on a rank and COMM-OPT makes both, so MEM-OPT is quicker and keeps
     less. MEM-OPT sends directions at every step, and COMM-OPT sends bases at few steps. The ways
-    with squares in the place of triangles send more and keep more. A sharded optimizer sends factors
-    to one rank alone, gradients and weights as COMM-OPT sends sums, and is the best of all.
+    with squares in the place of triangles send more and keep more. A sharded optimizer sends
+    factors to one rank alone, gradients and weights as COMM-OPT sends sums, and is the best of all.
     """
     (tmp_path / "own.py").write_text(TWO_LAYERS)
     name = f"{tmp_path / 'own.py'}:build"

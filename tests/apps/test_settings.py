@@ -262,39 +262,16 @@ def test_other_images_of_a_function_are_seen(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_run_of_each_release_goes_on(tmp_path, monkeypatch, capfd, release):
-    """Oracle: the stored config.yaml; momenta of directions, of old, are refused by name."""
+def test_a_run_of_each_release_goes_on(tmp_path, monkeypatch, release):
+    """Oracle: the stored config.yaml."""
     monkeypatch.chdir(STORED)
     run = shutil.copytree(STORED / release, tmp_path / "run")
-    before, model = config(run), "--model=tiny.py:build"
-    of_directions = "kfac.momentum_of" not in before
-    if of_directions:
-        line = refused(capfd, run, model)
-        assert "go on with kfac.momentum_of=directions" in line
-    more = ["--kfac.momentum_of=directions"] if of_directions else []
-    text = go_on(run, model, "--max_steps=4", *more)
+    before = config(run)
+    text = go_on(run, "--model=tiny.py:build", "--max_steps=4")
     kept = before.keys() - set(settings.OF_A_START)
     assert {key: config(run)[key] for key in kept} == {key: before[key] for key in kept}
     assert saved(run).step == 4
-    assert "kfac.precision no option -> null" in text
-    assert ("kfac.trust no option -> 8.0" in text) == (release != RELEASES[-1])
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_options_that_moved_to_other_groups_are_understood(tmp_path, monkeypatch, release):
-    """Oracle: the stored options under the names of a former state, and one that is gone."""
-    monkeypatch.chdir(STORED)
-    run = shutil.copytree(STORED / release, tmp_path / "run")
-    path = run / "config.yaml"
-    older = yaml.safe_load(path.read_text())
-    for key in ("strategy", "delay", "workers"):
-        older["kfac"][key] = older.pop(key)
-    older["kfac"] |= {"delay": 2, "momentum_of": older["kfac"].get("momentum_of", "directions")}
-    path.write_text(yaml.safe_dump(older | {"tensorboard": False}))
-    change(run, settings=None, open=None)
-    text = go_on(run, "--model=tiny.py:build", "--max_steps=4")
-    assert "tensorboard false -> no option" in text
-    assert (config(run)["strategy"], config(run)["delay"]) == ("comm-opt", 2)
+    assert "no option" not in text
 
 
 def test_a_checkpoint_without_settings_is_said(run):

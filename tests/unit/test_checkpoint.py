@@ -412,8 +412,8 @@ def test_other_versions_and_formats_are_refused(comm, tmp_path) -> None:
     """Oracle: the message names the found version and the readable version."""
     path = save_checkpoint(comm, tmp_path, {"x": 1}, 1)
     manifest = json.loads((path / "manifest.json").read_text())
-    seal(path / "manifest.json", manifest | {"version": 3})
-    assert "checkpoint 3; this program reads mpikfac checkpoint 2" in refusal(comm, path)
+    seal(path / "manifest.json", manifest | {"version": 4})
+    assert "checkpoint 4; this program reads mpikfac checkpoint 3" in refusal(comm, path)
     for other in ({"format": "other"}, {}, [], 3, None):
         (path / "manifest.json").write_text(json.dumps(other))
         assert "manifest.json" in refusal(comm, path)

@@ -415,22 +415,6 @@ def test_a_batch_needs_the_quadratic_model(comm):
         kfac.length.batch(torch.ones(1, 4), torch.sum)
 
 
-@pytest.mark.parametrize(
-    ("former", "place"),
-    [
-        ({"inputs": 1}, "kfac.length.batch(inputs, loss) before step() now"),
-        ({"loss": 1}, "kfac.length.batch(inputs, loss) before step() now"),
-        ({"mean_loss": 1}, "trainer.exchange.report_loss(loss) before step() now"),
-    ],
-)
-def test_former_arguments_of_a_step_name_their_new_places(comm, former, place):
-    """Oracle: the lines."""
-    with pytest.raises(ValueError, match=re.escape(place)):
-        trainer(comm, tanh_net()).step(**former)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'batch'"):
-        trainer(comm, tanh_net()).step(batch=1)
-
-
 def test_outputs_have_to_be_a_tensor(comm):
     class Pair(nn.Linear):
         def forward(self, x):

@@ -21,7 +21,6 @@ import torch
 
 import mpikfac
 from mpikfac import files
-from mpikfac.settings import SHARE
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.documents import flattened, loaded
@@ -154,7 +153,7 @@ def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def of_checkpoint(path: Path) -> RunSettings | None:
-    """Return the settings of a checkpoint's run, or of config.yaml beside older checkpoints.
+    """Return the settings of a checkpoint's run; of a damaged checkpoint, of the run's config.yaml.
 
     Returns:
         None if the checkpoint cannot be read, and no config.yaml is there.
@@ -168,8 +167,8 @@ def of_checkpoint(path: Path) -> RunSettings | None:
 
 def _settings(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
     if "settings" in saved:
-        of_run = _renamed(saved["settings"])
-        return RunSettings(of_run | _renamed(saved["open"]), of_run)
+        of_run = dict(saved["settings"])
+        return RunSettings(of_run | saved["open"], of_run)
     folder = path.resolve().parent
     try:
         document = loaded(files.read_text(folder.parent / "config.yaml"))
@@ -177,23 +176,8 @@ def _settings(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
         return None
     if folder.name != "checkpoints" or not isinstance(document, dict):
         return None
-    of_run = _renamed(flattened(document))
+    of_run = flattened(document)
     return RunSettings(of_run, of_run)
-
-
-def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of an earlier version: an option of another group keeps its last word."""
-    keys = [leaf.key for leaf in leaves(Options)]
-    words = [key.rpartition(".")[2] for key in keys]
-    now = {word: key for word, key in zip(words, keys) if words.count(word) == 1}
-    renamed = {
-        key if key in keys else now.get(key.rpartition(".")[2], key): value
-        for key, value in options.items()
-    }
-    damping = renamed.get("kfac.solver"), renamed.get("kfac.relative_damping")
-    if damping == ("rank-one", SHARE):  # was written, while the usual damping was in force
-        renamed |= {"kfac.damping": 0.003, "kfac.relative_damping": None}
-    return renamed
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
