@@ -2,7 +2,7 @@
 # Run the tests:
 #   bash jobs/test.sh         the quick tests, those without a mark; 5 minutes on two idle cores
 #   bash jobs/test.sh --ci    the remaining tests that every change must pass: those marked gate, and
-#                             a part of --device; 12 minutes
+#                             a part of --device; 15 minutes
 #   bash jobs/test.sh --all   all tests; an hour
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
 #   bash jobs/test.sh --coverage   which lines of the library the quick tests and those marked gate
