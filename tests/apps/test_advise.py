@@ -102,7 +102,7 @@ def row(name, images, seconds):
 
 
 def test_the_quickest_covered_strategy_with_the_numbers_of_one_process_is_advised():
-    """Oracle: by hand; dp-kfac has another estimator, delayed an upper bound."""
+    """Oracle: by hand; dp-kfac has another estimator, stale-inverse an upper bound."""
     rows = [
         *(row("sgd", 1, 1.0), row("dp-kfac", 1, 2.0), row("stale-inverse", 1, 2.0)),
         *(row("comm-opt", 9, 3.0), row("mem-opt", 5, 4.0), {"strategy": "eva", "left_out": "why"}),

@@ -64,7 +64,8 @@ def test_one_of_both_intervals_is_halved_or_doubled(asked, further):
 def test_strategies_with_the_numbers_of_one_process_are_searched():
     """Oracle: by hand, from the sentences of `mpikfac strategies`."""
     alike = (
-        "kfac-opt kfac-lw comm-opt mem-opt hybrid sharded-optimizer spd-kfac late deferred-sharded"
+        "kfac-opt kfac-lw comm-opt mem-opt hybrid sharded-optimizer spd-kfac deferred-allreduce "
+        "deferred-sharded"
     )
     found = [name for name in ("sgd", "sgd:mem-opt", *mpikfac.plan.NAMED) if search.alike(name)]
     assert found == [*alike.split(), "balanced-shards"]
@@ -209,7 +210,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
         ("--picture=x.svg", "picture=x.svg needs search=true"),
         ("--search --picture=x.txt", "x.txt must end in .pdf, .png or .svg"),
         ("--search --solver=own", "give solver, not own"),
-        ("--search --strategy=dp-kfac,sgd,delayed", "trains like one process on all images"),
+        ("--search --strategy=dp-kfac,sgd,stale-inverse", "trains like one process on all images"),
         ("--search --strategy=hybrid --ranks=7", "hybrid needs a divisor of the ranks above 1"),
         ("--search --strategy=spd-kfac --parts=4", "unknown key parts"),
         ("--search --model=resnet20", "only of: resnet101, resnet152, resnet50"),

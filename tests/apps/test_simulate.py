@@ -178,7 +178,8 @@ def test_work_that_is_not_predicted_is_named(capsys):
         ("--model resnet50 --machine v100-edr --ranks 2 --strategy best", "mem-opt"),
         ("--model resnet50 --machine v100-edr --ranks 2 --stragglers 2", "between 0 and 1"),
         (
-            "--model resnet50 --machine v100-edr --ranks 2 --strategy late --solver rank-one",
+            "--model resnet50 --machine v100-edr --ranks 2 --solver rank-one "
+            "--strategy deferred-allreduce",
             "no times of solver='rank-one'",
         ),
         ("--model resnet50 --machine v100-edr --ranks 2 --json /nowhere/x", "/nowhere/x"),

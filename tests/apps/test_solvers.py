@@ -16,7 +16,7 @@ from mpikfac_apps.options.options import TRAIN
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import kfac_settings, make_strategy
 from mpikfac_apps.planning.options import PLAN, SIMULATE
-from mpikfac_apps.training import settings, train
+from mpikfac_apps.training import train
 from support import inside
 
 QUICK = ("--batch=120", "--data.train_images=240", "--epochs=4", "--log_every=1", "--threads=1")
@@ -195,14 +195,3 @@ def test_averages_of_another_length_start_anew_by_name(run, solver, there, back)
     assert f"goes on: {there.format(own)}\n" in text
     text = go_on(run, "--max_steps=4", "--kfac.solver=muon")
     assert f"goes on: {back.format(own)}\n" in text
-
-
-def test_vectors_of_earlier_versions_keep_the_damping_that_was_in_force():
-    """Oracle: by hand: the options said 10, and the solver's 0.003 was in force."""
-    written = {"kfac.solver": "rank-one", "kfac.damping": None, "kfac.relative_damping": 10.0}
-    saved = {"settings": written, "open": {}}
-    kept = settings._settings(saved, None).given
-    assert part(flat(parse([], 1, kept)), written) == {
-        **written,
-        **{"kfac.damping": 0.003, "kfac.relative_damping": None},
-    }

