@@ -300,7 +300,7 @@ def test_copies_of_the_model(comm, name, network):
     kfac.close()
 
 
-RESUMED = ["hybrid", "sharded-optimizer", "sharded", "deferred-sharded", "staggered"]
+RESUMED = ["hybrid", "sharded-optimizer", "balanced-shards", "deferred-sharded", "staggered"]
 
 
 @pytest.mark.parametrize("name", RESUMED)
