@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import logging
@@ -91,6 +90,8 @@ SOLVERS = (
 )
 WITH_MOMENTUM = "soap", "muon", "normuon", "newton-muon"
 """Solvers by whose defaults the momentum is taken before gradients are preconditioned."""
+SERVED = "eigen", "ekfac", "inverse", "unsplit-inverse"
+"""Solvers that curvature servers know; for others, the servers of a refused run would wait."""
 SHORTER: dict[str, dict[str, Any]] = {
     "local-sgd": {"sync_every": 3},
     "post-local-sgd": {"sync_every": 2, "exchange_from": 2},
@@ -191,7 +192,8 @@ def preconditioned_cases() -> Iterator[Case]:
         return more | {"inv_update_steps": 5 if name == "staggered" else 3}
 
     for name, solver in itertools.product(mpikfac.plan.NAMED, SOLVERS):
-        if name != "downpour":
+        served = name == "curvature-servers" and solver not in SERVED
+        if name != "downpour" and not served:
             momentum = 0.0 if name == "dgc" or solver in WITH_MOMENTUM else 0.9
             shorter = SHORTER.get(name, {})
             own = settings(name, solver=solver)
@@ -537,9 +539,8 @@ class Run:
         return loss
 
     def _step(self, loss: Tensor, images: Tensor, labels: Tensor) -> None:
-        """Take the step, with the arguments that the program and the checkout know."""
+        """Take the step, with the arguments of the program."""
         trainer, program = self.trainer, self.case.program
-        known = inspect.signature(trainer.step).parameters
         arguments: dict[str, Any] = {"scaler": self.scaler} if self.scaler else {}
         if program == "bounded":
             arguments["max_norm"] = 0.05
@@ -547,16 +548,10 @@ class Run:
             arguments["examples"] = len(images)
         if program == "quadratic":
             criterion = functools.partial(F.cross_entropy, target=labels)
-            if "inputs" in known:  # an earlier state of mpikfac
-                arguments |= {"inputs": images, "loss": criterion}
-            else:
-                trainer.length.batch(images, criterion)
+            trainer.length.batch(images, criterion)
         exchange = trainer.plan.strategy.exchange
         if exchange.of_copies and exchange.merging.merge == "leader":
-            if "mean_loss" in known:  # an earlier state of mpikfac
-                arguments["mean_loss"] = loss.detach()
-            else:
-                trainer.exchange.report_loss(loss.detach())
+            trainer.exchange.report_loss(loss.detach())
         self._take(arguments)
         if self.pupils:
             self.pupils.end_step()

@@ -5,8 +5,6 @@
 #                             a part of --device; 15 minutes
 #   bash jobs/test.sh --all   all tests; an hour
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
-#   bash jobs/test.sh --coverage   which lines of the library the quick tests and those marked gate
-#                             run, without --device; 20 minutes
 #   bash jobs/test.sh --sizes   named strategies at 5, 7, 12 and 16 ranks, which take 6 GiB of
 #                             memory; 10 minutes
 #   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
@@ -17,6 +15,7 @@
 # for the quick tests at 4: at 3 ranks, MPI adds numbers in a different order. CONTRIBUTING.md says
 # which tests each of the lanes has. Two cores are enough: common.sh allows more ranks than cores and
 # gives each rank one thread.
+# With MPIKFAC_COVERAGE=1, as .ci/run sets it, tests/unit and tests/mpi also count lines of the library.
 # Limits of time are for hangs alone. Before each stage, a start of two ranks is timed, and all
 # limits of the stage grow with MPIKFAC_TEST_PACE: a machine that is ten times slower passes.
 set -uo pipefail
@@ -28,16 +27,15 @@ case ${1-} in
     --device | --sizes | --smpi | --all) chosen=() ;;
     --frameworks) extras+=(frameworks) ;;
     --ci) chosen=(-m gate) ;;
-    --coverage)
-        extras+=(lint) chosen=(-m "not slow or gate")
-        counted=(--cov=mpikfac --cov-report= --cov-append)
-        measured=(-m coverage run --parallel-mode --source=mpikfac)
-        ;;
     *)
-        echo "usage: bash jobs/test.sh, with nothing, --ci, --all, --coverage, --device, --sizes, --smpi or --frameworks" >&2
+        echo "usage: bash jobs/test.sh, with nothing, --ci, --all, --device, --sizes, --smpi or --frameworks" >&2
         exit 2
         ;;
 esac
+if [ -n "${MPIKFAC_COVERAGE-}" ]; then
+    counted=(--cov=mpikfac --cov-report= --cov-append)
+    measured=(-m coverage run --parallel-mode --source=mpikfac)
+fi
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 set_up "${extras[@]}"
@@ -140,12 +138,11 @@ esac
 others=(--ignore=tests/unit tests) numbers=(2 3 4)
 case ${1-} in
     "") others+=(--ignore=tests/mpi) numbers=(2 3) ;;
-    --coverage) "$PYTHON" -m coverage erase ;;
 esac
 stage "unit tests" one_process -n 2 --max-worker-restart=0 "${counted[@]}" "${chosen[@]}" tests/unit
 # Files start in the order of the folders: the long tests of apps/ come first.
 stage "tests of one process" one_process -n 2 --dist loadfile --no-loadscope-reorder \
-    --max-worker-restart=0 "${counted[@]}" "${chosen[@]}" "${others[@]}"
+    --max-worker-restart=0 "${chosen[@]}" "${others[@]}"
 for ranks in "${numbers[@]}"; do
     stage "tests of $ranks ranks" mpi "$ranks" "${measured[@]}" -m pytest -q -x "${chosen[@]}" tests/mpi
 done
@@ -160,9 +157,5 @@ case ${1-} in
         fi
         ;;
     --all) at_sizes 5 7 12 16 ;;
-    --coverage)
-        "$PYTHON" -m coverage combine --append --quiet
-        "$PYTHON" -m coverage report --skip-covered
-        ;;
 esac
 finish

@@ -31,7 +31,7 @@ class OnCurvatureServers(AtOnce):
     Args:
         plan: the plan of all ranks.
         solvers: the solvers of layers by name.
-        team: joins training and curvature servers, from `split`.
+        team: joins training and curvature servers, from `split_comm`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def run_curvature_server(
     Collective over: curvature.
 
     Args:
-        team: from `split`.
+        team: from `split_comm`.
         device: where to decompose; a device of the training ranks' kind gives the same numbers.
         trace: takes seconds and bytes of the stages.
     """

@@ -19,7 +19,7 @@ from mpikfac.numerics import unfold_triangle
 from support import inside
 
 MOST_OF_FACTORS = 140  # kernels of a step with factors beyond those of an ordinary step
-MOST = {"with factors": 505, "with decompositions": 685}
+MOST = {"with factors": 500, "with decompositions": 678}
 FORMATS = [torch.contiguous_format, torch.channels_last]
 COMM = mpikfac.world()
 

@@ -75,7 +75,7 @@ class AsyncSGD(Trainer):
         optimizer: as on the servers, which step it; here it names numbers such as the learning
             rate. A change of a number travels with the next update, and holds for all updates from
             then on.
-        team: from `split`.
+        team: from `split_comm`.
         strategy: `exchanged="updates"` and the choices of `Asynchrony`; what the ranks of a client
             exchange.
 

@@ -64,7 +64,7 @@ def run_parameter_server(
     Args:
         model: the model of the clients; the server takes the weights of client 0.
         optimizer: takes a step for each update, with the gradients of the update.
-        team: from `split`.
+        team: from `split_comm`.
         trace: takes seconds and bytes of the stages.
 
     Returns:
