@@ -29,7 +29,7 @@ def test_a_step_waits_seldom_and_starts_few_kernels(solver, more):
 
 def test_a_larger_network_has_few_kernels():
     """Oracle: the count of the emulated device for ResNet-50, whose layers have 21 shapes."""
-    assert steps_of("resnet50", 32)["ordinary"].kernels <= 765
+    assert steps_of("resnet50", 32)["ordinary"].kernels <= 770
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
