@@ -1,5 +1,6 @@
 from . import checkpoint as checkpoint
 from . import comm as comm
+from . import lab as lab
 from . import layers as layers
 from . import numerics as numerics
 from . import plan as plan
@@ -38,13 +39,18 @@ from .optimizer import DistributedShampoo as DistributedShampoo
 from .optimizer import DistributedSOAP as DistributedSOAP
 from .optimizer import KFACOptimizer as KFACOptimizer
 from .optimizer import Optimizer as Optimizer
+from .plan import BFloat16 as BFloat16
+from .plan import CommOpt as CommOpt
+from .plan import Compression as Compression
 from .plan import Distribution as Distribution
-from .plan import Exchange as Exchange
+from .plan import HybridOpt as HybridOpt
+from .plan import Int8 as Int8
 from .plan import LayerShape as LayerShape
+from .plan import MemOpt as MemOpt
 from .plan import Refresh as Refresh
 from .plan import Strategy as Strategy
+from .plan import Synchronous as Synchronous
 from .plan import Transport as Transport
-from .plan import Wires as Wires
 from .plan import default_rule as default_rule
 from .plan import get_strategy as get_strategy
 from .settings import Damping as Damping

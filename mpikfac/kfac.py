@@ -131,7 +131,7 @@ class KFAC(Trainer):
         check_kind("estimator", estimator, Estimator)
         check_kind("coverage", coverage, Coverage)
         team = SplitComm.of(comm)
-        strategy, settings = strategy_of(strategy, team.trains.size)
+        strategy, settings = strategy_of(strategy)
         check_synchronous(strategy)
         solvers = solvers_by_name(solver or settings.get("solver", "inverse"))
         of_solver = next(iter(solvers.values())).usual
@@ -166,7 +166,7 @@ class KFAC(Trainer):
         first_order = sum(bool(tensor.parameters) for tensor in uncovered)
         return (
             f"KFAC({len(self.layers)} layers covered, {first_order} tensors trained first-order, "
-            f"{self.plan.grid.count} ranks, {self.plan.strategy.workers} workers per layer, "
+            f"{self.plan.grid.count} ranks, {self.plan.grid.workers} workers per layer, "
             f"solver {self.plan.solver}, step {self.steps})"
         )
 
@@ -251,11 +251,11 @@ class KFAC(Trainer):
                 skips the gradients, and the batch is ignored.
 
         Raises:
-            ValueError: with `update="owner"`, as the owner of a layer has to step the layer; with
-                `overlap`, as gradients are sent before the caller can average them; with `parts`,
-                as K-FAC adds parts up in order; with `exchanged="weights"`, as the caller averages
-                gradients; with `Length("quadratic")`, as only `step` takes the batch; or other
-                parameters are trained than before.
+            ValueError: with `shard_optimizer`, as the owner of a layer has to step the layer; with
+                `overlap`, as gradients are sent before the caller can average them; with
+                `virtual_ranks`, as K-FAC adds their gradients up in order; with local steps, as the
+                caller averages gradients; with `Length("quadratic")`, as only `step` takes the
+                batch; or other parameters are trained than before.
         """
         self._check_preconditions()
         self._warn_of_unfinished()
@@ -288,15 +288,18 @@ class KFAC(Trainer):
             ValueError: they are not.
         """
         strategy = self.plan.strategy
-        if strategy.exchange.of_copies:
-            raise ValueError("with exchanged='weights' each rank steps a copy; call step()")
+        if strategy.sync.local_steps:
+            raise ValueError(
+                f"with sync={strategy.sync.name!r} each rank steps a replica; call step()"
+            )
         if self.settings.length.source == "quadratic":
             raise ValueError("with length='quadratic', call length.batch(inputs, loss) and step()")
         transport = strategy.transport
-        if self.built.plan.strategy.update == "owner" or transport.overlap or transport.parts:
+        sharded = strategy.assignment.shard_optimizer
+        if sharded or transport.overlap or transport.virtual_ranks:
             raise ValueError(
-                "with update='owner', overlap=True or parts gradients are not the caller's; "
-                "call step()"
+                "with shard_optimizer=True, overlap=True or virtual_ranks gradients are not the "
+                "caller's; call step()"
             )
         check_momentum(self.optimizer, strategy, self.settings.length.momentum)
 

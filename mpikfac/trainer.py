@@ -175,8 +175,8 @@ class Trainer:
                 the same.
 
         Raises:
-            ValueError: a scaler with `overlap` or with `exchanged="weights"`; `examples` with
-                `overlap` or `parts`; a gradient that was changed after `overlap` had sent it; a
+            ValueError: a scaler with `overlap` or with local steps; `examples` with
+                `overlap` or `virtual_ranks`; a gradient that was changed after `overlap` had sent it; a
                 converted or moved model; a negative `max_norm`; `Length("quadratic")` without
                 `length.batch(inputs, loss)`; a second momentum, also from a scheduler; a gradient
                 of a parameter that the optimizer has and the model lacks.
@@ -293,7 +293,7 @@ class Trainer:
     def collect(self) -> None:
         """Take a part of the rank's share of a batch; call after the part's backward pass.
 
-        Only with `parts=n`: a rank takes `n / ranks` parts in turn, with the mean loss of the
+        Only with `virtual_ranks=n`: a rank takes `n / ranks` parts in turn, with the mean loss of the
         part's examples and fresh gradients, and then calls `step`.
 
         Collective over: none.
@@ -357,7 +357,7 @@ class Trainer:
 
     @property
     def exchange(self) -> OneModel:
-        """What ranks exchange beside sums; `report_loss(loss)` is for merge="leader"."""
+        """What ranks exchange beside sums; `report_loss(loss)` is for `LSGD`."""
         return self.built.exchange
 
     @property
@@ -371,7 +371,7 @@ class Trainer:
     def average_replicas(self) -> None:
         """Average the copies of the model now, if copies may differ.
 
-        With `exchanged="weights"`, ranks hold different copies of the model between two exchanges.
+        With local steps, ranks hold different copies of the model between two exchanges.
         Call `average_replicas` before a test of the model, and before `state_dict`. Steps go on as
         if the exchange had been due.
 
@@ -487,9 +487,9 @@ class Trainer:
         adapted damping: everything needed to resume exactly, also between two decompositions.
         Losses of encoding are dropped, as in a restart.
 
-        With `exchanged="weights"`, the optimizer's state of each rank.
+        With local steps, the optimizer's state of each rank.
 
-        Collective over: world with `reduce_at="bases"` or `overlap`, else none.
+        Collective over: world with `reduce_factors_at="inverses"` or `overlap`, else none.
 
         Raises:
             ValueError: ranks hold different copies of the model; `average_replicas` comes first.
@@ -599,7 +599,7 @@ class FirstOrderTrainer(Trainer):
     ) -> None:
         check_optimizer(optimizer, model)
         team = SplitComm.of(comm)
-        strategy, _ = strategy_of(strategy or Strategy(), team.trains.size)
+        strategy, _ = strategy_of(strategy)
         super().__init__(model, optimizer, team, strategy.first_order(), Method(), trace)
 
 

@@ -79,7 +79,7 @@ def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
         if team.comm is None:
             mpikfac.run_curvature_server(team)
         else:
-            strategy = Strategy.comm_opt(team.size, delay=1, curvature_servers=1)
+            strategy = Strategy(refresh=CurvatureServers(servers=1))
             kfac = KFAC(model, optimizer, team, strategy)
             ...
             kfac.close()

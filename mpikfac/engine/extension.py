@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Part
 from mpikfac.engine.site import Site
-from mpikfac.plan import PlannedCopies, RankPlan, split_layers
+from mpikfac.plan import RankPlan, robust, split_layers
 
 
 class OneModel(Part):
@@ -47,7 +47,7 @@ class OneModel(Part):
             ValueError: the exchange takes no loss.
         """
         raise ValueError(
-            "exchange.report_loss(loss) is for merge='leader'; other exchanges take no loss"
+            "exchange.report_loss(loss) is for sync=LSGD(...); other exchanges take no loss"
         )
 
     def begin_step(self, step: int) -> None:
@@ -84,18 +84,11 @@ class OneModel(Part):
         return state
 
 
-EXCHANGES: Mapping[tuple[bool, bool], str] = {
-    (False, False): "mpikfac.engine.extension:OneModel",
-    (True, False): "mpikfac.extensions.copies:Copies",
-    (False, True): "mpikfac.extensions.gradients:GentleStart",
-}
-"""What ranks exchange: whether ranks step copies of the model, and whether sums begin gently."""
-
 ATTACHED: Mapping[str, Callable[[RankPlan], bool]] = {
     "mpikfac.extensions.hybrid:SlicedGradients": lambda plan: bool(
         split_layers.in_slices(plan).parameters
     ),
-    "mpikfac.extensions.robust:RuleMemory": lambda plan: bool(PlannedCopies(plan).dealt),
+    "mpikfac.extensions.robust:RuleMemory": lambda plan: bool(robust.dealt(plan)),
 }
 """Further parts of the gradients of a step, by their places, and the plans that need them."""
 
@@ -103,8 +96,10 @@ ATTACHED: Mapping[str, Callable[[RankPlan], bool]] = {
 def exchange_of(site: Site, gradients: Gradients) -> OneModel:
     """Return the exchange that the strategy asks for."""
     strategy = site.plan.strategy
-    place = EXCHANGES[strategy.exchange.of_copies, strategy.transport.wires.gentle]
-    return cast(OneModel, resolve_name(place)(site, gradients))
+    chosen: OneModel | None = strategy.sync.attach(site, gradients)
+    if chosen is None and (compressor := strategy.compression.gradients):
+        chosen = compressor.attach(site, gradients)
+    return chosen or OneModel(site, gradients)
 
 
 def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:

@@ -42,7 +42,7 @@ def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
 
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
     """Return the views that sums turn into means; a robust rule takes vectors as they are."""
-    if plan.strategy.exchange.robust.combine == "mean":
+    if plan.strategy.sync.aggregation.sums:
         return [arena.flat]
     return [arena[name] for name in plan.means]
 
@@ -375,11 +375,14 @@ def check_weighable(examples: int, strategy: Strategy) -> None:
             before the weight is known.
     """
     check_count("examples", examples, 0)
-    transport, exchange = strategy.transport, strategy.exchange
-    if exchange.of_copies:
-        raise ValueError(f"examples={examples} needs exchanged='gradients', not 'weights'")
-    if transport.overlap or transport.parts is not None:
+    transport, sync = strategy.transport, strategy.sync
+    if sync.local_steps:
         raise ValueError(
-            f"examples={examples} needs overlap=False and parts=None, not "
-            f"overlap={transport.overlap} and parts={transport.parts}"
+            f"examples={examples} needs sync='synchronous', not {sync.name!r}: ranks average no "
+            f"gradients"
+        )
+    if transport.overlap or transport.virtual_ranks is not None:
+        raise ValueError(
+            f"examples={examples} needs overlap=False and virtual_ranks=None, not "
+            f"overlap={transport.overlap} and virtual_ranks={transport.virtual_ranks}"
         )

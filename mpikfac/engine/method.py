@@ -13,7 +13,7 @@ from mpikfac.engine.extension import OneModel, exchange_of
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Part
 from mpikfac.engine.site import Site
-from mpikfac.engine.update import UPDATES, Everyone
+from mpikfac.engine.update import Everyone, update_of
 from mpikfac.layers import Layer, Other, find_uncovered
 from mpikfac.numerics import Scaler
 from mpikfac.plan import Plan, Split, Strategy, plan_for
@@ -219,7 +219,7 @@ class Method:
 
     def update(self, gradients: Gradients, exchange: OneModel) -> Everyone:
         """Return who steps the model."""
-        return UPDATES[gradients.plan.strategy.update](gradients)
+        return update_of(gradients)
 
 
 def described(

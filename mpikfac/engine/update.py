@@ -22,7 +22,7 @@ class Everyone:
     def bound(self, max_norm: float) -> None:
         """Scale the averaged gradients, if the norm of all gradients together is above `max_norm`.
 
-        Collective over: world with update="owner", else none.
+        Collective over: world if the optimizer is sharded, else none.
         """
         arena, slots = self.gradients.arena, self.gradients.slots
         scale = (float(max_norm) / (self._square().sqrt() + 1e-6)).clamp(max=1.0)
@@ -46,7 +46,7 @@ class Everyone:
     def step(self, optimizer: Optimizer) -> None:
         """Step the model.
 
-        Collective over: world with update="owner", else none.
+        Collective over: world if the optimizer is sharded, else none.
         """
         self.gradients.counts.step()
         with self.site.trace.stage(names.OPTIMIZER):
@@ -130,5 +130,7 @@ class Owners(Everyone):
         self.site.grid.exchange(plain, self.gradients.arena.flat)
 
 
-UPDATES = {"everyone": Everyone, "owner": Owners}
-"""Updates, by the strategy's choice `update`."""
+def update_of(gradients: Gradients) -> Everyone:
+    """Return the update that the strategy asks for."""
+    kind = Owners if gradients.plan.strategy.assignment.shard_optimizer else Everyone
+    return kind(gradients)

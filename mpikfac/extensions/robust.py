@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from mpikfac.engine import Gradients, Item, Part, Site
-from mpikfac.plan import PlannedCopies
+from mpikfac.plan import robust
 from mpikfac.plan.names import OF_RULE
 
 
@@ -19,7 +19,7 @@ class RuleMemory(Part):
     def __init__(self, site: Site, gradients: Gradients, model: nn.Module) -> None:
         super().__init__(site)
         self._combiner = site.grid.combiner
-        self._combiner.prepare(PlannedCopies(site.plan).dealt, site.plan.rank, site.dtype)
+        self._combiner.prepare(robust.dealt(site.plan), site.plan.rank, site.dtype)
 
     def forget(self) -> None:
         """Forget earlier steps."""

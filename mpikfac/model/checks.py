@@ -26,6 +26,7 @@ from mpikfac.plan import Fisher, Form, Strategy
 from mpikfac.settings import Length, Schedule
 
 Block = Layer | Other
+OF_COMPRESSION = "compression.gradients.momentum"
 LARGEST_RATE = 0.05  # of steps with lengths of Adam's
 LIBRARY = Path(__file__).parents[1]
 
@@ -106,9 +107,9 @@ def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strateg
     """Return if the optimizer has all that owners step.
 
     Raises:
-        ValueError: with `update="owner"`, a trained parameter is not in the optimizer.
+        ValueError: with `shard_optimizer`, a trained parameter is not in the optimizer.
     """
-    if strategy.update == "owner":
+    if strategy.assignment.shard_optimizer:
         stepped = members(optimizer)
         for block in blocks:
             if not stepped.issuperset(block.parameters):
@@ -170,8 +171,14 @@ def check_synchronous(strategy: Strategy) -> None:
     Raises:
         ValueError: clients send updates to servers.
     """
-    if strategy.exchange.asynchronous:
-        raise ValueError("exchanged='updates' needs the trainer mpikfac.AsyncSGD")
+    if not strategy.sync.waits_for_all:
+        raise ValueError(f"sync={strategy.sync.name!r} needs the trainer mpikfac.AsyncSGD")
+
+
+def _momentum_of_compression(strategy: Strategy) -> float:
+    """Return the momentum that the encoding of gradients takes."""
+    compressor = strategy.compression.gradients
+    return 0.0 if compressor is None else compressor.momentum
 
 
 def check_momentum(
@@ -185,12 +192,12 @@ def check_momentum(
     Raises:
         ValueError: two momenta are given.
     """
-    top = strategy.transport.wires.top_momentum
+    top = _momentum_of_compression(strategy)
     if top and of_gradients:
         raise ValueError(
-            f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out"
+            f"{OF_COMPRESSION}={top} and Length(momentum={of_gradients}): leave one of them out"
         )
-    name, of_kfac = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
+    name, of_kfac = (OF_COMPRESSION, top) if top else ("Length(momentum)", of_gradients)
     when = "are added up" if top else "are preconditioned"
     if isinstance(optimizer, Descent):  # whose momentum is `of_gradients`
         if not of_gradients and any(group["momentum"] for group in optimizer.param_groups):
@@ -232,9 +239,9 @@ def check_loaded_momentum(
             "the state has momenta of gradients, and no momentum of the optimizer; train with "
             "KFAC and Length(momentum=...) as before"
         )
-    top = strategy.transport.wires.top_momentum
-    choice = f"top_momentum={top}" if top else f"Length(momentum={of_gradients})"
-    remedy = "top_momentum" if top else "Length(momentum)"
+    top = _momentum_of_compression(strategy)
+    choice = f"{OF_COMPRESSION}={top}" if top else f"Length(momentum={of_gradients})"
+    remedy = OF_COMPRESSION if top else "Length(momentum)"
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if of_group and not descends and (top or of_gradients) and value:

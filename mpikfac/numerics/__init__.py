@@ -14,8 +14,6 @@ from mpikfac.numerics.fisher import Loss as Loss
 from mpikfac.numerics.fisher import check_outputs as check_outputs
 from mpikfac.numerics.fisher import exact as exact
 from mpikfac.numerics.fisher import sampled as sampled
-from mpikfac.numerics.messages import BY_COORDINATE as BY_COORDINATE
-from mpikfac.numerics.messages import BY_VECTOR as BY_VECTOR
 from mpikfac.numerics.messages import ByVector as ByVector
 from mpikfac.numerics.messages import Near as Near
 from mpikfac.numerics.messages import add_decoded as add_decoded

@@ -57,9 +57,9 @@ def of_statistics(
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in factors]
     counts: list[Block] = [(factor.counted, (1,)) for factor in factors]
     # Counts stand beside their sums, or behind all sums if sums travel encoded.
-    encoded = strategy.transport.wires.factor_wire is not None
+    encoded = strategy.compression.factors is not None
     blocks = sums + counts if encoded else [block for pair in zip(sums, counts) for block in pair]
-    if strategy.reduction != "owners":
+    if strategy.assignment.factor_reduction != "reduce_scatter":
         return lay_out([blocks])
     owners = {name: f.owner for f in factors for name in (f.name, f.counted)}
     return lay_out(by_rank(blocks, owners, ranks))

@@ -32,7 +32,7 @@ class RankPlan:
         layers: the covered layers.
         uncovered: names and shapes of uncovered tensors that travel with the gradients.
         means: names of `uncovered` of which ranks always take the mean.
-        updaters: rank to step a layer or uncovered parameter if update="owner".
+        updaters: rank to step a layer or uncovered parameter if the optimizer is sharded.
         solvers: the run's solver, then the layers with a different solver: "eigen, fc: rank-one".
         split: the split layers of the model.
         replaced: functions of extensions in the place of functions of `stages`, by the name of the
@@ -61,19 +61,19 @@ class RankPlan:
     @property
     def late(self) -> bool:
         """Whether a rank averages factors over time first, and over ranks only at a refresh."""
-        return self.strategy.transport.reduce_at == "bases"
+        return self.strategy.transport.reduce_factors_at == "inverses"
 
     @property
     def parts(self) -> int:
         """Parts of a batch that the rank takes in turn; 0 if the rank takes a share as a whole."""
-        return (self.strategy.transport.parts or 0) // self.grid.count
+        return (self.strategy.transport.virtual_ranks or 0) // self.grid.count
 
     @property
     def pooled(self) -> int:
         """The number of equal shares of a batch that factors come from: parts, ranks, or 1."""
-        alone = self.strategy.exchange.robust.combine_factors == "near"
-        alone |= self.strategy.reduction == "none"
-        return 1 if alone else self.strategy.transport.parts or self.grid.count
+        alone = not self.strategy.sync.factor_aggregation.sums
+        alone |= self.strategy.assignment.factor_reduction == "local"
+        return 1 if alone else self.strategy.transport.virtual_ranks or self.grid.count
 
     @property
     def turns(self) -> list[int | None]:
@@ -84,7 +84,7 @@ class RankPlan:
     @property
     def owner_updates(self) -> bool:
         """Whether a layer or parameter is stepped by the updater only."""
-        return self.strategy.update == "owner"
+        return self.strategy.assignment.shard_optimizer
 
     def steps(self, name: str) -> bool:
         """Return whether the rank steps the layer or parameter `name`."""
@@ -105,14 +105,15 @@ class RankPlan:
         """Factors with statistics of the rank's own batch."""
         if self.of_gradient:
             return ()
-        return self.owned if self.strategy.reduction == "none" else self.factors
+        local = self.strategy.assignment.factor_reduction == "local"
+        return self.owned if local else self.factors
 
     @cached_property
     def averaged(self) -> tuple[Factor, ...]:
         """Factors with running averages on the rank."""
         if self.of_gradient:
             return self.decomposed()
-        to_owners = self.strategy.reduction == "owners" and not self.late
+        to_owners = self.strategy.assignment.factor_reduction == "reduce_scatter" and not self.late
         return self.owned if to_owners else self.recorded
 
     def decomposed(self, turn: int | None = None) -> tuple[Factor, ...]:
@@ -158,7 +159,7 @@ class RankPlan:
     @cached_property
     def publishes_bases(self) -> bool:
         """Whether a layer's bases are needed by a rank without the decompositions."""
-        alone = self.owner_updates and self.strategy.colocate_factors
+        alone = self.owner_updates and self.strategy.assignment.colocate_factors
         return self.grid.workers > 1 and not alone
 
     @cached_property
@@ -208,7 +209,7 @@ class RankPlan:
         )
 
     def _gradients(self) -> Layout:
-        vectors = self.strategy.exchange.of_vectors  # means lie behind
+        vectors = self.strategy.sync.of_vectors  # means lie behind
         uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
         # Sums of all ranks: the order depends on no placement. Overlapped messages stay whole.
         apart = self.strategy.transport.overlap

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 
 from mpikfac.plan import extensions, names, stages
-from mpikfac.plan.choices import SPLIT, Split, Strategy, check, one_of
+from mpikfac.plan.choices import SPLIT, Choice, Choices, Split, Strategy, check, one_of
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message
 from mpikfac.plan.of_rank import Itemsizes, RankPlan
@@ -42,7 +42,7 @@ class Plan:
         itemsize: bytes of a number, but for numbers of running averages and of decompositions.
         columns_of: column of every layer.
         owners: rank to decompose a factor ("conv1.A").
-        updaters: rank to step a layer or uncovered parameter if update="owner".
+        updaters: rank to step a layer or uncovered parameter if the optimizer is sharded.
         turns_of: turn of every layer in a refresh, from 0 to `stagger` - 1.
         split: the split layers of the model.
     """
@@ -120,9 +120,10 @@ class Plan:
     def grid(self) -> RankGrid:
         """The ranks as rows and columns, on nodes."""
         strategy = self.strategy
-        per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.curvature_servers
+        per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.servers
         split = self.split.distribution
-        return RankGrid(self.ranks, strategy.workers, per_node, curvature, split)
+        workers = strategy.assignment.workers(self.ranks)
+        return RankGrid(self.ranks, workers, per_node, curvature, split)
 
     def load(self, rank: int) -> int:
         """Return the work of `rank` in a refresh: the sum of n^3 over the factors to decompose.
@@ -193,7 +194,7 @@ def plan_for(
     _check_layers(layers, ranks, strategy, forms)
     split = split or Split()
     of_split = {"ways": split.distribution.ways, "handed_on": bool(layers and split.handed_on)}
-    check(SPLIT, strategy.choices() | of_split)
+    check(SPLIT, Choices(strategy, of_split))
     of_layers = _forms_of(layers, forms)
     layers = [_with_factors(layer, of_layers[layer.name]) for layer in layers]
     turns_of = deal(layers, of_layers, strategy.refresh.stagger)
@@ -234,7 +235,9 @@ def step_messages(
 def _values(value: object) -> object:
     """Return a record as a tuple of values, in which names of classes and fields do not count."""
     if is_dataclass(value):
-        return tuple(_values(getattr(value, field.name)) for field in fields(value) if field.repr)
+        method = (value.name,) if isinstance(value, Choice) else ()
+        of_fields = (_values(getattr(value, field.name)) for field in fields(value) if field.repr)
+        return *method, *of_fields
     if isinstance(value, Mapping):
         return tuple((key, _values(content)) for key, content in value.items())
     return tuple(map(_values, value)) if isinstance(value, tuple) else value
@@ -275,5 +278,6 @@ def _check_layers(
                 f"layer {layer.name!r}: solver={solver!r} needs a run with factors of the same "
                 f"kind, and those of solver={names[0]!r} come from the {sources[names[0]]}"
             )
-    choices = strategy.choices() | {"ranks": ranks, "solver": names[0] if names else ""}
+    settings = {"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)}
+    choices = Choices(strategy, settings | {"solver": names[0] if names else ""})
     check_layers([need for form in forms for need in form.needs], layers, choices)

@@ -82,7 +82,7 @@ class PlannedLayer:
     Attributes:
         solver: the description of the layer's solver.
         column: the column of ranks to precondition the layer.
-        updater: the rank to step the layer if update="owner".
+        updater: the rank to step the layer if the optimizer is sharded.
         turn: the layer's turn in a refresh, from 0 to `stagger` - 1.
         fused: number of the layer's message in a stage.
         factors: A's factors before G's.
@@ -238,9 +238,10 @@ def _factor(
 ) -> Factor:
     name = shape.name
     blocks = (Block(f"{name}.{kind}", kind, shape.part(n)) for kind, n in form.blocks.items())
-    everywhere = (strategy.reduction, strategy.update) == ("everyone", "everyone")
+    assignment = strategy.assignment
+    everywhere = assignment.factor_reduction == "allreduce" and not assignment.shard_optimizer
     # A vector is used without a decomposition: where all ranks have it, nothing has to be sent.
-    replicated = (form.vector and everywhere) or shape.order < strategy.replicate_below
+    replicated = (form.vector and everywhere) or shape.order < assignment.replicate_below
     return Factor(
         name=name,
         order=shape.order,
@@ -282,19 +283,19 @@ def place(
 
     Loads are compared within a turn of a refresh, as the layers of 1 turn are decomposed at a time.
     """
-    power = 3 if strategy.balance == "compute" else 2
-    columns = ranks // strategy.workers
+    assignment, workers = strategy.assignment, strategy.assignment.workers(ranks)
+    power, columns = (3 if assignment.assignment_strategy == "compute" else 2), ranks // workers
     jobs: list[tuple[int, LayerShape, list[str]]] = []
     for layer in layers:
         costs = _costs(layer, forms, power)
         # A factor that every worker decomposes for itself loads all workers alike.
-        costs |= {f.name: 0 for f in layer.factors if f.order < strategy.replicate_below}
-        if strategy.colocate_factors:
+        costs |= {f.name: 0 for f in layer.factors if f.order < assignment.replicate_below}
+        if assignment.colocate_factors:
             jobs.append((sum(costs.values()), layer, list(costs)))
         else:
             jobs += [(cost, layer, [name]) for name, cost in costs.items()]
     loads = [[0] * ranks for _ in range(strategy.refresh.stagger)]
-    ranks_apart = diagonally(strategy.workers, columns)
+    ranks_apart = diagonally(workers, columns)
     in_columns: dict[int | None, list[int]] = {None: ranks_apart}
     for rank in ranks_apart:
         in_columns.setdefault(rank % columns, []).append(rank)

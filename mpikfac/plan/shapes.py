@@ -251,7 +251,7 @@ def check_layers(
         of_layer = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
         of_layer |= {"diagonal": layer.diagonal}
         usual = of_layer == {"solver": choices["solver"], "rank": None, "diagonal": ""}
-        check(table, {**choices, **of_layer}, "" if usual else f" of layer {layer.name!r}")
+        check(table, choices | of_layer, "" if usual else f" of layer {layer.name!r}")
 
 
 def few(rank: int, order: int) -> bool:

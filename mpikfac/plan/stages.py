@@ -6,12 +6,12 @@ extensions that take the place of a stage.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 
 from mpikfac.plan import names
-from mpikfac.plan.codec import Codec, matrix
+from mpikfac.plan.choices import Compressor
+from mpikfac.plan.codec import Codec
 from mpikfac.plan.layout import Layout
 from mpikfac.plan.messages import (
     Message,
@@ -40,7 +40,7 @@ def messages(
         sent += reduce_statistics(rank, turn if rank.late else None)
     if refresh:
         sent += publish_bases(rank, turn)
-    if not rank.strategy.exchange.of_copies:
+    if not rank.strategy.sync.local_steps:
         sent += reduce_gradients(rank)
     sent += publish_directions(rank)
     return sent + (clip(rank) if clipped else []) + publish_weights(rank)
@@ -48,7 +48,7 @@ def messages(
 
 def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
     """Return the sums of factors, of all layers or of the layers of a turn."""
-    if rank.strategy.reduction == "none":
+    if rank.strategy.assignment.factor_reduction == "local":
         return []
     if extension := rank.replaced.get(names.REDUCE_STATISTICS):
         return extension(rank, turn)
@@ -57,7 +57,7 @@ def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
     counts = {factor.counted: fused.get(factor.name) for factor in rank.factors}
     # Averages over time make up for losses of a batch's factors; nothing makes up for losses of
     # averages that travel.
-    codec = _codec(rank, rank.strategy.transport.wires.factor_wire, rank.sums, not rank.late)
+    codec = _codec(rank.strategy.compression.factors, rank.sums, not rank.late)
     if codec is None:
         return summed(rank, stage, rank.sums, factors | counts)
     # Counts travel as they are, in one message.
@@ -73,7 +73,7 @@ def publish_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
     fused = _fused(rank, turn)
     kinds = {b.name: fused.get(f.name) for f in rank.factors for b in f.blocks}
     layout, size = rank.layouts.bases, rank.itemsizes.bases
-    codec = _codec(rank, rank.strategy.transport.wires.basis_wire, layout, feedback=False)
+    codec = _codec(rank.strategy.compression.inverses, layout, feedback=False)
     return gathered(rank, names.PUBLISH_BASES, "column", layout, kinds, size, codec)
 
 
@@ -86,12 +86,12 @@ def reduce_gradients(rank: RankPlan) -> list[Message]:
 
 def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message]:
     """Return the sums of all gradients, but for the blocks `without`."""
-    layout, wires = rank.layouts.gradients, rank.strategy.transport.wires
+    layout, compressor = rank.layouts.gradients, rank.strategy.compression.gradients
     apart = rank.strategy.transport.overlap
     kinds = {name: number if apart else -1 for name, number in rank.messages_of.items()}
     codec = codec_of_sums(rank, layout)
-    if codec and codec.name == "top-k":
-        codec = replace(codec, momentum=wires.top_momentum)
+    if codec and compressor:
+        codec = replace(codec, momentum=compressor.momentum)
     return [
         message
         for codec, kinds in with_uncovered(rank, codec, kinds, -1)
@@ -148,7 +148,7 @@ def summed(
     ranks, itemsize = rank.grid.count, rank.itemsizes.numbers
     if rank.parts:
         return in_order(stage, layout, ranks, itemsize)
-    by_owners = rank.strategy.transport.sums == "alltoall" or (codec and not codec.summable)
+    by_owners = rank.strategy.transport.owner_sums == "alltoall" or (codec and not codec.summable)
     primitive: str | None = "Alltoall" if by_owners else "Reduce_scatter"
     if rank.strategy.transport.overlap:  # an overlapped message is sent in pieces
         primitive = None
@@ -177,7 +177,7 @@ def in_levels(
 ) -> list[Message]:
     """Return the messages of a team in the levels of the rank's strategy."""
     seat = rank.grid.seat(team, rank.rank)
-    if (shards := rank.strategy.transport.shards) is not False:
+    if (shards := rank.strategy.transport.balanced_shards) is not False:
         member, always = team.index(rank.rank), shards is True
         return in_shards(of_one_level, len(team), member, seat, itemsize, always)
     return in_two_levels(of_one_level, seat, itemsize) if seat else of_one_level
@@ -193,17 +193,8 @@ def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
 
 def codec_of_sums(rank: RankPlan, layout: Layout) -> Codec | None:
     """Return the codec of sums of gradients, or of changes of weights, in the form of both."""
-    wires = rank.strategy.transport.wires
-    codec = _codec(rank, wires.gradient_wire, layout)
-    if codec is None or codec.name != "power-sgd":
-        return codec
-    layers = {layer.name for layer in rank.layers}
-    matrices = [
-        matrix(layout.offsets[name], layout.shapes[name], name in layers)
-        for name in layout.offsets
-        if name in rank.messages_of and math.prod(layout.shapes[name]) > 0
-    ]
-    return replace(codec, rank=wires.power_rank, matrices=tuple(matrices))
+    compressor = rank.strategy.compression.gradients
+    return None if compressor is None else compressor.codec_of_sums(rank, layout)
 
 
 def with_uncovered(
@@ -219,17 +210,11 @@ def with_uncovered(
     return [(None, {**kinds, **plain})] if codec is None else [(codec, kinds), (None, plain)]
 
 
-def _codec(rank: RankPlan, wire: str | None, layout: Layout, feedback: bool = True) -> Codec | None:
-    """Return the codec of a wire; losses of bfloat16 are too small to keep."""
-    if wire is None:
-        return None
-    if wire == "top-k":
-        share = rank.strategy.transport.wires.top_share
-        return Codec(wire, share, feedback, padding=layout.padding())
-    return Codec(wire, feedback=feedback and wire != "bfloat16")
+def _codec(compressor: Compressor | None, layout: Layout, feedback: bool) -> Codec | None:
+    return None if compressor is None else compressor.codec(layout, feedback)
 
 
 def _codec_of_values(rank: RankPlan, layout: Layout) -> Codec | None:
-    """Return the codec of numbers that a rank sends as they are; PowerSGD only adds up."""
-    wire = rank.strategy.transport.wires.gradient_wire
-    return _codec(rank, None if wire == "power-sgd" else wire, layout)
+    """Return the codec of numbers that a rank sends as they are."""
+    compressor = rank.strategy.compression.gradients
+    return _codec(compressor if compressor and compressor.of_values else None, layout, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpikfac.plan import Plan, names
 from mpikfac.predict import costs
@@ -71,13 +71,13 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
         ValueError: the machine has no times of the model, or the plan has layers of K-FAC, which
             servers do not know.
     """
-    asynchrony = plan.strategy.exchange.asynchrony
+    asynchrony: Any = plan.strategy.sync
     if plan.covered:
-        raise ValueError("exchanged='updates' needs training without K-FAC, such as sgd:downpour")
-    number, steps = plan.ranks // asynchrony.client_ranks, asynchrony.push_every
+        raise ValueError("clients and servers need training without K-FAC, such as sgd:downpour")
+    number, steps = plan.ranks // asynchrony.ranks_per_client, asynchrony.push_interval
     network = machine.network(job.model, job.batch)
     size = plan.of(0).layouts.gradients.size * plan.itemsize
-    ranks, nodes, sharing = costs.placed(range(asynchrony.client_ranks), plan, machine)
+    ranks, nodes, sharing = costs.placed(range(asynchrony.ranks_per_client), plan, machine)
     stages = {
         names.FORWARD: network.forward,
         names.BACKWARD: network.backward,

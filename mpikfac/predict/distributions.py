@@ -11,6 +11,7 @@ from mpikfac.plan import (
     Channels,
     Distribution,
     LayerCall,
+    MemOpt,
     Message,
     Place,
     Plan,
@@ -82,7 +83,7 @@ def _cost(distribution: Distribution, ranks: int, machine: Machine | None, items
     if machine is None:
         return lambda messages: sum(message.wire for message in messages)
     split = Split(Distribution(distribution.ways, strided=distribution.strided))
-    plan = plan_for([], ranks, Strategy.mem_opt(), itemsize=itemsize, split=split)
+    plan = plan_for([], ranks, Strategy(MemOpt()), itemsize=itemsize, split=split)
     return lambda messages: sum(_seconds(message, plan, machine) for message in messages)
 
 

@@ -62,7 +62,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
             out of bounds.
     """
     _check(job)
-    if plan.strategy.exchange.asynchronous:
+    if not plan.strategy.sync.waits_for_all:
         return of_clients(plan, machine, job)
     ranks = representatives(plan)
     stagger = plan.strategy.refresh.stagger
@@ -213,8 +213,8 @@ def _of_turns(
     """Return the mean step over the turns of a refresh, and over exchanges of weights."""
     all_layers, *turns = plan.of(0).turns
     turns = turns if kind[1] and turns else [all_layers]
-    exchange = plan.strategy.exchange
-    everywhere, in_node = 1 / exchange.sync_every, 1 / exchange.in_node
+    share = plan.strategy.sync.share_of_steps
+    everywhere, in_node = share(names.EXCHANGE_WEIGHTS), share(names.EXCHANGE_IN_NODE)
     left_out = {
         (): everywhere,
         (names.EXCHANGE_WEIGHTS,): in_node - everywhere,
@@ -231,7 +231,7 @@ def _of_turns(
 
 def _together(plan: Plan, job: Job) -> int:
     """Return the number of steps from a message of all ranks to the next."""
-    interval = plan.strategy.exchange.sync_every
+    interval = plan.strategy.sync.sync_every
     return min(interval, job.factor_update_steps) if plan.layers else interval
 
 
@@ -259,7 +259,7 @@ def _step(
     spread = job.stragglers / math.sqrt(_together(plan, job))  # of the mean of several steps
     slowest = costs.expected_slowest(spread, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
-    if refresh and plan.strategy.refresh.curvature_servers:
+    if refresh and plan.strategy.refresh.servers:
         step = sum(seconds for stage, seconds in compute.items() if stage != names.DECOMPOSE)
         compute[names.DECOMPOSE] = _awaited(plan, machine, turn, step)
     overlap = plan.strategy.transport.overlap
@@ -320,12 +320,12 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
 
 
 def _awaited(plan: Plan, machine: Machine, turn: int | None, step: float) -> float:
-    """Return the seconds in which ranks wait for curvature servers' bases, after `delay` steps."""
-    loads = [0.0] * plan.strategy.refresh.curvature_servers
+    """Return the seconds in which ranks wait for bases of curvature servers, when these are due."""
+    loads = [0.0] * plan.strategy.refresh.servers
     for rank in sorted(set(plan.owners.values())):
         seconds = costs.decompose_seconds(plan, rank, machine, turn)
         loads[plan.grid.curvature_server(rank)] += seconds
-    return max(0.0, max(loads) - plan.strategy.refresh.delay * step)
+    return max(0.0, max(loads) - plan.strategy.refresh.staleness * step)
 
 
 def _computations(

@@ -6,7 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mpikfac.plan import NAMED, Form, LayerShape, Shape, Strategy, divisors, plan_for, stages
+from mpikfac.plan import (
+    NAMED,
+    Form,
+    HybridOpt,
+    LayerShape,
+    Shape,
+    Strategy,
+    divisors,
+    plan_for,
+    stages,
+)
 from mpikfac.predict import costs
 from mpikfac.predict.machine import Machine
 from mpikfac.predict.prediction import Job
@@ -38,7 +48,8 @@ def choose(
         if job.inv_update_steps % strategy.refresh.stagger == 0:
             try:
                 chosen = tuned(strategy, layers, others, ranks, machine, job, forms)
-                plans[name, strategy.workers] = plan_for(layers, ranks, chosen, others, forms)
+                workers = strategy.assignment.workers(ranks)
+                plans[name, workers] = plan_for(layers, ranks, chosen, others, forms)
             except ValueError as error:
                 refusal = error
     if not plans:
@@ -49,14 +60,14 @@ def choose(
 
 def _candidates(ranks: int) -> Iterator[tuple[str, Strategy]]:
     for name, way in NAMED.items():
-        if way.same and not way.choices.get("delay"):
-            options = [{}] if "workers" in way.choices else _between(ranks)
-            yield from ((name, way.make(ranks, **workers)) for workers in options)
-
-
-def _between(ranks: int) -> list[dict[str, int]]:
-    """Return the numbers of workers between MEM-OPT (1) and COMM-OPT (all)."""
-    return [{"workers": count} for count in divisors(ranks)[1:-1]]
+        if not way.same or way.strategy.refresh.staleness:
+            continue
+        if isinstance(hybrid := way.strategy.assignment, HybridOpt):
+            for count in divisors(ranks)[1:-1]:  # between MEM-OPT (1) and COMM-OPT (all)
+                of_count = replace(hybrid, grad_workers=count, grad_worker_fraction=None)
+                yield name, replace(way.strategy, assignment=of_count)
+        else:
+            yield name, way.strategy
 
 
 def tuned(
@@ -75,12 +86,12 @@ def tuned(
     """
     if not layers or ranks == 1:
         return strategy
-    if strategy.replicate_below:
+    if strategy.assignment.replicate_below:
         below = replicated_below(strategy, layers, ranks, machine, forms)
-        strategy = strategy.changed(replicate_below=below)
+        strategy = _replicating(strategy, below)
     if not strategy.transport.overlap:
         return strategy
-    plan = plan_for(layers, ranks, strategy.changed(fusion=1), others, forms)
+    plan = plan_for(layers, ranks, _fusing(strategy, 1), others, forms)
     network = machine.network(job.model, job.batch)
     backward = (network.backward + network.statistics) / len(layers)
     ready = [backward * (len(layers) - number) for number in range(len(layers))]
@@ -89,7 +100,16 @@ def tuned(
         return strategy
     agreement = costs.agreement_seconds(plan, machine)
     seconds = [agreement + costs.overlapped_seconds(sum_, plan, 0, machine) for sum_ in sums]
-    return strategy.changed(fusion=merged(seconds, ready, latency=2 * agreement))
+    return _fusing(strategy, merged(seconds, ready, latency=2 * agreement))
+
+
+def _replicating(strategy: Strategy, below: int) -> Strategy:
+    assignment = replace(strategy.assignment, replicate_below=below)
+    return replace(strategy, assignment=assignment)
+
+
+def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
+    return replace(strategy, transport=replace(strategy.transport, fusion=fusion))
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
@@ -125,7 +145,7 @@ def replicated_below(
 
     [SPD-KFAC, Shi et al. 2021]
     """
-    plan = plan_for(layers, ranks, strategy.changed(replicate_below=0), (), forms)
+    plan = plan_for(layers, ranks, _replicating(strategy, 0), (), forms)
     factors = {
         (factor.order, factor.rank or factor.order, factor.solver.name): replace(factor, count=1)
         for factor in plan.factors.values()

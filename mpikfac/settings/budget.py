@@ -151,7 +151,7 @@ def budget_of(
     free = share is not None and all(interval is None for interval in intervals)
     of_vectors = form.of == "statistics" and form.keeps == "matrix" and not form.rescaled
     # A cut takes parts that can be built anew.
-    fixed = strategy.refresh.curvature_servers or strategy.exchange.of_copies
+    fixed = strategy.refresh.servers or strategy.sync.local_steps
     cuts = free and of_vectors and rule is default_rule and not fixed
     return Budget(share if free else None, cuts)
 

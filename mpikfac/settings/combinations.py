@@ -14,13 +14,13 @@ SETTINGS: tuple[Combination, ...] = (
     Combination(
         "length",
         ("quadratic",),
-        {"update": "everyone"},
+        {"assignment.shard_optimizer": False},
         "the quadratic model multiplies the whole step by derivatives of the outputs",
     ),
     Combination(
         "length",
         ("quadratic",),
-        {"parts": None},
+        {"transport.virtual_ranks": None},
         "sums of products over ranks would depend on the number of ranks",
     ),
     Combination(
@@ -30,10 +30,10 @@ SETTINGS: tuple[Combination, ...] = (
         "the quadratic model has the same damping for all parameters",
     ),
     Combination(
-        "exchanged",
-        ("weights",),
+        "sync.local_steps",
+        (True,),
         {
-            "workers": Same("ranks"),
+            "grad_workers": Same("ranks"),
             "adapted": None,
             "length": OneOf(("own", "orthogonal", "rows", "adam", "sgd")),
         },
@@ -42,13 +42,13 @@ SETTINGS: tuple[Combination, ...] = (
     Combination(
         "basis_dtype",
         None,
-        {"basis_wire": None},
+        {"compression.inverses": None},
         "decompositions that are kept in a dtype also travel in the dtype",
     ),
     Combination(
         "precision",
         ("tf32",),
-        {"delay": 0, "curvature_servers": AtLeast(1)},
+        {"refresh.staleness": 0, "refresh.servers": AtLeast(1)},
         "TF32 is a setting of the process, and a thread that decomposes would round by chance",
         any_of=True,
     ),

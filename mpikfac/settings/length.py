@@ -58,7 +58,7 @@ class Length:
             "float32": not at all; on a GPU, as torch's settings say. "tf32": operands to 10 bits of
             mantissa. "bfloat16": operands to 7 bits. Sums are in float32, and models in float64
             round nothing. Tensor cores of an NVIDIA GPU multiply so; other devices round, and save
-            no time. None: "tf32" on an NVIDIA GPU without a `delay`, else "float32".
+            no time. None: "tf32" on an NVIDIA GPU without staleness, else "float32".
 
     Raises:
         ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to

@@ -23,13 +23,13 @@ PROBES = 8  # vectors that look for what has grown outside of older eigenvectors
 LOW_RANK = Combination(
     "rank",
     None,
-    {"solver": "eigen", "basis_wire": None, "basis_dtype": None},
+    {"solver": "eigen", "compression.inverses": None, "basis_dtype": None},
     "some eigenvectors are kept, and only orthogonal eigenvectors say what the others do",
 )
 RENEWED = Combination(
     "eigen.iterations",
     None,
-    {"tolerance": Above(0.0)},
+    {"refresh.tolerance": Above(0.0)},
     "eigenvectors with a larger misfit are decomposed anew",
     default=0,
 )

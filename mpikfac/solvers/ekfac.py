@@ -15,8 +15,10 @@ EVERYWHERE = Combination(
     "solver",
     ("ekfac",),
     {
-        **{"workers": Same("ranks"), "reduction": "everyone", "update": "everyone"},
-        **{"parts": None, "replicate_below": 0, "reduce_at": "factors", "overlap": False},
+        **{"grad_workers": Same("ranks"), "assignment.factor_reduction": "allreduce"},
+        **{"assignment.shard_optimizer": False, "assignment.replicate_below": 0},
+        **{"transport.virtual_ranks": None, "transport.reduce_factors_at": "factors"},
+        "transport.overlap": False,
     },
     "every rank rotates gradients into the bases of all layers when statistics are recorded",
 )

@@ -18,7 +18,7 @@ BLOCKS = {"inverse": 2}
 ONE_OWNER = Combination(
     "solver",
     ("inverse",),
-    {"colocate_factors": True, "reduction": "everyone"},
+    {"assignment.colocate_factors": True, "assignment.factor_reduction": "allreduce"},
     "the traces of A and G share out the damping, so both factors need one owner",
     any_of=True,
 )

@@ -17,7 +17,7 @@ NEEDS = (
     Combination(
         "solver",
         ("rank-one",),
-        {"packing": "triangle", "tolerance": 0, "curvature_servers": 0},
+        {"transport.packing": "triangle", "refresh.tolerance": 0, "refresh.servers": 0},
         "vectors are neither squares nor decomposed",
     ),
     Combination(

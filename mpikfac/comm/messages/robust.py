@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mpikfac.comm.messages.buffers import check_sendable
 from mpikfac.comm.mpi import MPI
-from mpikfac.numerics import BY_COORDINATE, ByVector, Near, by_vector
-from mpikfac.plan import Message, NearMost, Robust
+from mpikfac.numerics import ByVector, Near, by_vector
+from mpikfac.plan import Aggregation, Message, NearMost
 from mpikfac.trace import Trace
 
 
@@ -29,7 +29,7 @@ class Combiner:
         """Begin the memory of rules by vector; `dealt` are the messages with shards."""
         for message in dealt:
             rule, ranks = message.rule, len(message.spans)
-            assert isinstance(rule, Robust)
+            assert isinstance(rule, Aggregation)
             assert message.stage not in self.rules, "a stage combines a single vector"
             if rule.products(ranks):
                 start, stop = message.spans[rank]
@@ -63,8 +63,8 @@ class Combiner:
             rule = self._rule(deal, parts, starts[comm.rank])
             shard = self._by_vector(comm, others[0], parts, rule)
         else:
-            assert isinstance(deal.rule, Robust)
-            shard = BY_COORDINATE[deal.rule.combine](parts, deal.rule)
+            assert isinstance(deal.rule, Aggregation)
+            shard = deal.rule.combine(parts)
         with self._trace.stage(gather.stage, comm.name, gather.bytes):
             comm.Allgatherv(shard.contiguous().numpy(), [host.numpy(), counts])
         flat[first:last] = host
@@ -73,7 +73,7 @@ class Combiner:
         """Return the rule of a message's shard, with the memory of earlier steps."""
         if isinstance(deal.rule, NearMost):
             return Near(deal.rule, first)
-        assert isinstance(deal.rule, Robust)
+        assert isinstance(deal.rule, Aggregation)
         return self.rules.get(deal.stage) or by_vector(deal.rule, len(parts), parts[0])
 
     def _by_vector(

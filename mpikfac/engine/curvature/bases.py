@@ -137,7 +137,7 @@ class Bases(Part):
             warn: is called with the layers with factors whose rounding the damping does not cover.
         """
         self.turn = turn
-        self._due = step + (self.plan.strategy.refresh.delay if self.ready else 0)
+        self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
         decompositions = [d for d in self._decompositions if turn in (None, d.factor.turn)]
         forms = {d.factor.name: d.factor.solver for d in decompositions}
         plain = [

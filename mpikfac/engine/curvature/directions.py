@@ -54,7 +54,7 @@ class Directions(Part):
         self._stacks = [self._place(layers, held) for layers, held in bases.stacks]
         kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
         self.length = kind(settings.length, gradients, self._stacks, model, optimizer)
-        usual = usual_precision(self.site.device, self.plan.strategy.refresh.delay > 0)
+        usual = usual_precision(self.site.device, self.plan.strategy.refresh.staleness > 0)
         self._precision = settings.length.precision or usual
         self._run: Region = self._compute
         if settings.length.capture:

@@ -453,8 +453,8 @@ def _average_of(factor: Factor) -> str:
     return FORMS[factor.solver.keeps] + factor.name
 
 
-FACTORS = {"factors": Factors, "bases": LateFactors}
-"""Factors, by the strategy's choice `reduce_at`."""
+FACTORS = {"factors": Factors, "inverses": LateFactors}
+"""Factors, by the strategy's choice `reduce_factors_at`."""
 
 
 class Squares(Sender):

@@ -31,6 +31,7 @@ from mpikfac.layers import Coverage, Layer, Other, cover
 from mpikfac.model import check_rates, groups_of
 from mpikfac.numerics import Scaler
 from mpikfac.plan import (
+    Choices,
     Plan,
     PlannedLayer,
     Seen,
@@ -102,9 +103,9 @@ class Preconditioner(FirstOrder):
         self.site, self.plan, self.settings, self.estimator = site, site.plan, settings, estimator
         transport, refresh = self.plan.strategy.transport, self.plan.strategy.refresh
         dtype, at_identity = estimator.factor_dtype or site.dtype, estimator.start == "identity"
-        self.factors: Factors = self.FACTORS[transport.reduce_at](site, dtype, at_identity)
-        decomposer: Decomposer = InBackground if refresh.delay else AtOnce
-        if refresh.curvature_servers:
+        self.factors: Factors = self.FACTORS[transport.reduce_factors_at](site, dtype, at_identity)
+        decomposer: Decomposer = InBackground if refresh.staleness else AtOnce
+        if refresh.servers:
             decomposer = partial(resolve_name(ON_CURVATURE_SERVERS), plan, solvers, team)
         self.bases = Bases(site, solvers, settings.damping.is_relative, decomposer)
         self.of_solver = list(_parts_of_solvers(solvers, self.bases))
@@ -151,10 +152,10 @@ class Preconditioner(FirstOrder):
         Raises:
             ValueError: a scaler with copies of the model.
         """
-        if self.plan.strategy.exchange.of_copies:
+        if self.plan.strategy.sync.local_steps:
             raise ValueError(
-                "step(scaler) needs exchanged='gradients', not 'weights': a rank would skip a step "
-                "alone, and the sums of factors need all ranks"
+                "step(scaler) needs sync='synchronous': a rank would skip a step alone, and the sums "
+                "of factors need all ranks"
             )
 
     def begin_step(self) -> None:
@@ -222,7 +223,8 @@ class Preconditioner(FirstOrder):
         vectors.clear()
         chosen.clear()
         of_all = summed(self.site.grid.world, numbers)
-        if self.plan.strategy.reduction == "none":  # only the owner of a layer records it
+        local = self.plan.strategy.assignment.factor_reduction == "local"
+        if local:  # only the owner of a layer records it
             of_all = [self.plan.grid.count * n for n in of_all]
         pairs = zip(of_all[::2], of_all[1::2])
         budget.seen = {x.name: Seen(*map(int, pair)) for x, pair in zip(layers, pairs)}
@@ -333,7 +335,7 @@ class Preconditioner(FirstOrder):
         self.factors.settle()
 
     def gather(self) -> None:
-        """Finish messages; with reduce_at="bases", move averages to their owners."""
+        """Finish messages; with reduce_factors_at="inverses", move averages to their owners."""
         self.factors.state_dict()
 
     def take_over(self, before: Any) -> None:
@@ -401,15 +403,15 @@ class Curvature(Method):
         forms = tuple(solver.form for solver in self.solvers.values())
         run = next(iter(self.solvers.values()))
         layer_shapes = [layer.shape for layer in layers]
-        choices = {
+        settings = {
             **{f"{run.name}.{field}": value for field, value in vars(run).items()},
-            **strategy.choices(),
             **vars(self.estimator),
             **self.settings.described(),
-            **{"ranks": ranks, "solver": run.name, "basis_dtype": run.dtype},
+            **{"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)},
+            **{"solver": run.name, "basis_dtype": run.dtype},
         }
         needs = [need for form in forms for need in form.needs]
-        check_layers([*SETTINGS, *needs], layer_shapes, choices)
+        check_layers([*SETTINGS, *needs], layer_shapes, Choices(strategy, settings))
         averages, bases = self.estimator.factor_dtype, run.dtype
         of_averages = averages.itemsize if averages else itemsize
         sizes = itemsize, of_averages, bases.itemsize if bases else itemsize
@@ -425,7 +427,7 @@ class Curvature(Method):
             ValueError: the number of curvature servers differs, a layer is not in the optimizer, or
                 the optimizer lacks the learning rate of a choice.
         """
-        check_joins(team.intercomm, plan.strategy.refresh.curvature_servers)
+        check_joins(team.intercomm, plan.strategy.refresh.servers)
         groups_of(layers, optimizer)
         if self.settings.length.kl is not None:
             check_rates(optimizer, "Length(kl=...)")
@@ -488,7 +490,7 @@ def check_joins(link: Any, ranks: int) -> None:
     joined = link.remote_size if link else 0
     if joined != ranks:
         raise ValueError(
-            f"curvature_servers={ranks}, but curvature joins {joined}; "
+            f"refresh.servers={ranks}, but {joined} curvature servers join; "
             f"give it what mpikfac.split_comm(comm, {ranks}) returned"
         )
 

@@ -35,6 +35,7 @@ from mpikfac.comm import (
 from mpikfac.engine import Everyone, FirstOrder, Gradients, Method, OneModel, Site
 from mpikfac.errors import UserError
 from mpikfac.extensions.clients.server import on_host, spans
+from mpikfac.lab.parameter_server.config import ParameterServer
 from mpikfac.model import (
     check_loaded_momentum,
     check_optimizer,
@@ -45,7 +46,7 @@ from mpikfac.model import (
     needed_state,
 )
 from mpikfac.numerics import Arena, copy_all
-from mpikfac.plan import Exchange, Plan, Strategy, lay_out
+from mpikfac.plan import Plan, Strategy, Synchronous, lay_out
 from mpikfac.plan.names import EXCHANGE_UPDATES, STEPS, VERSION
 from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
@@ -59,12 +60,12 @@ class AsyncSGD(Trainer):
     weights. Servers apply updates in order of arrival, by the steps of an optimizer. In the
     meantime other clients change the weights: the update is stale. Results depend on timing.
 
-        strategy = mpikfac.Strategy.mem_opt(exchanged="updates")
-        team = mpikfac.split_comm(comm, strategy.exchange.asynchrony.servers)
+        sync = mpikfac.lab.ParameterServer(servers=1)
+        team = mpikfac.split_comm(comm, sync.servers)
         if team.comm is None:
             mpikfac.run_parameter_server(model, optimizer, team)
         else:
-            trainer = mpikfac.AsyncSGD(model, optimizer, team, strategy)
+            trainer = mpikfac.AsyncSGD(model, optimizer, team, mpikfac.Strategy(sync=sync))
             ...
             trainer.close()
 
@@ -76,8 +77,7 @@ class AsyncSGD(Trainer):
             rate. A change of a number travels with the next update, and holds for all updates from
             then on.
         team: from `split_comm`.
-        strategy: `exchanged="updates"` and the choices of `Asynchrony`; what the ranks of a client
-            exchange.
+        strategy: a `ParameterServer` as `sync`, and what the ranks of a client exchange.
 
     Collective over: the team's link. The model becomes that of the first client's first rank.
 
@@ -94,13 +94,13 @@ class AsyncSGD(Trainer):
         strategy: Strategy,
         trace: Trace | None = None,
     ) -> None:
-        _check(team, strategy, optimizer)
+        choices = _check(team, strategy, optimizer)
         check_optimizer(optimizer, model)
         self._ranks = team.trains
         self._link: Any = team.intercomm
-        client = self._ranks.rank // strategy.exchange.asynchrony.client_ranks
+        client = self._ranks.rank // choices.ranks_per_client
         self._client_comm = cast(Comm, self._ranks.Split(client, self._ranks.rank))
-        synchronous = replace(strategy, exchange=Exchange()).first_order()
+        synchronous = replace(strategy, sync=Synchronous()).first_order()
         method = ClientMethod(model, optimizer, self._client_comm, team, strategy)
         super().__init__(model, optimizer, SplitComm(self._client_comm), synchronous, method, trace)
         self.nonfinite.rank = self._ranks.rank
@@ -113,7 +113,7 @@ class AsyncSGD(Trainer):
     @property
     def client_ranks(self) -> int:
         """The number of ranks of a client."""
-        return self._client.choices.client_ranks
+        return self._client.choices.ranks_per_client
 
     @property
     def combined(self) -> bool:
@@ -235,7 +235,7 @@ class Client(OneModel):
         strategy: Strategy,
     ) -> None:
         super().__init__(site, gradients)
-        self.choices = strategy.exchange.asynchrony
+        self.choices = cast(ParameterServer, strategy.sync)
         self.model, self.optimizer = model, optimizer
         self._link: Any = team.intercomm
         self._client_comm = column
@@ -243,9 +243,9 @@ class Client(OneModel):
         self.version, self.wish = 0, False
         self._steps = 0  # completed steps
         self._taken = self._old = 0  # steps of the present update, and since the last fetch
-        self._waits = team.trains.rank >= self.choices.client_ranks
+        self._waits = team.trains.rank >= self.choices.ranks_per_client
         flat, layout = gradients.arena.flat, gradients.arena.layout
-        several = layout if self.choices.push_every > 1 else lay_out([])
+        several = layout if self.choices.push_interval > 1 else lay_out([])
         self._sums = Arena(several, flat.dtype, flat.device)
         self._trained = [s for s in gradients.slots if s.block.parameters]
         self._outgoing, self._incoming = on_host(flat), torch.empty_like(flat, device="cpu")
@@ -313,7 +313,7 @@ class Client(OneModel):
         self.heard = False
         self._taken, self._old = self._taken + 1, self._old + 1
         fetches = self._old == self.choices.fetches
-        if self._taken == self.choices.push_every:
+        if self._taken == self.choices.push_interval:
             self._push(PUSH if fetches else GIVE)
         elif fetches:
             self._ask(FETCH)
@@ -325,7 +325,7 @@ class Client(OneModel):
         if self._sums:
             copy_all([(arena[s.block.name], self._sums[s.block.name]) for s in self._trained])
             self._sums.flat.zero_()
-        hold = self._waits and self.version < self.choices.warm_updates
+        hold = self._waits and self.version < self.choices.warmup_updates
         self._waits = False
         words = self._ask(HOLD if hold else tag)
         if words.staleness is not None:
@@ -462,17 +462,15 @@ class ClientMethod(Method):
         return Accumulated(gradients, cast(Client, exchange))
 
 
-def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> None:
-    """Return if the team and the optimizer suit the strategy.
+def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> ParameterServer:
+    """Return the choices of the strategy, if the team and the optimizer suit them.
 
     Raises:
         ValueError: choices, ranks or the optimizer do not fit.
     """
-    choices = strategy.exchange.asynchrony
-    if not strategy.exchange.asynchronous:
-        raise ValueError(
-            f"exchanged={strategy.exchange.exchanged!r} must be 'updates' for AsyncSGD"
-        )
+    choices = strategy.sync
+    if not isinstance(choices, ParameterServer):
+        raise ValueError(f"sync={choices!r} must be a mpikfac.lab.ParameterServer for AsyncSGD")
     servers = team.intercomm.remote_size if team.intercomm else 0
     if servers != choices.servers:
         raise ValueError(
@@ -481,8 +479,9 @@ def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> None:
         )
     strategy.check_ranks(team.trains.size)
     if choices.fetches > 1 and not isinstance(optimizer, SGD):
-        name = "push_every" if choices.fetch_every is None else "fetch_every"
+        name = "push_interval" if choices.fetch_interval is None else "fetch_interval"
         raise ValueError(
             f"{name}={choices.fetches} needs the optimizer SGD, not {type(optimizer).__name__}: "
             f"between two fetches, a client takes steps of SGD"
         )
+    return choices

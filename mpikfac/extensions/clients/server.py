@@ -37,6 +37,7 @@ from mpikfac.comm import (
     send_items,
     tells_of_loss,
 )
+from mpikfac.lab.parameter_server.config import ParameterServer
 from mpikfac.layers import Statistic, find_uncovered
 from mpikfac.model import (
     check_optimizer,
@@ -47,7 +48,7 @@ from mpikfac.model import (
     set_group_setting,
 )
 from mpikfac.numerics import Arena, all_finite, copy_all
-from mpikfac.plan import Asynchrony, Layout, lay_out
+from mpikfac.plan import Layout, lay_out
 from mpikfac.plan.names import OF_OPTIMIZER, OPTIMIZER, RECEIVE_UPDATE, SEND_WEIGHTS, VERSION
 from mpikfac.trace import Trace
 
@@ -116,7 +117,7 @@ class Server:
         blocks = find_uncovered(model)
         kind = common_type(blocks)
         comm = joined(link, serves=True)
-        choices: Asynchrony
+        choices: ParameterServer
         layout, choices = comm.bcast(None)
         agree(comm, describe(model, optimizer))
         broadcast(comm, [*model.parameters(), *model.buffers()])
@@ -133,7 +134,7 @@ class Server:
         stepped = {id(block.tensor) for block in served if block.parameters}
         self._stepped = {n: p for n, p in model.named_parameters() if id(p) in stepped}
         optimizer.zero_grad()
-        self._clients = list(range(0, link.remote_size, choices.client_ranks))
+        self._clients = list(range(0, link.remote_size, choices.ranks_per_client))
         self._present = set(self._clients)
         self._held: set[int] = set()  # clients that wait for the end of the warm start
         self._waiting: set[int] = set()  # clients that wait for all clients
@@ -232,7 +233,7 @@ class Server:
         self._votes[client] = request.votes
         if request.wish and self._meet_at is None:
             # A client beyond a step has heard all before the step, and all hear of the next one.
-            self._meet_at = max(self._steps.values()) + self._asked.push_every
+            self._meet_at = max(self._steps.values()) + self._asked.push_interval
 
     def _apply(self, numbers: Mapping[str, float]) -> None:
         """Step the share of the weights by the update that has arrived.
@@ -277,7 +278,7 @@ class Server:
         The warm start ends with the first meeting of the client that trains.
         """
         first = self._clients[0]
-        warm = first in self._present - self._waiting and self.version < self._asked.warm_updates
+        warm = first in self._present - self._waiting and self.version < self._asked.warmup_updates
         while self._held and not warm:
             self._answer(self._held.pop(), HOLD)
         if self._present and self._waiting >= self._present:
@@ -296,7 +297,9 @@ class Server:
 
     def _look_for_lost(self) -> None:
         """Drop clients that have died, and name clients that are silent."""
-        for client in {rank - rank % self._asked.client_ranks for rank in lost_ranks(self._link)}:
+        for client in {
+            rank - rank % self._asked.ranks_per_client for rank in lost_ranks(self._link)
+        }:
             if client in self._present:
                 self._drop(client)
                 left = len(self._present)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from mpikfac.comm import Sender
 from mpikfac.engine import Gradients, Item, OneModel, Site
-from mpikfac.extensions.copies.merges import merge_of
+from mpikfac.lab.local_sgd.config import Replicas
 from mpikfac.plan import PlannedCopies
 from mpikfac.plan.names import (
     OF_COPY,
@@ -62,10 +62,10 @@ class Copies(OneModel):
     def __init__(self, site: Site, gradients: Gradients) -> None:
         """Take the present weights, equal on all ranks, as the weights of the last exchange."""
         super().__init__(site, gradients)
-        self._choices = site.plan.strategy.exchange
+        self._sync = cast(Replicas, site.plan.strategy.sync)
         self._sender = gradients.sender = OfCopy(gradients.sender, site)
         self._votes = gradients.votes
-        self.rule = merge_of(site, gradients)
+        self.rule = self._sync.merge(site, gradients)
         self.differ = False
         self.keep()
 
@@ -84,12 +84,12 @@ class Copies(OneModel):
         Raises:
             ValueError: the rule needs a loss.
         """
-        self._sender.alone = self._choices.alone(step)
+        self._sender.alone = self._sync.alone(step)
         self.rule.begin_step(self._sender.alone)
 
     def before_update(self, step: int) -> None:
         """Change the gradients of a step that the rank takes alone, before the optimizer."""
-        if self._choices.alone(step):
+        if self._sync.alone(step):
             self.rule.before_step()
 
     def end_step(self, step: int) -> None:
@@ -100,7 +100,7 @@ class Copies(OneModel):
         Raises:
             UserError: a rank's weights are not finite.
         """
-        if not self._choices.alone(step):
+        if not self._sync.alone(step):
             self.keep()
             return
         self.differ, self.heard = True, self.rule.end_step(step)
@@ -169,7 +169,7 @@ class Copies(OneModel):
         run with other nodes.
         """
         steps = state.get(STEPS)
-        alone = isinstance(steps, int) and self._choices.alone(steps)
+        alone = isinstance(steps, int) and self._sync.alone(steps)
         return of_rank(state, PlannedCopies(self.plan).first if alone else 0)
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class Merge:
     unites = True
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
-        self.site, self.plan, self.exchange = site, site.plan, site.plan.strategy.exchange
+        self.site, self.plan = site, site.plan
+        self.sync: Any = site.plan.strategy.sync
         self.copies = PlannedCopies(site.plan)
         self.kept: Mapping[str, Mapping[str, Tensor]] = {}
         self.copy = self._arena()
@@ -74,7 +76,7 @@ class Merge:
             ValueError: the rule takes no loss.
         """
         raise ValueError(
-            "exchange.report_loss(loss) is for merge='leader'; other exchanges take no loss"
+            "exchange.report_loss(loss) is for sync=LSGD(...); other exchanges take no loss"
         )
 
     def begin_step(self, alone: bool) -> None:
@@ -88,7 +90,7 @@ class Merge:
 
         Collective over: world, if an exchange is due.
         """
-        due = self.exchange.due(step)
+        due = self.sync.due(step)
         self.merge() if due else self.after_step()
         return due
 
@@ -127,15 +129,12 @@ class Merge:
                 tensor.zero_()
 
 
-class Mean(Merge):
-    """All copies become the mean, or the result of an outer step along the mean change."""
+class Average(Merge):
+    """All copies become the mean, which may be the result of a rule or come from mean changes."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self.outer = self.exchange.outer
         self._before = self._arena(self.copies.changes)
-        self._momentum = self._arena(self.outer.outer_momentum > 0)
-        self.kept = {"momentum": self._momentum}
         trained = [slot.block for slot in self._slots if slot.block.parameters]
         self._last = slots_in(self._before, trained, site)
 
@@ -150,20 +149,32 @@ class Mean(Merge):
             self.copy.flat -= self._before.flat
         self._average()
         if self._before:
-            self._step_from_before()
+            self.step()
+            self.copy.flat += self._before.flat
         self.write()
         self.keep()
 
-    def _step_from_before(self) -> None:
-        """Turn the mean change into new weights by the outer step."""
+    def step(self) -> None:
+        """Turn the mean change in the buffer into the change of a step."""
+
+
+class OuterStep(Average):
+    """All copies become the result of an outer step along the mean change."""
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self._momentum = self._arena(self.sync.outer_momentum > 0)
+        self.kept = {"momentum": self._momentum}
+
+    def step(self) -> None:
+        """Turn the mean change in the buffer into the change of the outer step."""
         if self._momentum:
             momentum = self.trained(self._momentum)
-            nesterov([self.weights], [momentum], self.outer.outer_momentum)
-        self.weights *= self.outer.outer_lr
-        self.copy.flat += self._before.flat
+            nesterov([self.weights], [momentum], self.sync.outer_momentum)
+        self.weights *= self.sync.outer_lr
 
 
-class Streamed(Mean):
+class Streamed(OuterStep):
     """Parts of the model are averaged by turns, beside the steps, and come into use later.
 
     A mean is mixed with the weights that the rank has by then [Douillard et al. 2025].
@@ -174,7 +185,7 @@ class Streamed(Mean):
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
         self._under_way: dict[int, tuple[int, int]] = {}  # parts: step of use, sending place
-        parts = range(self.exchange.stream.fragments)
+        parts = range(self.sync.fragments)
         names = self.copies.fragments
         self._parts = [[s for s in self._slots if names[s.block.name] == part] for part in parts]
         layout = self.copy.layout
@@ -185,19 +196,18 @@ class Streamed(Mean):
             span.kind: site.grid.overlapped([m], layout, self.copy.flat, 0, m.over)
             for span, m in zip(self._spans, sums)
         }
-        stream, copies = self.exchange.stream, self.copies.count
-        usual = 2 * stream.lateness / (2 * stream.lateness + copies)
-        self._own = usual if stream.local_share is None else stream.local_share
+        delay, mixing = self.sync.delay, self.sync.mixing
+        self._own = 2 * delay / (2 * delay + self.copies.count) if mixing is None else mixing
 
     def end_step(self, step: int) -> bool:
-        """Send the part whose turn it is, and use the means of parts sent `lateness` steps before.
+        """Send the part whose turn it is, and use the means of parts sent `delay` steps before.
 
         Votes belong to the last part.
         """
-        turn = self.exchange.turn(step)
+        turn = self.sync.turn(step)
         if turn is not None:
             part, place = turn % len(self._parts), turn % self.copies.node
-            self._send(part, step + self.exchange.stream.lateness, place)
+            self._send(part, step + self.sync.delay, place)
         due = [part for part, (use, _) in self._under_way.items() if use == step]
         for part in due:
             self._use(part, self._own)
@@ -230,11 +240,11 @@ class Streamed(Mean):
             for slot in slots:
                 self._sums[part].ready(slot.block.name)
 
-    def _use(self, part: int, local_share: float) -> None:
+    def _use(self, part: int, mixing: float) -> None:
         """Wait for the mean change of a part, take the outer step, and mix in the copy's weights.
 
         Args:
-            local_share: the share of the copy's weights.
+            mixing: the share of the copy's weights.
         """
         _, place = self._under_way.pop(part)
         if part in self._sums and self._sends(place):
@@ -247,7 +257,7 @@ class Streamed(Mean):
             self._step_of(slice(span.start, min(span.stop, self.copies.trained)))
         for slot in self._parts[part]:
             for value, mean in slot.block.values_from(slot.parts):
-                value.lerp_(mean.to(value.dtype), 1 - local_share) if slot.block.parameters else (
+                value.lerp_(mean.to(value.dtype), 1 - mixing) if slot.block.parameters else (
                     value.copy_(mean)
                 )
 
@@ -257,8 +267,8 @@ class Streamed(Mean):
         if not all_finite(change):
             raise UserError(DIVERGED)
         if self._momentum:
-            nesterov([change], [self._momentum.flat[span]], self.outer.outer_momentum)
-        change *= self.outer.outer_lr
+            nesterov([change], [self._momentum.flat[span]], self.sync.outer_momentum)
+        change *= self.sync.outer_lr
         before += change
         change.copy_(before)
 
@@ -303,8 +313,8 @@ class Leader(Apart):
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
         self._leaders = [self._arena() for _ in self.copies.led]
-        of_node = [self.exchange.in_node] * (len(self._leaders) - 1)
-        self._every = [self.exchange.sync_every, *of_node]  # of all ranks' leader, the node's
+        of_node = [self.sync.in_node] * (len(self._leaders) - 1)
+        self._every = [self.sync.sync_every, *of_node]  # of all ranks' leader, the node's
         self._statistics = self.copies.average_statistics()
         self._messages = self.copies.average_copies()
         self._heard: list[float | Tensor] = []
@@ -332,14 +342,13 @@ class Leader(Apart):
             return
         if loss is None:
             raise ValueError(
-                "merge='leader' needs exchange.report_loss(loss) before each step: "
-                "the best copy leads"
+                "sync='lsgd' needs exchange.report_loss(loss) before each step: the best copy leads"
             )
         self._heard.append(loss)
 
     def end_step(self, step: int) -> bool:
         """Get the copies of the leaders that are due, and move the copy towards all leaders."""
-        due = [self.exchange.due(step, every) for every in self._every]
+        due = [self.sync.due(step, every) for every in self._every]
         self.read()
         if any(due):
             self._follow(due)
@@ -384,7 +393,7 @@ class Leader(Apart):
 
     def _move(self, due: Sequence[bool]) -> None:
         """Move the copy in the buffer towards each leader: a step if it is due, else a little."""
-        rule, before = self.exchange.merging, self.weights.clone()
+        rule, before = self.sync, self.weights.clone()
         for leader, now, every in zip(self._leaders, due, self._every):
             share = rule.leader_step if now else rule.leader_pull / every
             self.weights.add_(self.trained(leader) - before, alpha=share)
@@ -398,15 +407,14 @@ class Elastic(Apart):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self._choices, self._outer = self.exchange.merging, self.exchange.outer
         self._anchor, self._of_steps = self._arena(), self._arena()
         self._exchanges = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._momentum = self._arena(self._outer.outer_momentum > 0)
+        self._momentum = self._arena(self.sync.outer_momentum > 0)
         self.kept = {"exchanges": {"count": self._exchanges}, OWN_MOMENTUM: self._momentum}
 
     def _pull(self, pull: float, most: float) -> float:
         """Return a pull after the exchanges so far: it grows up to `most`."""
-        growth = int(self._exchanges) * math.log1p(self._choices.pull_growth)
+        growth = int(self._exchanges) * math.log1p(self.sync.growth)
         return min(pull * math.exp(min(growth, LARGEST)), most)
 
     def keep(self) -> None:
@@ -419,7 +427,7 @@ class Elastic(Apart):
         """Add the way from the last exchange's weights to the gradients."""
         self.read()
         self.weights -= self.trained(self._anchor)
-        self.weights *= self._pull(self._choices.anchor_pull, self._choices.anchor_most)
+        self.weights *= self._pull(self.sync.gamma, self.sync.max_gamma)
         for slot in self._slots:
             parameters = slot.block.parameters
             if parameters and all(p.grad is not None for p in parameters):
@@ -429,7 +437,7 @@ class Elastic(Apart):
     def after_step(self) -> None:
         """Take the weights into the average of the steps."""
         self.read()
-        decay = self._choices.average_decay
+        decay = self.sync.alpha
         self.trained(self._of_steps).mul_(decay).add_(self.weights, alpha=1 - decay)
 
     def merge(self) -> None:
@@ -439,21 +447,11 @@ class Elastic(Apart):
         self.weights.copy_(average)
         self._average()
         self._exchanges += 1
-        pull = self._pull(self._choices.mean_pull, self._choices.mean_most)
+        pull = self._pull(self.sync.rho, self.sync.max_rho)
         gradient = elastic_gradient(anchor, average, self.weights, pull)
         if self._momentum:
             momentum = self.trained(self._momentum)
-            nesterov([gradient], [momentum], self._outer.outer_momentum)
-        torch.sub(anchor, gradient, alpha=self._outer.outer_lr, out=self.weights)
+            nesterov([gradient], [momentum], self.sync.outer_momentum)
+        torch.sub(anchor, gradient, alpha=self.sync.outer_lr, out=self.weights)
         self.write()
         self.keep()
-
-
-MERGES: Mapping[str, type[Merge]] = {"mean": Mean, "leader": Leader, "elastic": Elastic}
-
-
-def merge_of(site: Site, gradients: Gradients) -> Merge:
-    """Return the rule of the strategy."""
-    exchange = site.plan.strategy.exchange
-    kind = Streamed if exchange.streams else MERGES[exchange.merging.merge]
-    return kind(site, gradients)

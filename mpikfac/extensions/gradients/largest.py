@@ -1,10 +1,10 @@
 """What DGC does beside sending the largest numbers [Lin et al. 2018]: warm-up and clipping.
 
-Warm-up: the share of sent numbers sinks to `top_share` in equal stages, by the same factor from
+Warm-up: the share of sent numbers sinks to `ratio` in equal stages, by the same factor from
 stage to stage: with 0.001, 25 %, 6.3 %, 1.6 % and 0.4 % of the numbers.
 
 Local clipping: a rank bounds the norm of what it adds to the sum, before the numbers wait. Of N
-ranks, each has a bound of `top_clip / sqrt(N)`, for a sum with the bound `top_clip` if the ranks'
+ranks, each has a bound of `clip_norm / sqrt(N)`, for a sum with the bound `clip_norm` if the ranks'
 noise is independent.
 """
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from mpikfac.comm import Sender, Turns
 from mpikfac.engine import Gradients, OneModel, Site
+from mpikfac.lab.top_k.config import TopK
 from mpikfac.plan import Message, RankPlan, stages
 
 STAGES = 4  # of the warm-up: in the paper, an epoch each
@@ -28,11 +30,11 @@ class GentleStart(OneModel):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        wires = site.plan.strategy.transport.wires
-        self._warmup = wires.top_warmup
+        top = cast(TopK, site.plan.strategy.compression.gradients)
+        self._warmup = top.warmup_steps
         self._messages: list[Turns] = [{None: sums} for sums in _sums_of_stages(site.plan)]
-        if wires.top_clip is not None:
-            gradients.sender = Clipped(gradients, wires.top_clip)
+        if top.clip_norm is not None:
+            gradients.sender = Clipped(gradients, top.clip_norm)
 
     def begin_step(self, step: int) -> None:
         """Take the messages of the stage."""
@@ -68,7 +70,11 @@ def _norm(tensors: Iterable[Tensor]) -> Tensor:
 
 def _sums_of_stages(plan: RankPlan) -> Iterator[list[Message]]:
     """Yield the messages with gradients of the stages of the warm-up, and behind the warm-up."""
-    share = plan.strategy.transport.wires.top_share
+    strategy, compression = plan.strategy, plan.strategy.compression
+    top = cast(TopK, compression.gradients)
     for stage in range(1, STAGES + 2):
-        strategy = plan.strategy.changed(top_share=share ** (stage / (STAGES + 1)))
-        yield stages.reduce_gradients(replace(plan, strategy=strategy))
+        of_stage = replace(top, ratio=top.ratio ** (stage / (STAGES + 1)))
+        compressed = replace(compression, gradients=of_stage)
+        yield stages.reduce_gradients(
+            replace(plan, strategy=replace(strategy, compression=compressed))
+        )

@@ -5,8 +5,6 @@ from mpikfac.numerics.messages.codecs import encode as encode
 from mpikfac.numerics.messages.codecs import matrix_in as matrix_in
 from mpikfac.numerics.messages.codecs import orthonormal as orthonormal
 from mpikfac.numerics.messages.codecs import renewed as renewed
-from mpikfac.numerics.messages.robust import BY_COORDINATE as BY_COORDINATE
-from mpikfac.numerics.messages.robust import BY_VECTOR as BY_VECTOR
 from mpikfac.numerics.messages.robust import combined as combined
 from mpikfac.numerics.messages.robust import farthest as farthest
 from mpikfac.numerics.messages.robust import near_most as near_most

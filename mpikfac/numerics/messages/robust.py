@@ -9,12 +9,8 @@ Vectors that are not finite get the weight 0, and are the largest in each coordi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
-
-from mpikfac.plan import Robust
 
 STEPS = 100  # of an iteration, at most
 PRECISION = 1e-12  # of weights, where an iteration ends
@@ -30,31 +26,31 @@ def combined(vectors: Tensor, weights: Tensor) -> Tensor:
 # -- by coordinate -------------------------------------------------------------------------------
 
 
-def median(vectors: Tensor, _: Robust) -> Tensor:
+def median(vectors: Tensor) -> Tensor:
     """Return the median of each coordinate: of an even number of ranks, the middle two's mean."""
     middle = (len(vectors) - 1) // 2
     return vectors.sort(0).values[middle : len(vectors) - middle].mean(0)
 
 
-def trimmed_mean(vectors: Tensor, rule: Robust) -> Tensor:
+def trimmed_mean(vectors: Tensor, num_byzantine: int) -> Tensor:
     """Return the mean of each coordinate without its smallest and largest numbers [Yin 2018]."""
-    return vectors.sort(0).values[rule.num_byzantine : len(vectors) - rule.num_byzantine].mean(0)
+    return vectors.sort(0).values[num_byzantine : len(vectors) - num_byzantine].mean(0)
 
 
 # -- by vector -----------------------------------------------------------------------------------
 
 
-def krum(products: Tensor, rule: Robust) -> Tensor:
+def krum(products: Tensor, num_byzantine: int) -> Tensor:
     """Return weight 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
 
     Neighbours are all other vectors but the `num_byzantine + 1` farthest.
     """
     ranks = len(products)
-    nearest = _distances(products).sort(1).values[:, 1 : ranks - rule.num_byzantine - 1]
+    nearest = _distances(products).sort(1).values[:, 1 : ranks - num_byzantine - 1]
     return products.new_zeros(ranks).index_fill(0, nearest.sum(1).argmin(), 1.0)
 
 
-def geometric_median(products: Tensor, _: Robust) -> Tensor:
+def geometric_median(products: Tensor) -> Tensor:
     """Return the weights of the point with the least sum of distances, by Weiszfeld's iteration."""
     usable = products.diagonal().isfinite()
     products = products.where(usable & usable[:, None], 0.0)
@@ -68,7 +64,7 @@ def geometric_median(products: Tensor, _: Robust) -> Tensor:
     return weights
 
 
-def centered_clipping(products: Tensor, rule: Robust) -> Tensor:
+def centered_clipping(products: Tensor, radius: float) -> Tensor:
     """Return the weights of `centre + mean(clip(vector - centre))` [Karimireddy et al. 2021].
 
     The first vector is the centre: the result of the step before.
@@ -78,7 +74,7 @@ def centered_clipping(products: Tensor, rule: Robust) -> Tensor:
     centre = products.new_zeros(len(products))
     centre[0] = 1.0
     far = _distances_from(products, centre).sqrt()
-    shares = usable * (rule.clip_radius / far.clamp(min=1e-300)).clamp(max=1.0)
+    shares = usable * (radius / far.clamp(min=1e-300)).clamp(max=1.0)
     shares[0] = 0.0
     shares /= len(products) - 1
     return shares + (1 - shares.sum()) * centre
@@ -145,16 +141,3 @@ def _distances_from(products: Tensor, weights: Tensor) -> Tensor:
     """Return squared distances of all vectors from the weighted sum of the vectors."""
     along = products @ weights
     return (products.diagonal() - 2 * along + weights @ along).clamp_(min=0)
-
-
-BY_COORDINATE: Mapping[str, Callable[[Tensor, Robust], Tensor]] = {
-    "median": median,
-    "trimmed-mean": trimmed_mean,
-}
-"""Rules from vectors `[ranks, n]` to a vector `[n]`."""
-BY_VECTOR: Mapping[str, Callable[[Tensor, Robust], Tensor]] = {
-    "krum": krum,
-    "geometric-median": geometric_median,
-    "centered-clipping": centered_clipping,
-}
-"""Rules from inner products `[ranks, ranks]` to weights `[ranks]`, all in float64."""

@@ -6,12 +6,13 @@ Ranks hold shards of all vectors and add up inner products, so all ranks find th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpikfac.numerics.messages.robust import BY_VECTOR, combined, farthest, near_most
-from mpikfac.plan import NearMost, Robust
+from mpikfac.numerics.messages.robust import combined, farthest, near_most
+from mpikfac.plan import Aggregation, NearMost
 
 SPREAD = 2_654_435_761  # a prime: seeds of neighbouring steps and shards differ
 
@@ -23,14 +24,15 @@ class ByVector:
         memory: tensors that the rule keeps from step to step, by name; zeros at first.
     """
 
-    def __init__(self, rule: Robust, ranks: int, like: Tensor, first: int = 0) -> None:
+    def __init__(self, rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> None:
         """Begin without earlier steps.
 
         Args:
             like: a shard of a vector, `[n]`.
             first: the place of the shard in a vector.
         """
-        self.rule, self.first = rule, first
+        self.rule: Any = rule
+        self.first = first
         self.memory: dict[str, Tensor] = self._empty(ranks, like)
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
@@ -61,7 +63,7 @@ class ByVector:
             products: the sum of the `products` of all shards.
             parts: as given to `products`.
         """
-        return combined(parts, BY_VECTOR[self.rule.combine](products, self.rule))
+        return combined(parts, self.rule.weights(products))
 
 
 class Centred(ByVector):
@@ -81,10 +83,10 @@ class Centred(ByVector):
         return shard
 
 
-class Safeguard(ByVector):
+class Windows(ByVector):
     """Average the ranks whose vectors, summed over two windows, stay near most ranks' sums.
 
-    With `readmit_every`, dropped ranks count again at times [Allen-Zhu et al. 2021].
+    With `reset_interval`, dropped ranks count again at times [Allen-Zhu et al. 2021].
     """
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
@@ -106,7 +108,7 @@ class Safeguard(ByVector):
         for window, of_window in zip(self.rule.windows, sums):
             if steps % window == 0:
                 of_window.zero_()
-        if self.rule.readmit_every and steps % self.rule.readmit_every == 0:
+        if self.rule.reset_interval and steps % self.rule.reset_interval == 0:
             self.memory["dropped"].zero_()
             sums.zero_()
         good = self.good
@@ -119,17 +121,17 @@ class Safeguard(ByVector):
         before = good = self.good
         spread = self._spread(of_step)
         for window, of_window in zip(self.rule.windows, of_windows):
-            least = self.rule.safe_floor * (window * spread).sqrt()
-            good = good & near_most(of_window, before, self.rule.safe_factor, least)
+            least = self.rule.floor * (window * spread).sqrt()
+            good = good & near_most(of_window, before, self.rule.threshold, least)
         if not good.any():  # no vector is finite
             self.forget()
             return parts.mean(0)
         self.memory["dropped"].copy_(~good)
         self.memory["sums"][:, ~good] = 0
         finite = of_step.diagonal().isfinite()
-        mean = parts[{"before": before & finite, "after": good}[self.rule.safe_of]].mean(0)
-        if self.rule.safe_noise:
-            mean += self.rule.safe_noise * self._noise(mean)
+        mean = parts[{"before": before & finite, "after": good}[self.rule.mean_of]].mean(0)
+        if self.rule.noise_std:
+            mean += self.rule.noise_std * self._noise(mean)
         self.memory["steps"] += 1
         return mean
 
@@ -140,7 +142,7 @@ class Safeguard(ByVector):
         """
         spread, good = self.memory["spread"], self.good
         steps = min(int(self.memory["steps"]) + 1, self.rule.long_window)
-        longest = (farthest(of_step, good, self.rule.safe_factor) / good.sum()).square()
+        longest = (farthest(of_step, good, self.rule.threshold) / good.sum()).square()
         return spread.lerp_(longest.where(longest.isfinite(), spread[0]), 1 / steps)[0]
 
     def _noise(self, like: Tensor) -> Tensor:
@@ -196,9 +198,6 @@ class Near:
         return total
 
 
-KEEPING = {"centered-clipping": Centred, "safeguard": Safeguard}
-
-
-def by_vector(rule: Robust, ranks: int, like: Tensor, first: int = 0) -> ByVector:
+def by_vector(rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> ByVector:
     """Return the rule's way to combine shards; the arguments are those of `ByVector`."""
-    return KEEPING.get(rule.combine, ByVector)(rule, ranks, like, first)
+    return rule.combiner(ranks, like, first) or ByVector(rule, ranks, like, first)

@@ -1,6 +1,13 @@
 """The choices of how training is distributed, as values; their needs; and named values."""
 
+from mpikfac.plan.choices.aggregation import Aggregation as Aggregation
+from mpikfac.plan.choices.aggregation import Mean as Mean
+from mpikfac.plan.choices.assignment import Assignment as Assignment
+from mpikfac.plan.choices.assignment import CommOpt as CommOpt
+from mpikfac.plan.choices.assignment import HybridOpt as HybridOpt
+from mpikfac.plan.choices.assignment import MemOpt as MemOpt
 from mpikfac.plan.choices.axes import axes as axes
+from mpikfac.plan.choices.catalogue import COMM_OPT_COST as COMM_OPT_COST
 from mpikfac.plan.choices.catalogue import NAMED as NAMED
 from mpikfac.plan.choices.catalogue import Named as Named
 from mpikfac.plan.choices.catalogue import get_strategy as get_strategy
@@ -9,11 +16,15 @@ from mpikfac.plan.choices.checks import check_count as check_count
 from mpikfac.plan.choices.checks import check_divides as check_divides
 from mpikfac.plan.choices.checks import check_fraction as check_fraction
 from mpikfac.plan.choices.checks import check_positive as check_positive
+from mpikfac.plan.choices.checks import check_share as check_share
 from mpikfac.plan.choices.checks import check_size as check_size
 from mpikfac.plan.choices.checks import divisors as divisors
 from mpikfac.plan.choices.checks import make_plain as make_plain
 from mpikfac.plan.choices.checks import one_of as one_of
 from mpikfac.plan.choices.checks import plain as plain
+from mpikfac.plan.choices.choice import Choice as Choice
+from mpikfac.plan.choices.choice import differing as differing
+from mpikfac.plan.choices.choice import named_types as named_types
 from mpikfac.plan.choices.combinations import STRATEGY as STRATEGY
 from mpikfac.plan.choices.combinations import Above as Above
 from mpikfac.plan.choices.combinations import AtLeast as AtLeast
@@ -23,6 +34,10 @@ from mpikfac.plan.choices.combinations import OneOf as OneOf
 from mpikfac.plan.choices.combinations import Same as Same
 from mpikfac.plan.choices.combinations import check as check
 from mpikfac.plan.choices.combinations import shown as shown
+from mpikfac.plan.choices.compression import BFloat16 as BFloat16
+from mpikfac.plan.choices.compression import Compression as Compression
+from mpikfac.plan.choices.compression import Compressor as Compressor
+from mpikfac.plan.choices.compression import Int8 as Int8
 from mpikfac.plan.choices.distribution import CHANNELS as CHANNELS
 from mpikfac.plan.choices.distribution import SPLIT as SPLIT
 from mpikfac.plan.choices.distribution import Channels as Channels
@@ -36,14 +51,8 @@ from mpikfac.plan.choices.estimates import FISHERS as FISHERS
 from mpikfac.plan.choices.estimates import NORMALIZATIONS as NORMALIZATIONS
 from mpikfac.plan.choices.estimates import Fisher as Fisher
 from mpikfac.plan.choices.estimates import Normalization as Normalization
-from mpikfac.plan.choices.exchange import RULES as RULES
-from mpikfac.plan.choices.exchange import Asynchrony as Asynchrony
-from mpikfac.plan.choices.exchange import Exchange as Exchange
-from mpikfac.plan.choices.exchange import MergeRule as MergeRule
-from mpikfac.plan.choices.exchange import Outer as Outer
-from mpikfac.plan.choices.exchange import Robust as Robust
-from mpikfac.plan.choices.exchange import Stream as Stream
-from mpikfac.plan.choices.strategy import Refresh as Refresh
+from mpikfac.plan.choices.refresh import Refresh as Refresh
 from mpikfac.plan.choices.strategy import Strategy as Strategy
-from mpikfac.plan.choices.strategy import Transport as Transport
-from mpikfac.plan.choices.strategy import Wires as Wires
+from mpikfac.plan.choices.sync import Synchronization as Synchronization
+from mpikfac.plan.choices.sync import Synchronous as Synchronous
+from mpikfac.plan.choices.transport import Transport as Transport

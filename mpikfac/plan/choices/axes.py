@@ -11,70 +11,28 @@ def axes(strategy: Strategy) -> dict[str, str]:
     The axes are: synchronisation, architecture, compression of gradients, overlap of messages and
     computation, and the rule that combines the numbers of ranks.
     """
+    sync, compressor = strategy.sync.described(), strategy.compression.gradients
     return {
-        "synchronisation": _synchronisation(strategy),
-        "architecture": _architecture(strategy),
-        "compression": _compression(strategy),
-        "overlap": _overlap(strategy),
-        "combination": _combination(strategy),
+        "synchronisation": sync.get("synchronisation", "gradients at every step"),
+        "architecture": _architecture(strategy, sync.get("architecture")),
+        "compression": "none" if compressor is None else compressor.described(),
+        "overlap": _overlap(strategy, sync.get("overlap")),
+        "combination": sync.get("combination", strategy.sync.aggregation.name),
     }
 
 
-def _synchronisation(strategy: Strategy) -> str:
-    exchange = strategy.exchange
-    if exchange.asynchronous:
-        return f"asynchronous, updates of {_batches(exchange.asynchrony.push_every)}"
-    if not exchange.of_copies:
-        return "gradients at every step"
-    outer = " by an outer step" * (exchange.outer.outer_momentum > 0)
-    if exchange.stream.fragments > 1:
-        outer += f" in {exchange.stream.fragments} parts by turns"
-    later = f", after {exchange.exchange_from} steps of gradients" * (exchange.exchange_from > 0)
-    return f"weights every {exchange.sync_every} steps{outer}{later}"
-
-
-def _batches(count: int) -> str:
-    return "a batch" if count == 1 else f"{count} batches"
-
-
-def _combination(strategy: Strategy) -> str:
-    match strategy.exchange.merging.merge:
-        case "leader":
-            return "towards the copy with the least loss"
-        case "elastic":
-            return "towards the mean of averages of steps"
-    return strategy.exchange.robust.combine
-
-
-def _architecture(strategy: Strategy) -> str:
-    exchange = strategy.exchange
-    parties = ["owners of layers" if strategy.update == "owner" else "all ranks"]
-    if exchange.copies_of == "node":
-        parties = ["nodes"]
-    if exchange.asynchronous:
-        servers, ranks = exchange.asynchrony.servers, exchange.asynchrony.client_ranks
-        parties = [f"servers: {servers}"] + [f"clients of {ranks} ranks"] * (ranks > 1)
+def _architecture(strategy: Strategy, of_sync: str | None) -> str:
+    usual = "owners of layers" if strategy.assignment.shard_optimizer else "all ranks"
+    parties = [of_sync or usual]
     if strategy.transport.ranks_per_node is not None:
         parties.append("two levels")
-    if strategy.refresh.curvature_servers:
+    if strategy.refresh.servers:
         parties.append("curvature servers")
     return ", ".join(parties)
 
 
-def _compression(strategy: Strategy) -> str:
-    wires = strategy.transport.wires
-    match wires.gradient_wire:
-        case None:
-            return "none"
-        case "top-k":
-            return f"the largest {100 * wires.top_share:g} %"
-        case "power-sgd":
-            return f"rank {wires.power_rank}"
-    return f"{wires.gradient_wire} numbers"
-
-
-def _overlap(strategy: Strategy) -> str:
+def _overlap(strategy: Strategy, of_sync: str | None) -> str:
     computations = ["backward pass"] if strategy.transport.overlap else []
-    computations += ["steps after an exchange"] if strategy.exchange.stream.lateness else []
-    computations += ["decompositions"] if strategy.refresh.delay else []
+    computations += [of_sync] if of_sync else []
+    computations += ["decompositions"] if strategy.refresh.staleness else []
     return " and ".join(computations) or "none"

@@ -1,17 +1,62 @@
 """The needs of choices, as a table: code refuses by the table, and a page prints the table.
 
-Choices are a flat mapping from names to values: the fields of `Strategy` and of the values inside
-it, the solver, the settings of `KFAC`. No name stands for two choices. The needs of a solver stand
-in the solver's file.
+Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the solver, and the
+settings of `KFAC`. A name may also be a property of a method, such as "sync.local_steps", so that
+no row here names a method of the laboratory. The needs of a method stand in its own file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
-Choices = Mapping[str, Any]
+from mpikfac.plan.choices.choice import Choice
+
+if TYPE_CHECKING:
+    from mpikfac.plan.choices.strategy import Strategy
+
+
+class Choices:
+    """The choices of a run by dotted name: those of a strategy, and further settings by name."""
+
+    def __init__(self, strategy: Strategy, settings: Mapping[str, Any] | None = None) -> None:
+        self._strategy, self._settings = strategy, settings or {}
+
+    def __or__(self, settings: Mapping[str, Any]) -> Choices:
+        """Return the choices with further settings, or with other values of settings."""
+        return Choices(self._strategy, {**self._settings, **settings})
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether there is a choice of that name."""
+        try:
+            self[name]
+        except (AttributeError, KeyError):
+            return False
+        return True
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the value of a choice; of a method, its name.
+
+        Raises:
+            AttributeError, KeyError: there is no such choice.
+        """
+        if name in self._settings:
+            return self._settings[name]
+        if "." not in name and name not in vars(self._strategy):
+            raise KeyError(name)
+        value = reduce(getattr, name.split("."), self._strategy)
+        return value.name if isinstance(value, Choice) else value
+
+    def of_method(self, name: str) -> str:
+        """Return the method that has the property of that name: "sync='parle'"; else ""."""
+        joint, _, field = name.rpartition(".")
+        if name in self._settings or not joint:
+            return ""
+        method = reduce(getattr, joint.split("."), self._strategy)
+        is_field = field in getattr(method, "__dataclass_fields__", {})
+        return "" if is_field else f"{joint}={getattr(method, 'name', '')!r}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +110,7 @@ class Combination:
 
     def applies(self, choices: Choices) -> bool:
         """Return whether the choice has a value with needs, and the needs can be looked up."""
-        if self.choice not in choices or not self.needs.keys() & choices.keys():
+        if self.choice not in choices or not any(name in choices for name in self.needs):
             return False
         value = choices[self.choice]
         return value != self.default if self.values is None else value in self.values
@@ -92,10 +137,9 @@ def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
         if row.applies(choices) and (unmet := row.unmet(choices)):
             joint = " or " if row.any_of else " and "
             needed = joint.join(shown(name, row.needs[name], choices) for name in unmet)
-            values = " and ".join(repr(choices[name]) for name in unmet)
-            raise ValueError(
-                f"{row.choice}={choices[row.choice]!r}{of} needs {needed}, not {values}: {row.why}"
-            )
+            given = " and ".join(choices.of_method(name) or repr(choices[name]) for name in unmet)
+            choice = choices.of_method(row.choice) or f"{row.choice}={choices[row.choice]!r}"
+            raise ValueError(f"{choice}{of} needs {needed}, not {given}: {row.why}")
 
 
 def shown(name: str, need: object, choices: Choices | None = None) -> str:
@@ -121,246 +165,105 @@ def _fits(need: object, value: Any, choices: Choices) -> bool:
     return bool(value == (choices[need.name] if isinstance(need, Same) else need))
 
 
-_ENCODED = {"parts": None, "sums": "reduce", "shards": OneOf((None, False))}
-_COMPRESSED = "compressed messages are sent by all ranks at once, as one buffer"
+_EVERYWHERE = {"assignment.factor_reduction": "allreduce", "assignment.shard_optimizer": False}
+_AT_ONCE = {"transport.virtual_ranks": None, "transport.overlap": False}
 
 STRATEGY: tuple[Combination, ...] = (
     Combination(
-        "parts",
+        "transport.virtual_ranks",
         None,
-        {"reduction": "everyone", "update": "everyone", "packing": "triangle"},
+        {**_EVERYWHERE, "transport.packing": "triangle"},
         "an ordered sum passes through all ranks and adds up triangles",
     ),
     Combination(
-        "replicate_below",
+        "assignment.replicate_below",
         None,
-        {"reduction": "everyone", "update": "everyone"},
-        "all workers of a layer decompose its small factors",
+        _EVERYWHERE,
+        "all gradient workers of a layer decompose its small factors",
         default=0,
     ),
     Combination(
-        "overlap",
+        "transport.overlap",
         (True,),
-        {"parts": None, "packing": "triangle"},
+        {"transport.virtual_ranks": None, "transport.packing": "triangle"},
         "layers are sent as the backward pass records them",
     ),
     Combination(
-        "ranks_per_node",
+        "transport.ranks_per_node",
         None,
-        {"parts": None, "overlap": False},
+        _AT_ONCE,
         "an ordered sum and an overlapped message have one level",
     ),
     Combination(
-        "sums",
+        "transport.owner_sums",
         ("alltoall",),
-        {"reduction": "owners", "update": "owner"},
+        {"assignment.factor_reduction": "reduce_scatter", "assignment.shard_optimizer": True},
         "only owners add up the parts that ranks send",
         any_of=True,
     ),
     Combination(
-        "sums",
+        "transport.owner_sums",
         ("alltoall",),
-        {"fusion": None, "overlap": False},
+        {"transport.fusion": None, "transport.overlap": False},
         "an exchange of parts is one message",
     ),
     Combination(
-        "shards",
+        "transport.balanced_shards",
         (True,),
-        {"fusion": None, "overlap": False, "stagger": 1, "parts": None},
+        {
+            **{"transport.fusion": None, "transport.overlap": False},
+            **{"refresh.stagger": 1, "transport.virtual_ranks": None},
+        },
         "shards are of all layers, in one message",
     ),
-    Combination("shards", (True,), {"sums": "reduce"}, "MPI adds up shards"),
     Combination(
-        "reduce_at",
-        ("bases",),
-        {"parts": None, "reduction": OneOf(("everyone", "owners"))},
+        "transport.balanced_shards",
+        (True,),
+        {"transport.owner_sums": "reduce"},
+        "MPI adds up shards",
+    ),
+    Combination(
+        "transport.reduce_factors_at",
+        ("inverses",),
+        {
+            "transport.virtual_ranks": None,
+            "assignment.factor_reduction": OneOf(("allreduce", "reduce_scatter")),
+        },
         "averages over time are summed over ranks, in no order",
     ),
     Combination(
-        "curvature_servers",
-        None,
-        {"delay": AtLeast(1), "replicate_below": 0, "tolerance": 0},
-        "curvature servers work while the training ranks go on, for one owner of a factor",
-        default=0,
+        "sync.local_steps",
+        (True,),
+        {"assignment.shard_optimizer": False, **_AT_ONCE},
+        "each rank steps the whole model by its own gradient",
     ),
     Combination(
-        "exchanged",
-        ("weights",),
-        {"update": "everyone", "parts": None, "overlap": False},
-        "each rank steps the whole model by the gradient of the rank alone",
-    ),
-    Combination(
-        "sync_every",
-        None,
-        {"exchanged": "weights"},
-        "gradients are averaged at every step",
-        default=1,
-    ),
-    Combination(
-        "exchange_from",
-        None,
-        {"exchanged": "weights"},
-        "gradients are averaged from the first step on",
-        default=0,
-    ),
-    Combination(
-        "exchanged",
-        ("updates",),
-        {"update": "everyone", "parts": None, "combine": "mean", "curvature_servers": 0},
+        "sync.waits_for_all",
+        (False,),
+        {
+            **{"assignment.shard_optimizer": False, "transport.virtual_ranks": None},
+            "refresh.servers": 0,
+        },
         "a server steps its weights by one update after the other",
     ),
-    *(
-        Combination(name, None, {"exchanged": "updates"}, "only servers take updates", default)
-        for name, default in (
-            *(("servers", 1), ("push_every", 1), ("fetch_every", None)),
-            *(("warm_updates", 0), ("client_ranks", 1)),
-        )
-    ),
     Combination(
-        "merge",
-        ("leader",),
+        "sync.aggregation.sums",
+        (False,),
         {
-            **{"exchanged": "weights", "sync_every": AtLeast(2), "outer_lr": 1.0},
-            **{"outer_momentum": 0.0, "combine": "mean", "gradient_wire": None},
-        },
-        "the leader sends plain weights, and the copies never become one",
-    ),
-    *(
-        Combination(
-            name, None, {"exchanged": "weights"}, "a mean of gradients has no outer step", default
-        )
-        for name, default in (("outer_lr", 1.0), ("outer_momentum", 0.0))
-    ),
-    *(
-        Combination(name, None, {"merge": "leader"}, "no other exchange has a leader", 0.1)
-        for name in ("leader_step", "leader_pull")
-    ),
-    Combination(
-        "node_every",
-        None,
-        {"merge": "leader", "ranks_per_node": AtLeast(2), "copies_of": "rank"},
-        "only a node of several copies has a leader",
-    ),
-    Combination(
-        "merge",
-        ("elastic",),
-        {
-            **{"exchanged": "weights", "sync_every": AtLeast(2)},
-            **{"combine": "mean", "gradient_wire": None},
-        },
-        "ranks exchange averages of the steps of copies, which never become one",
-    ),
-    *(
-        Combination(name, None, {"merge": "elastic"}, "no other exchange is elastic", default)
-        for name, default in (
-            *(("anchor_pull", 0.01), ("mean_pull", 0.1)),
-            *(("pull_growth", 0.0), ("average_decay", 0.75)),
-            *(("anchor_most", 1.0), ("mean_most", 10.0)),
-        )
-    ),
-    *(
-        Combination(
-            name,
-            None,
-            {
-                **{"exchanged": "weights", "sync_every": AtLeast(2), "merge": "mean"},
-                **{"combine": "mean", "gradient_wire": None},
-            },
-            "plain sums of parts of the model run beside the steps",
-            default,
-        )
-        for name, default in (("fragments", 1), ("lateness", 0), ("local_share", 0.0))
-    ),
-    *(
-        Combination(
-            name,
-            None,
-            {"ranks_per_node": None, "copies_of": "node"},
-            "a sum beside the steps has one level: between ranks, or between nodes",
-            default,
-            any_of=True,
-        )
-        for name, default in (("fragments", 1), ("lateness", 0), ("local_share", 0.0))
-    ),
-    Combination(
-        "copies_of",
-        ("node",),
-        {
-            **{"exchanged": "weights", "sync_every": AtLeast(2)},
-            **{"ranks_per_node": AtLeast(1), "combine": "mean"},
-        },
-        "the ranks of a node step one copy by the mean of their gradients",
-    ),
-    Combination(
-        "combine",
-        None,
-        {
-            **{"update": "everyone", "parts": None, "overlap": False},
-            **{"ranks_per_node": None, "gradient_wire": None},
+            **{"assignment.shard_optimizer": False, **_AT_ONCE},
+            **{"transport.ranks_per_node": None, "compression.gradients": None},
         },
         "a rule takes the plain vectors of all ranks at once",
-        default="mean",
     ),
     Combination(
-        "num_byzantine",
-        None,
-        {"combine": OneOf(("trimmed-mean", "krum"))},
-        "the other rules have no number of wrong ranks",
-        default=0,
-    ),
-    *(
-        Combination(name, None, {"combine": "safeguard"}, "no other rule has windows", default)
-        for name, default in (
-            *(("long_window", 300), ("short_window", 50), ("readmit_every", 0)),
-            *(("safe_floor", 3.0), ("safe_of", "after"), ("safe_noise", 0.0)),
-        )
-    ),
-    Combination(
-        "safe_factor",
-        None,
-        {"combine": "safeguard", "combine_factors": "near"},
-        "no other rule compares distances",
-        default=2.0,
-        any_of=True,
-    ),
-    Combination(
-        "combine_factors",
-        ("near",),
+        "sync.factor_aggregation.sums",
+        (False,),
         {
-            **{"reduction": "everyone", "parts": None, "overlap": False},
-            **{"ranks_per_node": None, "factor_wire": None, "packing": "triangle"},
+            **{"assignment.factor_reduction": "allreduce", **_AT_ONCE},
+            **{"transport.ranks_per_node": None, "compression.factors": None},
+            "transport.packing": "triangle",
         },
         "a rule takes the plain factors of all ranks at once",
     ),
-    Combination("factor_wire", None, _ENCODED, _COMPRESSED),
-    Combination("basis_wire", None, _ENCODED, _COMPRESSED),
-    Combination("gradient_wire", None, _ENCODED, _COMPRESSED),
-    Combination(
-        "top_momentum",
-        None,
-        {"gradient_wire": "top-k", "exchanged": "gradients"},
-        "the momentum is of gradients that wait to be sent",
-        default=0.0,
-    ),
-    *(
-        Combination(
-            name,
-            None,
-            {
-                **{"gradient_wire": "top-k", "exchanged": "gradients"},
-                **{"update": "everyone", "overlap": False},
-            },
-            "a sum of the largest gradients begins when a rank has all its gradients",
-            default,
-        )
-        for name, default in (("top_warmup", 0), ("top_clip", None))
-    ),
-    Combination(
-        "power_rank",
-        None,
-        {"gradient_wire": "power-sgd"},
-        "no other wire makes thin matrices",
-        default=2,
-    ),
 )
-"""The needs of the choices of a `Strategy`."""
+"""What the choices of a `Strategy` need of each other; methods add needs of their own."""

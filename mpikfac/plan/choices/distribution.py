@@ -131,28 +131,28 @@ SPLIT: tuple[Combination, ...] = (
     Combination(
         "ways",
         None,
-        {"combine": "mean"},
+        {"sync.aggregation": "mean"},
         "a rank has the gradient of a slice alone, so ranks cannot be compared",
         default=1,
     ),
     Combination(
         "ways",
         None,
-        {"exchanged": "gradients"},
+        {"sync.local_steps": False, "sync.waits_for_all": True},
         "the ranks of a group compute with slices of the same weights",
         default=1,
     ),
     Combination(
         "ways",
         None,
-        {"top_clip": None},
+        {"compression.gradients.clip_norm": None},
         "a rank has the gradient of a slice alone, whose norm is not the gradient's",
         default=1,
     ),
     Combination(
         "handed_on",
         (True,),
-        {"reduction": OneOf(("everyone", "owners"))},
+        {"assignment.factor_reduction": OneOf(("allreduce", "reduce_scatter"))},
         "all ranks of a group exchange the inputs of two split layers in a row for statistics",
     ),
 )

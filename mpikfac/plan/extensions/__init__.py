@@ -6,7 +6,6 @@ The modules of the plan of a default step import no extension. `Plan` asks this 
 from __future__ import annotations
 
 from mpikfac.plan.extensions import curvature_servers, encoding, robust, scales, split_layers
-from mpikfac.plan.extensions.copies import PlannedCopies
 from mpikfac.plan.messages import Message
 from mpikfac.plan.of_rank import RankPlan, Stage
 
@@ -21,16 +20,14 @@ def messages(
 ) -> list[Message]:
     """Return the messages that extensions add to a step, see `Plan.messages`.
 
-    With copies of the model, the step ends with an exchange.
+    With replicas of the model, the step ends with an exchange.
     """
-    copies = PlannedCopies(rank)
     return [
         *(scales.reduce_scales(rank) if statistics else ()),
         *(curvature_servers.send_factors(rank, turn) if refresh else ()),
         *(curvature_servers.receive_bases(rank, turn) if refresh else ()),
         *split_layers.reduce_slices(rank),
-        *copies.reduce_in_node(),
-        *copies.exchange_weights(),
+        *rank.strategy.sync.messages(rank),
     ]
 
 
@@ -40,10 +37,9 @@ def memory(rank: RankPlan) -> dict[str, int]:
     if rank.split.parameters:
         layouts["slices"] = split_layers.layout(rank)
     sizes = {kind: layout.size for kind, layout in layouts.items()}
-    copies, rules = PlannedCopies(rank), rank.strategy.exchange.robust
-    sizes["copies"] = copies.elements
-    if vectors := rules.remembered(rank.grid.count):
-        sizes["rule"] = vectors * copies.shards
+    sizes["copies"] = rank.strategy.sync.elements(rank)
+    if vectors := rank.strategy.sync.aggregation.remembered(rank.grid.count):
+        sizes["rule"] = vectors * robust.shards(rank)
     if encoding.encodes(rank):
         sizes["wires"] = encoding.elements(rank)
     return {kind: size * rank.itemsizes.numbers for kind, size in sizes.items()}

@@ -29,7 +29,7 @@ def receive_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
 
 
 def _across(rank: RankPlan, stage: str, primitive: str, layout: Layout) -> list[Message]:
-    if not rank.strategy.refresh.curvature_servers:
+    if not rank.strategy.refresh.servers:
         return []
     peer = rank.grid.curvature_server(rank.rank)
     return across(stage, primitive, layout, peer, rank.itemsizes.numbers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpikfac.plan.extensions.copies import PlannedCopies
+from mpikfac.plan.choices import Compression
 from mpikfac.plan.of_rank import RankPlan
 from mpikfac.plan.stages import (
     publish_directions,
@@ -15,20 +15,19 @@ from mpikfac.plan.stages import (
 
 def encodes(rank: RankPlan) -> bool:
     """Return whether a stage has encoded messages."""
-    wires = rank.strategy.transport.wires
-    return (wires.factor_wire, wires.basis_wire, wires.gradient_wire) != (None, None, None)
+    return rank.strategy.compression != Compression()
 
 
 def elements(rank: RankPlan) -> int:
     """Return the elements kept of encoding's losses, and of weights sent as changes."""
-    layouts, copies = rank.layouts, PlannedCopies(rank)
+    layouts, sync = rank.layouts, rank.strategy.sync
     total = layouts.gradients.size if publishes_changes(rank) else 0
     for messages, layout in (
         (reduce_statistics(rank), rank.sums),
-        ([] if copies.always else reduce_gradients(rank), layouts.gradients),
+        (reduce_gradients(rank) if sync.averages_gradients else [], layouts.gradients),
         (publish_directions(rank), layouts.directions),
         (publish_weights(rank), layouts.gradients),
-        (copies.exchange_weights(), copies.layout),
+        (sync.messages(rank), layouts.gradients),
     ):
         # A rank that sends nothing encoded, such as no root of any Bcast, loses nothing.
         codecs = [m.codec for m in messages if m.codec and m.bytes]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from mpikfac.plan import names
 from mpikfac.plan.layout import Layout
-from mpikfac.plan.messages import Message, NearMost, combinations
+from mpikfac.plan.messages import Message, combinations
 from mpikfac.plan.of_rank import RankPlan, Stage
-from mpikfac.plan.stages import summed
+from mpikfac.plan.stages import reduce_gradients, summed
 
 
 def replaced(rank: RankPlan) -> dict[str, Stage]:
     """Return the stages in which a rule takes the place of a sum."""
-    rules, functions = rank.strategy.exchange.robust, dict[str, Stage]()
-    if rules.combine_factors == "near":
+    sync, functions = rank.strategy.sync, dict[str, Stage]()
+    if not sync.factor_aggregation.sums:
         functions[names.REDUCE_STATISTICS] = combine_statistics
-    if rules.combine != "mean":
+    if not sync.aggregation.sums:
         functions[names.REDUCE_GRADIENTS] = combine_gradients
     return functions
 
@@ -24,10 +24,8 @@ def combine_statistics(rank: RankPlan, turn: int | None) -> list[Message]:
     layout = rank.layouts.statistics
     factors = [factor for factor in rank.factors if turn in (None, factor.turn)]
     kinds = {name: 0 for factor in factors for name in (factor.name, factor.counted)}
-    rule = NearMost(
-        rank.strategy.exchange.robust.safe_factor,
-        tuple((*layout.place(f.name), layout.offsets[f.counted]) for f in factors),
-    )
+    blocks = tuple((*layout.place(f.name), layout.offsets[f.counted]) for f in factors)
+    rule = rank.strategy.sync.factor_aggregation.of_factors(blocks)
     members, itemsize = (rank.grid.count, rank.rank), rank.itemsizes.numbers
     return combinations(names.REDUCE_STATISTICS, layout, kinds.get, *members, itemsize, rule)
 
@@ -42,6 +40,20 @@ def combine(rank: RankPlan, stage: str, layout: Layout) -> list[Message]:
     means = dict.fromkeys(rank.means, 0)
     trained = dict.fromkeys(layout.shapes.keys() - means.keys(), 0)
     members, itemsize = (rank.grid.count, rank.rank), rank.itemsizes.numbers
-    rule = rank.strategy.exchange.robust
+    rule = rank.strategy.sync.aggregation
     combined = combinations(stage, layout, trained.get, *members, itemsize, rule)
     return combined + summed(rank, stage, layout, means)
+
+
+def dealt(rank: RankPlan) -> list[Message]:
+    """Return the messages that deal out vectors for a rule; the stages share no memory."""
+    sync = rank.strategy.sync
+    gradients = reduce_gradients(rank) if sync.averages_gradients else []
+    vectors = [m for m in gradients + sync.messages(rank) if m.rule]
+    return [message for message in vectors if message.primitive == "Alltoall"]
+
+
+def shards(rank: RankPlan) -> int:
+    """Return the elements of the rank's shards of all vectors that a rule combines."""
+    spans = (message.spans[rank.rank] for message in dealt(rank))
+    return sum(stop - start for start, stop in spans)

@@ -13,9 +13,9 @@ from mpikfac.plan.stages import sum_gradients
 def in_slices(rank: RankPlan) -> Split:
     """Return the split layers whose gradients travel in slices; nothing if gradients are whole."""
     transport = rank.strategy.transport
-    in_full = rank.owner_updates or transport.overlap or rank.strategy.exchange.of_copies
-    in_full |= transport.wires.gradient_wire is not None
-    in_full |= (transport.parts, transport.ranks_per_node) != (None, None)
+    in_full = rank.owner_updates or transport.overlap or rank.strategy.sync.local_steps
+    in_full |= rank.strategy.compression.gradients is not None
+    in_full |= (transport.virtual_ranks, transport.ranks_per_node) != (None, None)
     return Split() if in_full or rank.grid.count == 1 else rank.split
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from mpikfac.plan.choices import Robust
+from mpikfac.plan.choices import Aggregation
 from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
@@ -68,7 +68,7 @@ class Message:
     bytes: int
     wire: int
     codec: Codec | None = None
-    rule: Robust | NearMost | None = None
+    rule: Aggregation | NearMost | None = None
     to: tuple[tuple[int, int], ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
 
@@ -113,7 +113,7 @@ def combinations(
     ranks: int,
     member: int,
     itemsize: int,
-    rule: Robust | NearMost,
+    rule: Aggregation | NearMost,
 ) -> list[Message]:
     """Return messages to combine an arena of one segment by a rule; the rank is rank `member`.
 

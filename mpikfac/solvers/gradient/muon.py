@@ -27,7 +27,7 @@ def form_of(name: str, length: str) -> Form:
         Combination(
             "solver",
             (name,),
-            {"replicate_below": 0, "delay": 0, "stagger": 1},
+            {"assignment.replicate_below": 0, "refresh.staleness": 0, "refresh.stagger": 1},
             "nothing is decomposed",
         ),
     )

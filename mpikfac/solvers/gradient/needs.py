@@ -9,9 +9,11 @@ NO_STATISTICS = {
     **{"normalization": "expand", "statistics_dtype": None},
 }
 NOT_SENT = {
-    **{"reduction": OneOf(("everyone", "owners")), "reduce_at": "factors", "packing": "triangle"},
-    **{"factor_wire": None, "combine_factors": "mean", "curvature_servers": 0},
+    "assignment.factor_reduction": OneOf(("allreduce", "reduce_scatter")),
+    **{"transport.reduce_factors_at": "factors", "transport.packing": "triangle"},
+    **{"compression.factors": None, "sync.factor_aggregation": "mean", "refresh.servers": 0},
 }
+NO_REPLICAS = {"sync.local_steps": False}
 
 
 def needs_of(name: str, *lengths: str) -> tuple[Combination, ...]:
@@ -20,18 +22,20 @@ def needs_of(name: str, *lengths: str) -> tuple[Combination, ...]:
     Args:
         lengths: the lengths of directions that the solver goes with.
     """
-    one, usual = (name,), {"tolerance": 0, "adapted": None, "rank": None}
+    one, usual = (name,), {"refresh.tolerance": 0, "adapted": None, "rank": None}
     return (
         Combination("solver", one, NO_STATISTICS, "no statistics of the passes are recorded"),
         Combination("solver", one, NOT_SENT, "factors are not sent"),
         Combination(
             "solver",
             one,
-            {"colocate_factors": True, "update": "everyone"},
+            {"assignment.colocate_factors": True, "assignment.shard_optimizer": False},
             "an owner makes factors of the gradient that the owner holds",
             any_of=True,
         ),
-        Combination("solver", one, {"exchanged": "gradients"}, "factors are of averaged gradients"),
+        Combination(
+            "solver", one, {"sync.local_steps": False}, "factors are of averaged gradients"
+        ),
         Combination("solver", one, usual, "nothing predicts the loss, or the misfit of a root"),
         Combination("solver", one, {"length": OneOf(lengths)}, "other lengths undo the direction"),
     )

@@ -1,0 +1,1 @@
+"""Ranks that decompose factors for the ranks that train [LBANN]."""

@@ -1,0 +1,42 @@
+"""Ranks that decompose factors for the ranks that train [LBANN]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpikfac.plan import Combination, Refresh, check_count
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CurvatureServers(Refresh):
+    """Owners send factors to ranks that do not train, which decompose them and send them back.
+
+    Attributes:
+        staleness, stagger, tolerance: see `Refresh`; the staleness is at least 1, and there is no
+            tolerance.
+        servers: the number of ranks that decompose, and do not train.
+    """
+
+    name: ClassVar[str] = "curvature-servers"
+    needs: ClassVar[tuple[Combination, ...]] = (
+        Combination(
+            "refresh",
+            ("curvature-servers",),
+            {"assignment.replicate_below": 0},
+            "curvature servers decompose for one owner of a factor",
+        ),
+    )
+
+    staleness: int = 1
+    servers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("servers", self.servers, 1)
+        check_count("staleness", self.staleness, 1)
+        if self.tolerance:
+            raise ValueError(
+                f"tolerance={self.tolerance} must be 0 with curvature servers, which have no older "
+                f"decompositions"
+            )

@@ -1,0 +1,1 @@
+"""Local SGD and methods like it: ranks step replicas of the model, which become one by means."""

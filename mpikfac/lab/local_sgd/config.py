@@ -1,0 +1,342 @@
+"""Local SGD and methods like it: ranks step replicas of the model, which become one by means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mpikfac.plan import (
+    Aggregation,
+    AtLeast,
+    Combination,
+    Mean,
+    Synchronization,
+    check_count,
+    check_fraction,
+    check_positive,
+    check_share,
+    make_plain,
+    one_of,
+)
+
+if TYPE_CHECKING:
+    from mpikfac.extensions.copies.merges import Merge
+    from mpikfac.plan import Message, PlannedCopies, RankPlan
+
+OF_NODES = Combination(
+    "sync.replicas",
+    ("node",),
+    {"transport.ranks_per_node": AtLeast(1), "sync.aggregation": "mean"},
+    "the ranks of a node step one replica by the mean of their gradients",
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Replicas(Synchronization):
+    """The base of methods in which ranks step replicas of the model between two exchanges.
+
+    Attributes:
+        sync_every: the number of steps from one exchange of weights to the next; at least 2.
+        warmup_steps: the number of steps at the start in which ranks average gradients, and weights
+            are not exchanged [post-local SGD, Lin et al. 2020].
+        factor_aggregation: how the factors of ranks become one.
+    """
+
+    local_steps: ClassVar[bool] = True
+    needs: ClassVar[tuple[Combination, ...]] = (OF_NODES,)
+
+    sync_every: int = 8
+    warmup_steps: int = 0
+    factor_aggregation: Aggregation = Mean()
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_count("sync_every", self.sync_every, 2)
+        check_count("warmup_steps", self.warmup_steps, 0)
+        one_of("replicas", self.replicas, ("rank", "node"))
+
+    @property
+    def replicas(self) -> Literal["rank", "node"]:
+        """Who steps a replica: a rank, or a node of `ranks_per_node` ranks.
+
+        The ranks of a node step by the mean gradient of the node; exchanges are between nodes.
+        """
+        return "rank"
+
+    @property
+    def fragments(self) -> int:
+        """Parts of the model, exchanged by turns."""
+        return 1
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether ranks ever average gradients: in a warm-up."""
+        return self.warmup_steps > 0
+
+    # -- when ------------------------------------------------------------------------------------
+
+    def alone(self, step: int) -> bool:
+        """Return whether each rank steps a replica of the model at `step`."""
+        return step >= self.warmup_steps
+
+    def due(self, step: int, every: int | None = None) -> bool:
+        """Return whether replicas are combined right after `step`, `every` so many steps."""
+        every = every or self.sync_every
+        return self.alone(step) and (step + 1 - self.warmup_steps) % every == 0
+
+    def turn(self, step: int) -> int | None:
+        """Return how many parts were sent before the part sent right after `step`, if one is."""
+        turns, later = divmod(step + 1 - self.warmup_steps, self.sync_every // self.fragments)
+        return turns - 1 if self.alone(step) and not later else None
+
+    def share_of_steps(self, stage: str) -> float:
+        """Return the share of the steps that end with messages of a stage of exchanges."""
+        return 1 / self.sync_every
+
+    # -- in the plan -----------------------------------------------------------------------------
+
+    def messages(self, rank: RankPlan) -> list[Message]:
+        """Return the sums in a node, and the messages with replicas or their changes."""
+        from mpikfac.plan import PlannedCopies
+
+        copies = PlannedCopies(rank)
+        return [*copies.reduce_in_node(), *copies.exchange_weights()]
+
+    def elements(self, rank: RankPlan) -> int:
+        """Return the numbers that the rank keeps for exchanges."""
+        from mpikfac.plan import PlannedCopies
+
+        copies = PlannedCopies(rank)
+        return self.vectors(copies) * copies.layout.size
+
+    def exchange(self, copies: PlannedCopies) -> list[Message]:
+        """Return the messages of an exchange of replicas."""
+        return copies.average_copies()
+
+    def sends_changes(self, copies: PlannedCopies) -> bool:
+        """Return whether changes of replicas since the last exchange travel, and not weights."""
+        return False
+
+    def vectors(self, copies: PlannedCopies) -> int:
+        """Return how many vectors as long as the model a rank keeps."""
+        return 1
+
+    # -- in the trainer --------------------------------------------------------------------------
+
+    def merge(self, site: Any, gradients: Any) -> Merge:
+        """Return what an exchange does to the rank's replica."""
+        raise NotImplementedError
+
+    def attach(self, site: Any, gradients: Any) -> Any:
+        """Return the part of the trainer that steps and merges replicas."""
+        from mpikfac.extensions.copies import Copies
+
+        return Copies(site, gradients)
+
+    def described(self) -> dict[str, str]:
+        """Return the method on the axes of `axes`."""
+        later = f", after {self.warmup_steps} steps of gradients" * (self.warmup_steps > 0)
+        nodes = {"architecture": "nodes"} if self.replicas == "node" else {}
+        return {"synchronisation": f"weights every {self.sync_every} steps{later}", **nodes}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LocalSGD(Replicas):
+    """After some steps of each rank, the mean of all replicas takes their place [Stich 2019].
+
+    Attributes:
+        replicas: "rank": each rank steps a replica of its own. "node": each node of
+            `ranks_per_node` ranks steps a replica by the mean gradient of the node at every step;
+            exchanges are between nodes.
+        aggregation: how the weights of replicas become one.
+    """
+
+    name: ClassVar[str] = "local-sgd"
+
+    replicas: Literal["rank", "node"] = "rank"
+    aggregation: Aggregation = Mean()
+
+    def exchange(self, copies: PlannedCopies) -> list[Message]:
+        """Return the messages of an exchange of replicas."""
+        return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
+
+    def sends_changes(self, copies: PlannedCopies) -> bool:
+        """Return whether changes travel: rounding of changes is smaller than that of weights."""
+        return copies.rank.strategy.compression.gradients is not None
+
+    def vectors(self, copies: PlannedCopies) -> int:
+        """Return how many vectors a rank keeps: the replica, and the last exchange's weights."""
+        return 1 + copies.changes
+
+    def merge(self, site: Any, gradients: Any) -> Merge:
+        """Return what an exchange does to the rank's replica."""
+        from mpikfac.extensions.copies.merges import Average
+
+        return Average(site, gradients)
+
+
+ONE_LEVEL = tuple(
+    Combination(
+        f"sync.{field}",
+        None,
+        {"transport.ranks_per_node": None, "sync.replicas": "node"},
+        "a sum beside the steps has one level: between ranks, or between nodes",
+        default,
+        any_of=True,
+    )
+    for field, default in (("fragments", 1), ("delay", 0), ("mixing", 0.0))
+)
+PLAIN = tuple(
+    Combination(
+        f"sync.{field}",
+        None,
+        {"sync.aggregation": "mean", "compression.gradients": None},
+        "plain sums of parts of the model run beside the steps",
+        default,
+    )
+    for field, default in (("fragments", 1), ("delay", 0), ("mixing", 0.0))
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DiLoCo(LocalSGD):
+    """Local SGD in which the mean change of replicas is the gradient of an outer step.
+
+    The outer step is one of SGD with Nesterov's momentum [DiLoCo, Douillard et al. 2023]. With
+    `fragments`, `delay` or `mixing`, exchanges are spread over steps [Streaming DiLoCo, Douillard
+    et al. 2025].
+
+    Attributes:
+        outer_lr: the learning rate of the outer step; 1, without a momentum, is local SGD.
+        outer_momentum: Nesterov's momentum of the outer step.
+        fragments: parts of the model, exchanged by turns: each part every `sync_every` steps.
+        delay: the number of steps from the sending of a part to the use of the mean. The sum runs
+            beside the steps in between.
+        mixing: the share of the rank's own weights when a mean comes into use. None: with n
+            replicas, `2 delay / (2 delay + n)` [DASO].
+    """
+
+    name: ClassVar[str] = "diloco"
+    needs: ClassVar[tuple[Combination, ...]] = (OF_NODES, *ONE_LEVEL, *PLAIN)
+
+    sync_every: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    mixing: float | None = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("outer_lr", self.outer_lr)
+        check_fraction("outer_momentum", self.outer_momentum)
+        check_count("fragments", self.fragments, 1)
+        check_count("delay", self.delay, 0)
+        if self.mixing is not None:
+            check_share("mixing", self.mixing)
+        if self.sync_every % self.fragments:
+            raise ValueError(
+                f"sync_every={self.sync_every} must be a multiple of fragments={self.fragments}"
+            )
+        if self.delay >= self.sync_every:
+            raise ValueError(f"delay={self.delay} must be below sync_every={self.sync_every}")
+
+    @property
+    def streams(self) -> bool:
+        """Whether exchanges are spread over steps, or keep a share of the rank's own weights."""
+        return (self.fragments, self.delay, self.mixing) != (1, 0, 0.0)
+
+    def exchange(self, copies: PlannedCopies) -> list[Message]:
+        """Return the messages of an exchange of replicas."""
+        return copies.streams() if self.streams else super().exchange(copies)
+
+    def sends_changes(self, copies: PlannedCopies) -> bool:
+        """Return whether changes travel, as the outer step and a spread exchange need."""
+        outer = (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
+        return outer or self.streams or super().sends_changes(copies)
+
+    def vectors(self, copies: PlannedCopies) -> int:
+        """Return how many vectors a rank keeps: those of local SGD, and the outer momentum."""
+        return super().vectors(copies) + (self.outer_momentum > 0)
+
+    def merge(self, site: Any, gradients: Any) -> Merge:
+        """Return what an exchange does to the rank's replica."""
+        from mpikfac.extensions.copies.merges import OuterStep, Streamed
+
+        return Streamed(site, gradients) if self.streams else OuterStep(site, gradients)
+
+    def described(self) -> dict[str, str]:
+        """Return the method on the axes of `axes`."""
+        later = f", after {self.warmup_steps} steps of gradients" * (self.warmup_steps > 0)
+        outer = " by an outer step" * (self.outer_momentum > 0)
+        outer += f" in {self.fragments} parts by turns" * (self.fragments > 1)
+        when = f"weights every {self.sync_every} steps{outer}{later}"
+        beside = {"overlap": "steps after an exchange"} if self.delay else {}
+        return {**super().described(), "synchronisation": when, **beside}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DASO(Replicas):
+    """Ranks of a node average gradients at each step, and nodes average weights [DASO].
+
+    A single rank of each node sends, by turns, and the mean is mixed in some steps later
+    [Coquelin et al. 2022].
+
+    Attributes:
+        delay: the number of steps from the sending of weights to the use of their mean.
+        mixing: the share of the rank's own weights when a mean comes into use. None: with n
+            replicas, `2 delay / (2 delay + n)`.
+    """
+
+    name: ClassVar[str] = "daso"
+    needs: ClassVar[tuple[Combination, ...]] = (
+        OF_NODES,
+        Combination(
+            "sync",
+            ("daso",),
+            {"compression.gradients": None},
+            "plain sums of the model run beside the steps",
+        ),
+    )
+    outer_lr: ClassVar[float] = 1.0
+    outer_momentum: ClassVar[float] = 0.0
+
+    sync_every: int = 4
+    delay: int = 1
+    mixing: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("delay", self.delay, 0)
+        if self.mixing is not None:
+            check_share("mixing", self.mixing)
+        if self.delay >= self.sync_every:
+            raise ValueError(f"delay={self.delay} must be below sync_every={self.sync_every}")
+
+    @property
+    def replicas(self) -> Literal["rank", "node"]:
+        """Who steps a replica: a node."""
+        return "node"
+
+    def exchange(self, copies: PlannedCopies) -> list[Message]:
+        """Return the messages of an exchange of replicas."""
+        return copies.streams()
+
+    def sends_changes(self, copies: PlannedCopies) -> bool:
+        """Return true: changes since the last exchange travel."""
+        return True
+
+    def vectors(self, copies: PlannedCopies) -> int:
+        """Return how many vectors a rank keeps: the replica, and the last exchange's weights."""
+        return 2
+
+    def merge(self, site: Any, gradients: Any) -> Merge:
+        """Return what an exchange does to the rank's replica."""
+        from mpikfac.extensions.copies.merges import Streamed
+
+        return Streamed(site, gradients)
+
+    def described(self) -> dict[str, str]:
+        """Return the method on the axes of `axes`."""
+        beside = {"overlap": "steps after an exchange"} if self.delay else {}
+        return {**super().described(), **beside}

@@ -1,0 +1,93 @@
+"""LSGD: replicas follow the replica with the least loss [Teng et al. 2019]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mpikfac.lab.local_sgd.config import OF_NODES, Replicas
+from mpikfac.plan import AtLeast, Combination, check_count, check_share, names
+
+if TYPE_CHECKING:
+    from mpikfac.extensions.copies.merges import Merge
+    from mpikfac.plan import Message, PlannedCopies
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LSGD(Replicas):
+    """Each replica moves towards the one with the least mean loss since the last exchange.
+
+    A replica stays one of its own. With `ranks_per_node`, it also moves towards the best replica of
+    its node.
+
+    Attributes:
+        replicas: who steps a replica, see `LocalSGD`.
+        local_sync_every: the number of steps from one exchange with the leader of the node to the
+            next; divides `sync_every`. None: the node's leader and the leader of all ranks change
+            at the same steps.
+        leader_step: the share of the way to a leader that an exchange goes.
+        leader_pull: the share of the way that the steps from one exchange to the next go together.
+    """
+
+    name: ClassVar[str] = "lsgd"
+    needs: ClassVar[tuple[Combination, ...]] = (
+        OF_NODES,
+        Combination(
+            "sync",
+            ("lsgd",),
+            {"compression.gradients": None},
+            "the leader sends plain weights, and the replicas never become one",
+        ),
+        Combination(
+            "sync.local_sync_every",
+            None,
+            {"transport.ranks_per_node": AtLeast(2), "sync.replicas": "rank"},
+            "only a node of several replicas has a leader",
+        ),
+    )
+
+    replicas: Literal["rank", "node"] = "rank"
+    local_sync_every: int | None = None
+    leader_step: float = 0.1
+    leader_pull: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("leader_step", self.leader_step)
+        check_share("leader_pull", self.leader_pull)
+        if self.local_sync_every is not None:
+            check_count("local_sync_every", self.local_sync_every, 1)
+        if self.sync_every % self.in_node:
+            raise ValueError(
+                f"sync_every={self.sync_every} must be a multiple of "
+                f"local_sync_every={self.in_node}"
+            )
+
+    @property
+    def in_node(self) -> int:
+        """The number of steps from one exchange with the leader of a node to the next."""
+        return self.local_sync_every or self.sync_every
+
+    def share_of_steps(self, stage: str) -> float:
+        """Return the share of the steps that end with messages of a stage of exchanges."""
+        return 1 / (self.in_node if stage == names.EXCHANGE_IN_NODE else self.sync_every)
+
+    def exchange(self, copies: PlannedCopies) -> list[Message]:
+        """Return the messages with the leaders' replicas, and the sums of running statistics."""
+        teams = copies.led.items()
+        led = [m for over, team in teams for m in copies.from_leader(over, team.start)]
+        return led + copies.average_statistics()
+
+    def vectors(self, copies: PlannedCopies) -> int:
+        """Return how many vectors a rank keeps: its replica, and those of its leaders."""
+        return 1 + len(copies.led)
+
+    def merge(self, site: Any, gradients: Any) -> Merge:
+        """Return what an exchange does to the rank's replica."""
+        from mpikfac.extensions.copies.merges import Leader
+
+        return Leader(site, gradients)
+
+    def described(self) -> dict[str, str]:
+        """Return the method on the axes of `axes`."""
+        return {**super().described(), "combination": "towards the copy with the least loss"}

@@ -1,0 +1,70 @@
+"""Clients that train with servers of weights, and wait for no other client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpikfac.plan import Synchronization, check_count, check_divides, make_plain
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ParameterServer(Synchronization):
+    """Clients send updates to servers, which hold the weights [Dean et al. 2012].
+
+    The trainer is `AsyncSGD`.
+
+    Attributes:
+        servers: the number of ranks that do not train: each holds a share of the weights, and steps
+            the share in order of arrival.
+        push_interval: the batches of an update. Between two updates, a client takes plain steps of
+            SGD on a copy of the weights, and adds up the gradients.
+        fetch_interval: the batches from one fetch of weights to the next. Without a number, weights
+            come with each update.
+        warmup_updates: the number of updates at the start that come from a single client.
+        ranks_per_client: the number of ranks of a client; the ranks average gradients.
+    """
+
+    name: ClassVar[str] = "parameter-server"
+    waits_for_all: ClassVar[bool] = False
+
+    servers: int = 1
+    push_interval: int = 1
+    fetch_interval: int | None = None
+    warmup_updates: int = 0
+    ranks_per_client: int = 1
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_count("servers", self.servers, 1)
+        check_count("push_interval", self.push_interval, 1)
+        check_count("fetch_interval", self.fetches, 1)
+        check_count("warmup_updates", self.warmup_updates, 0)
+        check_count("ranks_per_client", self.ranks_per_client, 1)
+
+    @property
+    def fetches(self) -> int:
+        """The batches from one fetch of weights to the next."""
+        return self.push_interval if self.fetch_interval is None else self.fetch_interval
+
+    @property
+    def server_ranks(self) -> int:
+        """The number of ranks that hold weights for others, and do not train."""
+        return self.servers
+
+    def check_ranks(self, ranks: int) -> None:
+        """Return if the ranks fall into clients.
+
+        Raises:
+            ValueError: they do not.
+        """
+        check_divides("ranks_per_client", self.ranks_per_client, ranks)
+
+    def described(self) -> dict[str, str]:
+        """Return the method on the axes of `axes`."""
+        batches = "a batch" if self.push_interval == 1 else f"{self.push_interval} batches"
+        clients = f", clients of {self.ranks_per_client} ranks" * (self.ranks_per_client > 1)
+        return {
+            "synchronisation": f"asynchronous, updates of {batches}",
+            "architecture": f"servers: {self.servers}{clients}",
+        }

@@ -1,0 +1,1 @@
+"""Parle: replicas that a spring holds together [Chaudhari et al. 2018]."""

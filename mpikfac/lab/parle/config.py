@@ -1,0 +1,83 @@
+"""Parle: replicas that a spring holds together [Chaudhari et al. 2018]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mpikfac.lab.local_sgd.config import OF_NODES, Replicas
+from mpikfac.plan import Combination, check_fraction, check_positive, check_share, check_size
+
+if TYPE_CHECKING:
+    from mpikfac.extensions.copies.merges import Merge
+    from mpikfac.plan import PlannedCopies
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Parle(Replicas):
+    """Each replica moves to the average of its own steps and towards the mean of all averages.
+
+    Attributes:
+        replicas: who steps a replica, see `LocalSGD`.
+        gamma: the weight of the way from the last exchange's weights, which a step adds to the
+            gradient.
+        rho: the weight of the way to the mean, beside the way to the replica's own average.
+        growth: the relative growth of both weights per exchange; in the paper 1 / (2 B) for B
+            batches an epoch.
+        max_gamma, max_rho: the largest `gamma` and `rho` after growth.
+        alpha: the weight of the older steps in the running average of a replica's steps.
+        outer_lr: the learning rate of the step of an exchange.
+        outer_momentum: Nesterov's momentum of that step.
+    """
+
+    name: ClassVar[str] = "parle"
+    needs: ClassVar[tuple[Combination, ...]] = (
+        OF_NODES,
+        Combination(
+            "sync",
+            ("parle",),
+            {"compression.gradients": None},
+            "ranks exchange averages of the steps of replicas, which never become one",
+        ),
+    )
+
+    sync_every: int = 25
+    replicas: Literal["rank", "node"] = "rank"
+    gamma: float = 0.01
+    rho: float = 0.1
+    growth: float = 0.0
+    max_gamma: float = 1.0
+    max_rho: float = 10.0
+    alpha: float = 0.75
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "rho", "growth", "max_gamma", "max_rho"):
+            check_size(name, getattr(self, name))
+        for name in ("gamma", "rho"):
+            value, most = getattr(self, name), getattr(self, f"max_{name}")
+            if value > most:
+                raise ValueError(f"{name}={value} must be at most max_{name}={most}")
+        check_share("alpha", self.alpha)
+        check_positive("outer_lr", self.outer_lr)
+        check_fraction("outer_momentum", self.outer_momentum)
+
+    def vectors(self, copies: PlannedCopies) -> int:
+        """Return how many vectors a rank keeps.
+
+        They are the replica, the last exchange's weights, the average of the steps, and the outer
+        momentum.
+        """
+        return 3 + (self.outer_momentum > 0)
+
+    def merge(self, site: Any, gradients: Any) -> Merge:
+        """Return what an exchange does to the rank's replica."""
+        from mpikfac.extensions.copies.merges import Elastic
+
+        return Elastic(site, gradients)
+
+    def described(self) -> dict[str, str]:
+        """Return the method on the axes of `axes`."""
+        return {**super().described(), "combination": "towards the mean of averages of steps"}

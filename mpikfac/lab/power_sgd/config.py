@@ -1,0 +1,50 @@
+"""Sums of thin matrices in the place of sums of gradients [PowerSGD, Vogels et al. 2019]."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from mpikfac.plan import Codec, Compressor, check_count, make_plain, matrix
+
+if TYPE_CHECKING:
+    from mpikfac.plan import Layout, RankPlan
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PowerSGD(Compressor):
+    """Sums of matrices become sums of thin matrices; what is not added up travels as it is.
+
+    Attributes:
+        matrix_approximation_rank: the columns of the thin matrices.
+    """
+
+    name: ClassVar[str] = "power-sgd"
+    gradients_only: ClassVar[bool] = True
+    of_values: ClassVar[bool] = False
+
+    matrix_approximation_rank: int = 2
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_count("matrix_approximation_rank", self.matrix_approximation_rank, 1)
+
+    def codec(self, layout: Layout, feedback: bool) -> Codec:
+        """Return the encoding of an arena."""
+        return Codec(self.name, feedback=feedback)
+
+    def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
+        """Return the encoding of sums of gradients, or of changes of weights."""
+        layers = {layer.name for layer in rank.layers}
+        matrices = [
+            matrix(layout.offsets[name], layout.shapes[name], name in layers)
+            for name in layout.offsets
+            if name in rank.messages_of and math.prod(layout.shapes[name]) > 0
+        ]
+        codec = self.codec(layout, True)
+        return replace(codec, rank=self.matrix_approximation_rank, matrices=tuple(matrices))
+
+    def described(self) -> str:
+        """Return the encoding in words."""
+        return f"rank {self.matrix_approximation_rank}"

@@ -1,0 +1,1 @@
+"""Rules that make one vector of the ranks' vectors, although some ranks may be wrong."""

@@ -1,0 +1,237 @@
+"""Rules that make one vector of the ranks' vectors, although some ranks may be wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mpikfac.plan import (
+    Aggregation,
+    NearMost,
+    check_count,
+    check_positive,
+    check_size,
+    make_plain,
+    one_of,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Median(Aggregation):
+    """The median of each coordinate [Yin et al. 2018]."""
+
+    name: ClassVar[str] = "median"
+
+    def combine(self, vectors: Tensor) -> Tensor:
+        """Return the median of each coordinate, `[n]`."""
+        from mpikfac.numerics.messages.robust import median
+
+        return median(vectors)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GeometricMedian(Aggregation):
+    """The point with the least sum of distances from all vectors [Chen et al. 2017]."""
+
+    name: ClassVar[str] = "geometric-median"
+
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes."""
+        return ranks**2
+
+    def weights(self, products: Tensor) -> Tensor:
+        """Return the weight of each vector, `[ranks]`."""
+        from mpikfac.numerics.messages.robust import geometric_median
+
+        return geometric_median(products)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _OfSome(Aggregation):
+    """The base of rules that know how many ranks may be wrong.
+
+    Attributes:
+        num_byzantine: the number of ranks that may be wrong.
+    """
+
+    num_byzantine: int = 1
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_count("num_byzantine", self.num_byzantine, 0)
+
+    def _check(self, ranks: int, least: int) -> None:
+        if ranks < least:
+            raise ValueError(
+                f"aggregation={self.name!r} with num_byzantine={self.num_byzantine} needs at least "
+                f"{least} ranks, not {ranks}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TrimmedMean(_OfSome):
+    """The mean of each coordinate, without its smallest and largest numbers [Yin et al. 2018].
+
+    Attributes:
+        num_byzantine: how many of the smallest and of the largest numbers are left out.
+    """
+
+    name: ClassVar[str] = "trimmed-mean"
+
+    def check_ranks(self, ranks: int) -> None:
+        """Return if the right ranks are enough to tell the wrong ranks."""
+        self._check(ranks, 2 * self.num_byzantine + 1)
+
+    def combine(self, vectors: Tensor) -> Tensor:
+        """Return the trimmed mean of each coordinate, `[n]`."""
+        from mpikfac.numerics.messages.robust import trimmed_mean
+
+        return trimmed_mean(vectors, self.num_byzantine)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Krum(_OfSome):
+    """The vector nearest to its neighbours [Blanchard et al. 2017].
+
+    Attributes:
+        num_byzantine: the number of ranks that may be wrong.
+    """
+
+    name: ClassVar[str] = "krum"
+
+    def check_ranks(self, ranks: int) -> None:
+        """Return if the right ranks are enough to tell the wrong ranks."""
+        self._check(ranks, 2 * self.num_byzantine + 3)
+
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes."""
+        return ranks**2
+
+    def weights(self, products: Tensor) -> Tensor:
+        """Return the weight of each vector, `[ranks]`."""
+        from mpikfac.numerics.messages.robust import krum
+
+        return krum(products, self.num_byzantine)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CenteredClipping(Aggregation):
+    """The last result, and the mean of the clipped differences from it [Karimireddy et al. 2021].
+
+    Attributes:
+        radius: the longest difference of a vector from the result of the step before.
+    """
+
+    name: ClassVar[str] = "centered-clipping"
+
+    radius: float = 1.0
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_positive("radius", self.radius)
+
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes, those of the centre included."""
+        return (ranks + 1) ** 2
+
+    def remembered(self, ranks: int) -> int:
+        """Return the number of vectors that the rule keeps from step to step."""
+        return 1
+
+    def weights(self, products: Tensor) -> Tensor:
+        """Return the weight of the centre and of each vector, `[1 + ranks]`."""
+        from mpikfac.numerics.messages.robust import centered_clipping
+
+        return centered_clipping(products, self.radius)
+
+    def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
+        """Return what combines shards, and remembers the centre."""
+        from mpikfac.numerics.messages.shards import Centred
+
+        return Centred(self, ranks, like, first)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Safeguard(Aggregation):
+    """The mean of good ranks, by their vectors' sums over two windows [Allen-Zhu et al. 2021].
+
+    Attributes:
+        long_window, short_window: the steps of both windows.
+        threshold: the farthest distance of a good rank, in distances that hold most ranks.
+        floor: the distance that is near in any case, in lengths of a walk of right ranks: the usual
+            distance of two ranks' vectors, times the root of the window.
+        mean_of: the ranks of the mean: good "before" the step's vectors were looked at, as
+            published, or "after".
+        reset_interval: the steps after which both windows begin anew and dropped ranks count again.
+            0: a rank is dropped for ever.
+        noise_std: the standard deviation of noise on the result.
+    """
+
+    name: ClassVar[str] = "safeguard"
+
+    long_window: int = 300
+    short_window: int = 50
+    threshold: float = 2.0
+    floor: float = 3.0
+    mean_of: Literal["before", "after"] = "after"
+    reset_interval: int = 0
+    noise_std: float = 0.0
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_count("short_window", self.short_window, 1)
+        check_count("long_window", self.long_window, self.short_window)
+        _check_threshold(self.threshold)
+        check_size("floor", self.floor)
+        one_of("mean_of", self.mean_of, ("before", "after"))
+        check_count("reset_interval", self.reset_interval, 0)
+        check_size("noise_std", self.noise_std)
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """The steps of the long and of the short window."""
+        return self.long_window, self.short_window
+
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes: of a step and two windows."""
+        return 3 * ranks**2
+
+    def remembered(self, ranks: int) -> int:
+        """Return the number of vectors that the rule keeps from step to step."""
+        return 2 * ranks
+
+    def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
+        """Return what combines shards, and remembers both windows."""
+        from mpikfac.numerics.messages.shards import Windows
+
+        return Windows(self, ranks, like, first)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NearestMajority(Aggregation):
+    """Of each factor, the mean over the examples of ranks whose means are near most ranks' means.
+
+    Attributes:
+        threshold: the farthest distance of a factor that counts, in distances that hold most ranks.
+    """
+
+    name: ClassVar[str] = "nearest-majority"
+
+    threshold: float = 2.0
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        _check_threshold(self.threshold)
+
+    def of_factors(self, blocks: tuple[tuple[int, int, int], ...]) -> NearMost:
+        """Return the rule of messages with factors."""
+        return NearMost(self.threshold, blocks)
+
+
+def _check_threshold(threshold: float) -> None:
+    check_positive("threshold", threshold)
+    if threshold < 1:
+        raise ValueError(f"threshold={threshold!r} must be at least 1")

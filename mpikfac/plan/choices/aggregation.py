@@ -1,0 +1,71 @@
+"""How the numbers of ranks become common numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpikfac.plan.choices.choice import Choice
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Aggregation(Choice):
+    """A rule that makes one vector of the vectors of all ranks, of which some may be wrong.
+
+    A rule by coordinate has `combine`. A rule by vector gives each rank a weight: `products` says
+    how many inner products of the ranks' vectors it takes, and `weights` returns the weights.
+    Vectors and products are tensors.
+
+    Attributes:
+        sums: the rule is a sum over ranks, which MPI computes.
+    """
+
+    sums: ClassVar[bool] = False
+
+    def check_ranks(self, ranks: int) -> None:
+        """Return if the right ranks are enough to tell the wrong ranks.
+
+        Raises:
+            ValueError: there are too few ranks.
+        """
+
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes; 0 for rules by coordinate."""
+        return 0
+
+    def remembered(self, ranks: int) -> int:
+        """Return the number of vectors that the rule keeps from step to step."""
+        return 0
+
+    def combine(self, vectors: Any) -> Any:
+        """Return one vector, `[n]`, for the vectors of all ranks, `[ranks, n]`, by coordinate."""
+        raise NotImplementedError
+
+    def weights(self, products: Any) -> Any:
+        """Return the weight of each vector, `[ranks]`, by all inner products, `[ranks, ranks]`."""
+        raise NotImplementedError
+
+    def combiner(self, ranks: int, like: Any, first: int) -> Any:
+        """Return what combines shards by inner products and remembers earlier steps.
+
+        It is a `mpikfac.numerics.ByVector` with the same arguments; None for the rule's weights
+        alone.
+        """
+        return None
+
+    def of_factors(self, blocks: tuple[tuple[int, int, int], ...]) -> Any:
+        """Return the rule of messages with factors, such as `NearMost`.
+
+        Args:
+            blocks: first and last (exclusive) element of each factor, and the place of its number
+                of examples.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Mean(Aggregation):
+    """The mean of all ranks; of factors, over the examples of all ranks."""
+
+    name: ClassVar[str] = "mean"
+    sums: ClassVar[bool] = True

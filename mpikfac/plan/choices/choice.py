@@ -1,0 +1,54 @@
+"""Values among which a strategy chooses: the type of a value selects the method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from mpikfac.plan.choices.combinations import Combination
+
+C = TypeVar("C", bound="Choice")
+
+
+class Choice:
+    """The base of types that stand for methods, such as `CommOpt` or `BFloat16`.
+
+    A concrete type is a frozen dataclass with a `name` of its own. Its fields are the settings of
+    the method, so a setting exists only where it means something. Anybody may derive further types:
+    a type is known by its name as soon as its module is imported.
+
+    Attributes:
+        name: the method as programs and files spell it: "comm-opt", "bfloat16".
+        needs: what the method and its fields need of other choices.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[tuple[Combination, ...]] = ()
+
+    def __repr__(self) -> str:
+        """Return the call that makes the value, without fields that have their defaults."""
+        return differing(self)
+
+
+def named_types(base: type[C]) -> dict[str, type[C]]:
+    """Return the concrete types derived from `base`, and `base` if it is concrete, by name."""
+    return {kind.name: kind for kind in _derived(base) if "name" in vars(kind)}
+
+
+def _derived(base: type[C]) -> Iterator[type[C]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from _derived(kind)
+
+
+def differing(value: Any) -> str:
+    """Return the call that makes a dataclass, without fields that have their defaults."""
+    given = ((f.name, getattr(value, f.name)) for f in fields(value) if not _is_default(value, f))
+    return f"{type(value).__name__}({', '.join(f'{name}={each!r}' for name, each in given)})"
+
+
+def _is_default(value: Any, field: Field[Any]) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(getattr(value, field.name) == default)

@@ -1,0 +1,133 @@
+"""How numbers are encoded in messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mpikfac.plan.choices.choice import Choice, differing
+from mpikfac.plan.choices.combinations import Combination, OneOf
+from mpikfac.plan.codec import Codec
+from mpikfac.plan.layout import Layout
+
+if TYPE_CHECKING:
+    from mpikfac.plan.of_rank import RankPlan
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Compressor(Choice):
+    """An encoding of the numbers in messages.
+
+    Attributes:
+        gradients_only: the encoding is for sums of gradients, and not for factors and inverses.
+        of_values: the encoding is also for numbers that a rank sends as they are; otherwise only
+            for sums.
+    """
+
+    gradients_only: ClassVar[bool] = False
+    of_values: ClassVar[bool] = True
+
+    @property
+    def momentum(self) -> float:
+        """The momentum that the encoding takes of gradients; the optimizer has none."""
+        return 0.0
+
+    def codec(self, layout: Layout, feedback: bool) -> Codec:
+        """Return the encoding of an arena.
+
+        Args:
+            feedback: what an encoding loses is added to the next numbers.
+        """
+        raise NotImplementedError
+
+    def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
+        """Return the encoding of sums of gradients, or of changes of weights."""
+        return self.codec(layout, True)
+
+    def attach(self, site: Any, gradients: Any) -> Any:
+        """Return a part of the trainer that takes part in each step; None for no part.
+
+        Args:
+            site: the rank's `mpikfac.engine.Site`.
+            gradients: the rank's `mpikfac.engine.Gradients`.
+        """
+        return None
+
+    def described(self) -> str:
+        """Return the encoding in words."""
+        return f"{self.name} numbers"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BFloat16(Compressor):
+    """Numbers rounded to 16 bits; the losses are too small to keep."""
+
+    name: ClassVar[str] = "bfloat16"
+
+    def codec(self, layout: Layout, feedback: bool) -> Codec:
+        """Return the encoding of an arena."""
+        return Codec(self.name, feedback=False)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Int8(Compressor):
+    """8 bits a number, and a common exponent for 16 numbers; losses are added to the next sum."""
+
+    name: ClassVar[str] = "int8"
+
+    def codec(self, layout: Layout, feedback: bool) -> Codec:
+        """Return the encoding of an arena."""
+        return Codec(self.name, feedback=feedback)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Compression:
+    """How numbers are encoded in messages; None leaves numbers as they are.
+
+    Attributes:
+        gradients: the encoding of the gradients of covered layers, of preconditioned gradients, and
+            with `shard_optimizer` of changes of weights.
+        factors: the encoding of factors.
+        inverses: the encoding of decompositions.
+    """
+
+    gradients: Compressor | None = None
+    factors: Compressor | None = None
+    inverses: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        for field, value in vars(self).items():
+            if value is not None and not isinstance(value, Compressor):
+                raise ValueError(
+                    f"compression.{field}={value!r} must be a Compressor, such as BFloat16(), or "
+                    f"None"
+                )
+        for field in ("factors", "inverses"):
+            value = getattr(self, field)
+            if value is not None and value.gradients_only:
+                raise ValueError(
+                    f"compression.{field}={value!r} must be BFloat16(), Int8() or None: it encodes "
+                    f"sums of gradients alone"
+                )
+
+    def __repr__(self) -> str:
+        """Return the call that makes the value, without fields that have their defaults."""
+        return differing(self)
+
+
+_PLAIN = {
+    "transport.virtual_ranks": None,
+    "transport.owner_sums": "reduce",
+    "transport.balanced_shards": OneOf((None, False)),
+}
+
+NEEDS = tuple(
+    Combination(
+        f"compression.{field}",
+        None,
+        _PLAIN,
+        "compressed messages are sent by all ranks at once, as one buffer",
+    )
+    for field in ("factors", "inverses", "gradients")
+)
+"""What compressed messages need of other choices."""

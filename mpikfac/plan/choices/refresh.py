@@ -1,0 +1,50 @@
+"""When factors are decomposed, and by whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpikfac.plan.choices.checks import check_count, check_size, make_plain
+from mpikfac.plan.choices.choice import Choice
+
+MOST_TURNS = 1000
+"""The largest `stagger`: a plan lists the turns."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Refresh(Choice):
+    """When the owners of factors decompose them.
+
+    Attributes:
+        staleness: the number of steps from the factors to the use of their decomposition, or fewer
+            if the next refresh begins before. The decomposition runs in the background. Results do
+            not depend on timing: a decomposition that is ready early waits. 0: steps wait for the
+            decomposition.
+        stagger: the number of steps that share a refresh; each of them decomposes a share of the
+            layers.
+        tolerance: the relative error up to which a refresh keeps the last decomposition of a
+            factor. The error of eigenvectors is the norm off the diagonal, the error of inverses is
+            the error of typical directions. Eigenvalues are always renewed, and eigenvectors by
+            `Eigen(iterations=1)`. The owner decides; messages stay the same. 0: every factor is
+            decomposed.
+    """
+
+    name: ClassVar[str] = "owners"
+
+    staleness: int = 0
+    stagger: int = 1
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_count("staleness", self.staleness, 0)
+        check_count("stagger", self.stagger, 1)
+        if self.stagger > MOST_TURNS:
+            raise ValueError(f"stagger={self.stagger} must be at most {MOST_TURNS}")
+        check_size("tolerance", self.tolerance)
+
+    @property
+    def servers(self) -> int:
+        """The number of ranks that decompose for others, and do not train."""
+        return 0

@@ -1,0 +1,105 @@
+"""What ranks exchange to train one model, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mpikfac.plan.choices.aggregation import Aggregation, Mean
+from mpikfac.plan.choices.choice import Choice
+
+if TYPE_CHECKING:
+    from mpikfac.plan.messages import Message
+    from mpikfac.plan.of_rank import RankPlan
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Synchronization(Choice):
+    """What ranks exchange to train one model, and when.
+
+    Attributes:
+        local_steps: ranks take steps of their own between two exchanges, so that their copies of
+            the model, the replicas, differ.
+        waits_for_all: a step waits for all ranks.
+    """
+
+    local_steps: ClassVar[bool] = False
+    waits_for_all: ClassVar[bool] = True
+
+    @property
+    def sync_every(self) -> int:
+        """The number of steps from one exchange of all ranks to the next."""
+        return 1
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How the vectors of ranks become one: gradients, or weights of replicas."""
+        return Mean()
+
+    @property
+    def factor_aggregation(self) -> Aggregation:
+        """How the factors of ranks become one."""
+        return Mean()
+
+    @property
+    def of_vectors(self) -> bool:
+        """Whether the trained numbers travel as one vector, without running statistics."""
+        return self.local_steps or not self.aggregation.sums
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether ranks ever aggregate gradients over all ranks."""
+        return True
+
+    @property
+    def server_ranks(self) -> int:
+        """The number of ranks that hold weights for others, and do not train."""
+        return 0
+
+    def check_ranks(self, ranks: int) -> None:
+        """Return if the method works on so many ranks.
+
+        Raises:
+            ValueError: it does not.
+        """
+        self.aggregation.check_ranks(ranks)
+
+    def share_of_steps(self, stage: str) -> float:
+        """Return the share of the steps that end with messages of a stage of exchanges."""
+        return 1.0
+
+    def messages(self, rank: RankPlan) -> list[Message]:
+        """Return the messages that the method adds to the end of a step with an exchange."""
+        return []
+
+    def elements(self, rank: RankPlan) -> int:
+        """Return the numbers that the rank keeps for exchanges."""
+        return 0
+
+    def attach(self, site: Any, gradients: Any) -> Any:
+        """Return the part of the trainer that exchanges; None if a step is an exchange.
+
+        Args:
+            site: the rank's `mpikfac.engine.Site`.
+            gradients: the rank's `mpikfac.engine.Gradients`.
+        """
+        return None
+
+    def described(self) -> dict[str, str]:
+        """Return the method on the axes of `axes`, by axis; axes that are left out are usual."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Synchronous(Synchronization):
+    """Ranks aggregate gradients at each step, and all ranks take the same step.
+
+    Attributes:
+        aggregation: how the gradients of ranks become one.
+        factor_aggregation: how the factors of ranks become one.
+    """
+
+    name: ClassVar[str] = "synchronous"
+
+    aggregation: Aggregation = Mean()
+    factor_aggregation: Aggregation = Mean()
