@@ -176,8 +176,8 @@ class Trainer:
 
         Raises:
             ValueError: a scaler with `overlap` or with local steps; `examples` with
-                `overlap` or `virtual_ranks`; a gradient that was changed after `overlap` had sent it; a
-                converted or moved model; a negative `max_norm`; `Length("quadratic")` without
+                `overlap` or `virtual_ranks`; a gradient that was changed after `overlap` had sent
+                it; a converted or moved model; a negative `max_norm`; `Length("quadratic")` without
                 `length.batch(inputs, loss)`; a second momentum, also from a scheduler; a gradient
                 of a parameter that the optimizer has and the model lacks.
             UserError: ranks disagree on the model, learning rates or settings; or a change of the
@@ -293,8 +293,8 @@ class Trainer:
     def collect(self) -> None:
         """Take a part of the rank's share of a batch; call after the part's backward pass.
 
-        Only with `virtual_ranks=n`: a rank takes `n / ranks` parts in turn, with the mean loss of the
-        part's examples and fresh gradients, and then calls `step`.
+        Only with `virtual_ranks=n`: a rank takes `n / ranks` parts in turn, with the mean loss of
+        the part's examples and fresh gradients, and then calls `step`.
 
         Collective over: none.
 

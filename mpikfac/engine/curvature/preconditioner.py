@@ -154,8 +154,8 @@ class Preconditioner(FirstOrder):
         """
         if self.plan.strategy.sync.local_steps:
             raise ValueError(
-                "step(scaler) needs sync='synchronous': a rank would skip a step alone, and the sums "
-                "of factors need all ranks"
+                "step(scaler) needs sync='synchronous': a rank would skip a step alone, and the "
+                "sums of factors need all ranks"
             )
 
     def begin_step(self) -> None:

@@ -58,7 +58,7 @@ class ParameterServer(Synchronization):
         Raises:
             ValueError: they do not.
         """
-        check_divides("ranks_per_client", self.ranks_per_client, ranks)
+        check_divides("sync.ranks_per_client", self.ranks_per_client, ranks)
 
     def described(self) -> dict[str, str]:
         """Return the method on the axes of `axes`."""

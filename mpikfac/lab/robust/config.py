@@ -66,8 +66,8 @@ class _OfSome(Aggregation):
     def _check(self, ranks: int, least: int) -> None:
         if ranks < least:
             raise ValueError(
-                f"aggregation={self.name!r} with num_byzantine={self.num_byzantine} needs at least "
-                f"{least} ranks, not {ranks}"
+                f"sync.aggregation={self.name!r} with num_byzantine={self.num_byzantine} needs at "
+                f"least {least} ranks, not {ranks}"
             )
 
 

@@ -114,13 +114,13 @@ class HybridOpt(Assignment):
             ValueError: the number does not divide the ranks, or the share is no whole number.
         """
         if self.grad_worker_fraction is None:
-            check_divides("grad_workers", count := self.grad_workers or 1, ranks)
+            check_divides("assignment.grad_workers", count := self.grad_workers or 1, ranks)
             return count
         share = ranks * self.grad_worker_fraction
         count = max(1, round(share))
         if share > 1 and (not math.isclose(count, share) or ranks % count):
             raise ValueError(
-                f"grad_worker_fraction={self.grad_worker_fraction} of {ranks} ranks is no whole "
-                f"number of workers; try one of {[d / ranks for d in divisors(ranks)]}"
+                f"assignment.grad_worker_fraction={self.grad_worker_fraction} of {ranks} ranks is "
+                f"no whole number of workers; try one of {[d / ranks for d in divisors(ranks)]}"
             )
         return count

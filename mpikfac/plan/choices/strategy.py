@@ -83,8 +83,9 @@ class Strategy:
         self.assignment.workers(ranks)
         self.sync.check_ranks(ranks)
         if self.transport.ranks_per_node is not None:
-            check_divides("ranks_per_node", self.transport.ranks_per_node, ranks)
+            check_divides("transport.ranks_per_node", self.transport.ranks_per_node, ranks)
         if (virtual := self.transport.virtual_ranks) is not None and virtual % ranks:
             raise ValueError(
-                f"virtual_ranks={virtual} must be a multiple of the number of ranks ({ranks})"
+                f"transport.virtual_ranks={virtual} must be a multiple of the number of ranks "
+                f"({ranks})"
             )
