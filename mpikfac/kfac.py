@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, SplitComm
-from mpikfac.engine import Curvature, Own, Preconditioner
+from mpikfac.engine import Curvature, Graft, Preconditioner
 from mpikfac.layers import Coverage, Layer, offers
 from mpikfac.model import (
     check_habits,
@@ -29,12 +29,12 @@ from mpikfac.model import (
     report_uncovered,
 )
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
-from mpikfac.plan import Strategy, one_of, strategy_of
+from mpikfac.plan import Clip, Grafting, NoGrafting, Strategy, one_of, strategy_of
 from mpikfac.settings import (
     Damping,
     Estimator,
-    Length,
     LevenbergMarquardt,
+    Precision,
     Schedule,
     Settings,
     budget_of,
@@ -82,8 +82,11 @@ class KFAC(Trainer):
             [Lin et al. 2025]. "soap": Adam in the eigenbases of Shampoo's factors [SOAP]. "muon":
             the averaged gradient, without factors, for orthogonal directions [Muon]. "normuon": the
             same, with rows of about equal lengths [NorMuon].
-        length: the length of a step, and the precision of directions; None: what the solver takes,
-            for most `Length()`.
+        grafting: what gives each layer's direction its length: `NoGrafting`, `SGDGrafting`,
+            `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: what the solver takes, for most
+            `AdamGrafting()`; with a clip, `NoGrafting()`.
+        clip: a bound on the directions of all layers together: `KLClip`, `FisherClip`, `NormClip`,
+            or None.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of factors.
         budget: the operations of statistics and decompositions on average, in units of those of
@@ -91,6 +94,15 @@ class KFAC(Trainer):
             first batch with statistics decides: intervals grow, and factors fall into blocks of at
             most half as many rows as the batch has vectors, or of 128. None, or any interval or
             rule by hand, keeps intervals and factors as they are.
+        matmul_precision: how products round that precondition gradients and make directions
+            orthogonal. "float32": not at all; on a GPU, as torch's settings say. "tf32": operands
+            to 10 bits of mantissa. "bfloat16": operands to 7 bits. Sums are in float32, and models
+            in float64 round nothing. Tensor cores of an NVIDIA GPU multiply so; other devices
+            round, and save no time. None: "tf32" on an NVIDIA GPU without staleness, else
+            "float32".
+        cuda_graph: directions are recorded as a CUDA graph, and their kernels then started by one
+            call, in steps whose numbers are those of the step before. Needs a GPU of NVIDIA, and
+            has not run on one yet.
         trace: times the stages; a new trace if None.
 
     Raises:
@@ -120,36 +132,47 @@ class KFAC(Trainer):
         factor_update_steps: int | Schedule | None = None,
         inv_update_steps: int | Schedule | None = None,
         solver: SolverName | Solver | None = None,
-        length: Length | None = None,
+        grafting: Grafting | None = None,
+        clip: Clip | None = None,
         estimator: Estimator | None = None,
         coverage: Coverage | None = None,
         budget: float | None = 0.3,
+        matmul_precision: Precision | None = None,
+        cuda_graph: bool = False,
         trace: Trace | None = None,
     ) -> None:
         check_optimizer(optimizer, model)
-        check_kind("length", length, Length)
+        check_kind("grafting", grafting, Grafting)
+        check_kind("clip", clip, Clip)
         check_kind("estimator", estimator, Estimator)
         check_kind("coverage", coverage, Coverage)
         team = SplitComm.of(comm)
         strategy, settings = strategy_of(strategy)
         check_synchronous(strategy)
         solvers = solvers_by_name(solver or settings.get("solver", "inverse"))
-        of_solver = next(iter(solvers.values())).usual
-        length = length or Length(**of_solver.get("length", {}))
-        estimator = estimator or Estimator(**of_solver.get("estimator", {}))
-        if length.source == "quadratic":
+        run = next(iter(solvers.values()))
+        defaults, form = run.defaults, run.form
+        if grafting is None:
+            grafting = defaults.grafting if clip is None else NoGrafting()
+        if grafting.needs_batch:
             check_plain(optimizer)
-        coverage = coverage or Coverage()
-        if damping is None:
-            damping = Damping(**of_solver.get("damping", {}))
+        estimator, coverage = estimator or defaults.estimator, coverage or Coverage()
+        damping = defaults.damping if damping is None else damping
         damping = damping if isinstance(damping, Damping) else Damping(damping)
-        form = next(iter(solvers.values())).form
         given = factor_update_steps, inv_update_steps
-        usual = of_solver.get("factor_update_steps"), settings.get("inv_update_steps")
+        usual = defaults.factor_update_steps, settings.get("inv_update_steps")
         limits = budget_of(budget, (*given, *usual), form, coverage.rule, strategy)
         stretched = limits.stretched(usual_intervals(strategy.refresh.stagger))
         factors, bases = (_first(*each) for each in zip(given, usual, stretched))
-        self.settings = Settings(damping, factors, bases, estimator.decay, length, limits)
+        precision = matmul_precision or defaults.matmul_precision
+        self.settings = Settings(
+            *(damping, factors, bases, estimator.decay),
+            grafting=grafting,
+            clip=clip,
+            matmul_precision=precision,
+            cuda_graph=cuda_graph,
+            budget=limits,
+        )
         self.estimator = estimator
         method = Curvature(self.settings, estimator, solvers, coverage)
         super().__init__(model, optimizer, team, strategy, method, trace)
@@ -157,7 +180,7 @@ class KFAC(Trainer):
             uncovered = self.built.gradients.uncovered
             ways = offers(model, uncovered, coverage)
             report_uncovered(model, self.layers, uncovered, optimizer, ways)
-            for warning in check_habits(optimizer, length, estimator.fisher, form):
+            for warning in check_habits(optimizer, self.settings, estimator.fisher, form):
                 log.warning("%s", warning)
 
     def __repr__(self) -> str:
@@ -181,9 +204,9 @@ class KFAC(Trainer):
         return list(self.built.gradients.layers)
 
     @property
-    def length(self) -> Own:
-        """The length of directions; `batch(inputs, loss)` is for `Length("quadratic")`."""
-        return self.preconditioner.directions.length
+    def grafting(self) -> Graft:
+        """What gives directions their lengths; `set_batch` is for `QuadraticModel`."""
+        return self.preconditioner.directions.graft
 
     @property
     def kl_scale(self) -> Tensor:
@@ -254,7 +277,7 @@ class KFAC(Trainer):
             ValueError: with `shard_optimizer`, as the owner of a layer has to step the layer; with
                 `overlap`, as gradients are sent before the caller can average them; with
                 `virtual_ranks`, as K-FAC adds their gradients up in order; with local steps, as the
-                caller averages gradients; with `Length("quadratic")`, as only `step` takes the
+                caller averages gradients; with `QuadraticModel`, as only `step` takes the
                 batch; or other parameters are trained than before.
         """
         self._check_preconditions()
@@ -275,7 +298,7 @@ class KFAC(Trainer):
         method.learn(numbers)
         gradients.check(self.steps)
         method.make_directions(numbers)
-        gradients.write([*method.directions.slots, *self.length.uncovered])
+        gradients.write([*method.directions.slots, *self.grafting.uncovered])
         gradients.keep()
         self._guard.allow_once()
         self._begin(self.steps + 1)
@@ -292,8 +315,10 @@ class KFAC(Trainer):
             raise ValueError(
                 f"with sync={strategy.sync.name!r} each rank steps a replica; call step()"
             )
-        if self.settings.length.source == "quadratic":
-            raise ValueError("with length='quadratic', call length.batch(inputs, loss) and step()")
+        if self.settings.grafting.needs_batch:
+            raise ValueError(
+                "with grafting=QuadraticModel(), call grafting.set_batch(inputs, loss) and step()"
+            )
         transport = strategy.transport
         sharded = strategy.assignment.shard_optimizer
         if sharded or transport.overlap or transport.virtual_ranks:
@@ -301,7 +326,7 @@ class KFAC(Trainer):
                 "with shard_optimizer=True, overlap=True or virtual_ranks gradients are not the "
                 "caller's; call step()"
             )
-        check_momentum(self.optimizer, strategy, self.settings.length.momentum)
+        check_momentum(self.optimizer, strategy, self.settings.grafting.momentum)
 
     def update_damping(self, loss_before: float, loss_after: float) -> float:
         """Return the reduction ratio of the last step, and let the damping follow the ratio.
@@ -315,7 +340,7 @@ class KFAC(Trainer):
         `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the step's
         scale, so no product with C is taken. Everything outside of the model counts as a change of
         the loss: momentum, weight decay, uncovered parameters, and in a layer with several learning
-        rates the coupling of parameters. With `Length("quadratic")` the prediction is the whole
+        rates the coupling of parameters. With `QuadraticModel` the prediction is the whole
         quadratic model's, for the whole step. With inverses, new damping waits for the next
         decomposition. Call `update_damping` before `state_dict`: the state does not have the
         prediction.

@@ -18,15 +18,18 @@ from mpikfac.kfac import KFAC
 from mpikfac.layers import Coverage
 from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
-from mpikfac.plan import Strategy, check_size, plain
-from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator, Length
+from mpikfac.plan import AdamGrafting, Grafting, KLClip, NoGrafting, Strategy, check_size, plain
+from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator, Schedule
 from mpikfac.solvers import named_solver
 from mpikfac.trainer import Trainer
 
 MODEL = "model/"  # names of items of the model in a trainer's state
 PASSED = "grad_scale", "found_inf"
 """Attributes that a GradScaler gives an optimizer for a step."""
-PARTS = {"coverage": Coverage, "damping": Damping, "estimator": Estimator, "length": Length}
+PARTS = {
+    **{"coverage": Coverage, "damping": Damping, "estimator": Estimator},
+    **{"grafting": AdamGrafting, "clip": KLClip},
+}
 """Arguments of `KFAC` with settings of their own."""
 
 
@@ -185,8 +188,8 @@ class KFACOptimizer(Optimizer):
             optimizer.step()  # averages gradients over ranks, preconditions, and steps alike
 
     Momentum is taken before gradients are preconditioned, directions are orthogonal, and steps have
-    the lengths of Adam's, or a share of the weights at most: see `Length`. `trainer` is the `KFAC`;
-    with uneven shards, `optimizer.trainer.step(examples=n)` is the step.
+    the lengths of Adam's, or a share of the weights at most: see `AdamGrafting`. `trainer` is the
+    `KFAC`; with uneven shards, `optimizer.trainer.step(examples=n)` is the step.
 
     Collective over: comm. The model becomes rank 0's; forward hooks are added to its layers.
 
@@ -196,8 +199,8 @@ class KFACOptimizer(Optimizer):
         params: the parameters to train, or groups of parameters with an `lr`, `momentum` or
             `weight_decay` of their own, as of any torch optimizer; all of the model's if None.
         momentum: of the averaged gradients, by Nesterov. Schedulers may change the number, in all
-            groups alike. None: that of `length`, else 0.9, or the solver's usual momentum, such as
-            0.95 of "muon".
+            groups alike. None: that of `grafting`, else 0.9, or the solver's usual momentum, such
+            as 0.95 of "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step shrinks weights by
             `lr * weight_decay`.
         max_norm: the largest norm of the averaged gradient; None for no bound.
@@ -233,7 +236,7 @@ class KFACOptimizer(Optimizer):
                 f"model={type(model).__name__} must be a torch.nn.Module: K-FAC observes layers; "
                 f"parameters to train may follow as params"
             )
-        check_kind("length", settings.get("length"), Length)
+        check_kind("grafting", settings.get("grafting"), Grafting)
         name = type(self).__name__
         _check_names(name, settings)
         if self.solver is not None:
@@ -243,18 +246,43 @@ class KFACOptimizer(Optimizer):
                     f"solver={self.solver!r}; leave it out, or take KFACOptimizer(solver=...)"
                 )
             settings["solver"], strategy = self.solver, strategy or "sharded-optimizer"
-        usual = named_solver(settings.get("solver") or "inverse").usual.get("length", {})
-        length: Any = settings.pop("length", None) or Length(**usual)
+        usual = named_solver(settings.get("solver") or "inverse").defaults.grafting
+        grafting: Any = settings.pop("grafting", None)
+        if grafting is None:
+            grafting = usual if settings.get("clip") is None else NoGrafting()
         if momentum is None:
-            momentum = length.momentum or usual.get("momentum", MOMENTUM)
+            number: Any = grafting.momentum or usual.momentum or MOMENTUM
+            momentum = number(0) if callable(number) else number
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
-        length = replace(length, momentum=momentum)  # an error names the number
-        if momentum:
-            length = replace(length, momentum=descent.momentum)
         super().__init__(
-            KFAC(model, descent, comm, strategy, length=length, **settings), max_norm=max_norm
+            KFAC(
+                *(model, descent, comm, strategy),
+                grafting=_with_momentum(grafting, momentum, descent.momentum),
+                **settings,
+            ),
+            max_norm=max_norm,
         )
+
+
+def _with_momentum(grafting: Grafting, momentum: float, schedule: Schedule) -> Grafting:
+    """Return the grafting with a momentum of gradients, if there is any.
+
+    Args:
+        schedule: returns the momentum in force; schedulers change it.
+
+    Raises:
+        ValueError: the momentum is out of its bounds, or the grafting takes none.
+    """
+    if "momentum" in grafting.__dataclass_fields__:
+        checked: Any = replace(grafting, momentum=momentum)  # type: ignore[call-arg]
+        return replace(checked, momentum=schedule) if momentum else checked
+    if momentum:
+        raise ValueError(
+            f"momentum={momentum!r} of gradients needs grafting=AdamGrafting(...), not "
+            f"{grafting!r}; give momentum=0"
+        )
+    return grafting
 
 
 class DistributedMuon(KFACOptimizer):

@@ -9,9 +9,7 @@ from mpikfac.engine.curvature import Decomposed as Decomposed
 from mpikfac.engine.curvature import Directions as Directions
 from mpikfac.engine.curvature import FactorRequest as FactorRequest
 from mpikfac.engine.curvature import Factors as Factors
-from mpikfac.engine.curvature import OfAdam as OfAdam
-from mpikfac.engine.curvature import Orthogonal as Orthogonal
-from mpikfac.engine.curvature import Own as Own
+from mpikfac.engine.curvature import Graft as Graft
 from mpikfac.engine.curvature import Preconditioner as Preconditioner
 from mpikfac.engine.curvature import Ready as Ready
 from mpikfac.engine.curvature import Recorder as Recorder

@@ -20,11 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from mpikfac.comm import summed
-from mpikfac.engine import Gradients, Own, Stack
+from mpikfac.engine import Gradients, Graft, Stack
 from mpikfac.errors import UserError
 from mpikfac.model import MOMENTUM, check_plain, members
+from mpikfac.plan import Grafting
 from mpikfac.plan.names import QUADRATIC_MODEL
-from mpikfac.settings import Length
 
 log = logging.getLogger("mpikfac")
 
@@ -33,7 +33,7 @@ Criterion = Callable[[Tensor], Tensor]
 PARALLEL = 1e-6  # in float32, products of a model are no more exact
 
 
-class Quadratic(Own):
+class QuadraticGraft(Graft):
     """The length and the momentum that minimise a quadratic model of the batch's loss.
 
     The step is a sum of multiples of the layers' directions, of the gradients of uncovered
@@ -44,18 +44,18 @@ class Quadratic(Own):
 
     def __init__(
         self,
-        length: Length,
+        grafting: Grafting,
         gradients: Gradients,
         stacks: Sequence[Stack],
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        super().__init__(length, gradients, stacks, model, optimizer)
+        super().__init__(grafting, gradients, stacks, model, optimizer)
         self._next: Batch | None = None
         self._batch: Batch | None = None
         self._compared = False  # whether slopes of the quadratic model have been compared
 
-    def batch(self, inputs: Tensor | tuple[Any, ...], loss: Criterion) -> None:
+    def set_batch(self, inputs: Tensor | tuple[Any, ...], loss: Criterion) -> None:
         """Take the rank's share of a batch, or a part of the share, before the step.
 
         Args:
@@ -74,7 +74,7 @@ class Quadratic(Own):
         self._batch, self._next = self._next, None
         if self._batch is None:
             raise ValueError(
-                "length='quadratic' needs length.batch(inputs, loss) before each step()"
+                "grafting=QuadraticModel() needs grafting.set_batch(inputs, loss) before step()"
             )
         check_plain(self.optimizer)
 
@@ -142,8 +142,8 @@ class Quadratic(Own):
         """Warn at the first step if the model's loss is not the loss of the gradients."""
         if not (self._compared or 0.1 * expected <= slope <= 10 * expected):
             log.warning(
-                "the loss of length.batch(inputs, loss) has slope %g along the directions, and "
-                "the gradients have slope %g: give batch the loss of backward()",
+                "the loss of grafting.set_batch(inputs, loss) has slope %g along the directions, "
+                "and the gradients have slope %g: give batch the loss of backward()",
                 *(slope, expected),
             )
         self._compared = True

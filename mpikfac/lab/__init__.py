@@ -18,6 +18,7 @@ from mpikfac.lab.lsgd.config import LSGD as LSGD
 from mpikfac.lab.parameter_server.config import ParameterServer as ParameterServer
 from mpikfac.lab.parle.config import Parle as Parle
 from mpikfac.lab.power_sgd.config import PowerSGD as PowerSGD
+from mpikfac.lab.quadratic_model.config import QuadraticModel as QuadraticModel
 from mpikfac.lab.robust.config import CenteredClipping as CenteredClipping
 from mpikfac.lab.robust.config import GeometricMedian as GeometricMedian
 from mpikfac.lab.robust.config import Krum as Krum

@@ -23,7 +23,7 @@ from mpikfac.layers import Layer, Other, in_words, skipping
 from mpikfac.model.descent import Descent
 from mpikfac.model.state import group_settings
 from mpikfac.plan import Fisher, Form, Strategy
-from mpikfac.settings import Length, Schedule
+from mpikfac.settings import Schedule, Settings
 
 Block = Layer | Other
 OF_COMPRESSION = "compression.gradients.momentum"
@@ -195,9 +195,9 @@ def check_momentum(
     top = _momentum_of_compression(strategy)
     if top and of_gradients:
         raise ValueError(
-            f"{OF_COMPRESSION}={top} and Length(momentum={of_gradients}): leave one of them out"
+            f"{OF_COMPRESSION}={top} and grafting.momentum=({of_gradients}): leave one of them out"
         )
-    name, of_kfac = (OF_COMPRESSION, top) if top else ("Length(momentum)", of_gradients)
+    name, of_kfac = (OF_COMPRESSION, top) if top else ("grafting.momentum", of_gradients)
     when = "are added up" if top else "are preconditioned"
     if isinstance(optimizer, Descent):  # whose momentum is `of_gradients`
         if not of_gradients and any(group["momentum"] for group in optimizer.param_groups):
@@ -237,11 +237,11 @@ def check_loaded_momentum(
     if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
             "the state has momenta of gradients, and no momentum of the optimizer; train with "
-            "KFAC and Length(momentum=...) as before"
+            "KFAC and grafting.momentum=(...) as before"
         )
     top = _momentum_of_compression(strategy)
-    choice = f"{OF_COMPRESSION}={top}" if top else f"Length(momentum={of_gradients})"
-    remedy = OF_COMPRESSION if top else "Length(momentum)"
+    choice = f"{OF_COMPRESSION}={top}" if top else f"grafting.momentum=({of_gradients})"
+    remedy = OF_COMPRESSION if top else "grafting.momentum"
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if of_group and not descends and (top or of_gradients) and value:
@@ -266,26 +266,26 @@ def taking_up() -> Iterator[None]:
 
 
 def check_habits(
-    optimizer: Optimizer, length: Length, fisher: Fisher, solver: Form
+    optimizer: Optimizer, settings: Settings, fisher: Fisher, solver: Form
 ) -> Iterator[str]:
     """Yield warnings of settings that fit other methods, and let K-FAC lose without a word."""
-    unbounded = (length.source, length.bound) == ("own", "")
+    unbounded = settings.grafting.name == "none" and settings.clip is None
     if unbounded and solver.of == "gradient":
         yield (
-            f"Length('own') without a bound may diverge: the factors of {solver.name!r} begin with "
-            f"a single gradient, and the next directions are long; give a bound, such as "
-            f"Length(norm=1.0), or take Length('adam')"
+            f"NoGrafting() without a clip may diverge: the factors of {solver.name!r} begin with a "
+            f"single gradient, and the next directions are long; give clip=NormClip(max_norm=1.0), "
+            f"or take AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":
         yield (
-            "Length('own') without a bound may diverge: with the empirical Fisher, directions grow "
-            "as gradients shrink; give a bound, such as Length(kl=0.001), or take Length()"
+            "NoGrafting() without a clip may diverge: with the empirical Fisher, directions grow "
+            "as gradients shrink; give clip=KLClip(kl_clip=0.001), or take AdamGrafting()"
         )
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    if length.by_adam and rates and max(rates) > LARGEST_RATE:
+    if settings.grafting.by_adam and rates and max(rates) > LARGEST_RATE:
         yield (
-            f"lr={max(rates):g} is a rate of SGD; with Length({length.source!r}) usual rates are "
-            f"0.005 to 0.01, as lengths are those of Adam's steps"
+            f"lr={max(rates):g} is a rate of SGD; with {settings.grafting!r} usual rates are 0.005 "
+            f"to 0.01, as lengths are those of Adam's steps"
         )
     if any("betas" in group for group in optimizer.param_groups):
         yield (

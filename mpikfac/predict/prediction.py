@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
+from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY, AdamGrafting, Grafting
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,7 @@ class Job:
     Attributes:
         batch: images per rank.
         stragglers: standard deviation of the logarithm of a rank's computing time.
-        length: the source of the directions' lengths (`Length`).
-        momentum: whether the length takes the momentum of gradients.
+        grafting: what gives directions their lengths.
     """
 
     model: str
@@ -25,13 +24,7 @@ class Job:
     factor_update_steps: int = FACTOR_EVERY
     inv_update_steps: int = BASIS_EVERY
     stragglers: float = 0.0
-    length: str = "orthogonal"
-    momentum: bool = False
-
-    @property
-    def orthogonal(self) -> bool:
-        """Whether directions are made orthogonal."""
-        return self.length in ("orthogonal", "rows")
+    grafting: Grafting = AdamGrafting()
 
 
 @dataclass(frozen=True)

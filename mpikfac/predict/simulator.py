@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from mpikfac.plan import Message, Plan, memory_of_lengths, names
+from mpikfac.plan import Message, Plan, memory_of_grafting, names
 from mpikfac.predict import costs
 from mpikfac.predict.clients import of_clients
 from mpikfac.predict.machine import Machine
@@ -103,7 +103,7 @@ def cheapest(
 
 def memory(plan: Plan, rank: int, job: Job) -> dict[str, int]:
     """Return the bytes of every arena on `rank`, those of lengths included, by kind."""
-    return plan.memory(rank) | memory_of_lengths(plan.of(rank), job.length, job.momentum)
+    return plan.memory(rank) | memory_of_grafting(plan.of(rank), job.grafting)
 
 
 def representatives(plan: Plan) -> list[int]:
@@ -346,7 +346,7 @@ def _computations(
     }
     if plan.layers:
         seconds[names.PRECONDITION] = costs.precondition_seconds(
-            plan, rank, machine, network, job.orthogonal
+            plan, rank, machine, network, job.grafting.orthogonalize
         )
         statistics, refresh = kind
         if statistics:

@@ -11,13 +11,13 @@ from mpikfac.settings.estimator import Estimator as Estimator
 from mpikfac.settings.estimator import Subsample as Subsample
 from mpikfac.settings.estimator import Turn as Turn
 from mpikfac.settings.estimator import usual_distance as usual_distance
-from mpikfac.settings.length import Length as Length
-from mpikfac.settings.length import Source as Source
 from mpikfac.settings.schedule import SETTLED as SETTLED
 from mpikfac.settings.schedule import Schedule as Schedule
 from mpikfac.settings.schedule import evaluate as evaluate
 from mpikfac.settings.schedule import in_force as in_force
+from mpikfac.settings.settings import PRECISIONS as PRECISIONS
 from mpikfac.settings.settings import Numbers as Numbers
+from mpikfac.settings.settings import Precision as Precision
 from mpikfac.settings.settings import Settings as Settings
 from mpikfac.settings.usual import MOMENTUM as MOMENTUM
 from mpikfac.settings.usual import RATE as RATE

@@ -8,26 +8,8 @@ SETTINGS: tuple[Combination, ...] = (
     Combination(
         "adapted",
         None,
-        {"length": OneOf(("own", "quadratic"))},
+        {"grafting.prescribes": False},
         "grafting replaces the length that an adapted damping changes",
-    ),
-    Combination(
-        "length",
-        ("quadratic",),
-        {"assignment.shard_optimizer": False},
-        "the quadratic model multiplies the whole step by derivatives of the outputs",
-    ),
-    Combination(
-        "length",
-        ("quadratic",),
-        {"transport.virtual_ranks": None},
-        "sums of products over ranks would depend on the number of ranks",
-    ),
-    Combination(
-        "length",
-        ("quadratic",),
-        {"relative": False},
-        "the quadratic model has the same damping for all parameters",
     ),
     Combination(
         "sync.local_steps",
@@ -35,7 +17,7 @@ SETTINGS: tuple[Combination, ...] = (
         {
             "grad_workers": Same("ranks"),
             "adapted": None,
-            "length": OneOf(("own", "orthogonal", "rows", "adam", "sgd")),
+            "grafting": OneOf(("none", "sgd", "adam")),
         },
         "between two exchanges, a rank preconditions all layers without further messages",
     ),
@@ -46,7 +28,7 @@ SETTINGS: tuple[Combination, ...] = (
         "decompositions that are kept in a dtype also travel in the dtype",
     ),
     Combination(
-        "precision",
+        "matmul_precision",
         ("tf32",),
         {"refresh.staleness": 0, "refresh.servers": AtLeast(1)},
         "TF32 is a setting of the process, and a thread that decomposes would round by chance",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from mpikfac.plan import make_plain, plain
+from mpikfac.plan import AdamGrafting, Clip, Grafting, make_plain, one_of, plain
 from mpikfac.settings.budget import Budget
 from mpikfac.settings.damping import Damping
-from mpikfac.settings.length import Length
 from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 
@@ -39,6 +39,8 @@ class Numbers:
     inv_update_steps: int = 0
 
 
+Precision = Literal["float32", "tf32", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
 
 
@@ -56,11 +58,21 @@ class Settings:
     factor_update_steps: float | Schedule
     inv_update_steps: float | Schedule
     decay: float | Schedule
-    length: Length
+    grafting: Grafting = field(default_factory=AdamGrafting)
+    clip: Clip | None = None
+    matmul_precision: Precision | None = None
+    cuda_graph: bool = False
     budget: Budget = field(default_factory=lambda: Budget(None))
 
     def __post_init__(self) -> None:
         make_plain(self)
+        one_of("matmul_precision", self.matmul_precision, (None, *PRECISIONS))
+        one_of("cuda_graph", self.cuda_graph, (False, True))
+        if self.grafting.momentum and self.clip is not None:
+            raise ValueError(
+                f"momentum={self.grafting.momentum!r} of gradients needs clip=None, not "
+                f"{self.clip!r}: the direction is not of the step's gradient alone"
+            )
         for name in ("factor_update_steps", "inv_update_steps"):
             self.due(name, 0)
 
@@ -70,7 +82,7 @@ class Settings:
         Raises:
             ValueError: a number is out of its bounds.
         """
-        bound = self.length.bound
+        bound = self.bound
         return Numbers(
             step,
             self._in_force("damping", step),
@@ -82,6 +94,11 @@ class Settings:
             self._between("factor_update_steps", step + 1, 1),
             self._between("inv_update_steps", step + 1, 1),
         )
+
+    @property
+    def bound(self) -> str:
+        """The name of the bound on a step, such as "kl_clip"; "" for no bound."""
+        return "" if self.clip is None else f"{self.clip.name}_clip"
 
     def _in_force(self, name: str, step: int, below: float = math.inf) -> float:
         setting = self._numbers()[name]
@@ -125,9 +142,12 @@ class Settings:
         return values | {
             "relative": self.damping.is_relative,
             "adapted": self.damping.adapted,
-            "length": self.length.source,
-            "trust": self.length.trust,
-            "precision": self.length.precision,
+            **{"grafting": self.grafting.name, "clip": self.clip and self.clip.name},
+            "grafting.prescribes": self.grafting.prescribes,
+            "grafting.orthogonalize": self.grafting.orthogonalize,
+            "grafting.normalize_rows": self.grafting.normalize_rows,
+            "max_trust_ratio": getattr(self.grafting, "max_trust_ratio", None),
+            "matmul_precision": self.matmul_precision,
             "budget": self.budget.share,
         }
 
@@ -135,5 +155,6 @@ class Settings:
         return {
             **{"damping": self.damping.number, "factor_update_steps": self.factor_update_steps},
             **{"inv_update_steps": self.inv_update_steps, "decay": self.decay},
-            **{"momentum": self.length.momentum, **self.length.bounds},
+            **{"momentum": self.grafting.momentum},
+            **({} if self.clip is None else {self.bound: self.clip.bound}),
         }

@@ -14,7 +14,6 @@ RATE = 0.0075
 MOMENTUM = 0.9
 WEIGHT_DECAY = 0.0005
 SHARE = 10.0  # of the mean eigenvalue: the relative damping
-TRUST = 8.0
 
 
 class Intervals(NamedTuple):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from mpikfac.plan import Combination, Form
+from mpikfac.plan import AdamGrafting, Combination, Form
+from mpikfac.settings import Damping, Estimator
 from mpikfac.solvers.inverse import BLOCKS, Inverse
+from mpikfac.solvers.solver import Defaults
 
 ALONE = Combination(
     "solver", ("newton-muon",), {"fisher": "forward-only"}, "the identity takes the place of G"
@@ -19,7 +20,7 @@ FORM = Form("newton-muon", BLOCKS, sides="A", damped=True, timed_as="inverse", n
 class NewtonMuon(Inverse):
     """The inverse `(A + 0.2 mean(A) I)^-1` of the inputs' second moments alone [Newton-Muon].
 
-    `mean(A)` is the mean eigenvalue. `Length("orthogonal")` makes the polar factor of the gradient
+    `mean(A)` is the mean eigenvalue. `AdamGrafting()` makes the polar factor of the gradient
     times the inverse. A bias without inputs keeps G.
 
     Attributes:
@@ -28,11 +29,11 @@ class NewtonMuon(Inverse):
     """
 
     split: bool = field(default=False, init=False)
-    usual: ClassVar[Mapping[str, Any]] = {
-        "damping": {"relative": 0.2},
-        "length": {"source": "orthogonal", "momentum": 0.95},
-        "estimator": {"fisher": "forward-only"},
-    }
+    defaults: ClassVar[Defaults] = Defaults(
+        damping=Damping(relative=0.2),
+        grafting=AdamGrafting(momentum=0.95),
+        estimator=Estimator(fisher="forward-only"),
+    )
 
     @property
     def form(self) -> Form:

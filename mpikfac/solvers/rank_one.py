@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side
 from mpikfac.plan import Combination, Form, OneOf
-from mpikfac.solvers.solver import Held, Solver
+from mpikfac.settings import Damping
+from mpikfac.solvers.solver import Defaults, Held, Solver
 
 NEEDS = (
     Combination(
@@ -47,7 +47,7 @@ class RankOne(Solver):
 
     form: ClassVar[Form] = Form("rank-one", {"vector": 1}, keeps="vector", work=1, needs=NEEDS)
     # Vectors have no eigenvalues to take a share of.
-    usual: ClassVar[Mapping[str, Any]] = {"damping": {"value": 0.003}}
+    defaults: ClassVar[Defaults] = Defaults(damping=Damping(0.003))
 
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side
-from mpikfac.plan import Form, one_of
+from mpikfac.plan import AdamGrafting, Form, Grafting, one_of
+from mpikfac.settings import Damping, Estimator, Precision
 
 
 class Means(NamedTuple):
@@ -51,6 +52,17 @@ class Held:
         return [b.to(dtype) for b in self.a[kind]], [b.to(dtype) for b in self.g[kind]]
 
 
+@dataclass(frozen=True)
+class Defaults:
+    """The settings that `KFAC` takes where none are given; it says what they mean."""
+
+    damping: Damping = field(default_factory=Damping)
+    grafting: Grafting = field(default_factory=AdamGrafting)
+    estimator: Estimator = field(default_factory=Estimator)
+    factor_update_steps: int | None = None
+    matmul_precision: Precision | None = None
+
+
 class Solver:
     """From a factor to a decomposition, and from a gradient to a direction.
 
@@ -61,13 +73,11 @@ class Solver:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
         part: the place of a class ("package.module:Class") that keeps a state of the solver's own
             beside the decompositions, made with the `Bases`; "" for none.
-        usual: what `KFAC` takes in the place of usual values, by name: "damping", "length" and
-            "estimator" with fields of `Damping`, `Length` and `Estimator`, and
-            "factor_update_steps".
+        defaults: what `KFAC` takes for settings that are not given.
     """
 
     part: ClassVar[str] = ""
-    usual: ClassVar[Mapping[str, Any]] = {}
+    defaults: ClassVar[Defaults] = Defaults()
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:

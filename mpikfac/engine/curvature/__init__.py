@@ -12,10 +12,8 @@ from mpikfac.engine.curvature.factors import Factors as Factors
 from mpikfac.engine.curvature.factors import Running as Running
 from mpikfac.engine.curvature.factors import leave_out_broken as leave_out_broken
 from mpikfac.engine.curvature.factors import merge as merge
-from mpikfac.engine.curvature.lengths import OfAdam as OfAdam
-from mpikfac.engine.curvature.lengths import Orthogonal as Orthogonal
-from mpikfac.engine.curvature.lengths import Own as Own
-from mpikfac.engine.curvature.lengths import Stack as Stack
+from mpikfac.engine.curvature.grafting import Graft as Graft
+from mpikfac.engine.curvature.grafting import Stack as Stack
 from mpikfac.engine.curvature.preconditioner import Curvature as Curvature
 from mpikfac.engine.curvature.preconditioner import Preconditioner as Preconditioner
 from mpikfac.engine.curvature.recording import Recorder as Recorder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from mpikfac.comm import summed
 from mpikfac.engine.curvature.bases import Bases
 from mpikfac.engine.curvature.capture import Captured, Region
-from mpikfac.engine.curvature.lengths import LENGTHS, Own, Stack
+from mpikfac.engine.curvature.grafting import Stack, graft_of
 from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.part import Item, Part
 from mpikfac.layers import Layer
@@ -31,7 +30,7 @@ class Directions(Part):
     Attributes:
         arena: directions by layer.
         slots: the layers with directions in the arena.
-        length: gives directions their lengths.
+        graft: gives directions their lengths.
         scale: the multiplier of the last step's directions, `[1]`.
         expected: the change of the loss of all ranks by the quadratic model, `[1]`; only the part
             of layers with directions on the rank.
@@ -52,12 +51,11 @@ class Directions(Part):
         self.slots = slots_in(self.arena, gradients.layers, self.site)
         self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
         self._stacks = [self._place(layers, held) for layers, held in bases.stacks]
-        kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
-        self.length = kind(settings.length, gradients, self._stacks, model, optimizer)
+        self.graft = graft_of(settings.grafting, gradients, self._stacks, model, optimizer)
         usual = usual_precision(self.site.device, self.plan.strategy.refresh.staleness > 0)
-        self._precision = settings.length.precision or usual
+        self._precision = settings.matmul_precision or usual
         self._run: Region = self._compute
-        if settings.length.capture:
+        if settings.cuda_graph:
             self._run = Captured(self._compute, self._key, self.site.device)
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = stages.publish_directions(self.plan)
@@ -81,14 +79,14 @@ class Directions(Part):
         self.publish()
         if numbers.bound is not None and self.gradients.layers:
             self._clip(numbers.bound)
-        if self.settings.damping.adapted and self.length.predicted:
+        if self.settings.damping.adapted and self.graft.predicted:
             self._predict()
 
     def precondition(self, numbers: Numbers) -> None:
         """Precondition the gradients of the rank's layers, and give directions their lengths."""
         with self.site.trace.stage(PRECONDITION), multiplying(self._precision):
             self.bases.damp(numbers.damping)
-            self.length.count()
+            self.graft.count()
             self._run(numbers)
 
     def _compute(self, numbers: Numbers) -> None:
@@ -96,14 +94,14 @@ class Directions(Part):
 
         Directions of broken gradients are not finite, and nobody takes them.
         """
-        copy_all(self.length.apart)
-        self.length.smooth(numbers.momentum)
-        dtype, pairs = self.arena.flat.dtype, zip(self._stacks, self.length.sources)
-        self.length.write([stack.solver.direction(x, stack.held).to(dtype) for stack, x in pairs])
+        copy_all(self.graft.apart)
+        self.graft.smooth(numbers.momentum)
+        dtype, pairs = self.arena.flat.dtype, zip(self._stacks, self.graft.sources)
+        self.graft.write([stack.solver.direction(x, stack.held).to(dtype) for stack, x in pairs])
 
     def _key(self, numbers: Numbers) -> Hashable:
         """Return what `_compute` reads on the host."""
-        return numbers.damping, numbers.momentum, *self.gradients.broken, self.length.key()
+        return numbers.damping, numbers.momentum, *self.gradients.broken, self.graft.key()
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
@@ -114,15 +112,11 @@ class Directions(Part):
 
     def _clip(self, bound: float) -> None:
         """Bound the Fisher norm of the direction or of the step, or the direction's norm."""
-        kind = self.settings.length.bound
-        squares = {
-            "fisher_clip": lambda: self._along_gradient(0),
-            "kl_clip": lambda: self._along_gradient(2),
-            "norm_clip": self._square,
-        }
-        square = squares[kind]()
+        clip = self.settings.clip
+        assert clip is not None, "there is a bound"
+        square = self._square() if clip.of_norm else self._along_gradient(2 if clip.of_step else 0)
         self.site.grid.exchange(self._clip_messages, square)
-        self.scale = clip_scale(square, bound if kind == "kl_clip" else bound**2)
+        self.scale = clip_scale(square, bound if clip.squared else bound**2)
         self.arena.flat *= self.scale
 
     def _predict(self) -> None:
@@ -131,11 +125,11 @@ class Directions(Part):
         self.expected = self.scale * self._along_gradient(2) / 2 - slope
 
     def descend(self, damping: float) -> None:
-        """Let the length change the gradients in the model, once all directions are there.
+        """Let the graft change the gradients in the model, once all directions are there.
 
-        Collective over: world with length="quadratic", else none.
+        Collective over: world with a `QuadraticModel`, else none.
         """
-        expected = self.length.descend(damping)
+        expected = self.graft.descend(damping)
         if expected is not None:
             self.expected = expected
 
@@ -164,7 +158,7 @@ class Directions(Part):
 
     def items(self) -> Iterable[Item]:
         """Return averages and momenta of the length."""
-        return self.length.items()
+        return self.graft.items()
 
     def marks(self) -> dict[str, Any]:
         """Return the damping, if the damping is adapted, and what was seen of a batch."""

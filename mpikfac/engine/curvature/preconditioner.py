@@ -136,7 +136,7 @@ class Preconditioner(FirstOrder):
 
     def compared(self, numbers: Numbers) -> dict[str, object]:
         """Return the numbers of a step that have to be equal on all ranks."""
-        bound = self.settings.length.bound
+        bound = self.settings.bound
         return {
             **{"damping": numbers.damping, "decay": numbers.decay, "momentum": numbers.momentum},
             **({bound: numbers.bound} if bound else {}),
@@ -160,7 +160,7 @@ class Preconditioner(FirstOrder):
 
     def begin_step(self) -> None:
         """Begin the work of a step, with the batch that length="quadratic" needs."""
-        self.directions.length.begin_step()
+        self.directions.graft.begin_step()
 
     def begin(self, step: int) -> None:
         """Begin a step: from here on, the state is the state after `step` steps."""
@@ -237,7 +237,7 @@ class Preconditioner(FirstOrder):
 
     def _count(self) -> None:
         """Count the operations of the layers, if a batch has been seen."""
-        self.settings.budget.count(self.plan.layers, self.settings.length.orthogonal)
+        self.settings.budget.count(self.plan.layers, self.settings.grafting.orthogonalize)
 
     def _finish_statistics(self) -> None:
         """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
@@ -287,7 +287,7 @@ class Preconditioner(FirstOrder):
 
     def make_directions(self, numbers: Numbers) -> None:
         """Precondition gradients, send the directions to all, and bound the step."""
-        if self.settings.length.by_adam:
+        if self.settings.grafting.by_adam:
             self.is_consistent = False  # grafting takes the gradients into averages
         self.directions.make(numbers)
 
@@ -372,7 +372,7 @@ class Curvature(Method):
     ) -> None:
         self.settings, self.estimator = settings, estimator
         self.solvers, self.coverage = solvers, coverage
-        self.momentum = settings.length.momentum
+        self.momentum = settings.grafting.momentum
 
     def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:
         """Return the layers that K-FAC covers, and the uncovered tensors."""
@@ -411,7 +411,11 @@ class Curvature(Method):
             **{"solver": run.name, "basis_dtype": run.dtype},
         }
         needs = [need for form in forms for need in form.needs]
-        check_layers([*SETTINGS, *needs], layer_shapes, Choices(strategy, settings))
+        check_layers(
+            [*SETTINGS, *self.settings.grafting.needs, *needs],
+            layer_shapes,
+            Choices(strategy, settings),
+        )
         averages, bases = self.estimator.factor_dtype, run.dtype
         of_averages = averages.itemsize if averages else itemsize
         sizes = itemsize, of_averages, bases.itemsize if bases else itemsize
@@ -429,8 +433,8 @@ class Curvature(Method):
         """
         check_joins(team.intercomm, plan.strategy.refresh.servers)
         groups_of(layers, optimizer)
-        if self.settings.length.kl is not None:
-            check_rates(optimizer, "Length(kl=...)")
+        if self.settings.clip is not None and self.settings.clip.of_step:
+            check_rates(optimizer, f"clip={self.settings.clip!r}")
         if self.settings.damping.adapted:
             check_rates(optimizer, "damping=LevenbergMarquardt(...)")
 

@@ -150,7 +150,8 @@ def check_feedback(trainer: Trainer) -> None:
             f"direct feedback needs Estimator(fisher='forward-only'), or a solver of the averaged "
             f"gradient: {of_outputs[0]} would be made of gradients that are none"
         )
-    if settings is not None and settings.length.source == "quadratic":
+    if settings is not None and settings.grafting.needs_batch:
         raise ValueError(
-            "direct feedback needs another length than 'quadratic', a model of the true gradient"
+            "direct feedback needs another grafting than QuadraticModel(), a model of the true "
+            "gradient"
         )

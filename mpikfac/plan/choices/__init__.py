@@ -51,6 +51,15 @@ from mpikfac.plan.choices.estimates import FISHERS as FISHERS
 from mpikfac.plan.choices.estimates import NORMALIZATIONS as NORMALIZATIONS
 from mpikfac.plan.choices.estimates import Fisher as Fisher
 from mpikfac.plan.choices.estimates import Normalization as Normalization
+from mpikfac.plan.choices.grafting import AdamGrafting as AdamGrafting
+from mpikfac.plan.choices.grafting import AdamInEigenbases as AdamInEigenbases
+from mpikfac.plan.choices.grafting import Clip as Clip
+from mpikfac.plan.choices.grafting import FisherClip as FisherClip
+from mpikfac.plan.choices.grafting import Grafting as Grafting
+from mpikfac.plan.choices.grafting import KLClip as KLClip
+from mpikfac.plan.choices.grafting import NoGrafting as NoGrafting
+from mpikfac.plan.choices.grafting import NormClip as NormClip
+from mpikfac.plan.choices.grafting import SGDGrafting as SGDGrafting
 from mpikfac.plan.choices.refresh import Refresh as Refresh
 from mpikfac.plan.choices.strategy import Strategy as Strategy
 from mpikfac.plan.choices.sync import Synchronization as Synchronization

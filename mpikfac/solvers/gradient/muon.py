@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from mpikfac.plan import Combination, Form
+from mpikfac.plan import AdamGrafting, Combination, Form
 from mpikfac.solvers.gradient.needs import needs_of
-from mpikfac.solvers.solver import Held, Solver
+from mpikfac.solvers.solver import Defaults, Held, Solver
 
 
-def form_of(name: str, length: str) -> Form:
+def form_of(name: str, grafting: str) -> Form:
     """Return the description of a solver without factors for the plan."""
     needs = (
-        *needs_of(name, length),
+        *needs_of(name, {grafting: True}),
         Combination(
             "solver",
             (name,),
@@ -36,14 +35,14 @@ def form_of(name: str, length: str) -> Form:
 
 @dataclass(frozen=True)
 class Muon(Solver):
-    """The gradient, or its momentum, as it is: `Length("orthogonal")` makes the polar factor.
+    """The gradient, or its momentum, as it is: `AdamGrafting()` makes the polar factor.
 
     Nothing is kept of a layer; owners share out the products that make directions orthogonal. A
     bias is a column of the matrix [Jordan et al. 2024].
     """
 
-    form: ClassVar[Form] = form_of("muon", "orthogonal")
-    usual: ClassVar[Mapping[str, Any]] = {"length": {"source": "orthogonal", "momentum": 0.95}}
+    form: ClassVar[Form] = form_of("muon", "grafting.orthogonalize")
+    defaults: ClassVar[Defaults] = Defaults(grafting=AdamGrafting(momentum=0.95))
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return the gradient, `[outputs, inputs]`."""

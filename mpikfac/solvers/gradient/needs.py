@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mpikfac.plan import Combination, OneOf
 
 NO_STATISTICS = {
@@ -16,11 +18,11 @@ NOT_SENT = {
 NO_REPLICAS = {"sync.local_steps": False}
 
 
-def needs_of(name: str, *lengths: str) -> tuple[Combination, ...]:
+def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ...]:
     """Return the needs of a solver of the averaged gradient.
 
     Args:
-        lengths: the lengths of directions that the solver goes with.
+        grafting: the grafting that the solver goes with.
     """
     one, usual = (name,), {"refresh.tolerance": 0, "adapted": None, "rank": None}
     return (
@@ -37,5 +39,5 @@ def needs_of(name: str, *lengths: str) -> tuple[Combination, ...]:
             "solver", one, {"sync.local_steps": False}, "factors are of averaged gradients"
         ),
         Combination("solver", one, usual, "nothing predicts the loss, or the misfit of a root"),
-        Combination("solver", one, {"length": OneOf(lengths)}, "other lengths undo the direction"),
+        Combination("solver", one, grafting, "other grafting undoes the direction"),
     )

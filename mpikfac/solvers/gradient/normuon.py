@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from mpikfac.plan import Form
+from mpikfac.plan import AdamGrafting, Form
 from mpikfac.solvers.gradient.muon import Muon, form_of
+from mpikfac.solvers.solver import Defaults
 
 
 @dataclass(frozen=True)
 class NorMuon(Muon):
-    """The gradient, or its momentum, as it is: `Length("rows")` makes polar factor and rows.
+    """The gradient, or its momentum, as it is [NorMuon].
 
-    Beside what Muon keeps, a number is kept for each row of a matrix [NorMuon].
+    `AdamGrafting(normalize_rows=True)` makes the polar factor and divides its rows. Beside what
+    Muon keeps, a number is kept for each row of a matrix.
     """
 
-    form: ClassVar[Form] = form_of("normuon", "rows")
-    usual: ClassVar[Mapping[str, Any]] = {"length": {"source": "rows", "momentum": 0.95}}
+    form: ClassVar[Form] = form_of("normuon", "grafting.normalize_rows")
+    defaults: ClassVar[Defaults] = Defaults(
+        grafting=AdamGrafting(normalize_rows=True, momentum=0.95)
+    )

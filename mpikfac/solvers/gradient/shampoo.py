@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_left, from_right, product
-from mpikfac.plan import Form, check_positive
+from mpikfac.plan import AdamGrafting, Form, OneOf, check_positive
+from mpikfac.settings import Damping
 from mpikfac.solvers.eigen import damping_unit, eigenbasis
 from mpikfac.solvers.gradient.needs import needs_of
 from mpikfac.solvers.inverse import damp
-from mpikfac.solvers.solver import Held, Means, Solver
+from mpikfac.solvers.solver import Defaults, Held, Means, Solver
 
 
 class Moments(Solver):
@@ -23,11 +23,11 @@ class Moments(Solver):
     The damping e of a factor is in units of the mean eigenvalue if the damping is relative.
     """
 
-    usual: ClassVar[Mapping[str, Any]] = {
-        "damping": {"relative": 1e-3},
-        "length": {"source": "adam"},
-        "factor_update_steps": 1,
-    }
+    defaults: ClassVar[Defaults] = Defaults(
+        damping=Damping(relative=1e-3),
+        grafting=AdamGrafting(orthogonalize=False),
+        factor_update_steps=1,
+    )
 
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping of a factor, `[]` or `[groups]`."""
@@ -59,7 +59,9 @@ class Roots(Moments):
 
 def form_of(name: str) -> Form:
     """Return the description of a solver with roots for the plan."""
-    needs = needs_of(name, "adam", "sgd", "own")
+    needs = needs_of(
+        name, {"grafting": OneOf(("none", "sgd", "adam")), "grafting.orthogonalize": False}
+    )
     return Form(name, {"root": 2}, of="gradient", damped=True, timed_as="shampoo", needs=needs)
 
 

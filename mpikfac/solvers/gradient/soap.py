@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_left, from_right
-from mpikfac.plan import Combination, Form
+from mpikfac.plan import AdamInEigenbases, Combination, Form
 from mpikfac.solvers.eigen import eigenbasis
 from mpikfac.solvers.gradient.needs import needs_of
 from mpikfac.solvers.gradient.shampoo import Moments
 from mpikfac.solvers.inverse import damp
-from mpikfac.solvers.solver import Held
+from mpikfac.solvers.solver import Defaults, Held
 
 NEEDS = (
-    *needs_of("soap", "rotated"),
+    *needs_of("soap", {"grafting": "adam-in-eigenbases"}),
     Combination(
         "solver",
         ("soap",),
         {"relative": True},
         "the damping is a share of the mean eigenvalue, and of the root of the mean square",
     ),
-    Combination("length", ("rotated",), {"solver": "soap"}, "no other solver steps in eigenbases"),
+    Combination(
+        "grafting",
+        ("adam-in-eigenbases",),
+        {"solver": "soap"},
+        "no other solver steps in eigenbases",
+    ),
 )
 
 
@@ -33,7 +37,7 @@ NEEDS = (
 class Soap(Moments):
     """The gradient in the eigenbases of running means of `G G'` and `G' G`.
 
-    `Length("rotated")` takes Adam's step there, and turns the step back [SOAP]. For the
+    `AdamInEigenbases` takes Adam's step there, and turns the step back [SOAP]. For the
     damping, a share, see `damped_squares`.
 
     Attributes:
@@ -41,10 +45,9 @@ class Soap(Moments):
     """
 
     dtype: torch.dtype | None = None
-    usual: ClassVar[Mapping[str, Any]] = {
-        **Moments.usual,
-        "length": {"source": "rotated", "momentum": 0.95, "precision": "float32"},
-    }
+    defaults: ClassVar[Defaults] = replace(
+        Moments.defaults, grafting=AdamInEigenbases(momentum=0.95), matmul_precision="float32"
+    )
     form: ClassVar[Form] = Form(
         "soap",
         {"vectors": 2, "small": 1},

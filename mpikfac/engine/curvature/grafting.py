@@ -1,16 +1,16 @@
 """Lengths of directions: what preconditioning gives, or what a first-order method would step.
 
-The choice `Length(source)` selects the length. A length may also take momentum of gradients before
-they are preconditioned, and turn gradients of uncovered parameters into steps.
+A graft may also take momentum of gradients before they are preconditioned, and turn gradients of
+uncovered parameters into steps.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,16 @@ from mpikfac.engine.gradients import Gradients, Slot
 from mpikfac.engine.part import Item
 from mpikfac.model import members
 from mpikfac.numerics import AdamSteps, copy_all, nesterov, orthogonalised, together
-from mpikfac.plan import count_of, lay_out
+from mpikfac.plan import (
+    AdamGrafting,
+    AdamInEigenbases,
+    Grafting,
+    NoGrafting,
+    SGDGrafting,
+    count_of,
+    lay_out,
+)
 from mpikfac.plan.names import GRAFT, MOMENTUM
-from mpikfac.settings import Length
 from mpikfac.solvers import Held, Solver
 
 
@@ -49,8 +56,8 @@ class Stack:
     each: Sequence[int]
 
 
-class Own:
-    """The base of all lengths: the length that preconditioning gives.
+class Graft:
+    """The base of all grafts: the length that preconditioning gives.
 
     Attributes:
         stacks: the layers to precondition on the rank.
@@ -64,13 +71,13 @@ class Own:
 
     def __init__(
         self,
-        length: Length,
+        grafting: Grafting,
         gradients: Gradients,
         stacks: Sequence[Stack],
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        self.length, self.gradients, self.stacks = length, gradients, stacks
+        self.grafting, self.gradients, self.stacks = grafting, gradients, stacks
         self.model, self.optimizer = model, optimizer
         self.sources, self.apart = list[Tensor](), list[tuple[Tensor, Tensor]]()
         for stack in stacks:
@@ -83,19 +90,19 @@ class Own:
         self.uncovered: list[Slot] = []
         self._counts = [len(stack.names) for stack in stacks]
 
-    def batch(self, inputs: Tensor | tuple[Any, ...], loss: Any) -> None:
+    def set_batch(self, inputs: Tensor | tuple[Any, ...], loss: Any) -> None:
         """Take the rank's share of a batch, before the step.
 
         Raises:
-            ValueError: the length needs no batch.
+            ValueError: the graft needs no batch.
         """
-        raise ValueError("length.batch(inputs, loss) needs length=Length('quadratic')")
+        raise ValueError("grafting.set_batch(inputs, loss) needs grafting=QuadraticModel()")
 
     def begin_step(self) -> None:
         """Begin a step.
 
         Raises:
-            ValueError: the length needs a batch.
+            ValueError: the graft needs a batch.
         """
 
     def count(self) -> None:
@@ -138,7 +145,7 @@ class Own:
         Returns:
             The predicted change of the loss of all ranks, `[1]`; None if nothing changes.
 
-        Collective over: world with length="quadratic", else none.
+        Collective over: world with a `QuadraticModel`, else none.
         """
 
     def items(self) -> Iterable[Item]:
@@ -146,7 +153,7 @@ class Own:
         return ()
 
 
-class OfGradients(Own):
+class SGDGraft(Graft):
     """The length of the layer's gradient [Agarwal et al. 2020]."""
 
     def write(self, found: Sequence[Tensor]) -> None:
@@ -155,7 +162,7 @@ class OfGradients(Own):
         self._scale(self._norms(self.sources))
 
 
-class OfAdam(Own):
+class AdamGraft(Graft):
     """The length of Adam's step without momentum; uncovered parameters take Adam's step itself.
 
     Attributes:
@@ -167,27 +174,28 @@ class OfAdam(Own):
 
     def __init__(
         self,
-        length: Length,
+        grafting: Grafting,
         gradients: Gradients,
         stacks: Sequence[Stack],
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        super().__init__(length, gradients, stacks, model, optimizer)
+        super().__init__(grafting, gradients, stacks, model, optimizer)
         slots = gradients.uncovered_slots
         self.uncovered = [slot for slot in slots if slot.block.parameters and slot.steps]
         layers = [name for stack in stacks for name in stack.names]
         uncovered, self._covered = [slot.block.name for slot in self.uncovered], len(layers)
         names = [*layers, *uncovered]
+        self._trust = cast(AdamGrafting | AdamInEigenbases, grafting).max_trust_ratio
         self._adam = AdamSteps(gradients.arena, names, self.DECAY)
         parameters = {layer.name: layer.parameters for layer in gradients.layers}
         weights = [weight for name in layers for weight in parameters[name]]
         self._weights = [*weights, gradients.arena.flat.new_zeros(1)]
         self._of_layer = _table([len(parameters[name]) for name in layers], gradients.site.device)
         shapes = [(name, tuple(gradients.arena[name].shape)) for name in names]
-        layout = lay_out([shapes] if length.momentum else [])
+        layout = lay_out([shapes] if grafting.momentum else [])
         self._momenta, self._means = gradients.site.arena(layout), gradients.site.arena(layout)
-        if length.momentum:
+        if grafting.momentum:
             self.sources, self.apart = [together(self._means, x.names) for x in stacks], []
         steps = gradients.arena | self._means  # of uncovered parameters
         self._numerators = [gradients.arena[name] for name in layers]
@@ -221,16 +229,16 @@ class OfAdam(Own):
     def write(self, found: Sequence[Tensor]) -> None:
         """Write directions with the lengths of Adam's steps; step uncovered parameters by Adam.
 
-        Lengths are at most `trust` times the norm of a layer's weights; weights that are all 0 have
-        no limit, so that the layer can begin to learn. Parameters of another optimizer keep their
-        gradients.
+        Lengths are at most `max_trust_ratio` times the norm of a layer's weights; weights that are
+        all 0 have no limit, so that the layer can begin to learn. Parameters of another optimizer
+        keep their gradients.
         """
         steps = self._adam.take(self._numerators)
         super().write(self.turned(found, steps))
         if self.stacks:
             both = norms([*steps[: self._covered], *(x.detach() for x in self._weights)])
             lengths, of_weights = both[: self._covered], both[self._covered :]
-            limits = self.length.trust * of_weights[self._of_layer].norm(dim=1)
+            limits = self._trust * of_weights[self._of_layer].norm(dim=1)
             self._scale(torch.where(limits > 0, lengths.minimum(limits), lengths))
         own, pairs = members(self.optimizer), zip(self.uncovered, steps[self._covered :])
         copy_all((s.parts[0], step) for s, step in pairs if s.block.parameters[0] in own)
@@ -250,11 +258,11 @@ class OfAdam(Own):
             if block.parameters:
                 for name in (block.name, count_of(block.name)):
                     yield Item(self.KIND + name, self._adam.get(name))
-                if self.length.momentum:
+                if self.grafting.momentum:
                     yield Item(MOMENTUM + block.name, self._momenta.get(block.name))
 
 
-class Orthogonal(OfAdam):
+class OrthogonalGraft(AdamGraft):
     """The length of Adam's step, after all singular values of a direction are made about equal."""
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -290,13 +298,26 @@ def _table(counts: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.long, device=device).reshape(len(counts), most)
 
 
-LENGTHS: Mapping[str, str] = {
-    "own": "mpikfac.engine.curvature.lengths:Own",
-    "sgd": "mpikfac.engine.curvature.lengths:OfGradients",
-    "adam": "mpikfac.engine.curvature.lengths:OfAdam",
-    "orthogonal": "mpikfac.engine.curvature.lengths:Orthogonal",
-    "rows": "mpikfac.extensions.rows:Rows",
-    "rotated": "mpikfac.extensions.rotated:Rotated",
-    "quadratic": "mpikfac.extensions.quadratic:Quadratic",
-}
-"""The places of lengths, by the choice `Length(source)`."""
+def graft_of(grafting: Grafting, *parts: Any) -> Graft:
+    """Return what gives directions their lengths.
+
+    Args:
+        parts: the arguments of `Graft` behind the first.
+    """
+    match grafting:
+        case NoGrafting():
+            return Graft(grafting, *parts)
+        case SGDGrafting():
+            return SGDGraft(grafting, *parts)
+        case AdamInEigenbases():
+            from mpikfac.engine.curvature.eigenbases import EigenbasesGraft
+
+            return EigenbasesGraft(grafting, *parts)
+        case AdamGrafting(normalize_rows=True):
+            from mpikfac.engine.curvature.rows import RowsGraft
+
+            return RowsGraft(grafting, *parts)
+        case AdamGrafting():
+            return (OrthogonalGraft if grafting.orthogonalize else AdamGraft)(grafting, *parts)
+    attached: Graft = grafting.attach(*parts)
+    return attached

@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn, where
 from torch.optim import Optimizer
 
-from mpikfac.engine import Gradients, Item, Orthogonal, Stack
+from mpikfac.engine.curvature.grafting import OrthogonalGraft, Stack
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.part import Item
 from mpikfac.numerics import together
-from mpikfac.plan import lay_out
+from mpikfac.plan import Grafting, lay_out
 from mpikfac.plan.names import ROWS
-from mpikfac.settings import Length
 
 DECAY, EPSILON = 0.95, 1e-10  # as published
 
 
-class Rows(Orthogonal):
+class RowsGraft(OrthogonalGraft):
     """The length of Adam's step, after each row of an orthogonal direction is divided.
 
     The divisor is the root of a running average of the row's mean square. The average begins with
@@ -25,13 +26,13 @@ class Rows(Orthogonal):
 
     def __init__(
         self,
-        length: Length,
+        grafting: Grafting,
         gradients: Gradients,
         stacks: Sequence[Stack],
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        super().__init__(length, gradients, stacks, model, optimizer)
+        super().__init__(grafting, gradients, stacks, model, optimizer)
         names = [name for stack in stacks if stack.matrix for name in stack.names]
         shapes = [(name, tuple(gradients.arena[name].shape[:-1])) for name in names]
         self._squares = gradients.site.arena(lay_out([shapes]))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.engine import Gradients, OfAdam, Stack
+from mpikfac.engine.curvature.grafting import AdamGraft, Stack
+from mpikfac.engine.gradients import Gradients
 from mpikfac.numerics import together
-from mpikfac.plan import lay_out
+from mpikfac.plan import Grafting, lay_out
 from mpikfac.plan.names import ROTATED
-from mpikfac.settings import Length
 from mpikfac.solvers import damped_squares, turned_back
 
 
-class Rotated(OfAdam):
+class EigenbasesGraft(AdamGraft):
     """Adam's step with momentum, of a layer in the layer's eigenbases.
 
     Momenta are kept in the basis of the weights. Averages of squares stay as they are when bases
@@ -28,13 +28,13 @@ class Rotated(OfAdam):
 
     def __init__(
         self,
-        length: Length,
+        grafting: Grafting,
         gradients: Gradients,
         stacks: Sequence[Stack],
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        super().__init__(length, gradients, stacks, model, optimizer)
+        super().__init__(grafting, gradients, stacks, model, optimizer)
         names = [name for stack in stacks for name in stack.names]
         shapes = [(name, tuple(gradients.arena[name].shape)) for name in names]
         sizes = gradients.site.arena(lay_out([shapes]))

@@ -1,0 +1,1 @@
+"""Length and momentum of a step by a quadratic model of the loss."""

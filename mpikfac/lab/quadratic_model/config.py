@@ -1,0 +1,44 @@
+"""Length and momentum of a step by a quadratic model [Martens & Grosse 2015, 6.4 and 7]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpikfac.plan import Combination, Grafting
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class QuadraticModel(Grafting):
+    """Length and momentum together minimise a quadratic model of the batch's loss.
+
+    The model has the Gauss-Newton matrix of the batch and the damping, and takes the place of a
+    learning rate, a momentum and a bound.
+    """
+
+    name: ClassVar[str] = "quadratic-model"
+    prescribes: ClassVar[bool] = False
+    needs_batch: ClassVar[bool] = True
+    needs: ClassVar[tuple[Combination, ...]] = tuple(
+        Combination("grafting", ("quadratic-model",), needs, why)
+        for needs, why in (
+            (
+                {"assignment.shard_optimizer": False},
+                "the quadratic model multiplies the whole step by derivatives of the outputs",
+            ),
+            (
+                {"transport.virtual_ranks": None},
+                "sums of products over ranks would depend on the number of ranks",
+            ),
+            (
+                {"relative": False},
+                "the quadratic model has the same damping for all parameters",
+            ),
+        )
+    )
+
+    def attach(self, *parts: Any) -> Any:
+        """Return what gives directions their lengths."""
+        from mpikfac.extensions.quadratic import QuadraticGraft
+
+        return QuadraticGraft(self, *parts)

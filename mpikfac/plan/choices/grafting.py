@@ -1,0 +1,223 @@
+"""The lengths of directions, and bounds on a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpikfac.plan.choices.checks import check_fraction, check_positive, make_plain, one_of
+from mpikfac.plan.choices.choice import Choice
+
+Number = float | Callable[[int], float]
+"""A number, or a schedule: a function of the step."""
+TRUST = 8.0  # the recommended `max_trust_ratio`
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Grafting(Choice):
+    """What gives each layer's direction its length [Agarwal et al. 2020].
+
+    Attributes:
+        by_adam: Adam's steps give the lengths, and uncovered parameters take Adam's step itself.
+        in_eigenbases: Adam's steps are taken in eigenbases.
+        prescribes: the length is another one than that of the damped direction.
+        needs_batch: `set_batch(inputs, loss)` comes before each step, with a plain optimizer.
+    """
+
+    by_adam: ClassVar[bool] = False
+    prescribes: ClassVar[bool] = True
+    needs_batch: ClassVar[bool] = False
+    in_eigenbases: ClassVar[bool] = False
+
+    @property
+    def orthogonalize(self) -> bool:
+        """Whether all singular values of a direction are made about equal first."""
+        return False
+
+    @property
+    def normalize_rows(self) -> bool:
+        """Whether the rows of a direction are made about as long as each other first."""
+        return False
+
+    @property
+    def momentum(self) -> Number:
+        """The momentum of gradients, before they are preconditioned."""
+        return 0.0
+
+    def attach(self, *parts: Any) -> Any:
+        """Return what gives directions their lengths: a `mpikfac.engine.Graft`.
+
+        Args:
+            parts: the arguments of `Graft` behind the first.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NoGrafting(Grafting):
+    """The length that preconditioning gives."""
+
+    name: ClassVar[str] = "none"
+    prescribes: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SGDGrafting(Grafting):
+    """The length of the layer's gradient."""
+
+    name: ClassVar[str] = "sgd"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AdamGrafting(Grafting):
+    """The length of Adam's step without momentum, so that learning rates of Adam are right.
+
+    Uncovered parameters take Adam's step itself.
+
+    Attributes:
+        orthogonalize: all singular values of a direction are made about equal first, as Muon does
+            with the gradient [Muon].
+        normalize_rows: after that, the rows of the direction are made about as long as each other,
+            by an average over steps [NorMuon].
+        momentum: Nesterov's momentum of the gradients, before they are preconditioned, in the place
+            of the optimizer's momentum, which has to be 0; a number, a schedule, or 0 for none.
+            Lengths do not depend on it.
+        max_trust_ratio: the largest length of a layer's direction, in units of the norm of the
+            layer's weights: a step changes weights by at most the share `lr * max_trust_ratio`, as
+            in [LARS; LAMB]. `math.inf` for no limit. Weights that are all 0 have no limit.
+    """
+
+    name: ClassVar[str] = "adam"
+    by_adam: ClassVar[bool] = True
+
+    orthogonalize: bool = True
+    normalize_rows: bool = False
+    momentum: Number = 0.0
+    max_trust_ratio: float = TRUST
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        one_of("orthogonalize", self.orthogonalize, (True, False))
+        one_of("normalize_rows", self.normalize_rows, (True, False))
+        if self.normalize_rows and not self.orthogonalize:
+            raise ValueError("normalize_rows=True needs orthogonalize=True, not False")
+        check_fraction("momentum", self.momentum(0) if callable(self.momentum) else self.momentum)
+        check_positive("max_trust_ratio", self.max_trust_ratio)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AdamInEigenbases(Grafting):
+    """Adam's step with momentum, taken in the eigenbases of `SOAP` and turned back [SOAP].
+
+    Attributes:
+        momentum: of the gradients, in the place of the optimizer's momentum.
+        max_trust_ratio: see `AdamGrafting`.
+    """
+
+    name: ClassVar[str] = "adam-in-eigenbases"
+    by_adam: ClassVar[bool] = True
+    in_eigenbases: ClassVar[bool] = True
+
+    momentum: Number = 0.95
+    max_trust_ratio: float = TRUST
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fraction("momentum", self.momentum(0) if callable(self.momentum) else self.momentum)
+        check_positive("max_trust_ratio", self.max_trust_ratio)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Clip(Choice):
+    """A bound on the directions of all layers together.
+
+    A bound on the direction leaves the learning rate its meaning: half the rate is half the step.
+    While the KL clip binds, the learning rate cancels, and a falling rate does not shorten steps.
+
+    Attributes:
+        of_step: the bound is on the step, which the learning rate multiplies, and not on the
+            direction.
+        of_norm: the norm is that of the numbers, and not the Fisher norm.
+        squared: the bound is on the square of the norm.
+    """
+
+    of_step: ClassVar[bool] = False
+    of_norm: ClassVar[bool] = False
+    squared: ClassVar[bool] = False
+
+    @property
+    def bound(self) -> Number:
+        """The bound, or a schedule of it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class KLClip(Clip):
+    """A bound on the squared Fisher norm of a step [SC20, eq. 18].
+
+    Attributes:
+        kl_clip: the bound; a number or a schedule.
+    """
+
+    name: ClassVar[str] = "kl"
+    of_step: ClassVar[bool] = True
+    squared: ClassVar[bool] = True
+
+    kl_clip: Number = 0.001
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        _check_bound("kl_clip", self.kl_clip)
+
+    @property
+    def bound(self) -> Number:
+        """The bound, or a schedule of it."""
+        return self.kl_clip
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _OfDirection(Clip):
+    """The base of bounds on a norm of the direction.
+
+    Attributes:
+        max_norm: the bound; a number or a schedule.
+    """
+
+    max_norm: Number
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        _check_bound("max_norm", self.max_norm)
+
+    @property
+    def bound(self) -> Number:
+        """The bound, or a schedule of it."""
+        return self.max_norm
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FisherClip(_OfDirection):
+    """A bound on the Fisher norm of the direction, `sqrt(sum <direction, gradient>)`.
+
+    Attributes:
+        max_norm: the bound; a number or a schedule.
+    """
+
+    name: ClassVar[str] = "fisher"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NormClip(_OfDirection):
+    """A bound on the norm of the direction.
+
+    Attributes:
+        max_norm: the bound; a number or a schedule.
+    """
+
+    name: ClassVar[str] = "norm"
+    of_norm: ClassVar[bool] = True
+
+
+def _check_bound(name: str, bound: Number) -> None:
+    check_positive(name, bound(0) if callable(bound) else bound)
