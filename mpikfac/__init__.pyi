@@ -18,16 +18,6 @@ from .comm import split_comm as split_comm
 from .comm import world as world
 from .errors import UserError as UserError
 from .errors import abort_on_error as abort_on_error
-from .extensions import AsyncSGD as AsyncSGD
-from .extensions import Codistillation as Codistillation
-from .extensions import DirectFeedback as DirectFeedback
-from .extensions import SplitLayers as SplitLayers
-from .extensions import exchange_rows as exchange_rows
-from .extensions import hybrid as hybrid
-from .extensions import layer_calls as layer_calls
-from .extensions import run_curvature_server as run_curvature_server
-from .extensions import run_parameter_server as run_parameter_server
-from .extensions import split_layers as split_layers
 from .kfac import KFAC as KFAC
 from .layers import KINDS as KINDS
 from .layers import NORMS as NORMS

@@ -1,13 +1,12 @@
-"""Extensions: what a choice adds to the steps of a trainer, without a branch in the step.
+"""Attachments: what a method adds to the steps of a trainer, without a branch in the step.
 
-A choice names an object of `mpikfac.extensions` by its place, and the object is imported when a
-run makes the choice: no part of a step knows an extension.
+The type of a method makes its part of the trainer, and imports the part's module when a run asks
+for it: no part of a step knows a method of the laboratory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pkgutil import resolve_name
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Part
 from mpikfac.engine.site import Site
-from mpikfac.plan import RankPlan, robust, split_layers
 
 
 class OneModel(Part):
@@ -84,15 +82,6 @@ class OneModel(Part):
         return state
 
 
-ATTACHED: Mapping[str, Callable[[RankPlan], bool]] = {
-    "mpikfac.extensions.hybrid:SlicedGradients": lambda plan: bool(
-        split_layers.in_slices(plan).parameters
-    ),
-    "mpikfac.extensions.robust:RuleMemory": lambda plan: bool(robust.dealt(plan)),
-}
-"""Further parts of the gradients of a step, by their places, and the plans that need them."""
-
-
 def exchange_of(site: Site, gradients: Gradients) -> OneModel:
     """Return the exchange that the strategy asks for."""
     strategy = site.plan.strategy
@@ -103,7 +92,10 @@ def exchange_of(site: Site, gradients: Gradients) -> OneModel:
 
 
 def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
-    """Return the further parts that the plan needs; a part may replace the sender of gradients."""
-    for place, needed in ATTACHED.items():
-        if needed(site.plan):
-            yield resolve_name(place)(site, gradients, model)
+    """Yield the further parts that methods need; a part may replace the sender of gradients."""
+    for module in model.modules():  # of split layers, the first one attaches for all
+        attach = getattr(vars(module).get("forward"), "attach", None)
+        if attach is not None:
+            yield from attach(site, gradients, model)
+            break
+    yield from site.plan.strategy.sync.aggregation.attach(site)

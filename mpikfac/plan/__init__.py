@@ -85,7 +85,6 @@ from mpikfac.plan.extensions.activations import gradient_messages as gradient_me
 from mpikfac.plan.extensions.activations import layer_messages as layer_messages
 from mpikfac.plan.extensions.activations import places as places
 from mpikfac.plan.extensions.activations import wire_bytes as wire_bytes
-from mpikfac.plan.extensions.copies import PlannedCopies as PlannedCopies
 from mpikfac.plan.extensions.grafting import memory_of_grafting as memory_of_grafting
 from mpikfac.plan.layout import ALIGNMENT as ALIGNMENT
 from mpikfac.plan.layout import Layout as Layout

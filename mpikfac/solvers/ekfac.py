@@ -34,10 +34,9 @@ AS_THEY_ARE = Combination(
 class Ekfac(Eigen):
     """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
 
-    `part` keeps the estimates.
+    `mpikfac.engine.Scales` keeps the estimates.
     """
 
-    part: ClassVar[str] = "mpikfac.extensions.scales:Scales"
     form: ClassVar[Form] = Form(
         "ekfac",
         {"vectors": 2, "values": 1},

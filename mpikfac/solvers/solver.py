@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,12 +71,9 @@ class Solver:
 
     Attributes:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
-        part: the place of a class ("package.module:Class") that keeps a state of the solver's own
-            beside the decompositions, made with the `Bases`; "" for none.
         defaults: what `KFAC` takes for settings that are not given.
     """
 
-    part: ClassVar[str] = ""
     defaults: ClassVar[Defaults] = Defaults()
     dtype: torch.dtype | None = None
 
@@ -92,6 +89,14 @@ class Solver:
     def name(self) -> str:
         """The name that state, logs and layers know the solver by."""
         return self.form.name
+
+    def attach(self, bases: Any) -> Iterable[Any]:
+        """Return parts of the trainer that keep a state of the solver's own.
+
+        Args:
+            bases: the rank's `mpikfac.engine.Bases`.
+        """
+        return ()
 
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`.

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +22,7 @@ from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
 from mpikfac.engine.curvature.directions import Directions
 from mpikfac.engine.curvature.factors import FACTORS, Factors
 from mpikfac.engine.curvature.recording import Recorder, Together
+from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import FirstOrder, Method, described
 from mpikfac.engine.nonfinite import Cautions
@@ -64,12 +64,6 @@ OF_SOLVER = (
     *(LEARNED, GRADIENT_FACTORS, GRADIENT_WEIGHTS),
 )
 """Kinds of items that only the solver that made them can use."""
-PRECONDITIONERS = {
-    "statistics": "mpikfac.engine.curvature.preconditioner:Preconditioner",
-    "gradient": "mpikfac.extensions.gradient_factors:OfGradient",
-}
-"""The places of preconditioners, by where the factors come from: see `Form.of`."""
-ON_CURVATURE_SERVERS = "mpikfac.extensions.curvature_servers:OnCurvatureServers"
 
 
 class Preconditioner(FirstOrder):
@@ -104,9 +98,8 @@ class Preconditioner(FirstOrder):
         transport, refresh = self.plan.strategy.transport, self.plan.strategy.refresh
         dtype, at_identity = estimator.factor_dtype or site.dtype, estimator.start == "identity"
         self.factors: Factors = self.FACTORS[transport.reduce_factors_at](site, dtype, at_identity)
-        decomposer: Decomposer = InBackground if refresh.staleness else AtOnce
-        if refresh.servers:
-            decomposer = partial(resolve_name(ON_CURVATURE_SERVERS), plan, solvers, team)
+        usual: Decomposer = InBackground if refresh.staleness else AtOnce
+        decomposer = refresh.attach(plan, solvers, team) or usual
         self.bases = Bases(site, solvers, settings.damping.is_relative, decomposer)
         self.of_solver = list(_parts_of_solvers(solvers, self.bases))
         observers = [part.record for part in self.of_solver]
@@ -470,9 +463,12 @@ class Curvature(Method):
     ) -> Preconditioner:
         """Return the preconditioner of the model as it is now."""
         values = self.settings, self.estimator, self.solvers
-        kind = resolve_name(PRECONDITIONERS[next(iter(self.solvers.values())).form.of])
-        preconditioner: Preconditioner = kind(gradients, model, optimizer, *values, team, plan)
-        return preconditioner
+        kind = Preconditioner
+        if next(iter(self.solvers.values())).form.of == "gradient":
+            from mpikfac.engine.curvature.gradient_factors import OfGradient
+
+            kind = OfGradient
+        return kind(gradients, model, optimizer, *values, team, plan)
 
 
 def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
@@ -501,6 +497,8 @@ def check_joins(link: Any, ranks: int) -> None:
 
 def _parts_of_solvers(solvers: Mapping[str, Solver], bases: Bases) -> Iterable[SolverPart]:
     """Return the parts that the solvers of layers bring."""
-    places = {solvers[layer.solver.name].part for layer in bases.plan.layers}
-    for place in sorted(places - {""}):
-        yield resolve_name(place)(bases)
+    used = dict.fromkeys(layer.solver.name for layer in bases.plan.layers)
+    if any(layer.rescaled for layer in bases.plan.layers):
+        yield Scales(bases)
+    for name in sorted(used):
+        yield from solvers[name].attach(bases)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from mpikfac.plan import Combination, Refresh, check_count
 
@@ -30,6 +31,12 @@ class CurvatureServers(Refresh):
 
     staleness: int = 1
     servers: int = 1
+
+    def attach(self, plan: Any, solvers: Any, team: Any) -> Any:
+        """Return what makes the rank's decomposer."""
+        from mpikfac.lab.curvature_servers.decomposer import OnCurvatureServers
+
+        return partial(OnCurvatureServers, plan, solvers, team)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,8 +20,9 @@ from mpikfac.plan import (
 )
 
 if TYPE_CHECKING:
-    from mpikfac.extensions.copies.merges import Merge
-    from mpikfac.plan import Message, PlannedCopies, RankPlan
+    from mpikfac.lab.local_sgd.merges import Merge
+    from mpikfac.lab.local_sgd.messages import PlannedCopies
+    from mpikfac.plan import Message, RankPlan
 
 OF_NODES = Combination(
     "sync.replicas",
@@ -97,14 +98,14 @@ class Replicas(Synchronization):
 
     def messages(self, rank: RankPlan) -> list[Message]:
         """Return the sums in a node, and the messages with replicas or their changes."""
-        from mpikfac.plan import PlannedCopies
+        from mpikfac.lab.local_sgd.messages import PlannedCopies
 
         copies = PlannedCopies(rank)
         return [*copies.reduce_in_node(), *copies.exchange_weights()]
 
     def elements(self, rank: RankPlan) -> int:
         """Return the numbers that the rank keeps for exchanges."""
-        from mpikfac.plan import PlannedCopies
+        from mpikfac.lab.local_sgd.messages import PlannedCopies
 
         copies = PlannedCopies(rank)
         return self.vectors(copies) * copies.layout.size
@@ -129,7 +130,7 @@ class Replicas(Synchronization):
 
     def attach(self, site: Any, gradients: Any) -> Any:
         """Return the part of the trainer that steps and merges replicas."""
-        from mpikfac.extensions.copies import Copies
+        from mpikfac.lab.local_sgd.replicas import Copies
 
         return Copies(site, gradients)
 
@@ -170,7 +171,7 @@ class LocalSGD(Replicas):
 
     def merge(self, site: Any, gradients: Any) -> Merge:
         """Return what an exchange does to the rank's replica."""
-        from mpikfac.extensions.copies.merges import Average
+        from mpikfac.lab.local_sgd.merges import Average
 
         return Average(site, gradients)
 
@@ -261,7 +262,7 @@ class DiLoCo(LocalSGD):
 
     def merge(self, site: Any, gradients: Any) -> Merge:
         """Return what an exchange does to the rank's replica."""
-        from mpikfac.extensions.copies.merges import OuterStep, Streamed
+        from mpikfac.lab.local_sgd.merges import OuterStep, Streamed
 
         return Streamed(site, gradients) if self.streams else OuterStep(site, gradients)
 
@@ -332,7 +333,7 @@ class DASO(Replicas):
 
     def merge(self, site: Any, gradients: Any) -> Merge:
         """Return what an exchange does to the rank's replica."""
-        from mpikfac.extensions.copies.merges import Streamed
+        from mpikfac.lab.local_sgd.merges import Streamed
 
         return Streamed(site, gradients)
 

@@ -9,8 +9,9 @@ from mpikfac.lab.local_sgd.config import OF_NODES, Replicas
 from mpikfac.plan import AtLeast, Combination, check_count, check_share, names
 
 if TYPE_CHECKING:
-    from mpikfac.extensions.copies.merges import Merge
-    from mpikfac.plan import Message, PlannedCopies
+    from mpikfac.lab.local_sgd.merges import Merge
+    from mpikfac.lab.local_sgd.messages import PlannedCopies
+    from mpikfac.plan import Message
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -84,7 +85,7 @@ class LSGD(Replicas):
 
     def merge(self, site: Any, gradients: Any) -> Merge:
         """Return what an exchange does to the rank's replica."""
-        from mpikfac.extensions.copies.merges import Leader
+        from mpikfac.lab.local_sgd.merges import Leader
 
         return Leader(site, gradients)
 

@@ -9,8 +9,8 @@ from mpikfac.lab.local_sgd.config import OF_NODES, Replicas
 from mpikfac.plan import Combination, check_fraction, check_positive, check_share, check_size
 
 if TYPE_CHECKING:
-    from mpikfac.extensions.copies.merges import Merge
-    from mpikfac.plan import PlannedCopies
+    from mpikfac.lab.local_sgd.merges import Merge
+    from mpikfac.lab.local_sgd.messages import PlannedCopies
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -74,7 +74,7 @@ class Parle(Replicas):
 
     def merge(self, site: Any, gradients: Any) -> Merge:
         """Return what an exchange does to the rank's replica."""
-        from mpikfac.extensions.copies.merges import Elastic
+        from mpikfac.lab.local_sgd.merges import Elastic
 
         return Elastic(site, gradients)
 

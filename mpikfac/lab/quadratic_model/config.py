@@ -39,6 +39,6 @@ class QuadraticModel(Grafting):
 
     def attach(self, *parts: Any) -> Any:
         """Return what gives directions their lengths."""
-        from mpikfac.extensions.quadratic import QuadraticGraft
+        from mpikfac.lab.quadratic_model.graft import QuadraticGraft
 
         return QuadraticGraft(self, *parts)

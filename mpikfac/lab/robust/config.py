@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,7 +21,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Median(Aggregation):
+class Robust(Aggregation):
+    """The base of rules for vectors, of which a few may be wrong."""
+
+    def attach(self, site: Any) -> Iterable[Any]:
+        """Return the memory of the rule, which a checkpoint holds."""
+        from mpikfac.lab.robust.memory import RuleMemory
+        from mpikfac.plan import robust
+
+        return [RuleMemory(site)] if robust.dealt(site.plan) else ()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Median(Robust):
     """The median of each coordinate [Yin et al. 2018]."""
 
     name: ClassVar[str] = "median"
@@ -33,7 +46,7 @@ class Median(Aggregation):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class GeometricMedian(Aggregation):
+class GeometricMedian(Robust):
     """The point with the least sum of distances from all vectors [Chen et al. 2017]."""
 
     name: ClassVar[str] = "geometric-median"
@@ -50,7 +63,7 @@ class GeometricMedian(Aggregation):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _OfSome(Aggregation):
+class _OfSome(Robust):
     """The base of rules that know how many ranks may be wrong.
 
     Attributes:
@@ -118,7 +131,7 @@ class Krum(_OfSome):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class CenteredClipping(Aggregation):
+class CenteredClipping(Robust):
     """The last result, and the mean of the clipped differences from it [Karimireddy et al. 2021].
 
     Attributes:
@@ -155,7 +168,7 @@ class CenteredClipping(Aggregation):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Safeguard(Aggregation):
+class Safeguard(Robust):
     """The mean of good ranks, by their vectors' sums over two windows [Allen-Zhu et al. 2021].
 
     Attributes:

@@ -80,7 +80,7 @@ class TopK(Compressor):
 
     def attach(self, site: Any, gradients: Any) -> Any:
         """Return the part that sends more numbers in the first steps, and bounds gradients."""
-        from mpikfac.extensions.gradients import GentleStart
+        from mpikfac.lab.top_k.warmup import GentleStart
 
         gentle = self.warmup_steps > 0 or self.clip_norm is not None
         return GentleStart(site, gradients) if gentle else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +53,14 @@ class Aggregation(Choice):
         alone.
         """
         return None
+
+    def attach(self, site: Any) -> Iterable[Any]:
+        """Return parts of the trainer that take part in each step: what the rule remembers.
+
+        Args:
+            site: the rank's `mpikfac.engine.Site`.
+        """
+        return ()
 
     def of_factors(self, blocks: tuple[tuple[int, int, int], ...]) -> Any:
         """Return the rule of messages with factors, such as `NearMost`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mpikfac.plan.choices.checks import check_count, check_size, make_plain
 from mpikfac.plan.choices.choice import Choice
@@ -43,6 +43,16 @@ class Refresh(Choice):
         if self.stagger > MOST_TURNS:
             raise ValueError(f"stagger={self.stagger} must be at most {MOST_TURNS}")
         check_size("tolerance", self.tolerance)
+
+    def attach(self, plan: Any, solvers: Any, team: Any) -> Any:
+        """Return what makes the rank's decomposer; None for the rank's own.
+
+        Args:
+            plan: the plan of all ranks.
+            solvers: the solvers of layers by name.
+            team: the `mpikfac.comm.SplitComm` of the ranks.
+        """
+        return None
 
     @property
     def servers(self) -> int:

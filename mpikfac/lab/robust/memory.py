@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from torch import nn
-
-from mpikfac.engine import Gradients, Item, Part, Site
+from mpikfac.engine import Item, Part, Site
 from mpikfac.plan import robust
 from mpikfac.plan.names import OF_RULE
 
@@ -16,7 +14,7 @@ class RuleMemory(Part):
 
     PREFIX = ""
 
-    def __init__(self, site: Site, gradients: Gradients, model: nn.Module) -> None:
+    def __init__(self, site: Site) -> None:
         super().__init__(site)
         self._combiner = site.grid.combiner
         self._combiner.prepare(robust.dealt(site.plan), site.plan.rank, site.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from mpikfac.comm import Sender
 from mpikfac.engine import Gradients, Item, OneModel, Site
 from mpikfac.lab.local_sgd.config import Replicas
-from mpikfac.plan import PlannedCopies
+from mpikfac.lab.local_sgd.messages import PlannedCopies
 from mpikfac.plan.names import (
     OF_COPY,
     OF_EXCHANGE,

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.engine import Bases, Item, Running, SolverPart, leave_out_broken, merge
+from mpikfac.engine.curvature.bases import Bases
+from mpikfac.engine.curvature.factors import Running, leave_out_broken, merge
+from mpikfac.engine.part import Item, SolverPart
 from mpikfac.layers import Layer
 from mpikfac.numerics import all_finite
 from mpikfac.plan import count_of, scales

@@ -34,8 +34,8 @@ from mpikfac.comm import (
 )
 from mpikfac.engine import Everyone, FirstOrder, Gradients, Method, OneModel, Site
 from mpikfac.errors import UserError
-from mpikfac.extensions.clients.server import on_host, spans
 from mpikfac.lab.parameter_server.config import ParameterServer
+from mpikfac.lab.parameter_server.server import on_host, spans
 from mpikfac.model import (
     check_loaded_momentum,
     check_optimizer,

@@ -14,8 +14,9 @@ from torch import Tensor
 from mpikfac.comm import summed
 from mpikfac.engine import Gradients, Site, divided_by_ranks, slots_in
 from mpikfac.errors import UserError
+from mpikfac.lab.local_sgd.messages import PlannedCopies
 from mpikfac.numerics import Arena, all_finite, copy_all, elastic_gradient, nesterov
-from mpikfac.plan import Layout, PlannedCopies, lay_out
+from mpikfac.plan import Layout, lay_out
 from mpikfac.plan.names import OWN_MOMENTUM
 
 LARGEST = 700.0  # of an exponent of e, in float64

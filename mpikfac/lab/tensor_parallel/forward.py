@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac.comm import Group
-from mpikfac.extensions.hybrid.transfers import gather, sum_parts, turn
+from mpikfac.engine import Gradients, Part, Site
+from mpikfac.lab.tensor_parallel.transfers import gather, sum_parts, turn
 from mpikfac.numerics import listen
-from mpikfac.plan import CHANNELS, Distribution, Place, Split, names, span
+from mpikfac.plan import CHANNELS, Distribution, Place, Split, names, span, split_layers
 
 Hook = Callable[[Tensor], None]
 
@@ -79,6 +80,13 @@ class SplitForward:
         """Return the rank's slice of a parameter."""
         start, stop = span(parameter.shape[dim], self.group.member, self.group.size)
         return parameter.narrow(dim, start, stop - start)
+
+    def attach(self, site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
+        """Return the part of a trainer that averages gradients in slices, if they travel so."""
+        from mpikfac.lab.tensor_parallel.slices import SlicedGradients
+
+        in_slices = split_layers.in_slices(site.plan).parameters
+        return [SlicedGradients(site, gradients, model)] if in_slices else ()
 
     def _by_outputs(self, x: Tensor) -> Tensor:
         module = self.module

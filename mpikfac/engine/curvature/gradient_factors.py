@@ -14,17 +14,12 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm import summed
-from mpikfac.engine import (
-    Bases,
-    Factors,
-    Gradients,
-    Item,
-    Part,
-    Preconditioner,
-    Recorder,
-    Running,
-    merge,
-)
+from mpikfac.engine.curvature.bases import Bases
+from mpikfac.engine.curvature.factors import Factors, Running, merge
+from mpikfac.engine.curvature.preconditioner import Preconditioner
+from mpikfac.engine.curvature.recording import Recorder
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.part import Item, Part
 from mpikfac.numerics import add_triangle, product
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.plan.names import GRADIENT_FACTORS, GRADIENT_WEIGHTS, LEARNED

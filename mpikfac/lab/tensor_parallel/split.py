@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from mpikfac.comm import Comm, Group, agree
-from mpikfac.extensions.hybrid.forward import SplitForward, split_forward
-from mpikfac.extensions.hybrid.rows import layers_before, refusal
+from mpikfac.lab.tensor_parallel.forward import SplitForward, split_forward
+from mpikfac.lab.tensor_parallel.rows import layers_before, refusal
 from mpikfac.layers import trainer_of
 from mpikfac.plan import CHANNELS, Channels, Distribution, Place, Sliced, Split
 from mpikfac.trace import Trace

@@ -1,0 +1,1 @@
+"""Gradients of layers from the error of the outputs alone."""

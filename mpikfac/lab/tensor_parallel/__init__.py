@@ -1,0 +1,1 @@
+"""Layers whose channels are dealt out over a group of ranks."""
