@@ -4,9 +4,9 @@ from . import lab as lab
 from . import layers as layers
 from . import numerics as numerics
 from . import plan as plan
+from . import preconditioners as preconditioners
 from . import predict as predict
 from . import settings as settings
-from . import solvers as solvers
 from . import timeline as timeline
 from . import trace as trace
 from .checkpoint import CheckpointWriter as CheckpointWriter
@@ -50,13 +50,13 @@ from .plan import Synchronous as Synchronous
 from .plan import Transport as Transport
 from .plan import default_rule as default_rule
 from .plan import get_strategy as get_strategy
+from .preconditioners import Eigen as Eigen
+from .preconditioners import Inverse as Inverse
+from .preconditioners import make_plan as make_plan
 from .settings import Damping as Damping
 from .settings import Estimator as Estimator
 from .settings import LevenbergMarquardt as LevenbergMarquardt
 from .settings import schedule as schedule
-from .solvers import Eigen as Eigen
-from .solvers import Inverse as Inverse
-from .solvers import make_plan as make_plan
 from .trace import Trace as Trace
 from .trainer import FirstOrderTrainer as FirstOrderTrainer
 

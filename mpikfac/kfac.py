@@ -1,7 +1,7 @@
 """Distributed K-FAC: the trainer with a preconditioner, and what only K-FAC offers a program.
 
-Read `Trainer.step` (trainer.py) first, and then `Preconditioner.learn` and `Preconditioner.direct`
-(engine/curvature/preconditioner.py).
+Read `Trainer.step` (trainer.py) first, and then `DistributedPreconditioner.learn` and
+`DistributedPreconditioner.direct` (engine/curvature/distributed.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, SplitComm
-from mpikfac.engine import Curvature, Graft, Preconditioner
+from mpikfac.engine import Curvature, DistributedPreconditioner, Graft
 from mpikfac.layers import Coverage, Layer, offers
 from mpikfac.model import (
     check_habits,
@@ -30,6 +30,7 @@ from mpikfac.model import (
 )
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
 from mpikfac.plan import Clip, Grafting, NoGrafting, Strategy, one_of, strategy_of
+from mpikfac.preconditioners import Preconditioner, PreconditionerName, preconditioners_by_name
 from mpikfac.settings import (
     Damping,
     Estimator,
@@ -40,7 +41,6 @@ from mpikfac.settings import (
     budget_of,
     usual_intervals,
 )
-from mpikfac.solvers import Solver, SolverName, solvers_by_name
 from mpikfac.trace import Trace
 from mpikfac.trainer import Trainer
 
@@ -60,31 +60,30 @@ class KFAC(Trainer):
         comm: the communicator of the ranks, or the `SplitComm` of `split_comm`, with curvature
             servers; all ranks of the job if None.
         strategy: who computes and sends what: a `Strategy`, or a name of `mpikfac strategies`,
-            whose solver and interval are taken if no others are given; every rank preconditions
-            every layer if None (COMM-OPT).
+            whose preconditioner and interval are taken if no others are given; every rank
+            preconditions every layer if None (COMM-OPT).
         damping: a number, a schedule (a function of the step), a `Damping`, or a
             `LevenbergMarquardt` that `update_damping` changes. None: `Damping()`, or 0.003 with the
-            solver "rank-one".
+            preconditioner "eva".
         factor_update_steps: steps between two updates of the factors, or a schedule. None: 10, and
             fewer in the first 160 steps (`schedule.growing`).
         inv_update_steps: steps between two decompositions, or a schedule; a multiple of `stagger`.
             None: 50, and fewer in the first 160 steps.
-        solver: a name, or an object as `Eigen(dtype=torch.bfloat16)` or a `Solver` of your own.
-            None: "inverse".
-            "inverse": damped inverses with the damping split between A and G; a change of damping
-            takes effect at the next decomposition. "eigen": eigenbases and all of the damping.
-            "ekfac": the same with eigenvalues of the gradients of examples [George et al. 2018].
-            "unsplit-inverse": inverses with all of the damping added to each, as published codes
-            do. "rank-one": mean vectors, with A and G as squares of vectors, a different estimator
-            [Zhang et al. 2023, Eva]; `inv_update_steps=1` is the paper's. "newton-muon": A alone,
-            for orthogonal directions [Newton-Muon]. "shampoo": roots of factors of the averaged
-            gradient [Gupta et al. 2018]. "kl-shampoo": the same, of factors whitened by each other
-            [Lin et al. 2025]. "soap": Adam in the eigenbases of Shampoo's factors [SOAP]. "muon":
-            the averaged gradient, without factors, for orthogonal directions [Muon]. "normuon": the
-            same, with rows of about equal lengths [NorMuon].
+        preconditioner: a name, or an object as `Eigen(dtype=torch.bfloat16)` or a `Preconditioner`
+            of your own. None: "inverse". "inverse": damped inverses with the damping split between
+            A and G; a change of damping takes effect at the next decomposition. "eigen": eigenbases
+            and all of the damping. "ekfac": the same with eigenvalues of the gradients of examples
+            [George et al. 2018]. "unsplit-inverse": inverses with all of the damping added to each,
+            as published codes do. "eva": mean vectors, with A and G as squares of vectors, a
+            different estimator [Zhang et al. 2023, Eva]; `inv_update_steps=1` is the paper's.
+            "newton-muon": A alone, for orthogonal directions [Newton-Muon]. "shampoo": roots of
+            factors of the averaged gradient [Gupta et al. 2018]. "kl-shampoo": the same, of factors
+            whitened by each other [Lin et al. 2025]. "soap": Adam in the eigenbases of Shampoo's
+            factors [SOAP]. "muon": the averaged gradient, without factors, for orthogonal
+            directions [Muon]. "normuon": the same, with rows of about equal lengths [NorMuon].
         grafting: what gives each layer's direction its length: `NoGrafting`, `SGDGrafting`,
-            `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: what the solver takes, for most
-            `AdamGrafting()`; with a clip, `NoGrafting()`.
+            `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: what the preconditioner takes,
+            for most `AdamGrafting()`; with a clip, `NoGrafting()`.
         clip: a bound on the directions of all layers together: `KLClip`, `FisherClip`, `NormClip`,
             or None.
         estimator: how factors are estimated.
@@ -131,7 +130,7 @@ class KFAC(Trainer):
         damping: float | Schedule | Damping | LevenbergMarquardt | None = None,
         factor_update_steps: int | Schedule | None = None,
         inv_update_steps: int | Schedule | None = None,
-        solver: SolverName | Solver | None = None,
+        preconditioner: PreconditionerName | Preconditioner | None = None,
         grafting: Grafting | None = None,
         clip: Clip | None = None,
         estimator: Estimator | None = None,
@@ -149,8 +148,10 @@ class KFAC(Trainer):
         team = SplitComm.of(comm)
         strategy, settings = strategy_of(strategy)
         check_synchronous(strategy)
-        solvers = solvers_by_name(solver or settings.get("solver", "inverse"))
-        run = next(iter(solvers.values()))
+        preconditioners = preconditioners_by_name(
+            preconditioner or settings.get("preconditioner", "inverse")
+        )
+        run = next(iter(preconditioners.values()))
         defaults, form = run.defaults, run.form
         if grafting is None:
             grafting = defaults.grafting if clip is None else NoGrafting()
@@ -166,7 +167,7 @@ class KFAC(Trainer):
         factors, bases = (_first(*each) for each in zip(given, usual, stretched))
         precision = matmul_precision or defaults.matmul_precision
         self.settings = Settings(
-            *(damping, factors, bases, estimator.decay),
+            *(damping, factors, bases, estimator.factor_decay),
             grafting=grafting,
             clip=clip,
             matmul_precision=precision,
@@ -174,13 +175,13 @@ class KFAC(Trainer):
             budget=limits,
         )
         self.estimator = estimator
-        method = Curvature(self.settings, estimator, solvers, coverage)
+        method = Curvature(self.settings, estimator, preconditioners, coverage)
         super().__init__(model, optimizer, team, strategy, method, trace)
         if team.trains.rank == 0:
             uncovered = self.built.gradients.uncovered
             ways = offers(model, uncovered, coverage)
             report_uncovered(model, self.layers, uncovered, optimizer, ways)
-            for warning in check_habits(optimizer, self.settings, estimator.fisher, form):
+            for warning in check_habits(optimizer, self.settings, estimator.fisher_type, form):
                 log.warning("%s", warning)
 
     def __repr__(self) -> str:
@@ -190,13 +191,13 @@ class KFAC(Trainer):
         return (
             f"KFAC({len(self.layers)} layers covered, {first_order} tensors trained first-order, "
             f"{self.plan.grid.count} ranks, {self.plan.grid.workers} workers per layer, "
-            f"solver {self.plan.solver}, step {self.steps})"
+            f"preconditioner {self.plan.preconditioner}, step {self.steps})"
         )
 
     @property
-    def preconditioner(self) -> Preconditioner:
+    def preconditioner(self) -> DistributedPreconditioner:
         """The parts of K-FAC on the rank."""
-        return cast(Preconditioner, self.built.method)
+        return cast(DistributedPreconditioner, self.built.method)
 
     @property
     def layers(self) -> list[Layer]:
@@ -217,7 +218,7 @@ class KFAC(Trainer):
     def record(
         self, outputs: Tensor | Sequence[Tensor], loss: Loss | Sequence[Loss] = "cross-entropy"
     ) -> None:
-        """Take a batch's statistics at labels of the model, if `fisher` asks for such labels.
+        """Take a batch's statistics at labels of the model, if `fisher_type` asks for such labels.
 
             outputs = model(images)
             kfac.record(outputs)
@@ -225,7 +226,8 @@ class KFAC(Trainer):
             kfac.step()
 
         Runs a backward pass per drawn label, or per output. Gradients of parameters do not change.
-        With `fisher` "empirical" or "forward-only", and at steps without new factors, nothing runs.
+        With `fisher_type` "empirical" or "forward-only", and at steps without new factors, nothing
+        runs.
 
         Collective over: world with `overlap`, as is the backward pass itself; else none.
 
@@ -239,8 +241,8 @@ class KFAC(Trainer):
 
         Raises:
             ValueError: another loss; heads with different numbers of rows; outputs with positions,
-                or other rows than examples, and fisher="exact"; outputs without a dimension of
-                outputs, or outputs that are no logits.
+                or other rows than examples, and fisher_type="type-2"; outputs without a dimension
+                of outputs, or outputs that are no logits.
         """
         heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         losses = [loss] * len(heads) if isinstance(loss, str) else list(loss)

@@ -19,8 +19,8 @@ from mpikfac.layers import Coverage
 from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
 from mpikfac.plan import AdamGrafting, Grafting, KLClip, NoGrafting, Strategy, check_size, plain
+from mpikfac.preconditioners import named_preconditioner
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator, Schedule
-from mpikfac.solvers import named_solver
 from mpikfac.trainer import Trainer
 
 MODEL = "model/"  # names of items of the model in a trainer's state
@@ -199,8 +199,8 @@ class KFACOptimizer(Optimizer):
         params: the parameters to train, or groups of parameters with an `lr`, `momentum` or
             `weight_decay` of their own, as of any torch optimizer; all of the model's if None.
         momentum: of the averaged gradients, by Nesterov. Schedulers may change the number, in all
-            groups alike. None: that of `grafting`, else 0.9, or the solver's usual momentum, such
-            as 0.95 of "muon".
+            groups alike. None: that of `grafting`, else 0.9, or the preconditioner's usual
+            momentum, such as 0.95 of "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step shrinks weights by
             `lr * weight_decay`.
         max_norm: the largest norm of the averaged gradient; None for no bound.
@@ -213,10 +213,11 @@ class KFACOptimizer(Optimizer):
         UserError: ranks disagree on model, plan, settings or versions.
 
     Attributes:
-        solver: the solver of a class with a solver of its own; None for the argument.
+        preconditioner: the preconditioner of a class with a preconditioner of its own; None for the
+            argument.
     """
 
-    solver: ClassVar[str | None] = None
+    preconditioner: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -239,14 +240,18 @@ class KFACOptimizer(Optimizer):
         check_kind("grafting", settings.get("grafting"), Grafting)
         name = type(self).__name__
         _check_names(name, settings)
-        if self.solver is not None:
-            if "solver" in settings:
+        if self.preconditioner is not None:
+            if "preconditioner" in settings:
                 raise ValueError(
-                    f"solver={settings['solver']!r} is no argument of {name}, which is "
-                    f"solver={self.solver!r}; leave it out, or take KFACOptimizer(solver=...)"
+                    f"preconditioner={settings['preconditioner']!r} is no argument of {name}, "
+                    f"whose preconditioner is {self.preconditioner!r}; leave it out, or take "
+                    f"KFACOptimizer(preconditioner=...)"
                 )
-            settings["solver"], strategy = self.solver, strategy or "sharded-optimizer"
-        usual = named_solver(settings.get("solver") or "inverse").defaults.grafting
+            settings["preconditioner"], strategy = (
+                self.preconditioner,
+                strategy or "sharded-optimizer",
+            )
+        usual = named_preconditioner(settings.get("preconditioner") or "inverse").defaults.grafting
         grafting: Any = settings.pop("grafting", None)
         if grafting is None:
             grafting = usual if settings.get("clip") is None else NoGrafting()
@@ -286,48 +291,48 @@ def _with_momentum(grafting: Grafting, momentum: float, schedule: Schedule) -> G
 
 
 class DistributedMuon(KFACOptimizer):
-    """Muon on all ranks: `KFACOptimizer(solver="muon")`, and owners step.
+    """Muon on all ranks: `KFACOptimizer(preconditioner="muon")`, and owners step.
 
         optimizer = mpikfac.DistributedMuon(model, lr=0.0075)
 
-    Arguments are those of `KFACOptimizer`, but for `solver`. The rank that owns a layer gets the
-    sum of the layer's gradients, makes the polar factor and steps the layer; the new weights go to
-    all ranks, and a step sends no more bytes than averaging gradients. `state_dict` then is the
-    share of the rank: each rank keeps a file, or `save_checkpoint` writes the whole. With
-    `strategy="comm-opt"` every rank makes every polar factor, and the state of rank 0 is the whole.
-    `coverage=Coverage(skip=[...])` leaves layers to Adam's step. See [Muon].
+    Arguments are those of `KFACOptimizer`, but for `preconditioner`. The rank that owns a layer
+    gets the sum of the layer's gradients, makes the polar factor and steps the layer; the new
+    weights go to all ranks, and a step sends no more bytes than averaging gradients. `state_dict`
+    then is the share of the rank: each rank keeps a file, or `save_checkpoint` writes the whole.
+    With `strategy="comm-opt"` every rank makes every polar factor, and the state of rank 0 is the
+    whole. `coverage=Coverage(skip=[...])` leaves layers to Adam's step. See [Muon].
 
     Collective over: comm.
     """
 
-    solver = "muon"
+    preconditioner = "muon"
 
 
 class DistributedShampoo(KFACOptimizer):
-    """Shampoo on all ranks: `KFACOptimizer(solver="shampoo")`, and owners step.
+    """Shampoo on all ranks: `KFACOptimizer(preconditioner="shampoo")`, and owners step.
 
         optimizer = mpikfac.DistributedShampoo(model, lr=0.0075)
 
-    Arguments are those of `KFACOptimizer`, but for `solver`; strategy and state are as of
+    Arguments are those of `KFACOptimizer`, but for `preconditioner`; strategy and state are as of
     `DistributedMuon`: the owner of a layer also keeps the factors, and takes the roots every
     `inv_update_steps` steps [Gupta et al. 2018].
 
     Collective over: comm.
     """
 
-    solver = "shampoo"
+    preconditioner = "shampoo"
 
 
 class DistributedNorMuon(DistributedMuon):
-    """NorMuon on all ranks: `DistributedMuon` with `solver="normuon"` [NorMuon]."""
+    """NorMuon on all ranks: `DistributedMuon` with `preconditioner="normuon"` [NorMuon]."""
 
-    solver = "normuon"
+    preconditioner = "normuon"
 
 
 class DistributedSOAP(DistributedShampoo):
-    """SOAP on all ranks: `DistributedShampoo` with `solver="soap"` [SOAP]."""
+    """SOAP on all ranks: `DistributedShampoo` with `preconditioner="soap"` [SOAP]."""
 
-    solver = "soap"
+    preconditioner = "soap"
 
 
 def _check_names(name: str, settings: Mapping[str, Any]) -> None:

@@ -516,7 +516,7 @@ class Trainer:
         All ranks load the state, or no rank does. A first-order run's state is accepted, and a
         state of a different estimator, of all layers or of some: statistics of layers with a
         different estimator, and all bases, are made at the next step. A layer keeps its sides and
-        blocks: a state of fisher="forward-only" has no G for other Fishers.
+        blocks: a state of fisher_type="forward-only" has no G for other Fishers.
 
         Collective over: world.
 

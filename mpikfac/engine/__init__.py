@@ -7,10 +7,10 @@ from mpikfac.engine.curvature import Bases as Bases
 from mpikfac.engine.curvature import Curvature as Curvature
 from mpikfac.engine.curvature import Decomposed as Decomposed
 from mpikfac.engine.curvature import Directions as Directions
+from mpikfac.engine.curvature import DistributedPreconditioner as DistributedPreconditioner
 from mpikfac.engine.curvature import FactorRequest as FactorRequest
 from mpikfac.engine.curvature import Factors as Factors
 from mpikfac.engine.curvature import Graft as Graft
-from mpikfac.engine.curvature import Preconditioner as Preconditioner
 from mpikfac.engine.curvature import Ready as Ready
 from mpikfac.engine.curvature import Recorder as Recorder
 from mpikfac.engine.curvature import Running as Running
@@ -30,7 +30,7 @@ from mpikfac.engine.nonfinite import Flags as Flags
 from mpikfac.engine.nonfinite import Nonfinite as Nonfinite
 from mpikfac.engine.part import Item as Item
 from mpikfac.engine.part import Part as Part
-from mpikfac.engine.part import SolverPart as SolverPart
+from mpikfac.engine.part import PreconditionerPart as PreconditionerPart
 from mpikfac.engine.scaled import average_scaled as average_scaled
 from mpikfac.engine.scaled import usable_scaler as usable_scaler
 from mpikfac.engine.site import Site as Site

@@ -136,7 +136,7 @@ class Cautions:
             "layer %r has a gradient, and K-FAC saw no call of the module in train() mode whose "
             "outputs count: without statistics, K-FAC does not change the direction of its "
             "gradient; call the module itself in train() mode, give all heads to record() where "
-            "fisher needs record(), or train it first-order with %s",
+            "fisher_type needs record(), or train it first-order with %s",
             *(layer.name, skipping([layer.path])),
         )
 

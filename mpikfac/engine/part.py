@@ -122,8 +122,8 @@ class Part:
         return handed_on(self.site.grid.world, _held(before.items()), _held(self.items()))
 
 
-class SolverPart(Part):
-    """What a solver keeps of a batch beside factors; `Solver.part` names the class.
+class PreconditionerPart(Part):
+    """What a preconditioner keeps of a batch beside factors; `Preconditioner.part` names the class.
 
     A part is made with the `Bases`.
     """

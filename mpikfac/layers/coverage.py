@@ -34,8 +34,8 @@ class Coverage:
             `KINDS`: linear layers, convolutions, embeddings and attention. `{**KINDS, **NORMS}`:
             normalisations, too. Modules of your own are added in the same way, see `layers`.
         rule: maps the whole factors of a layer to the kept factors: only diagonals or blocks, or
-            only one side; how positions that share a weight count; the layer's solver, if different
-            from the run's solver.
+            only one side; how positions that share a weight count; the layer's preconditioner, if
+            different from the run's preconditioner.
         own_examples: names of modules, with all modules inside, whose inputs do not begin with the
             batch but with examples of the modules' own, in any number, such as the boxes of images.
             The own examples count as examples of the layers, and K-FAC does not warn of the number.

@@ -35,7 +35,7 @@ class EmbeddingLayer(Layer):
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """Return how often entries are used, or `sum(g g^T)`; a unit vector is its own square."""
-        if side == "A" and self.shape.sharing == "expand":
+        if side == "A" and self.shape.kfac_approx == "expand":
             used = self.input_vector(x)
             return used.view(-1, 1, 1) if "A" in self.shape.diagonal else used.diag()
         return super().second_moment(side, x, g)

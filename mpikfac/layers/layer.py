@@ -186,7 +186,7 @@ class Layer:
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """Return `sum(a a^T)` or `sum(g g^T)` of a call, in the form that `shape` gives `side`."""
         diagonal = side in self.shape.diagonal
-        if self.shape.sharing == "reduce":
+        if self.shape.kfac_approx == "reduce":
             rows = self.input_means(x) if side == "A" else self.output_totals(g)
             if diagonal:
                 return sum_of(rows.square()).view(-1, 1, 1)
@@ -201,7 +201,7 @@ class Layer:
         """Return blocks along the diagonal of `second_moment`."""
         kind = type(self)
         own = kind.input_sum if side == "A" else kind.output_sum
-        of_rows = own in (Layer.input_sum, Layer.output_sum) and self.shape.sharing == "expand"
+        of_rows = own in (Layer.input_sum, Layer.output_sum) and self.shape.kfac_approx == "expand"
         if len(blocks) == 1 or kind.second_moment is not Layer.second_moment or not of_rows:
             moment = self.second_moment(side, x, g)
             return [moment[..., block, block] for block in blocks]
@@ -210,8 +210,8 @@ class Layer:
         return [squares(columns[..., block, :]) for block in blocks]
 
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """Return `sum(a)` or `sum(g)` of a call; if sharing="reduce", the sum of means of `a`."""
-        if side == "A" and self.shape.sharing == "reduce":
+        """Return `sum(a)` or `sum(g)` of a call; with "reduce", the sum of means of `a`."""
+        if side == "A" and self.shape.kfac_approx == "reduce":
             return self.input_means(x).sum(0)
         return self.input_vector(x) if side == "A" else self.output_vector(g)
 
@@ -249,7 +249,13 @@ class Layer:
 
     def form(self, side: str) -> Hashable:
         """Return what layers share whose moments of a side are computed alike, beside sizes."""
-        return type(self), side, self.shape.groups, self.shape.sharing, side in self.shape.diagonal
+        return (
+            type(self),
+            side,
+            self.shape.groups,
+            self.shape.kfac_approx,
+            side in self.shape.diagonal,
+        )
 
     def with_groups(self, count: int) -> Layer:
         """Return a layer with `count` layers of a form as groups, for the moments of one side."""
@@ -278,7 +284,7 @@ class Layer:
 
     def positions(self, g: Tensor) -> int:
         """Return the number of vectors `a` (and `g`) in a call: batch times shared positions."""
-        if self.shape.sharing == "reduce":
+        if self.shape.kfac_approx == "reduce":
             return len(g)
         return g.numel() // (self.shape.groups * self.shape.outputs)
 

@@ -266,15 +266,15 @@ def taking_up() -> Iterator[None]:
 
 
 def check_habits(
-    optimizer: Optimizer, settings: Settings, fisher: Fisher, solver: Form
+    optimizer: Optimizer, settings: Settings, fisher: Fisher, preconditioner: Form
 ) -> Iterator[str]:
     """Yield warnings of settings that fit other methods, and let K-FAC lose without a word."""
     unbounded = settings.grafting.name == "none" and settings.clip is None
-    if unbounded and solver.of == "gradient":
+    if unbounded and preconditioner.of == "gradient":
         yield (
-            f"NoGrafting() without a clip may diverge: the factors of {solver.name!r} begin with a "
-            f"single gradient, and the next directions are long; give clip=NormClip(max_norm=1.0), "
-            f"or take AdamGrafting(orthogonalize=False)"
+            f"NoGrafting() without a clip may diverge: the factors of {preconditioner.name!r} begin "
+            f"with a single gradient, and the next directions are long; give "
+            f"clip=NormClip(max_norm=1.0), or take AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":
         yield (

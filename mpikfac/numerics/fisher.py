@@ -44,8 +44,8 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
     """
     if outputs.dim() != 2:
         raise ValueError(
-            f"fisher='exact' takes outputs [batch, outputs], not {list(outputs.shape)}; "
-            f"take estimator=mpikfac.Estimator(fisher='sampled')"
+            f"fisher_type='type-2' takes outputs [batch, outputs], not {list(outputs.shape)}; "
+            f"take estimator=mpikfac.Estimator(fisher_type='mc')"
         )
     with torch.no_grad():
         yield from ROOTS[loss](outputs).unbind(2)

@@ -86,16 +86,16 @@ def of_requests(factors: Iterable[Factor]) -> Layout:
     factors = tuple(factors)
     # Beside the factor, its damping; or 1 if the decomposition needs float64, else 0.
     added = [
-        (factor.added, factor.damping if factor.solver.damped else (1,))
+        (factor.added, factor.damping if factor.preconditioner.damped else (1,))
         for factor in factors
-        if factor.solver.damped or not factor.solver.vector
+        if factor.preconditioner.damped or not factor.preconditioner.vector
     ]
     return lay_out([[*added, *((factor.name, factor.triangle) for factor in factors)]])
 
 
 def of_denominators(layers: Iterable[PlannedLayer]) -> Layout:
     """Return the layout of damped products of eigenvalues."""
-    eigen = (layer for layer in by_kind(layers) if layer.solver.denominators)
+    eigen = (layer for layer in by_kind(layers) if layer.preconditioner.denominators)
     return lay_out([[(layer.name, layer.shape.denominators) for layer in eigen]])
 
 

@@ -82,7 +82,7 @@ OF_COPY = "copies/{}/"  # a rank
 VERSION = "asynchronous/version"
 
 # Of K-FAC, behind `OF_KFAC`: a kind, and the name of a factor, block or layer.
-STARTED, SOLVER, DUE, DAMPING = "started", "solver", "due", "damping"
+STARTED, PRECONDITIONER, DUE, DAMPING = "started", "preconditioner", "due", "damping"
 LEARNED = "learned"
 SEEN = "seen"
 GRADIENT_FACTORS, GRADIENT_WEIGHTS = "gradient-factors/", "gradient-weights/"

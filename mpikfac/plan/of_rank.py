@@ -33,7 +33,8 @@ class RankPlan:
         uncovered: names and shapes of uncovered tensors that travel with the gradients.
         means: names of `uncovered` of which ranks always take the mean.
         updaters: rank to step a layer or uncovered parameter if the optimizer is sharded.
-        solvers: the run's solver, then the layers with a different solver: "eigen, fc: rank-one".
+        preconditioners: the run's preconditioner, then the layers with a different preconditioner:
+            "eigen, fc: eva".
         split: the split layers of the model.
         replaced: functions of extensions in the place of functions of `stages`, by the name of the
             stage.
@@ -47,7 +48,7 @@ class RankPlan:
     means: tuple[str, ...]
     updaters: Mapping[str, int]
     itemsizes: Itemsizes
-    solvers: str
+    preconditioners: str
     split: Split
     replaced: Mapping[str, Stage] = field(default_factory=dict)
 
@@ -98,7 +99,7 @@ class RankPlan:
     @cached_property
     def of_gradient(self) -> bool:
         """Whether owners make factors from the averaged gradient, and no statistics are needed."""
-        return any(layer.solver.of == "gradient" for layer in self.layers)
+        return any(layer.preconditioner.of == "gradient" for layer in self.layers)
 
     @cached_property
     def recorded(self) -> tuple[Factor, ...]:

@@ -38,7 +38,8 @@ class Plan:
         layers: covered layers in model order.
         uncovered: names and shapes of uncovered tensors that travel with the gradients.
         means: names of `uncovered` of which ranks always take the mean: running statistics, votes.
-        forms: descriptions of solvers: the run's solver, then solvers named by layers.
+        forms: descriptions of preconditioners: the run's preconditioner, then preconditioners named
+            by layers.
         itemsize: bytes of a number, but for numbers of running averages and of decompositions.
         columns_of: column of every layer.
         owners: rank to decompose a factor ("conv1.A").
@@ -74,7 +75,7 @@ class Plan:
                 means=self.means,
                 updaters=self.updaters,
                 itemsizes=Itemsizes(self.itemsize, self.factor_itemsize, self.basis_itemsize),
-                solvers=self.all_solvers,
+                preconditioners=self.all_preconditioners,
                 split=self.split,
             )
             self._of_ranks[rank] = replace(of_rank, replaced=extensions.replaced(of_rank))
@@ -105,16 +106,20 @@ class Plan:
         return {factor.name: factor for layer in self.covered for factor in layer.factors}
 
     @property
-    def solver(self) -> str:
-        """The name of the run's solver; "" if no layer is covered by anything."""
+    def preconditioner(self) -> str:
+        """The name of the run's preconditioner; "" if no layer is covered by anything."""
         return self.forms[0].name if self.forms else ""
 
     @property
-    def all_solvers(self) -> str:
-        """The run's solver, then the layers with a different solver: "eigen, fc: rank-one"."""
-        solvers = [(layer.name, layer.solver.name) for layer in self.covered]
-        different = (f"{name}: {solver}" for name, solver in solvers if solver != self.solver)
-        return ", ".join([self.solver, *different])
+    def all_preconditioners(self) -> str:
+        """The run's preconditioner, then the layers with another one: "eigen, fc: eva"."""
+        preconditioners = [(layer.name, layer.preconditioner.name) for layer in self.covered]
+        different = (
+            f"{name}: {preconditioner}"
+            for name, preconditioner in preconditioners
+            if preconditioner != self.preconditioner
+        )
+        return ", ".join([self.preconditioner, *different])
 
     @cached_property
     def grid(self) -> RankGrid:
@@ -131,7 +136,7 @@ class Plan:
         A factor of low rank counts as the iteration's work, a vector as nothing.
         """
         factors = self.of(rank).decomposed()
-        return sum(f.work(f.solver.work) for f in factors if not f.solver.vector)
+        return sum(f.work(f.preconditioner.work) for f in factors if not f.preconditioner.vector)
 
     # -- what is sent and kept -------------------------------------------------------------------
 
@@ -178,7 +183,8 @@ def plan_for(
 
     Args:
         uncovered: names and shapes of uncovered parameters and buffers.
-        forms: descriptions of solvers: the run's solver, then solvers for layers to name.
+        forms: descriptions of preconditioners: the run's preconditioner, then preconditioners for
+            layers to name.
         itemsize: bytes of an element.
         factor_itemsize: bytes of an element of running averages; `itemsize` if None.
         basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
@@ -244,40 +250,43 @@ def _values(value: object) -> object:
 
 
 def _with_factors(layer: LayerShape, form: Form) -> LayerShape:
-    """Return the layer with the sides that have factors with the solver."""
+    """Return the layer with the sides that have factors with the preconditioner."""
     if not form.blocks:
         return replace(layer, sides="")
     return forward_only(layer) if form.sides == "A" else layer
 
 
 def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, Form]:
-    """Return the description of every layer's solver, by the layer's name."""
+    """Return the description of every layer's preconditioner, by the layer's name."""
     by_name = {form.name: form for form in forms}
-    return {x.name: by_name[x.solver] if x.solver else forms[0] for x in layers}
+    return {x.name: by_name[x.preconditioner] if x.preconditioner else forms[0] for x in layers}
 
 
 def _check_layers(
     layers: Sequence[LayerShape], ranks: int, strategy: Strategy, forms: Sequence[Form]
 ) -> None:
-    """Return if solvers and ranks of layers fit the strategy.
+    """Return if preconditioners and ranks of layers fit the strategy.
 
     Raises:
-        ValueError: a solver or a rank does not fit.
+        ValueError: a preconditioner or a rank does not fit.
     """
     names = tuple(form.name for form in forms)
     for layer in layers:
-        one_of(f"layer {layer.name!r}: solver", layer.solver, (None, *names))
+        one_of(f"layer {layer.name!r}: preconditioner", layer.preconditioner, (None, *names))
         if layer.rank is not None and layer.rank < 1:
             raise ValueError(
                 f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None"
             )
     sources = {form.name: form.of for form in forms}
     for layer in layers:
-        if (solver := layer.solver or names[0]) and sources[solver] != sources[names[0]]:
+        if (preconditioner := layer.preconditioner or names[0]) and sources[
+            preconditioner
+        ] != sources[names[0]]:
             raise ValueError(
-                f"layer {layer.name!r}: solver={solver!r} needs a run with factors of the same "
-                f"kind, and those of solver={names[0]!r} come from the {sources[names[0]]}"
+                f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with factors "
+                f"of the same kind, and those of preconditioner={names[0]!r} come from the "
+                f"{sources[names[0]]}"
             )
     settings = {"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)}
-    choices = Choices(strategy, settings | {"solver": names[0] if names else ""})
+    choices = Choices(strategy, settings | {"preconditioner": names[0] if names else ""})
     check_layers([need for form in forms for need in form.needs], layers, choices)

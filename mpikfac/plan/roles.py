@@ -43,7 +43,7 @@ class Factor(FactorShape):
         layer: the layer's name.
         side: "A" or "G".
         groups: groups of the layer.
-        solver: the description of the factor's solver.
+        preconditioner: the description of the factor's preconditioner.
         column: the layer's column.
         owner: the rank to decompose the factor for the column.
         turn: the layer's turn in a refresh.
@@ -58,7 +58,7 @@ class Factor(FactorShape):
     layer: str
     side: str
     groups: int
-    solver: Form
+    preconditioner: Form
     column: int
     owner: int
     turn: int
@@ -80,7 +80,7 @@ class PlannedLayer:
     """A covered layer and the layer's roles in the plan.
 
     Attributes:
-        solver: the description of the layer's solver.
+        preconditioner: the description of the layer's preconditioner.
         column: the column of ranks to precondition the layer.
         updater: the rank to step the layer if the optimizer is sharded.
         turn: the layer's turn in a refresh, from 0 to `stagger` - 1.
@@ -89,7 +89,7 @@ class PlannedLayer:
     """
 
     shape: LayerShape
-    solver: Form
+    preconditioner: Form
     column: int
     updater: int
     turn: int
@@ -104,13 +104,13 @@ class PlannedLayer:
     @property
     def rescaled(self) -> bool:
         """Whether the layer has scales: eigenvalues estimated from gradients of examples."""
-        return self.solver.rescaled and self.shape.rescaled
+        return self.preconditioner.rescaled and self.shape.rescaled
 
     @property
     def form(self) -> Hashable:
         """What layers of equal shape have in common, wherever they are placed."""
         blocks = [(factor.side, *(b[1:] for b in factor.blocks)) for factor in self.factors]
-        return self.solver.name, self.rescaled, self.shape.gradient, tuple(blocks)
+        return self.preconditioner.name, self.rescaled, self.shape.gradient, tuple(blocks)
 
     @property
     def kind(self) -> Hashable:
@@ -208,7 +208,7 @@ def with_roles(
     """Return the layers with the roles of layers and factors, from placement.
 
     Args:
-        forms: descriptions of the layers' solvers, by the layer's name.
+        forms: descriptions of the layers' preconditioners, by the layer's name.
     """
     fused = in_messages(len(layers), strategy.transport.fusion)
 
@@ -250,7 +250,7 @@ def _factor(
         layer=layer.name,
         side=side,
         groups=layer.groups,
-        solver=form,
+        preconditioner=form,
         column=column,
         owner=owner,
         turn=when[0],
@@ -369,7 +369,7 @@ def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) 
 
 
 def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:
-    """Return the load of every factor: order to the `power`, less if the solver works less.
+    """Return the load of every factor: order to the `power`, less if the preconditioner works less.
 
     A vector is not decomposed; the load is the number of elements. The load of a layer without
     factors is the work to make the direction orthogonal, or the direction's size.

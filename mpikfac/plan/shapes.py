@@ -14,13 +14,13 @@ from mpikfac.plan.layout import Shape, triangle_shape
 
 @dataclass(frozen=True)
 class Form:
-    """The description of a solver, as plain data: all that a plan knows of a solver.
+    """The description of a preconditioner, as plain data: all that a plan knows of it.
 
     Attributes:
-        name: the solver's name, for example "eigen".
+        name: the preconditioner's name, for example "eigen".
         blocks: names of the blocks of a decomposition, and the number of dimensions of the factor's
-            order in a block. Gradients are multiplied by the first block. Without blocks, a solver
-            has no factors.
+            order in a block. Gradients are multiplied by the first block. Without blocks, a
+            preconditioner has no factors.
         of: where factors come from: "statistics" of the passes, summed over ranks, or the averaged
             "gradient", of which owners make the factors without messages.
         sides: the sides with factors. "A": the identity takes the place of G, but for a bias alone.
@@ -34,8 +34,9 @@ class Form:
         work: operations of a decomposition grow with the power `work` of the order.
         products: products of a gradient with a side in a direction.
         whitened: factors of the gradient are made of products of the gradient with a side.
-        timed_as: the name of a solver with the same measured times; "" for the solver itself.
-        needs: the solver's needs of choices.
+        timed_as: the name of a preconditioner with the same measured times; "" for the
+            preconditioner itself.
+        needs: the preconditioner's needs of choices.
     """
 
     name: str
@@ -125,19 +126,20 @@ class LayerShape:
         outputs: order of the output factor G.
         groups: parts of the layer without common weights; every group has factors of the orders
             `inputs` and `outputs`.
-        sides: the factors of the layer; the identity replaces a missing factor. "" is for solvers
-            without factors.
+        sides: the factors of the layer; the identity replaces a missing factor. "" is for
+            preconditioners without factors.
         diagonal: the sides with only the diagonal kept.
         largest: order above which a factor falls into equal blocks along the diagonal; blocks are
             factors, decomposed apart. None for no limit.
         rank: number of eigenvectors to keep of a factor (or block) of a larger order; the rest of
             the spectrum counts with the mean eigenvalue. None for all. Eigenbases only.
-        sharing: the meaning of a weight's several positions in an example. "expand": a position is
-            an example. "reduce": an example has the mean of the positions' inputs and the sum of
+        kfac_approx: the meaning of a weight's several positions in an example. "expand": a position
+            is an example. "reduce": an example has the mean of the positions' inputs and the sum of
             the positions' gradients [Eschenhagen et al. 2023]. Calls of a module count one by one.
-        rescaled: whether solver="ekfac" estimates eigenvalues of `G (x) A` from gradients of single
-            examples; otherwise eigenvalues stay the products of the eigenvalues of G and A.
-        solver: the name of the layer's solver; None for the run's.
+        rescaled: whether preconditioner="ekfac" estimates eigenvalues of `G (x) A` from gradients
+            of single examples; otherwise eigenvalues stay the products of the eigenvalues of G and
+            A.
+        preconditioner: the name of the layer's preconditioner; None for the run's.
     """
 
     name: str
@@ -148,9 +150,9 @@ class LayerShape:
     diagonal: Literal["", "A", "G", "AG"] = ""
     largest: int | None = None
     rank: int | None = None
-    sharing: Literal["expand", "reduce"] = "expand"
+    kfac_approx: Literal["expand", "reduce"] = "expand"
     rescaled: bool = True
-    solver: str | None = None
+    preconditioner: str | None = None
 
     @property
     def gradient(self) -> Shape:
@@ -242,15 +244,23 @@ def _elements(factor: FactorShape) -> int:
 def check_layers(
     table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
 ) -> None:
-    """Return if `choices`, with every layer's solver, rank and diagonal, meet `table`.
+    """Return if `choices`, with every layer's preconditioner, rank and diagonal, meet `table`.
 
     Raises:
-        ValueError: see `check`; the text names a layer with an own solver, rank or diagonal.
+        ValueError: see `check`; the text names a layer with an own preconditioner, rank or
+            diagonal.
     """
     for layer in layers:
-        of_layer = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
+        of_layer = {
+            "preconditioner": layer.preconditioner or choices["preconditioner"],
+            "rank": layer.rank,
+        }
         of_layer |= {"diagonal": layer.diagonal}
-        usual = of_layer == {"solver": choices["solver"], "rank": None, "diagonal": ""}
+        usual = of_layer == {
+            "preconditioner": choices["preconditioner"],
+            "rank": None,
+            "diagonal": "",
+        }
         check(table, choices | of_layer, "" if usual else f" of layer {layer.name!r}")
 
 

@@ -237,13 +237,16 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
 
     A decomposition of low rank takes the seconds of the full decomposition, scaled by the work.
     """
-    if factor.solver.vector:
+    if factor.preconditioner.vector:
         return 0.0
-    solver, timed = factor.solver.name, factor.solver.timed_as or factor.solver.name
-    if timed not in machine.decompositions and timed != solver:
+    preconditioner, timed = (
+        factor.preconditioner.name,
+        factor.preconditioner.timed_as or factor.preconditioner.name,
+    )
+    if timed not in machine.decompositions and timed != preconditioner:
         raise ValueError(
-            f"machine {machine.name!r} has no times of solver={timed!r}, whose decompositions "
-            f"solver={solver!r} takes; calibrate a machine"
+            f"machine {machine.name!r} has no times of preconditioner={timed!r}, whose "
+            f"decompositions preconditioner={preconditioner!r} takes; calibrate a machine"
         )
     full = machine.decomposition(timed, factor.order)
     return full * (factor.work() / factor.order**3)
@@ -265,8 +268,10 @@ def precondition_seconds(
     """
     layers = plan.of(rank).preconditioned
     seconds = 0.0
-    if vectors := _solver_of_vectors(plan):
-        elements = sum(f.size for layer in layers if layer.solver.vector for f in layer.factors)
+    if vectors := _preconditioner_of_vectors(plan):
+        elements = sum(
+            f.size for layer in layers if layer.preconditioner.vector for f in layer.factors
+        )
         everything = sum(factor.size for factor in plan.factors.values())
         seconds = _of_vectors(network.vector_precondition, machine, vectors) * elements / everything
     products = directions(plan, rank, orthogonal)
@@ -284,8 +289,10 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
         orthogonal: whether the directions are made orthogonal.
     """
     layers = plan.of(rank).preconditioned
-    matrices = [layer for layer in layers if not layer.solver.vector]
-    return [n for layer in matrices for n in products(layer.shape, layer.solver, orthogonal)]
+    matrices = [layer for layer in layers if not layer.preconditioner.vector]
+    return [
+        n for layer in matrices for n in products(layer.shape, layer.preconditioner, orthogonal)
+    ]
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
@@ -296,11 +303,11 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     Raises:
         ValueError: the machine has no times of what the plan needs, vectors or products.
     """
-    vectors = _solver_of_vectors(plan)
+    vectors = _preconditioner_of_vectors(plan)
     of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
     measured, total = [replace(layer, sides="AG") for layer in plan.layers], 0.0
     for vector, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
-        if factors := [f for f in plan.of(rank).recorded if f.solver.vector == vector]:
+        if factors := [f for f in plan.of(rank).recorded if f.preconditioner.vector == vector]:
             everything = sum(f.work(power) for layer in measured for f in layer.factors)
             total += seconds * sum(factor.work(power) for factor in factors) / everything
     return total
@@ -318,7 +325,7 @@ def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
 def moments(plan: Plan, rank: int) -> Iterator[int]:
     """Yield the multiplications of the products that make the factors of the gradient on `rank`.
 
-    Solvers that whiten the gradient first multiply the gradient by both sides.
+    Preconditioners that whiten the gradient first multiply the gradient by both sides.
     """
     of_rank = plan.of(rank)
     made = {factor.name for factor in of_rank.averaged if of_rank.of_gradient}
@@ -326,7 +333,7 @@ def moments(plan: Plan, rank: int) -> Iterator[int]:
         opposite = {"A": layer.shape.outputs, "G": layer.shape.inputs}
         own = [factor for factor in layer.factors if factor.name in made]
         yield from (factor.work(2) * opposite[factor.side] for factor in own)
-        yield from layer.shape.products() if own and layer.solver.whitened else ()
+        yield from layer.shape.products() if own and layer.preconditioner.whitened else ()
 
 
 def product_seconds(multiplications: int, machine: Machine) -> float:
@@ -343,14 +350,18 @@ def product_seconds(multiplications: int, machine: Machine) -> float:
     return 2 * multiplications / interpolated(machine.products, multiplications ** (1 / 3))
 
 
-def _solver_of_vectors(plan: Plan) -> str:
-    """Return the name of a solver of the plan that keeps vectors; "" if no solver does."""
-    return next((layer.solver.name for layer in plan.covered if layer.solver.vector), "")
+def _preconditioner_of_vectors(plan: Plan) -> str:
+    """Return the name of a preconditioner of the plan that keeps vectors; "" if none does."""
+    return next(
+        (layer.preconditioner.name for layer in plan.covered if layer.preconditioner.vector), ""
+    )
 
 
-def _of_vectors(seconds: float | None, machine: Machine, solver: str) -> float:
+def _of_vectors(seconds: float | None, machine: Machine, preconditioner: str) -> float:
     if seconds is None:
-        raise ValueError(f"machine {machine.name!r} has no times of solver={solver!r}")
+        raise ValueError(
+            f"machine {machine.name!r} has no times of preconditioner={preconditioner!r}"
+        )
     return seconds
 
 

@@ -101,7 +101,7 @@ class Machine:
         inside: network level inside a node.
         between: network level between nodes; None for a single node.
         samples: measured collectives; other collectives are computed from the levels.
-        decompositions: by solver: order and seconds of a factor, ascending.
+        decompositions: by preconditioner: order and seconds of a factor, ascending.
         hidden: share of an overlapped message's seconds that does not slow the computation; less
             than 1 if ranks have no spare core, below 0 if overlapping costs more than sending in
             turn.
@@ -160,16 +160,16 @@ class Machine:
                 values[part] = grows * float(np.interp(within, batches, seconds))
         return Network(model, batch, **values)
 
-    def decomposition(self, solver: str, order: int) -> float:
+    def decomposition(self, preconditioner: str, order: int) -> float:
         """Return the seconds to decompose a factor; cubic in the order past the largest known.
 
         Raises:
-            ValueError: the machine has no times of the solver.
+            ValueError: the machine has no times of the preconditioner.
         """
-        points = self.decompositions.get(solver)
+        points = self.decompositions.get(preconditioner)
         if not points:
             raise ValueError(
-                f"machine {self.name!r} has no times of solver={solver!r}, only of: "
+                f"machine {self.name!r} has no times of preconditioner={preconditioner!r}, only of "
                 f"{', '.join(self.decompositions) or 'none'}"
             )
         largest = points[-1][0]
@@ -207,10 +207,10 @@ def machine_from_json(text: str | bytes) -> Machine:
         values["products"] = _points(values["products"], "products")
     if not isinstance(values["decompositions"], dict):
         content = reprlib.repr(values["decompositions"])
-        raise ValueError(f"decompositions is {content}, not an object by solver")
+        raise ValueError(f"decompositions is {content}, not an object by preconditioner")
     values["decompositions"] = {
-        solver: _points(points, f"decompositions.{solver}")
-        for solver, points in values["decompositions"].items()
+        preconditioner: _points(points, f"decompositions.{preconditioner}")
+        for preconditioner, points in values["decompositions"].items()
     }
     for network in values["networks"]:
         if network.precondition is None and not values.get("products"):

@@ -58,8 +58,8 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     With clients and servers, a step is a step of a client.
 
     Raises:
-        ValueError: the machine has no times of the model or of the solver, or the job's numbers are
-            out of bounds.
+        ValueError: the machine has no times of the model or of the preconditioner, or the job's
+            numbers are out of bounds.
     """
     _check(job)
     if not plan.strategy.sync.waits_for_all:

@@ -24,7 +24,7 @@ from mpikfac.predict.simulator import cheapest
 
 Others = Sequence[tuple[str, Shape]]
 Forms = Sequence[Form]
-"""Descriptions of solvers: the run's solver, then solvers that layers may name."""
+"""Descriptions of preconditioners: the run's, then those that layers may name."""
 
 
 def choose(
@@ -37,11 +37,11 @@ def choose(
 ) -> tuple[str, Strategy]:
     """Return the name of the strategy with the shortest mean step, and the tuned strategy.
 
-    Candidates are strategies that the solver supports, and that train like a single process with
-    the joined batch, without stale bases. All candidates are `tuned` first.
+    Candidates are strategies that the preconditioner supports, and that train like a single process
+    with the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the solver supports no strategy; the error is the last strategy's.
+        ValueError: the preconditioner supports no strategy; the error is the last strategy's.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
@@ -147,7 +147,9 @@ def replicated_below(
     """
     plan = plan_for(layers, ranks, _replicating(strategy, 0), (), forms)
     factors = {
-        (factor.order, factor.rank or factor.order, factor.solver.name): replace(factor, count=1)
+        (factor.order, factor.rank or factor.order, factor.preconditioner.name): replace(
+            factor, count=1
+        )
         for factor in plan.factors.values()
     }
     for (order, *_), factor in sorted(factors.items()):

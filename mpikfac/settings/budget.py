@@ -98,7 +98,9 @@ class Budget:
     def count(self, layers: Iterable[PlannedLayer], orthogonal: bool) -> None:
         """Count the operations of the layers with what has been seen of a batch."""
         self.operations = {
-            layer.name: operations_of(layer.shape, layer.solver, self.seen[layer.name], orthogonal)
+            layer.name: operations_of(
+                layer.shape, layer.preconditioner, self.seen[layer.name], orthogonal
+            )
             for layer in layers
             if layer.name in self.seen
         }
@@ -144,8 +146,8 @@ def budget_of(
     """Return the budget of a run, which leaves an own choice of intervals or of factors alone.
 
     Args:
-        intervals: by hand, or of a strategy or a solver; None for the usual intervals.
-        form: of the run's solver.
+        intervals: by hand, or of a strategy or a preconditioner; None for the usual intervals.
+        form: of the run's preconditioner.
         rule: of the factors of layers.
     """
     free = share is not None and all(interval is None for interval in intervals)

@@ -35,4 +35,4 @@ SETTINGS: tuple[Combination, ...] = (
         any_of=True,
     ),
 )
-"""The needs of the settings of `KFAC`; the needs of a solver stand in the solver's file."""
+"""The needs of the settings of `KFAC`; those of a preconditioner stand in its file."""

@@ -104,43 +104,44 @@ class Turn:
 class Estimator:
     """How factors are estimated, from which gradients, and with which average.
 
-    `decay` is a number or a schedule (a function of the step). The programs of fisher="sampled" and
-    fisher="exact" call `KFAC.record`. `numerics.moments` states the normalisations.
+    `factor_decay` is a number or a schedule (a function of the step). The programs of
+    fisher_type="mc" and fisher_type="type-2" call `KFAC.record`. `numerics.moments` states the
+    normalisations.
 
     Args:
-        decay: the coefficient of the running average of factors, at least 0 and below 1.
-        start: the first value of a running average: the "first" factor, or the "identity".
+        factor_decay: the coefficient of the running average of factors, at least 0 and below 1.
+        initial_factor: the first value of a running average: the "first" factor, or the "identity".
         normalization: the scaling of factors. "expand": `G (x) A` is the Fisher block of the mean
             loss; "sc20" and "kfac-pytorch": as in the code of SC20 or of kfac-pytorch. A damping
             has another meaning for each scaling.
-        fisher: the gradients that make up G: gradients of the loss at the labels of the data
-            ("empirical"), at labels drawn from the model's distribution ("sampled") or at all
-            labels of the distribution ("exact"); or no gradients, and G is the identity
+        fisher_type: the gradients that make up G: gradients of the loss at the labels of the data
+            ("empirical"), at labels drawn from the model's distribution ("mc") or at all
+            labels of the distribution ("type-2"); or no gradients, and G is the identity
             ("forward-only").
-        samples: the number of labels that fisher="sampled" draws for each example.
+        mc_samples: the number of labels that fisher_type="mc" draws for each example.
         subsample: the distance of the examples in a batch from which factors are estimated: 4 for
             every fourth example, from a first example that changes from step to step. None: a
             distance for each layer that leaves at least 32 examples of all ranks together, and 3
             vectors for each row of the layer's largest factor, if ranks have equal shards; 1 for
-            vectors, diagonals, and the solver "ekfac".
+            vectors, diagonals, and the preconditioner "ekfac".
         statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
             None for no rounding.
         factor_dtype: the dtype in which running averages of factors are kept; None for the dtype of
             the sums over a batch.
         num_per_example_loss_terms: the positions of an example whose losses the mean loss averages,
-            such as the words of a text or the pixels of a segmentation; G of fisher="empirical" is
-            multiplied by the number, so that a damping has one meaning for all Fishers. "sampled"
-            and "exact" take the number from the outputs.
+            such as the words of a text or the pixels of a segmentation; G of
+            fisher_type="empirical" is multiplied by the number, so that a damping has one meaning
+            for all Fishers. "mc" and "type-2" take the number from the outputs.
 
     Raises:
         ValueError: a choice out of its bounds.
     """
 
-    decay: float | Schedule = 0.95
-    start: Literal["first", "identity"] = "first"
+    factor_decay: float | Schedule = 0.95
+    initial_factor: Literal["first", "identity"] = "first"
     normalization: Normalization = "expand"
-    fisher: Fisher = "empirical"
-    samples: int = 1
+    fisher_type: Fisher = "empirical"
+    mc_samples: int = 1
     subsample: int | None = None
     statistics_dtype: torch.dtype | None = None
     factor_dtype: torch.dtype | None = None
@@ -148,11 +149,11 @@ class Estimator:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        in_force("decay", self.decay, 0, below=1)
-        one_of("start", self.start, ("first", "identity"))
+        in_force("factor_decay", self.factor_decay, 0, below=1)
+        one_of("initial_factor", self.initial_factor, ("first", "identity"))
         one_of("normalization", self.normalization, NORMALIZATIONS)
-        one_of("fisher", self.fisher, FISHERS)
-        check_count("samples", self.samples, 1)
+        one_of("fisher_type", self.fisher_type, FISHERS)
+        check_count("mc_samples", self.mc_samples, 1)
         if self.subsample is not None:
             check_count("subsample", self.subsample, 1)
         for name in ("statistics_dtype", "factor_dtype"):
@@ -165,11 +166,11 @@ class Estimator:
     @property
     def of_loss(self) -> bool:
         """Whether the backward passes of the loss count, or the passes of `turns` alone."""
-        return self.fisher in ("empirical", "forward-only")
+        return self.fisher_type in ("empirical", "forward-only")
 
     def subsampled(self, layer: PlannedLayer, shares: int) -> Subsample:
         """Return the choice of examples for a layer, of a batch in so many equal shares."""
-        every = layer.solver.vector or layer.shape.diagonal or layer.rescaled
+        every = layer.preconditioner.vector or layer.shape.diagonal or layer.rescaled
         distance = 1 if self.subsample is None and every else self.subsample
         orders = [factor.order for side in layer.shape.sides for factor in layer.side(side)]
         return Subsample(distance, max(orders, default=1), shares)
@@ -194,7 +195,7 @@ class Estimator:
             (each.to(torch.promote_types(each.dtype, torch.float32)), loss)
             for each, loss in zip(outputs, losses, strict=True)
         ]
-        if self.fisher == "exact":  # head by head: labels of heads are independent
+        if self.fisher_type == "type-2":  # head by head: labels of heads are independent
             count, weight = sum(each.shape[1] for each in outputs), 1.0
             passes = (
                 [root if other is head else torch.zeros_like(other) for other, _ in heads]
@@ -202,7 +203,7 @@ class Estimator:
                 for root in exact(head, loss)
             )
         else:
-            count, weight = self.samples, 1 / self.samples
+            count, weight = self.mc_samples, 1 / self.mc_samples
             passes = ([sampled(*head) for head in heads] for _ in range(count))
         rows, terms = len(outputs[0]), outputs[0].numel() // max(1, outputs[0].shape[1])
         for number, gradients in enumerate(passes):

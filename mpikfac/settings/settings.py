@@ -86,7 +86,7 @@ class Settings:
         return Numbers(
             step,
             self._in_force("damping", step),
-            self._in_force("decay", step, below=1.0),
+            self._in_force("factor_decay", step, below=1.0),
             self._in_force(bound, step) if bound else None,
             self._in_force("momentum", step, below=1.0),
             self.due("inv_update_steps", step, stagger),
@@ -154,7 +154,7 @@ class Settings:
     def _numbers(self) -> dict[str, float | Schedule | None]:
         return {
             **{"damping": self.damping.number, "factor_update_steps": self.factor_update_steps},
-            **{"inv_update_steps": self.inv_update_steps, "decay": self.decay},
+            **{"inv_update_steps": self.inv_update_steps, "factor_decay": self.decay},
             **{"momentum": self.grafting.momentum},
             **({} if self.clip is None else {self.bound: self.clip.bound}),
         }

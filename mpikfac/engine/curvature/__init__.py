@@ -8,12 +8,14 @@ from mpikfac.engine.curvature.decomposers import Decomposed as Decomposed
 from mpikfac.engine.curvature.decomposers import FactorRequest as FactorRequest
 from mpikfac.engine.curvature.decomposers import Ready as Ready
 from mpikfac.engine.curvature.directions import Directions as Directions
+from mpikfac.engine.curvature.distributed import Curvature as Curvature
+from mpikfac.engine.curvature.distributed import (
+    DistributedPreconditioner as DistributedPreconditioner,
+)
 from mpikfac.engine.curvature.factors import Factors as Factors
 from mpikfac.engine.curvature.factors import Running as Running
 from mpikfac.engine.curvature.factors import leave_out_broken as leave_out_broken
 from mpikfac.engine.curvature.factors import merge as merge
 from mpikfac.engine.curvature.grafting import Graft as Graft
 from mpikfac.engine.curvature.grafting import Stack as Stack
-from mpikfac.engine.curvature.preconditioner import Curvature as Curvature
-from mpikfac.engine.curvature.preconditioner import Preconditioner as Preconditioner
 from mpikfac.engine.curvature.recording import Recorder as Recorder

@@ -20,8 +20,8 @@ from mpikfac.engine.part import Item, Part
 from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena, copy_all, together
 from mpikfac.plan import Factor, PlannedLayer, scales, stages
-from mpikfac.plan.names import BASES, DECOMPOSITIONS, DUE, SOLVER
-from mpikfac.solvers import Held, Solver
+from mpikfac.plan.names import BASES, DECOMPOSITIONS, DUE, PRECONDITIONER
+from mpikfac.preconditioners import Held, Preconditioner
 
 Decomposer = Callable[[Site, Arena, Mapping[str, str]], AtOnce]
 
@@ -30,10 +30,10 @@ class Bases(Part):
     """The decompositions that the rank makes and holds, to multiply gradients by.
 
     Attributes:
-        solvers: the solvers of layers by name, the run's solver first.
+        preconditioners: the preconditioners of layers by name, the run's preconditioner first.
         arena: blocks of decompositions; a segment per worker of the column.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; written by
-            a solver's own part alone.
+            a preconditioner's own part alone.
         stacks: the layers to precondition on the rank, in lists of equal layers on a GPU, with
             their decompositions.
         ready: whether the rank has decompositions.
@@ -41,12 +41,12 @@ class Bases(Part):
         decomposer: decomposes the rank's factors.
     """
 
-    MARK = SOLVER
+    MARK = PRECONDITIONER
 
     def __init__(
         self,
         site: Site,
-        solvers: Mapping[str, Solver],
+        preconditioners: Mapping[str, Preconditioner],
         relative: bool = False,
         decomposer: Decomposer = AtOnce,
     ) -> None:
@@ -57,8 +57,8 @@ class Bases(Part):
             decomposer: makes the decomposer of the rank's factors.
         """
         super().__init__(site)
-        self.solvers, self.relative = solvers, relative
-        layouts, run = self.plan.layouts, next(iter(solvers.values()), None)
+        self.preconditioners, self.relative = preconditioners, relative
+        layouts, run = self.plan.layouts, next(iter(preconditioners.values()), None)
         self.arena = site.arena(layouts.bases, run.dtype if run else None)
         self.denominators = site.arena(layouts.denominators)
         self.scales = site.arena(scales.layout(self.plan))
@@ -79,7 +79,9 @@ class Bases(Part):
         (layer,) = (layer for layer in self.plan.layers if layer.name == factor.layer)
         blocks = {block.kind: self.arena[block.name] for block in factor.blocks}
         side, opposite = layer.side(factor.side), layer.side("G" if factor.side == "A" else "A")
-        return Decomposition(factor, self.solvers[factor.solver.name], blocks, side, opposite)
+        return Decomposition(
+            factor, self.preconditioners[factor.preconditioner.name], blocks, side, opposite
+        )
 
     def _alike(self) -> list[list[PlannedLayer]]:
         """Return the layers to precondition in lists of equal layers; on a CPU, every layer alone.
@@ -94,7 +96,7 @@ class Bases(Part):
 
     def hold(self, layers: Sequence[PlannedLayer]) -> Held:
         """Return the decompositions of a layer of the rank, or of equal layers as a stack."""
-        names, kinds = [layer.name for layer in layers], layers[0].solver.blocks
+        names, kinds = [layer.name for layer in layers], layers[0].preconditioner.blocks
         a, g = ({kind: self._side(layers, side, kind) for kind in kinds} for side in "AG")
         denominators, scales = (
             together(room, names) if names[0] in room else None
@@ -139,15 +141,17 @@ class Bases(Part):
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
         decompositions = [d for d in self._decompositions if turn in (None, d.factor.turn)]
-        forms = {d.factor.name: d.factor.solver for d in decompositions}
+        forms = {d.factor.name: d.factor.preconditioner for d in decompositions}
         plain = [
-            d for d in decompositions if not (d.factor.solver.damped or d.factor.solver.vector)
+            d
+            for d in decompositions
+            if not (d.factor.preconditioner.damped or d.factor.preconditioner.vector)
         ]
         arguments = factors, damping, self.relative, self.site.dtype
         errors = errors_of(plain, *arguments)
         precise = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN
         warn([factor.layer for factor, error in errors.items() if error > COARSE])
-        damped = [d for d in decompositions if d.factor.solver.damped]
+        damped = [d for d in decompositions if d.factor.preconditioner.damped]
         added = damping_added(damped, *arguments, self.site.flags, warn)
         packed = {name: factors[name] for name in forms}
         request = FactorRequest(decompositions, packed, added, precise, turn, first=not self.ready)
@@ -184,7 +188,7 @@ class Bases(Part):
         copy_all((self.arena[name], block) for name, block in sound.items())
         # A factor counts if its first block is new; others may be renewed without a decomposition.
         factors = [d.factor for d in self._decompositions]
-        first = {factor.blocks[0].name for factor in factors if not factor.solver.vector}
+        first = {factor.blocks[0].name for factor in factors if not factor.preconditioner.vector}
         return sum(name in first and factor_of[name] not in failed for name in blocks)
 
     def publish(self) -> None:
@@ -210,13 +214,15 @@ class Bases(Part):
         """Prepare all directions with the damping, if damping or decompositions have changed."""
         if damping == self._damping:
             return
-        damped: dict[Solver, list[Held]] = {}
+        damped: dict[Preconditioner, list[Held]] = {}
         for layers, held in self.stacks:
             held.damping = damping
             if held.denominators is not None:
-                damped.setdefault(self.solvers[layers[0].solver.name], []).append(held)
-        for solver, of_solver in damped.items():
-            solver.damp(of_solver, damping, self.relative)
+                damped.setdefault(self.preconditioners[layers[0].preconditioner.name], []).append(
+                    held
+                )
+        for preconditioner, of_preconditioner in damped.items():
+            preconditioner.damp(of_preconditioner, damping, self.relative)
         self._damping = damping
 
     def sides(self, name: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -234,8 +240,8 @@ class Bases(Part):
                 yield Item(BASES + block.name, self.arena.get(block.name))
 
     def marks(self) -> dict[str, Any]:
-        """Return the solvers, if the rank has decompositions."""
-        return {SOLVER: self.plan.solvers} if self.ready else {}
+        """Return the preconditioners, if the rank has decompositions."""
+        return {PRECONDITIONER: self.plan.preconditioners} if self.ready else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the arena and pending decompositions, by name; wait for pending decompositions."""
@@ -259,11 +265,11 @@ class Bases(Part):
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """Return the items to load from a state with `names`, with values of the expected kind."""
-        if SOLVER not in names:
+        if PRECONDITIONER not in names:
             return {}
         pending = {DECOMPOSITIONS + name: self.arena[name] for name in self._factor_of}
         needed = super().needed(names) | {n: block for n, block in pending.items() if n in names}
-        return needed | {SOLVER: ""} | ({DUE: 0} if DUE in names else {})
+        return needed | {PRECONDITIONER: ""} | ({DUE: 0} if DUE in names else {})
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `forget`.
@@ -271,7 +277,7 @@ class Bases(Part):
         Pending decompositions are published together with all decompositions, as the turns of
         layers may differ from the saved run's.
         """
-        if SOLVER not in names:
+        if PRECONDITIONER not in names:
             return
         super().load_state_dict(state, names)
         self.refresh()

@@ -18,7 +18,12 @@ from torch import Tensor
 from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena, alike, each_finite, not_finite
 from mpikfac.plan import Factor
-from mpikfac.solvers import Solver, decomposed, decomposed_together, renewed_together
+from mpikfac.preconditioners import (
+    Preconditioner,
+    decomposed,
+    decomposed_together,
+    renewed_together,
+)
 
 Blocks = dict[str, Tensor]
 
@@ -34,7 +39,7 @@ class Decomposition:
     """
 
     factor: Factor
-    solver: Solver
+    preconditioner: Preconditioner
     blocks: Mapping[str, Tensor]
     side: tuple[Factor, ...]
     opposite: tuple[Factor, ...]
@@ -111,10 +116,12 @@ class AtOnce:
         blocks, sound = self._in_stacks(request, dtypes, fitting)
         singles: Blocks = {}
         for decomposition in request.decompositions:
-            factor, solver = decomposition.factor, decomposition.solver
+            factor, preconditioner = decomposition.factor, decomposition.preconditioner
             if factor.name not in fitting | sound:
                 packed = request.packed[factor.name].to(dtypes[factor.name])
-                singles |= decomposed(factor, solver, packed, request.added.get(factor.name))
+                singles |= decomposed(
+                    factor, preconditioner, packed, request.added.get(factor.name)
+                )
         return Decomposed(renewed | blocks | singles, self.checked(singles).failed)
 
     def checked(self, blocks: Blocks) -> Decomposed:
@@ -134,7 +141,7 @@ class AtOnce:
         for stack in _stacks(request, dtypes):
             older = [decomposition.blocks for decomposition in stack.decompositions]
             of_stack, misfit = renewed_together(
-                stack.factors, stack.solver, stack.packed, older, stack.added
+                stack.factors, stack.preconditioner, stack.packed, older, stack.added
             )
             blocks |= of_stack
             tried += [factor.name for factor in stack.factors]
@@ -153,7 +160,7 @@ class AtOnce:
         sums: list[Tensor] = []
         dtype = self._arena.flat.dtype
         for stack in _stacks(request, dtypes, fitting):
-            arguments = stack.factors, stack.solver, stack.packed, stack.added, dtype
+            arguments = stack.factors, stack.preconditioner, stack.packed, stack.added, dtype
             if of_stack := decomposed_together(*arguments):
                 blocks |= of_stack
                 tried += [factor.name for factor in stack.factors]
@@ -210,7 +217,7 @@ class Background:
 
 
 class FactorStack(NamedTuple):
-    """Factors of one solver and order, for a single call; on the CPU each factor alone.
+    """Factors of one preconditioner and order, for a single call; on the CPU each factor alone.
 
     Attributes:
         packed: the factors, `[factors, ...]`, in the dtype to decompose in.
@@ -227,22 +234,22 @@ class FactorStack(NamedTuple):
         return [decomposition.factor for decomposition in self.decompositions]
 
     @property
-    def solver(self) -> Solver:
-        """The solver of all factors."""
-        return self.decompositions[0].solver
+    def preconditioner(self) -> Preconditioner:
+        """The preconditioner of all factors."""
+        return self.decompositions[0].preconditioner
 
 
 def _stacks(
     request: FactorRequest, dtypes: Mapping[str, torch.dtype], without: Collection[str] = ()
 ) -> Iterator[FactorStack]:
     """Yield the factors to decompose in stacks, `without` vectors and factors of these names."""
-    of = {d.factor.name: d for d in request.decompositions if not d.factor.solver.vector}
+    of = {d.factor.name: d for d in request.decompositions if not d.factor.preconditioner.vector}
     packed = {name: request.packed[name] for name in of if name not in without}
     for equal in alike(packed):
         kinds: dict[object, list[str]] = {}
         for name in equal:
             factor = of[name].factor
-            kind = of[name].solver, factor.rank, factor.groups, dtypes[name]
+            kind = of[name].preconditioner, factor.rank, factor.groups, dtypes[name]
             kinds.setdefault(kind, []).append(name)
         for names in kinds.values():
             stack = torch.stack([packed[name] for name in names]).to(dtypes[names[0]])

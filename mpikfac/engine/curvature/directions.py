@@ -20,8 +20,8 @@ from mpikfac.model import groups_of
 from mpikfac.numerics import copy_all, multiplying, together, usual_precision
 from mpikfac.plan import PlannedLayer, stages
 from mpikfac.plan.names import DAMPING, PRECONDITION, SEEN
+from mpikfac.preconditioners import Held
 from mpikfac.settings import Numbers, Settings
-from mpikfac.solvers import Held
 
 
 class Directions(Part):
@@ -65,10 +65,13 @@ class Directions(Part):
 
     def _place(self, layers: Sequence[PlannedLayer], held: Held) -> Stack:
         names, first = [layer.name for layer in layers], layers[0]
-        solver, matrix = self.bases.solvers[first.solver.name], first.shape.maps_vectors
+        preconditioner, matrix = (
+            self.bases.preconditioners[first.preconditioner.name],
+            first.shape.maps_vectors,
+        )
         direction = together(self.arena, names)
         each = -1, *[1] * (direction.dim() - 1)
-        return Stack(names, solver, held, direction, matrix, first.shape.apart, each)
+        return Stack(names, preconditioner, held, direction, matrix, first.shape.apart, each)
 
     def make(self, numbers: Numbers) -> None:
         """Precondition gradients, send the directions to all ranks, and bound the step.
@@ -97,7 +100,9 @@ class Directions(Part):
         copy_all(self.graft.apart)
         self.graft.smooth(numbers.momentum)
         dtype, pairs = self.arena.flat.dtype, zip(self._stacks, self.graft.sources)
-        self.graft.write([stack.solver.direction(x, stack.held).to(dtype) for stack, x in pairs])
+        self.graft.write(
+            [stack.preconditioner.direction(x, stack.held).to(dtype) for stack, x in pairs]
+        )
 
     def _key(self, numbers: Numbers) -> Hashable:
         """Return what `_compute` reads on the host."""

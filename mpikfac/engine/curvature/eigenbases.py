@@ -14,7 +14,7 @@ from mpikfac.engine.gradients import Gradients
 from mpikfac.numerics import together
 from mpikfac.plan import Grafting, lay_out
 from mpikfac.plan.names import ROTATED
-from mpikfac.solvers import damped_squares, turned_back
+from mpikfac.preconditioners import damped_squares, turned_back
 
 
 class EigenbasesGraft(AdamGraft):
@@ -48,7 +48,7 @@ class EigenbasesGraft(AdamGraft):
         super().smooth(momentum)
         for stack, sizes in zip(self.stacks, self._sizes):
             gradient = _joined([self.gradients.arena[name] for name in stack.names])
-            rotated = stack.solver.direction(gradient, stack.held).to(sizes.dtype)
+            rotated = stack.preconditioner.direction(gradient, stack.held).to(sizes.dtype)
             _copy_finite(damped_squares(rotated, stack.held).sqrt(), sizes)
 
     def write(self, found: Sequence[Tensor]) -> None:

@@ -194,7 +194,7 @@ class Factors(Part):
             sums = collected[..., self.statistics.span(name)]
             sums /= scale
             # Twice, as the square of the scale may be no number of this dtype.
-            if not self._factors[name].solver.vector:
+            if not self._factors[name].preconditioner.vector:
                 sums /= scale
         return all_finite(collected)
 
@@ -276,7 +276,7 @@ class Factors(Part):
         self.averages.flat.zero_()
         for name, average in self.averages.items():
             self.weights[name].zero_()
-            if not self._factors[name].solver.vector:
+            if not self._factors[name].preconditioner.vector:
                 add_identity(average)
         self.started = self._starts_at_identity
         self._at_identity = list(self._running.values()) if self._starts_at_identity else []
@@ -336,7 +336,7 @@ class Factors(Part):
                 raise ValueError(
                     f"item 'kfac/{held[0]}' is missing; its layer was frozen, or had other "
                     f"factors, when the state was saved: freeze the layer before K-FAC is made, or "
-                    f"take the fisher and the rule of the state"
+                    f"take the fisher_type and the rule of the state"
                 )
             items += of_factor
         return items
@@ -350,7 +350,9 @@ class Factors(Part):
         if not any(n == STARTED or n.startswith(tuple(FORMS.values())) for n in names):
             return []
         opposite = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
-        return [f for f in self.plan.factors if opposite[f.solver.keeps] + f.name not in names]
+        return [
+            f for f in self.plan.factors if opposite[f.preconditioner.keeps] + f.name not in names
+        ]
 
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `forget`.
@@ -405,7 +407,7 @@ class LateFactors(Factors):
         self.sender.add_up(turn)
         for name, running in self._running.items():
             running.total.div_(torch.where(running.count > 0, running.count, 1))
-            if not self._factors[name].solver.vector:
+            if not self._factors[name].preconditioner.vector:
                 add_identity(running.total, (running.count == 0).to(running.count))
         return self.statistics
 
@@ -450,7 +452,7 @@ class LateFactors(Factors):
 
 def _average_of(factor: Factor) -> str:
     """Return the name of a factor's average in the state."""
-    return FORMS[factor.solver.keeps] + factor.name
+    return FORMS[factor.preconditioner.keeps] + factor.name
 
 
 FACTORS = {"factors": Factors, "inverses": LateFactors}

@@ -1,8 +1,8 @@
 """Factors of the averaged gradient: made by owners, without hooks and messages.
 
-A, also called R, is the running mean of `X' X`, and G, also called L, of `Y Y'`, where a solver
-makes X and Y of the averaged gradient `[outputs, inputs]`, see `Solver.squared`. Everything behind
-the factors is as in K-FAC.
+A, also called R, is the running mean of `X' X`, and G, also called L, of `Y Y'`, where a
+preconditioner makes X and Y of the averaged gradient `[outputs, inputs]`, see
+`Preconditioner.squared`. Everything behind the factors is as in K-FAC.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mpikfac.comm import summed
 from mpikfac.engine.curvature.bases import Bases
+from mpikfac.engine.curvature.distributed import DistributedPreconditioner
 from mpikfac.engine.curvature.factors import Factors, Running, merge
-from mpikfac.engine.curvature.preconditioner import Preconditioner
 from mpikfac.engine.curvature.recording import Recorder
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Item, Part
@@ -44,8 +44,11 @@ class GradientFactors(Factors):
             factors = [factor for factor in layer.factors if factor.name in self.averages]
             if factors and layer.name not in gradients.broken:
                 held = bases.hold([layer]) if bases.ready else None
-                solver, gradient = bases.solvers[layer.solver.name], gradients.arena[layer.name]
-                x, y = solver.squared(gradient, held)
+                preconditioner, gradient = (
+                    bases.preconditioners[layer.preconditioner.name],
+                    gradients.arena[layer.name],
+                )
+                x, y = preconditioner.squared(gradient, held)
                 merge([*self._moments(layer, "A", x.mT), *self._moments(layer, "G", y)], decay)
         self.started, self.lacking = True, False
 
@@ -109,8 +112,8 @@ class NoRecorder(Recorder):
         self.recording = False
 
 
-class OfGradient(Preconditioner):
-    """The preconditioner of solvers whose factors come from the averaged gradient."""
+class OfGradient(DistributedPreconditioner):
+    """The preconditioner of preconditioners whose factors come from the averaged gradient."""
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = {"factors": GradientFactors}
     RECORDERS: ClassVar[Mapping[bool, type[Recorder]]] = dict.fromkeys((True, False), NoRecorder)

@@ -30,7 +30,7 @@ from mpikfac.plan import (
     lay_out,
 )
 from mpikfac.plan.names import GRAFT, MOMENTUM
-from mpikfac.solvers import Held, Solver
+from mpikfac.preconditioners import Held, Preconditioner
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Stack:
     """
 
     names: Sequence[str]
-    solver: Solver
+    preconditioner: Preconditioner
     held: Held
     direction: Tensor
     matrix: bool

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpikfac.engine.curvature.decomposers import Decomposition
 from mpikfac.engine.nonfinite import Flags
 from mpikfac.plan import Factor
-from mpikfac.solvers import Means, Solver, mean_eigenvalues, repeated
+from mpikfac.preconditioners import Means, Preconditioner, mean_eigenvalues, repeated
 
 # Errors of eigenvalues, relative to the damping.
 HARMLESS = 0.01  # in a decomposition
@@ -69,18 +69,18 @@ def damping_added(
     sides = [s for d in decompositions for s in ((d.factor,), d.side, d.opposite) if s]
     means = mean_eigenvalues(sides, packed, dtype)
     added: dict[str, Tensor] = {}
-    kinds: dict[tuple[Solver, bool], list[Decomposition]] = {}
+    kinds: dict[tuple[Preconditioner, bool], list[Decomposition]] = {}
     for decomposition in decompositions:
-        both = decomposition.factor.solver.both and bool(decomposition.opposite)
-        kinds.setdefault((decomposition.solver, both), []).append(decomposition)
-    for (solver, both), alike in kinds.items():
+        both = decomposition.factor.preconditioner.both and bool(decomposition.opposite)
+        kinds.setdefault((decomposition.preconditioner, both), []).append(decomposition)
+    for (preconditioner, both), alike in kinds.items():
         factors = [decomposition.factor for decomposition in alike]
         of_factors = torch.cat([means[factor,] for factor in factors])
         ratio = None
         if both:
             ratio = torch.cat([means[d.side] for d in alike])
             ratio = ratio / torch.cat([means[d.opposite] for d in alike])
-        dampings = solver.added(Means(of_factors, ratio), damping, relative)
+        dampings = preconditioner.added(Means(of_factors, ratio), damping, relative)
         groups = [factor.groups for factor in factors]
         for factor, values in zip(factors, dampings.split(groups)):
             added[factor.name] = values if len(values) > 1 else values[0]

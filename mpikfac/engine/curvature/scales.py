@@ -17,18 +17,18 @@ from torch import Tensor
 
 from mpikfac.engine.curvature.bases import Bases
 from mpikfac.engine.curvature.factors import Running, leave_out_broken, merge
-from mpikfac.engine.part import Item, SolverPart
+from mpikfac.engine.part import Item, PreconditionerPart
 from mpikfac.layers import Layer
 from mpikfac.numerics import all_finite
 from mpikfac.plan import count_of, scales
-from mpikfac.plan.names import DECOMPOSITIONS, DUE, SCALE_WEIGHTS, SCALES, SOLVER
-from mpikfac.solvers import products_of_values, squares_in_bases
+from mpikfac.plan.names import DECOMPOSITIONS, DUE, PRECONDITIONER, SCALE_WEIGHTS, SCALES
+from mpikfac.preconditioners import products_of_values, squares_in_bases
 
 CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
 
 
-class Scales(SolverPart):
-    """The scales of the layers whose solver estimates scales; other layers have no scales.
+class Scales(PreconditionerPart):
+    """The scales of the layers whose preconditioner estimates scales; other layers have no scales.
 
     Scales start as products of the eigenvalues, whenever a layer's bases are new, with the weight
     of the factors' averages. Batches are merged into scales as into factors' averages. The batch of
@@ -40,7 +40,7 @@ class Scales(SolverPart):
         sums: the rank's sums over a batch, and numbers of examples; zero between steps.
     """
 
-    MARK = SOLVER
+    MARK = PRECONDITIONER
 
     def __init__(self, bases: Bases) -> None:
         super().__init__(bases.site)

@@ -32,11 +32,11 @@ class CurvatureServers(Refresh):
     staleness: int = 1
     servers: int = 1
 
-    def attach(self, plan: Any, solvers: Any, team: Any) -> Any:
+    def attach(self, plan: Any, preconditioners: Any, team: Any) -> Any:
         """Return what makes the rank's decomposer."""
         from mpikfac.lab.curvature_servers.decomposer import OnCurvatureServers
 
-        return partial(OnCurvatureServers, plan, solvers, team)
+        return partial(OnCurvatureServers, plan, preconditioners, team)
 
     def __post_init__(self) -> None:
         super().__post_init__()

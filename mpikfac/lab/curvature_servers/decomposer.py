@@ -17,7 +17,7 @@ from mpikfac.engine import AtOnce, Decomposed, FactorRequest, Ready, Site
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena
 from mpikfac.plan import Factor, Layout, Plan, RankPlan, curvature_servers, names
-from mpikfac.solvers import Solver, decomposed
+from mpikfac.preconditioners import Preconditioner, decomposed
 from mpikfac.trace import Trace
 
 CPU = torch.device("cpu")
@@ -30,14 +30,14 @@ class OnCurvatureServers(AtOnce):
 
     Args:
         plan: the plan of all ranks.
-        solvers: the solvers of layers by name.
+        preconditioners: the preconditioners of layers by name.
         team: joins training and curvature servers, from `split_comm`.
     """
 
     def __init__(
         self,
         plan: Plan,
-        solvers: Mapping[str, Solver],
+        preconditioners: Mapping[str, Preconditioner],
         team: SplitComm,
         site: Site,
         arena: Arena,
@@ -46,7 +46,7 @@ class OnCurvatureServers(AtOnce):
         super().__init__(site, arena, factor_of)
         self._link = cast(Any, team.intercomm)
         self._finish: Callable[[], object] = _nothing
-        announce(self._link, (plan, solvers))
+        announce(self._link, (plan, preconditioners))
 
     def start(self, request: FactorRequest) -> Ready:
         """Send packed factors and damping; return a function to wait for the blocks.
@@ -123,7 +123,7 @@ def run_curvature_server(
         raise ValueError(
             "run_curvature_server() needs a team with curvature servers; see mpikfac.split_comm"
         )
-    (plan, solvers), trace = announced(curvature), trace or Trace()
+    (plan, preconditioners), trace = announced(curvature), trace or Trace()
     sending: dict[int, Callable[[], object]] = {}
     for owner, tag in arrivals(curvature):
         of_owner = plan.of(owner)
@@ -134,7 +134,9 @@ def run_curvature_server(
             begin_receive(curvature, request.flat, owner, tag)()
         with trace.stage(names.DECOMPOSE):
             for factor in of_owner.decomposed(share):
-                blocks = _answer(factor, solvers[factor.solver.name], request, device)
+                blocks = _answer(
+                    factor, preconditioners[factor.preconditioner.name], request, device
+                )
                 for name, block in blocks.items():
                     reply[name].copy_(block)
         with trace.stage(names.SEND_BASES, "curvature", reply.flat.nbytes):
@@ -146,13 +148,13 @@ def run_curvature_server(
 
 
 def _answer(
-    factor: Factor, solver: Solver, request: Arena, device: torch.device
+    factor: Factor, preconditioner: Preconditioner, request: Arena, device: torch.device
 ) -> dict[str, Tensor]:
     packed = request[factor.name].to(device)
-    added = request[factor.added].to(device) if factor.solver.damped else None
+    added = request[factor.added].to(device) if factor.preconditioner.damped else None
     if factor.added in request and added is None and request[factor.added].any():
         packed = packed.double()
-    return decomposed(factor, solver, packed, added)
+    return decomposed(factor, preconditioner, packed, added)
 
 
 def _on_host(plan: RankPlan, layout: Layout) -> Arena:

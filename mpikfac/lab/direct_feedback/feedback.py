@@ -147,8 +147,8 @@ def check_feedback(trainer: Trainer) -> None:
     made = [] if plan.of(0).of_gradient else plan.factors.values()
     if of_outputs := [factor.name for factor in made if factor.side == "G"]:
         raise ValueError(
-            f"direct feedback needs Estimator(fisher='forward-only'), or a solver of the averaged "
-            f"gradient: {of_outputs[0]} would be made of gradients that are none"
+            f"direct feedback needs Estimator(fisher_type='forward-only'), or a preconditioner of "
+            f"the averaged gradient: {of_outputs[0]} would be made of gradients that are none"
         )
     if settings is not None and settings.grafting.needs_batch:
         raise ValueError(

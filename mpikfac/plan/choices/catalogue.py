@@ -39,7 +39,7 @@ class Named:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-_EIGEN = {"solver": "eigen"}
+_EIGEN = {"preconditioner": "eigen"}
 _PUBLISHED = Transport(packing="square", fusion=1)
 _DEFERRED = Transport(reduce_factors_at="inverses")
 _SHARDED = MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)
@@ -173,7 +173,7 @@ NAMED: dict[str, Named] = {
         "2 (P-1)/P 4V + 0 + 0",
         Strategy(CommOpt()),
         same=False,
-        settings={"solver": "rank-one", "inv_update_steps": 1},
+        settings={"preconditioner": "eva", "inv_update_steps": 1},
     ),
 }
 """Published ways to distribute training, by name; `mpikfac.lab` adds more."""

@@ -1,6 +1,7 @@
 """The needs of choices, as a table: code refuses by the table, and a page prints the table.
 
-Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the solver, and the
+Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the preconditioner,
+    and the
 settings of `KFAC`. A name may also be a property of a method, such as "sync.local_steps", so that
 no row here names a method of the laboratory. The needs of a method stand in its own file.
 """

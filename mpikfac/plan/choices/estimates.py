@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-Fisher = Literal["empirical", "sampled", "exact", "forward-only"]
-FISHERS: tuple[Fisher, ...] = ("empirical", "sampled", "exact", "forward-only")
+Fisher = Literal["empirical", "mc", "type-2", "forward-only"]
+FISHERS: tuple[Fisher, ...] = ("empirical", "mc", "type-2", "forward-only")
 Normalization = Literal["expand", "sc20", "kfac-pytorch"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("expand", "sc20", "kfac-pytorch")
 FACTOR_EVERY, BASIS_EVERY = 10, 50

@@ -44,12 +44,12 @@ class Refresh(Choice):
             raise ValueError(f"stagger={self.stagger} must be at most {MOST_TURNS}")
         check_size("tolerance", self.tolerance)
 
-    def attach(self, plan: Any, solvers: Any, team: Any) -> Any:
+    def attach(self, plan: Any, preconditioners: Any, team: Any) -> Any:
         """Return what makes the rank's decomposer; None for the rank's own.
 
         Args:
             plan: the plan of all ranks.
-            solvers: the solvers of layers by name.
+            preconditioners: the preconditioners of layers by name.
             team: the `mpikfac.comm.SplitComm` of the ranks.
         """
         return None

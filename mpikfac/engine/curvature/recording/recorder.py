@@ -57,7 +57,7 @@ class Sum:
     def add(self, moment: Tensor, weight: float) -> None:
         """Add the moment of a call, times `weight`."""
         total = self.total
-        if self.factor.solver.vector:
+        if self.factor.preconditioner.vector:
             total.add_(moment.view_as(total), alpha=weight)
         else:
             shape = (*total.shape[:-2], self.factor.order, self.factor.order)
@@ -134,7 +134,7 @@ def bound(
     layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: Subsample
 ) -> LayerSums:
     """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
-    sides, vector = [], planned.solver.vector
+    sides, vector = [], planned.preconditioner.vector
     for side in layer.shape.sides:
         factors, start, sums = planned.side(side), 0, []
         for factor in factors:
@@ -147,7 +147,7 @@ def bound(
                 sums.append(Sum(factor, block, total, count))
         if sums:
             sides.append(SideSums(layer, side, side in layer.quadratic, vector, sums))
-    products = layer.shape.sharing == "expand" and layer.shape.maps_vectors and not vector
+    products = layer.shape.kfac_approx == "expand" and layer.shape.maps_vectors and not vector
     exact = products and type(layer) in SIDE_BY_SIDE and layer.parameters[0].is_cuda
     rounded = ADDED_IN_FLOAT32 if exact and not planned.rescaled else ()
     return LayerSums(layer, vector, subsample, rounded, sides)
@@ -436,7 +436,7 @@ class Recorder(Part):
         early = self.factors.sender.early
         if not self._recorded and not self._finished and early:
             self.factors.settle()
-        if not self._recorded and self.estimator.fisher == "exact" and layer.of_batch:
+        if not self._recorded and self.estimator.fisher_type == "type-2" and layer.of_batch:
             _check_rows(layer, len(x) if x.dim() >= layer.dimensions else 1, turn.rows)
         self._recorded.add(layer.name)
         if x.dim() < layer.dimensions:  # one example without a batch dimension
@@ -559,7 +559,7 @@ def _check_rows(layer: Layer, examples: int, rows: int) -> None:
     """
     if rows != examples:
         raise ValueError(
-            f"fisher='exact' needs a row of outputs for each example: record() has {rows} rows, "
-            f"and layer {layer.name!r} saw {examples} examples; take "
-            f"estimator=mpikfac.Estimator(fisher='sampled')"
+            f"fisher_type='type-2' needs a row of outputs for each example: record() has {rows} "
+            f"rows, and layer {layer.name!r} saw {examples} examples; take "
+            f"estimator=mpikfac.Estimator(fisher_type='mc')"
         )

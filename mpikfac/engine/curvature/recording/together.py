@@ -140,7 +140,7 @@ def _add_all(sums: Sequence[Sum], moments: Tensor, weight: float) -> None:
     """Add each sum's own moment, of `[sums, ...]`, times `weight`."""
     totals, factor = [each.total for each in sums], sums[0].factor
     shape = len(sums), *totals[0].shape
-    if factor.solver.vector:
+    if factor.preconditioner.vector:
         added = moments.reshape(shape) * weight
     else:
         added = moments.new_zeros(shape)

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mpikfac.plan import AdamGrafting, Combination, Form
+from mpikfac.preconditioners.inverse import BLOCKS, Inverse
+from mpikfac.preconditioners.preconditioner import Defaults
 from mpikfac.settings import Damping, Estimator
-from mpikfac.solvers.inverse import BLOCKS, Inverse
-from mpikfac.solvers.solver import Defaults
 
 ALONE = Combination(
-    "solver", ("newton-muon",), {"fisher": "forward-only"}, "the identity takes the place of G"
+    "preconditioner",
+    ("newton-muon",),
+    {"fisher_type": "forward-only"},
+    "the identity takes the place of G",
 )
 FORM = Form("newton-muon", BLOCKS, sides="A", damped=True, timed_as="inverse", needs=(ALONE,))
 
@@ -32,7 +35,7 @@ class NewtonMuon(Inverse):
     defaults: ClassVar[Defaults] = Defaults(
         damping=Damping(relative=0.2),
         grafting=AdamGrafting(momentum=0.95),
-        estimator=Estimator(fisher="forward-only"),
+        estimator=Estimator(fisher_type="forward-only"),
     )
 
     @property

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mpikfac.numerics import Side, from_right, product
 from mpikfac.plan import Combination, Form, OneOf, Same
-from mpikfac.solvers.eigen import RENEWED, Eigen
+from mpikfac.preconditioners.eigen import RENEWED, Eigen
 
 EVERYWHERE = Combination(
-    "solver",
+    "preconditioner",
     ("ekfac",),
     {
         **{"grad_workers": Same("ranks"), "assignment.factor_reduction": "allreduce"},
@@ -23,15 +23,15 @@ EVERYWHERE = Combination(
     "every rank rotates gradients into the bases of all layers when statistics are recorded",
 )
 AS_THEY_ARE = Combination(
-    "solver",
+    "preconditioner",
     ("ekfac",),
-    {"normalization": "expand", "fisher": OneOf(("empirical", "sampled", "exact"))},
+    {"normalization": "expand", "fisher_type": OneOf(("empirical", "mc", "type-2"))},
     "scales are second moments of the gradients of single examples, as the gradients are",
 )
 
 
 @dataclass(frozen=True)
-class Ekfac(Eigen):
+class EKFAC(Eigen):
     """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
 
     `mpikfac.engine.Scales` keeps the estimates.

@@ -1,4 +1,4 @@
-"""The decomposition of a factor by whatever solver, tried again with more digits if need be."""
+"""The decomposition of a factor, tried again with more digits if need be."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from mpikfac.numerics import all_finite, unfold_triangle
 from mpikfac.plan import Factor
-from mpikfac.solvers.solver import Solver
+from mpikfac.preconditioners.preconditioner import Preconditioner
 
 
 def decomposed_together(
     factors: Sequence[Factor],
-    solver: Solver,
+    preconditioner: Preconditioner,
     packed: Tensor,
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -31,7 +31,7 @@ def decomposed_together(
     matrices = unfold_triangle(packed)
     damping = 0.0 if added is None else added.flatten()
     try:
-        decomposition = solver.decompose(matrices.flatten(0, -3), damping, factors[0].rank)
+        decomposition = preconditioner.decompose(matrices.flatten(0, -3), damping, factors[0].rank)
     except ArithmeticError:
         return {}
     kinds = {
@@ -47,7 +47,7 @@ def decomposed_together(
 
 def renewed_together(
     factors: Sequence[Factor],
-    solver: Solver,
+    preconditioner: Preconditioner,
     packed: Tensor,
     older: Sequence[Mapping[str, Tensor]],
     added: Tensor | None = None,
@@ -60,11 +60,15 @@ def renewed_together(
         added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
     """
     blocks = {
-        kind: _of_solver(torch.stack([blocks[kind] for blocks in older]).to(packed.dtype), dims)
-        for kind, dims in solver.form.blocks.items()
+        kind: _of_preconditioner(
+            torch.stack([blocks[kind] for blocks in older]).to(packed.dtype), dims
+        )
+        for kind, dims in preconditioner.form.blocks.items()
     }
-    damping = None if added is None else _of_solver(added, 0)
-    renewed, misfits = solver.renew(_of_solver(unfold_triangle(packed), 2), blocks, damping)
+    damping = None if added is None else _of_preconditioner(added, 0)
+    renewed, misfits = preconditioner.renew(
+        _of_preconditioner(unfold_triangle(packed), 2), blocks, damping
+    )
     return {
         block.name: renewed[block.kind].view(len(factors), *block.shape)[place]
         for place, factor in enumerate(factors)
@@ -73,13 +77,13 @@ def renewed_together(
     }, misfits.view(len(factors), -1).amax(1)
 
 
-def _of_solver(stack: Tensor, dims: int) -> Tensor:
-    """Return numbers of factors as a solver takes them: `[count, ...]`, or of a single matrix."""
+def _of_preconditioner(stack: Tensor, dims: int) -> Tensor:
+    """Return numbers of factors as a preconditioner takes them: `[count, ...]`, or of one."""
     return stack.flatten(0, -dims - 1).squeeze(0)
 
 
 def decomposed(
-    factor: Factor, solver: Solver, packed: Tensor, added: Tensor | None = None
+    factor: Factor, preconditioner: Preconditioner, packed: Tensor, added: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return the blocks of a factor's decomposition by name ("conv1.A.vectors").
 
@@ -89,15 +93,17 @@ def decomposed(
         packed: the factor as a triangle, or as a vector.
         added: what is added to the factor's diagonal, `[]` or `[groups]`; None for nothing.
     """
-    increase = 10.0 if factor.solver.damped else 1.0  # other solvers hold no damping
+    increase = (
+        10.0 if factor.preconditioner.damped else 1.0
+    )  # other preconditioners hold no damping
     # How a factor is decomposed until that works: in which dtype, and how much more damped.
     attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, increase)]
     for dtype, times in dict.fromkeys(attempts if all_finite(packed) else []):
         precise = packed.to(dtype)
-        matrix = precise if factor.solver.vector else unfold_triangle(precise)
+        matrix = precise if factor.preconditioner.vector else unfold_triangle(precise)
         damping = 0.0 if added is None else added.to(dtype) * times
         try:
-            decomposition = solver.decompose(matrix, damping, factor.rank)
+            decomposition = preconditioner.decompose(matrix, damping, factor.rank)
         except ArithmeticError:
             continue
         blocks = {name: decomposition[kind].to(packed.dtype) for name, kind, _ in factor.blocks}

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from mpikfac.numerics import Side, from_left, from_right, product
 from mpikfac.plan import AdamGrafting, Form, OneOf, check_positive
+from mpikfac.preconditioners.eigen import damping_unit, eigenbasis
+from mpikfac.preconditioners.gradient.needs import needs_of
+from mpikfac.preconditioners.inverse import damp
+from mpikfac.preconditioners.preconditioner import Defaults, Held, Means, Preconditioner
 from mpikfac.settings import Damping
-from mpikfac.solvers.eigen import damping_unit, eigenbasis
-from mpikfac.solvers.gradient.needs import needs_of
-from mpikfac.solvers.inverse import damp
-from mpikfac.solvers.solver import Defaults, Held, Means, Solver
 
 
-class Moments(Solver):
-    """The base of solvers of the second moments of the gradient's rows and columns.
+class Moments(Preconditioner):
+    """The base of preconditioners of the second moments of the gradient's rows and columns.
 
     The damping e of a factor is in units of the mean eigenvalue if the damping is relative.
     """
@@ -36,7 +36,7 @@ class Moments(Solver):
 
 
 class Roots(Moments):
-    """The base of solvers with inverse roots of damped factors.
+    """The base of preconditioners with inverse roots of damped factors.
 
     Attributes:
         exponent: p of the roots `(L + e I)^-p` and `(R + e I)^-p`.
@@ -58,7 +58,7 @@ class Roots(Moments):
 
 
 def form_of(name: str) -> Form:
-    """Return the description of a solver with roots for the plan."""
+    """Return the description of a preconditioner with roots for the plan."""
     needs = needs_of(
         name, {"grafting": OneOf(("none", "sgd", "adam")), "grafting.orthogonalize": False}
     )

@@ -8,23 +8,23 @@ from typing import ClassVar
 from torch import Tensor
 
 from mpikfac.plan import AdamGrafting, Combination, Form
-from mpikfac.solvers.gradient.needs import needs_of
-from mpikfac.solvers.solver import Defaults, Held, Solver
+from mpikfac.preconditioners.gradient.needs import needs_of
+from mpikfac.preconditioners.preconditioner import Defaults, Held, Preconditioner
 
 
 def form_of(name: str, grafting: str) -> Form:
-    """Return the description of a solver without factors for the plan."""
+    """Return the description of a preconditioner without factors for the plan."""
     needs = (
         *needs_of(name, {grafting: True}),
         Combination(
-            "solver",
+            "preconditioner",
             (name,),
             {"diagonal": ""},
             "a table of entries and a scale are no matrices; by coverage=mpikfac.Coverage("
             "skip=[...]) the layer takes Adam's step",
         ),
         Combination(
-            "solver",
+            "preconditioner",
             (name,),
             {"assignment.replicate_below": 0, "refresh.staleness": 0, "refresh.stagger": 1},
             "nothing is decomposed",
@@ -34,7 +34,7 @@ def form_of(name: str, grafting: str) -> Form:
 
 
 @dataclass(frozen=True)
-class Muon(Solver):
+class Muon(Preconditioner):
     """The gradient, or its momentum, as it is: `AdamGrafting()` makes the polar factor.
 
     Nothing is kept of a layer; owners share out the products that make directions orthogonal. A

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mpikfac.plan import Form
-from mpikfac.solvers.gradient.shampoo import Roots, between, form_of
-from mpikfac.solvers.solver import Held
+from mpikfac.preconditioners.gradient.shampoo import Roots, between, form_of
+from mpikfac.preconditioners.preconditioner import Held
 
 
 @dataclass(frozen=True)

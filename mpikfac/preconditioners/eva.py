@@ -10,42 +10,47 @@ from torch import Tensor
 
 from mpikfac.numerics import Side
 from mpikfac.plan import Combination, Form, OneOf
+from mpikfac.preconditioners.preconditioner import Defaults, Held, Preconditioner
 from mpikfac.settings import Damping
-from mpikfac.solvers.solver import Defaults, Held, Solver
 
 NEEDS = (
     Combination(
-        "solver",
-        ("rank-one",),
+        "preconditioner",
+        ("eva",),
         {"transport.packing": "triangle", "refresh.tolerance": 0, "refresh.servers": 0},
         "vectors are neither squares nor decomposed",
     ),
     Combination(
-        "solver",
-        ("rank-one",),
+        "preconditioner",
+        ("eva",),
         {"relative": False},
         "a relative damping takes mean eigenvalues, and vectors have no eigenvalues",
     ),
     Combination(
-        "solver",
-        ("rank-one",),
-        {"fisher": OneOf(("empirical", "forward-only"))},
+        "preconditioner",
+        ("eva",),
+        {"fisher_type": OneOf(("empirical", "forward-only"))},
         "mean gradients are 0 at labels that the model gives",
     ),
     Combination(
-        "solver",
-        ("rank-one",),
-        {"start": "first", "statistics_dtype": None, "factor_dtype": None, "basis_dtype": None},
+        "preconditioner",
+        ("eva",),
+        {
+            "initial_factor": "first",
+            "statistics_dtype": None,
+            "factor_dtype": None,
+            "basis_dtype": None,
+        },
         "vectors are no matrices to start at the identity or to round",
     ),
 )
 
 
 @dataclass(frozen=True)
-class RankOne(Solver):
+class Eva(Preconditioner):
     """Mean vectors of inputs and of output gradients; nothing is decomposed."""
 
-    form: ClassVar[Form] = Form("rank-one", {"vector": 1}, keeps="vector", work=1, needs=NEEDS)
+    form: ClassVar[Form] = Form("eva", {"vector": 1}, keeps="vector", work=1, needs=NEEDS)
     # Vectors have no eigenvalues to take a share of.
     defaults: ClassVar[Defaults] = Defaults(damping=Damping(0.003))
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from mpikfac.numerics import Side, from_left, from_right
 from mpikfac.plan import AdamInEigenbases, Combination, Form
-from mpikfac.solvers.eigen import eigenbasis
-from mpikfac.solvers.gradient.needs import needs_of
-from mpikfac.solvers.gradient.shampoo import Moments
-from mpikfac.solvers.inverse import damp
-from mpikfac.solvers.solver import Defaults, Held
+from mpikfac.preconditioners.eigen import eigenbasis
+from mpikfac.preconditioners.gradient.needs import needs_of
+from mpikfac.preconditioners.gradient.shampoo import Moments
+from mpikfac.preconditioners.inverse import damp
+from mpikfac.preconditioners.preconditioner import Defaults, Held
 
 NEEDS = (
     *needs_of("soap", {"grafting": "adam-in-eigenbases"}),
     Combination(
-        "solver",
+        "preconditioner",
         ("soap",),
         {"relative": True},
         "the damping is a share of the mean eigenvalue, and of the root of the mean square",
@@ -27,14 +27,14 @@ NEEDS = (
     Combination(
         "grafting",
         ("adam-in-eigenbases",),
-        {"solver": "soap"},
-        "no other solver steps in eigenbases",
+        {"preconditioner": "soap"},
+        "no other preconditioner steps in eigenbases",
     ),
 )
 
 
 @dataclass(frozen=True)
-class Soap(Moments):
+class SOAP(Moments):
     """The gradient in the eigenbases of running means of `G G'` and `G' G`.
 
     `AdamInEigenbases` takes Adam's step there, and turns the step back [SOAP]. For the

@@ -1,4 +1,4 @@
-"""The base of solvers: from a factor to a decomposition, and from a gradient to a direction."""
+"""The base of preconditioners: from factor to decomposition, and from gradient to direction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Held:
         a: the blocks that stand for A, by kind ("vectors").
         g: the blocks that stand for G, by kind.
         denominators: room for the damped products of eigenvalues, `[outputs, inputs]`; None if the
-            solver keeps no products.
+            preconditioner keeps no products.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`; None if the layer has
             no estimates.
         damping: the damping in force.
@@ -63,11 +63,12 @@ class Defaults:
     matmul_precision: Precision | None = None
 
 
-class Solver:
+class Preconditioner:
     """From a factor to a decomposition, and from a gradient to a direction.
 
-    An own solver derives from this class, sets `form`, defines `decompose` and `direction`, and is
-    given to `KFAC(solver=...)`. A solver is a frozen dataclass: ranks compare solvers by `repr`.
+    An own preconditioner derives from this class, sets `form`, defines `decompose` and `direction`,
+    and is given to `KFAC(preconditioner=...)`. A preconditioner is a frozen dataclass: ranks
+    compare preconditioners by `repr`.
 
     Attributes:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
@@ -82,16 +83,16 @@ class Solver:
 
     @property
     def form(self) -> Form:
-        """What the plan knows of the solver; a class attribute will do."""
+        """What the plan knows of the preconditioner; a class attribute will do."""
         raise NotImplementedError(f"{type(self).__name__} does not set form")
 
     @property
     def name(self) -> str:
-        """The name that state, logs and layers know the solver by."""
+        """The name that state, logs and layers know the preconditioner by."""
         return self.form.name
 
     def attach(self, bases: Any) -> Iterable[Any]:
-        """Return parts of the trainer that keep a state of the solver's own.
+        """Return parts of the trainer that keep a state of the preconditioner's own.
 
         Args:
             bases: the rank's `mpikfac.engine.Bases`.
@@ -101,17 +102,19 @@ class Solver:
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`.
 
-        Only a solver whose form is `damped` is asked.
+        Only a preconditioner whose form is `damped` is asked.
 
         Args:
             relative: damping is relative to mean eigenvalues.
         """
-        raise NotImplementedError(f"solver {self.name!r} is damped but does not define added()")
+        raise NotImplementedError(
+            f"preconditioner {self.name!r} is damped but does not define added()"
+        )
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
         """Return X and Y of a layer's averaged gradient: A is the mean of `X^T X`, G of `Y Y^T`.
 
-        Only a solver whose form is `of` the gradient is asked.
+        Only a preconditioner whose form is `of` the gradient is asked.
 
         Args:
             gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as X and Y.
@@ -133,14 +136,15 @@ class Solver:
         Raises:
             ArithmeticError: the factor cannot be decomposed.
         """
-        raise NotImplementedError(f"solver {self.name!r} does not define decompose()")
+        raise NotImplementedError(f"preconditioner {self.name!r} does not define decompose()")
 
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return blocks that change without a new decomposition, and the misfit `[]` of all blocks.
 
-        The misfit is relative; a solver without a cheap misfit returns NaN, which fits nothing.
+        The misfit is relative; a preconditioner without a cheap misfit returns NaN, which fits
+        nothing.
 
         Args:
             factor: `[n, n]`, or `[count, n, n]`, with misfits `[count]`.
@@ -150,12 +154,13 @@ class Solver:
         return {}, factor.new_full(factor.shape[:-2], torch.nan)
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
-        """Write damped products of eigenvalues of all layers of the solver to `denominators`.
+        """Write damped products of eigenvalues of all its layers to `denominators`.
 
-        Only a solver whose form has `denominators` is asked, when damping or decompositions change.
+        Only a preconditioner whose form has `denominators` is asked, when damping or decompositions
+        change.
         """
-        raise NotImplementedError(f"solver {self.name!r} has denominators but not damp()")
+        raise NotImplementedError(f"preconditioner {self.name!r} has denominators but not damp()")
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return the direction of a layer `[outputs, inputs]` for the layer's gradient."""
-        raise NotImplementedError(f"solver {self.name!r} does not define direction()")
+        raise NotImplementedError(f"preconditioner {self.name!r} does not define direction()")

@@ -1,7 +1,7 @@
 """The K-FAC preconditioner of a trainer: statistics, factors, decompositions, directions.
 
-Read `Preconditioner.learn` and `Preconditioner.direct` first: a line is a stage, and the stages
-are methods below, in order.
+Read `DistributedPreconditioner.learn` and `DistributedPreconditioner.direct` first: a line is a
+stage, and the stages are methods below, in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import FirstOrder, Method, described
 from mpikfac.engine.nonfinite import Cautions
-from mpikfac.engine.part import Part, SolverPart
+from mpikfac.engine.part import Part, PreconditionerPart
 from mpikfac.layers import Coverage, Layer, Other, cover
 from mpikfac.model import check_rates, groups_of
 from mpikfac.numerics import Scaler
@@ -49,24 +49,24 @@ from mpikfac.plan.names import (
     GRADIENT_FACTORS,
     GRADIENT_WEIGHTS,
     LEARNED,
+    PRECONDITIONER,
     SCALE_WEIGHTS,
     SCALES,
     SEEN,
-    SOLVER,
 )
+from mpikfac.preconditioners import Preconditioner
 from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings, cost, seen_in
-from mpikfac.solvers import Solver
 
 log = logging.getLogger("mpikfac")
 
-OF_SOLVER = (
-    *(SOLVER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS),
+OF_PRECONDITIONER = (
+    *(PRECONDITIONER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS),
     *(LEARNED, GRADIENT_FACTORS, GRADIENT_WEIGHTS),
 )
-"""Kinds of items that only the solver that made them can use."""
+"""Kinds of items that only the preconditioner that made them can use."""
 
 
-class Preconditioner(FirstOrder):
+class DistributedPreconditioner(FirstOrder):
     """Averaged gradients, preconditioned by distributed K-FAC.
 
     Attributes:
@@ -74,7 +74,7 @@ class Preconditioner(FirstOrder):
         recorder: the hooks that record a batch's moments.
         bases: the decompositions that the rank makes and holds.
         directions: preconditioned gradients.
-        of_solver: the parts that a solver brings, such as the scales of EKFAC.
+        of_preconditioner: the parts that a preconditioner brings, such as the scales of EKFAC.
     """
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = FACTORS
@@ -88,7 +88,7 @@ class Preconditioner(FirstOrder):
         optimizer: Optimizer,
         settings: Settings,
         estimator: Estimator,
-        solvers: Mapping[str, Solver],
+        preconditioners: Mapping[str, Preconditioner],
         team: SplitComm,
         plan: Plan,
     ) -> None:
@@ -96,13 +96,16 @@ class Preconditioner(FirstOrder):
         site = gradients.site
         self.site, self.plan, self.settings, self.estimator = site, site.plan, settings, estimator
         transport, refresh = self.plan.strategy.transport, self.plan.strategy.refresh
-        dtype, at_identity = estimator.factor_dtype or site.dtype, estimator.start == "identity"
+        dtype, at_identity = (
+            estimator.factor_dtype or site.dtype,
+            estimator.initial_factor == "identity",
+        )
         self.factors: Factors = self.FACTORS[transport.reduce_factors_at](site, dtype, at_identity)
         usual: Decomposer = InBackground if refresh.staleness else AtOnce
-        decomposer = refresh.attach(plan, solvers, team) or usual
-        self.bases = Bases(site, solvers, settings.damping.is_relative, decomposer)
-        self.of_solver = list(_parts_of_solvers(solvers, self.bases))
-        observers = [part.record for part in self.of_solver]
+        decomposer = refresh.attach(plan, preconditioners, team) or usual
+        self.bases = Bases(site, preconditioners, settings.damping.is_relative, decomposer)
+        self.of_preconditioner = list(_parts_of_preconditioners(preconditioners, self.bases))
+        observers = [part.record for part in self.of_preconditioner]
         layers = gradients.layers
         at_once = site.device.type == "cpu" or self.factors.sender.early
         recorder = self.RECORDERS[at_once]
@@ -111,7 +114,7 @@ class Preconditioner(FirstOrder):
         self._cautions = Cautions()
         # Factors first: no thread may add up statistics that are forgotten.
         self.parts: Sequence[Part] = (
-            *(self.factors, self.recorder, self.bases, *self.of_solver, self.directions),
+            *(self.factors, self.recorder, self.bases, *self.of_preconditioner, self.directions),
         )
         self.forget()
         self._count()
@@ -131,7 +134,11 @@ class Preconditioner(FirstOrder):
         """Return the numbers of a step that have to be equal on all ranks."""
         bound = self.settings.bound
         return {
-            **{"damping": numbers.damping, "decay": numbers.decay, "momentum": numbers.momentum},
+            **{
+                "damping": numbers.damping,
+                "factor_decay": numbers.decay,
+                "momentum": numbers.momentum,
+            },
             **({bound: numbers.bound} if bound else {}),
             **{
                 "factor_update_steps": numbers.factor_update_steps,
@@ -194,13 +201,13 @@ class Preconditioner(FirstOrder):
         if not self.factors.sender.in_parts and self.gradients.weight:  # else there is nothing
             self._finish_statistics()
             self.factors.send_rest()
-        for part in self.of_solver:
+        for part in self.of_preconditioner:
             part.reduce(self.factors.statistics, self.estimator.of_loss, weight)
         if weight != 1.0:
             self.factors.statistics.flat.mul_(weight)
         self.factors.average(numbers.decay, numbers.step)
         self.is_consistent = False  # only now: a sum that fails leaves averages as they were
-        for part in self.of_solver:
+        for part in self.of_preconditioner:
             part.merge(numbers.decay, numbers.step)
 
     def _see(self) -> None:
@@ -263,7 +270,7 @@ class Preconditioner(FirstOrder):
         with self.site.trace.stage(DECOMPOSE):
             self.site.trace.calls["decompositions"] += self.bases.take(step)
         self.bases.publish()
-        for part in self.of_solver:
+        for part in self.of_preconditioner:
             part.restart(self.factors.weights, self.bases.turn)
 
     def direct(self, numbers: Numbers) -> None:
@@ -293,7 +300,7 @@ class Preconditioner(FirstOrder):
         scale = scaler.get_scale()
         # A list: all parts take the scale out, whatever the first one finds.
         finite = [self.factors.unscale(self.recorder.of_gradients, scale)]
-        finite += [part.unscale(scale) for part in self.of_solver]
+        finite += [part.unscale(scale) for part in self.of_preconditioner]
         return all(finite)
 
     def skip(self) -> None:
@@ -308,12 +315,12 @@ class Preconditioner(FirstOrder):
     # -- the model as it is now, and the state ---------------------------------------------------
 
     def known(self, state: Mapping[str, Any]) -> set[str]:
-        """Return names of K-FAC's own items, without decompositions of a different solver."""
+        """Return names of K-FAC's own items, without decompositions of another preconditioner."""
         prefix = Part.PREFIX
         names = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
-        if state.get(prefix + SOLVER) == self.plan.solvers:
+        if state.get(prefix + PRECONDITIONER) == self.plan.preconditioners:
             return names
-        return {name for name in names if not name.startswith(OF_SOLVER)}
+        return {name for name in names if not name.startswith(OF_PRECONDITIONER)}
 
     def check_same_model(self) -> None:
         """Return if other parameters of the model may be trained from now on.
@@ -350,27 +357,27 @@ class Preconditioner(FirstOrder):
 
 
 class Curvature(Method):
-    """The method of K-FAC: settings, estimator, solvers and coverage.
+    """The method of K-FAC: settings, estimator, preconditioners and coverage.
 
     Args:
-        solvers: the run's solver, and the solvers that rules name.
+        preconditioners: the run's preconditioner, and the preconditioners that rules name.
     """
 
     def __init__(
         self,
         settings: Settings,
         estimator: Estimator,
-        solvers: Mapping[str, Solver],
+        preconditioners: Mapping[str, Preconditioner],
         coverage: Coverage,
     ) -> None:
         self.settings, self.estimator = settings, estimator
-        self.solvers, self.coverage = solvers, coverage
+        self.preconditioners, self.coverage = preconditioners, coverage
         self.momentum = settings.grafting.momentum
 
     def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:
         """Return the layers that K-FAC covers, and the uncovered tensors."""
         coverage, cut = self.coverage, self.settings.budget.cut
-        if self.estimator.fisher == "forward-only":  # nothing estimates G
+        if self.estimator.fisher_type == "forward-only":  # nothing estimates G
             rule = coverage.rule
             coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
         layers, others = cover(model, coverage, self.estimator.statistics_dtype)
@@ -393,15 +400,15 @@ class Curvature(Method):
             ValueError: two choices cannot work together.
         """
         self.settings.due("inv_update_steps", 0, strategy.refresh.stagger)  # refused before step 0
-        forms = tuple(solver.form for solver in self.solvers.values())
-        run = next(iter(self.solvers.values()))
+        forms = tuple(preconditioner.form for preconditioner in self.preconditioners.values())
+        run = next(iter(self.preconditioners.values()))
         layer_shapes = [layer.shape for layer in layers]
         settings = {
             **{f"{run.name}.{field}": value for field, value in vars(run).items()},
             **vars(self.estimator),
             **self.settings.described(),
             **{"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)},
-            **{"solver": run.name, "basis_dtype": run.dtype},
+            **{"preconditioner": run.name, "basis_dtype": run.dtype},
         }
         needs = [need for form in forms for need in form.needs]
         check_layers(
@@ -448,7 +455,7 @@ class Curvature(Method):
     def compared(self) -> dict[str, object]:
         """Return the choices that have to be equal on all ranks."""
         return {
-            "solver": next(iter(self.solvers.values())),
+            "preconditioner": next(iter(self.preconditioners.values())),
             **dataclasses.asdict(self.estimator),
             **self.settings.described(),
         }
@@ -460,11 +467,11 @@ class Curvature(Method):
         optimizer: Optimizer,
         team: SplitComm,
         plan: Plan,
-    ) -> Preconditioner:
+    ) -> DistributedPreconditioner:
         """Return the preconditioner of the model as it is now."""
-        values = self.settings, self.estimator, self.solvers
-        kind = Preconditioner
-        if next(iter(self.solvers.values())).form.of == "gradient":
+        values = self.settings, self.estimator, self.preconditioners
+        kind = DistributedPreconditioner
+        if next(iter(self.preconditioners.values())).form.of == "gradient":
             from mpikfac.engine.curvature.gradient_factors import OfGradient
 
             kind = OfGradient
@@ -495,10 +502,12 @@ def check_joins(link: Any, ranks: int) -> None:
         )
 
 
-def _parts_of_solvers(solvers: Mapping[str, Solver], bases: Bases) -> Iterable[SolverPart]:
-    """Return the parts that the solvers of layers bring."""
-    used = dict.fromkeys(layer.solver.name for layer in bases.plan.layers)
+def _parts_of_preconditioners(
+    preconditioners: Mapping[str, Preconditioner], bases: Bases
+) -> Iterable[PreconditionerPart]:
+    """Return the parts that the preconditioners of layers bring."""
+    used = dict.fromkeys(layer.preconditioner.name for layer in bases.plan.layers)
     if any(layer.rescaled for layer in bases.plan.layers):
         yield Scales(bases)
     for name in sorted(used):
-        yield from solvers[name].attach(bases)
+        yield from preconditioners[name].attach(bases)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mpikfac.numerics import from_left, from_right, product
 from mpikfac.plan import Combination, Form
-from mpikfac.solvers.eigen import damping_unit
-from mpikfac.solvers.solver import Held, Means, Solver
+from mpikfac.preconditioners.eigen import damping_unit
+from mpikfac.preconditioners.preconditioner import Held, Means, Preconditioner
 
 BLOCKS = {"inverse": 2}
 ONE_OWNER = Combination(
-    "solver",
+    "preconditioner",
     ("inverse",),
     {"assignment.colocate_factors": True, "assignment.factor_reduction": "allreduce"},
     "the traces of A and G share out the damping, so both factors need one owner",
@@ -28,7 +28,7 @@ UNSPLIT = Form("unsplit-inverse", BLOCKS, damped=True, timed_as="inverse")
 
 
 @dataclass(frozen=True)
-class Inverse(Solver):
+class Inverse(Preconditioner):
     """Damped inverses `(A + p I)^-1` and `(G + q I)^-1`.
 
     A change of damping takes effect at the next decomposition.

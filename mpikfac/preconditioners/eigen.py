@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpikfac.numerics import Side, alike, from_left, from_right, of_coordinates, product
 from mpikfac.plan import Above, Combination, Form, check_count, few
-from mpikfac.solvers.solver import Held, Solver
+from mpikfac.preconditioners.preconditioner import Held, Preconditioner
 
 ITERATIONS = 4  # products with a factor that lead to the range of its leading eigenvectors
 SPARE = 16  # vectors that are iterated beside those that are kept
@@ -23,7 +23,7 @@ PROBES = 8  # vectors that look for what has grown outside of older eigenvectors
 LOW_RANK = Combination(
     "rank",
     None,
-    {"solver": "eigen", "compression.inverses": None, "basis_dtype": None},
+    {"preconditioner": "eigen", "compression.inverses": None, "basis_dtype": None},
     "some eigenvectors are kept, and only orthogonal eigenvectors say what the others do",
 )
 RENEWED = Combination(
@@ -36,7 +36,7 @@ RENEWED = Combination(
 
 
 @dataclass(frozen=True)
-class Eigen(Solver):
+class Eigen(Preconditioner):
     """Eigenvalues and eigenvectors of A and G; damping may change without a new decomposition.
 
     Attributes:

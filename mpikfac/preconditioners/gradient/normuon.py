@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpikfac.plan import AdamGrafting, Form
-from mpikfac.solvers.gradient.muon import Muon, form_of
-from mpikfac.solvers.solver import Defaults
+from mpikfac.preconditioners.gradient.muon import Muon, form_of
+from mpikfac.preconditioners.preconditioner import Defaults
 
 
 @dataclass(frozen=True)

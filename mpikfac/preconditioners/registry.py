@@ -1,0 +1,105 @@
+"""The preconditioners by name. A new one is a new file and a line in `PRECONDITIONERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass, replace
+
+import torch
+
+from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
+from mpikfac.preconditioners.eigen import Eigen
+from mpikfac.preconditioners.ekfac import EKFAC
+from mpikfac.preconditioners.eva import Eva
+from mpikfac.preconditioners.gradient import SOAP, KLShampoo, Muon, NorMuon, Shampoo
+from mpikfac.preconditioners.inverse import Inverse
+from mpikfac.preconditioners.newton_muon import NewtonMuon
+from mpikfac.preconditioners.preconditioner import Preconditioner
+
+PreconditionerName = str
+PRECONDITIONERS: dict[PreconditionerName, Preconditioner] = {
+    "eigen": Eigen(),
+    "ekfac": EKFAC(),
+    "inverse": Inverse(),
+    "unsplit-inverse": Inverse(split=False),
+    "eva": Eva(),
+    "shampoo": Shampoo(),
+    "kl-shampoo": KLShampoo(),
+    "soap": SOAP(),
+    "muon": Muon(),
+    "normuon": NorMuon(),
+    "newton-muon": NewtonMuon(),
+}
+
+
+def named_preconditioner(
+    preconditioner: PreconditionerName | Preconditioner, dtype: torch.dtype | None = None
+) -> Preconditioner:
+    """Return the preconditioner of a name; a `Preconditioner` is returned as given.
+
+    Args:
+        dtype: the dtype to keep decompositions in; None for the preconditioner's own choice.
+
+    Raises:
+        ValueError: no preconditioner has the name, or the preconditioner has no decompositions to
+            round.
+    """
+    if not isinstance(preconditioner, Preconditioner):
+        one_of("preconditioner", preconditioner, tuple(PRECONDITIONERS))
+        preconditioner = PRECONDITIONERS[preconditioner]
+    if dtype is None:
+        return preconditioner
+    if (
+        preconditioner.form.vector
+        or not preconditioner.form.blocks
+        or not is_dataclass(preconditioner)
+    ):
+        raise ValueError(
+            f"preconditioner={preconditioner.name!r} has no decompositions to keep in {dtype}"
+        )
+    return replace(preconditioner, dtype=dtype)
+
+
+def preconditioners_by_name(
+    preconditioner: PreconditionerName | Preconditioner,
+) -> dict[PreconditionerName, Preconditioner]:
+    """Return the run's preconditioner, then all preconditioners that layers may name.
+
+    Raises:
+        ValueError: no preconditioner has the name.
+    """
+    first = named_preconditioner(preconditioner)
+    return {first.name: first} | {
+        n: entry for n, entry in PRECONDITIONERS.items() if n != first.name
+    }
+
+
+def forms(preconditioner: PreconditionerName | Preconditioner) -> tuple[Form, ...]:
+    """Return descriptions for a plan: of the run's preconditioner, then of all others."""
+    return tuple(entry.form for entry in preconditioners_by_name(preconditioner).values())
+
+
+def make_plan(
+    layers: Sequence[LayerShape],
+    ranks: int,
+    strategy: Strategy,
+    others: Iterable[tuple[str, Shape]] = (),
+    preconditioner: PreconditionerName | Preconditioner = "inverse",
+    itemsize: int = 4,
+    factor_itemsize: int | None = None,
+    basis_itemsize: int | None = None,
+) -> Plan:
+    """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
+
+    Args:
+        others: names and shapes of uncovered parameters and buffers.
+        preconditioner: the preconditioner of layers without an own preconditioner.
+        itemsize: bytes of an element.
+        factor_itemsize: bytes of an element of running averages; `itemsize` if None.
+        basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
+
+    Raises:
+        ValueError: a choice that cannot work; the text names the needs.
+    """
+    itemsizes = itemsize, factor_itemsize, basis_itemsize
+    return plan_for(layers, ranks, strategy, others, forms(preconditioner), *itemsizes)
