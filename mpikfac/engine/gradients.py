@@ -355,7 +355,9 @@ class Gradients:
             ValueError: with `overlap`, as the backward pass has sent the sums.
         """
         if self.plan.strategy.transport.overlap:
-            raise ValueError("with overlap=True a batch is sent as it is made; call step()")
+            raise ValueError(
+                "with transport.overlap=True a batch is sent as it is made; call step()"
+            )
 
     def _take_back(self) -> None:
         for block in self.statistics:
@@ -383,6 +385,7 @@ def check_weighable(examples: int, strategy: Strategy) -> None:
         )
     if transport.overlap or transport.virtual_ranks is not None:
         raise ValueError(
-            f"examples={examples} needs overlap=False and virtual_ranks=None, not "
+            f"examples={examples} needs transport.overlap=False and "
+            f"transport.virtual_ranks=None, not "
             f"overlap={transport.overlap} and virtual_ranks={transport.virtual_ranks}"
         )

@@ -29,8 +29,8 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
         )
     if gradients.plan.strategy.transport.overlap:
         raise ValueError(
-            "with overlap=True gradients are sent before their scale can be taken out; "
-            "step(scaler) needs overlap=False"
+            "with transport.overlap=True gradients are sent before their scale can be taken out; "
+            "step(scaler) needs transport.overlap=False"
         )
     return scaler
 

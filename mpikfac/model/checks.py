@@ -114,8 +114,8 @@ def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strateg
         for block in blocks:
             if not stepped.issuperset(block.parameters):
                 raise ValueError(
-                    f"update='owner' needs {block.name!r} in the optimizer: for another optimizer, "
-                    f"only the owner would have its gradient; freeze it, or take "
+                    f"assignment.shard_optimizer=True needs {block.name!r} in the optimizer: for "
+                    f"another optimizer, only the owner would have its gradient; freeze it, or take "
                     f"strategy='comm-opt'"
                 )
 

@@ -55,6 +55,7 @@ class Replicas(Synchronization):
         check_count("sync_every", self.sync_every, 2)
         check_count("warmup_steps", self.warmup_steps, 0)
         one_of("replicas", self.replicas, ("rank", "node"))
+        self.check_aggregations()
 
     @property
     def replicas(self) -> Literal["rank", "node"]:

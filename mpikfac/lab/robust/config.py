@@ -232,6 +232,7 @@ class NearestMajority(Aggregation):
     """
 
     name: ClassVar[str] = "nearest-majority"
+    of: ClassVar[tuple[str, ...]] = ("factors",)
 
     threshold: float = 2.0
 

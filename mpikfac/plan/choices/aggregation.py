@@ -19,9 +19,11 @@ class Aggregation(Choice):
 
     Attributes:
         sums: the rule is a sum over ranks, which MPI computes.
+        of: what the rule can aggregate: "vectors", of gradients or weights, and "factors".
     """
 
     sums: ClassVar[bool] = False
+    of: ClassVar[tuple[str, ...]] = ("vectors",)
 
     def check_ranks(self, ranks: int) -> None:
         """Return if the right ranks are enough to tell the wrong ranks.
@@ -78,3 +80,4 @@ class Mean(Aggregation):
 
     name: ClassVar[str] = "mean"
     sums: ClassVar[bool] = True
+    of: ClassVar[tuple[str, ...]] = ("vectors", "factors")

@@ -83,8 +83,8 @@ class HybridOpt(Assignment):
 
     Attributes:
         grad_workers: the number of ranks that precondition a layer; divides the number of ranks.
-        grad_worker_fraction: the same as a share of the ranks; at least one rank. Exactly one of
-            both is given.
+        grad_worker_fraction: the same as a share of the ranks; at least one rank. At most one of
+            both is given; without any, half of the ranks precondition a layer.
     """
 
     name: ClassVar[str] = "hybrid-opt"
@@ -94,18 +94,21 @@ class HybridOpt(Assignment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.grad_workers is None) == (self.grad_worker_fraction is None):
-            raise ValueError(
-                f"grad_workers={self.grad_workers} and grad_worker_fraction="
-                f"{self.grad_worker_fraction}: HybridOpt needs one of both, such as "
-                f"grad_worker_fraction=0.5"
-            )
         if self.grad_workers is not None:
             check_count("grad_workers", self.grad_workers, 1)
-        elif not 0 < (self.grad_worker_fraction or 0) <= 1:
+            if self.grad_worker_fraction is not None:
+                raise ValueError(
+                    f"grad_workers={self.grad_workers} and grad_worker_fraction="
+                    f"{self.grad_worker_fraction} exclude each other; leave one of them out"
+                )
+        elif not 0 < self._fraction <= 1:
             raise ValueError(
                 f"grad_worker_fraction={self.grad_worker_fraction} must be above 0 and at most 1"
             )
+
+    @property
+    def _fraction(self) -> float:
+        return 0.5 if self.grad_worker_fraction is None else self.grad_worker_fraction
 
     def workers(self, ranks: int) -> int:
         """Return how many of `ranks` ranks precondition a layer.
@@ -113,14 +116,14 @@ class HybridOpt(Assignment):
         Raises:
             ValueError: the number does not divide the ranks, or the share is no whole number.
         """
-        if self.grad_worker_fraction is None:
-            check_divides("assignment.grad_workers", count := self.grad_workers or 1, ranks)
-            return count
-        share = ranks * self.grad_worker_fraction
+        if self.grad_workers is not None:
+            check_divides("assignment.grad_workers", self.grad_workers, ranks)
+            return self.grad_workers
+        share = ranks * self._fraction
         count = max(1, round(share))
         if share > 1 and (not math.isclose(count, share) or ranks % count):
             raise ValueError(
-                f"assignment.grad_worker_fraction={self.grad_worker_fraction} of {ranks} ranks is "
+                f"assignment.grad_worker_fraction={self._fraction} of {ranks} ranks is "
                 f"no whole number of workers; try one of {[d / ranks for d in divisors(ranks)]}"
             )
         return count

@@ -80,7 +80,7 @@ NAMED: dict[str, Named] = {
         "the ranks if not given",
         "KAISA, SC21",
         "2 (P-1)/P 4T + (w-1)/P 4F + (P-w)/P 4N",
-        Strategy(HybridOpt(grad_worker_fraction=0.5)),
+        Strategy(HybridOpt()),
     ),
     "sharded-optimizer": Named(
         "Gradients and factors are reduced to a layer's owner, which decomposes, preconditions and "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpikfac.plan.choices.aggregation import Aggregation, Mean
-from mpikfac.plan.choices.choice import Choice
+from mpikfac.plan.choices.choice import Choice, named_types
 
 if TYPE_CHECKING:
     from mpikfac.plan.messages import Message
@@ -56,6 +56,21 @@ class Synchronization(Choice):
         """The number of ranks that hold weights for others, and do not train."""
         return 0
 
+    def check_aggregations(self) -> None:
+        """Return if the rules aggregate what they are given for.
+
+        Raises:
+            ValueError: a rule does not.
+        """
+        given = {"aggregation": "vectors", "factor_aggregation": "factors"}
+        for name, what in given.items():
+            rule = getattr(self, name)
+            if not isinstance(rule, Aggregation):
+                raise ValueError(f"{name}={rule!r} must be an Aggregation, such as Mean()")
+            if what not in rule.of:
+                known = [n for n, kind in named_types(Aggregation).items() if what in kind.of]
+                raise ValueError(f"{name}={rule.name!r} must be one of {', '.join(known)}")
+
     def check_ranks(self, ranks: int) -> None:
         """Return if the method works on so many ranks.
 
@@ -103,3 +118,6 @@ class Synchronous(Synchronization):
 
     aggregation: Aggregation = Mean()
     factor_aggregation: Aggregation = Mean()
+
+    def __post_init__(self) -> None:
+        self.check_aggregations()
