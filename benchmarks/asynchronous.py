@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from mpikfac import MemOpt, Strategy
+from mpikfac.lab import ParameterServer
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import table
 
@@ -127,7 +129,7 @@ def asynchronous(
     comm: Any, model: nn.Module, optimizer: Any, data: Problem, epochs: int, delay: float, seed: int
 ) -> Found | None:
     """Train with a server: each client takes steps until all clients together have taken enough."""
-    strategy = mpikfac.Strategy.mem_opt(exchanged="updates")
+    strategy = Strategy(MemOpt(), sync=ParameterServer())
     team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
         mpikfac.run_parameter_server(model, optimizer, team)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac import HybridOpt, Strategy
 
 LIBRARY = Path(mpikfac.__file__).parent
 LAYERS = {"linear": lambda: nn.Linear(8, 8), "conv": lambda: nn.Conv2d(8, 8, 3, padding=1)}
@@ -56,7 +57,7 @@ def entered(kind: str, layers: int, solver: str) -> tuple[list[Call], int]:
     torch.manual_seed(0)
     model = nn.Sequential(*(LAYERS[kind]() for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = mpikfac.Strategy.hybrid(comm.size, workers=max(1, comm.size // 2))
+    strategy = Strategy(HybridOpt(grad_workers=max(1, comm.size // 2)))
     kfac = mpikfac.KFAC(model, optimizer, comm, strategy, inv_update_steps=1, solver=solver)
     calls: list[Call] = []
     begun: set[types.FrameType] = set()  # a generator goes on in the frame that it began in

@@ -28,8 +28,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpikfac
+from mpikfac import (
+    BFloat16,
+    CommOpt,
+    Compression,
+    HybridOpt,
+    Int8,
+    MemOpt,
+    Strategy,
+)
 from mpikfac.comm import Grid
+from mpikfac.lab import LSGD, LocalSGD, Median, NearestMajority, TopK
 
 STEPS = 7
 EXAMPLES = 24  # of a batch of all ranks together: whole shards at 1 to 4 ranks
@@ -57,6 +67,25 @@ NAMES = {
     **{"centred-clip": "centered-clipping", "liars": "num_byzantine"},
     **{"colocate": "colocate_factors", "exchange_every": "sync_every"},
     **{"DataParallel": "FirstOrderTrainer", "Asynchronous": "AsyncSGD"},
+    # of refusals
+    **{"needs workers": "needs grad_workers", "needs packing": "needs transport.packing"},
+    **{"needs delay": "needs refresh.staleness", "needs tolerance": "needs refresh.tolerance"},
+    **{"needs factor_wire": "needs compression.factors", "and overlap": "and transport.overlap"},
+    "needs replicate_below": "needs assignment.replicate_below",
+    "reduction='everyone'": "assignment.factor_reduction='allreduce'",
+    "or 'owners', not 'none'": "or 'reduce_scatter', not 'local'",
+    "reduction='everyone', not 'none'": "assignment.factor_reduction='allreduce', not 'local'",
+    "update='everyone'": "assignment.shard_optimizer=False",
+    "reduce_at='factors'": "transport.reduce_factors_at='factors'",
+    "reduce_at='bases'": "transport.reduce_factors_at='inverses'",
+    "not 'bases'": "not 'inverses'",
+    "not 'owners' and 'owner'": "not 'reduce_scatter' and True",
+    "not 'owners' and 'owner' and 'bases'": "not 'reduce_scatter' and True and 'inverses'",
+    "exchanged='gradients', not 'weights'": "sync.local_steps=False, not True",
+    "exchanged='weights' needs": "sync.local_steps=True needs",
+    **{f"combine={rule!r}": f"sync.aggregation={rule!r}" for rule in ("krum", "trimmed-mean")},
+    "top_momentum=0.9": "compression.gradients.momentum=0.9",
+    "ValueError: ranks_per_node": "ValueError: transport.ranks_per_node",
 }
 """Names in an older checkout's records, and the names that have taken their place."""
 
@@ -66,7 +95,8 @@ class Case:
     """A training to compare.
 
     Attributes:
-        choices: of the strategy; "workers": "all", "half" or a number.
+        choices: of the strategy, by dotted name.
+        workers: of a strategy without a name: "all", "half" or a number.
         settings: arguments of `KFAC`, as functions of the package where they are objects.
         trainer: "KFAC", "FirstOrderTrainer" or "AsyncSGD".
         program: how the steps are taken, a key of `PROGRAMS`.
@@ -82,6 +112,7 @@ class Case:
     named: str = ""
     lr: float = 0.01
     momentum: float = 0.9
+    workers: int | str = 1
 
 
 SOLVERS = (
@@ -93,61 +124,76 @@ WITH_MOMENTUM = "soap", "muon", "normuon", "newton-muon"
 SERVED = "eigen", "ekfac", "inverse", "unsplit-inverse"
 """Solvers that curvature servers know; for others, the servers of a refused run would wait."""
 SHORTER: dict[str, dict[str, Any]] = {
-    "local-sgd": {"sync_every": 3},
-    "post-local-sgd": {"sync_every": 2, "exchange_from": 2},
-    "diloco": {"sync_every": 3},
-    "streaming-diloco": {"sync_every": 4, "fragments": 2, "lateness": 1},
-    "daso": {"sync_every": 2},
-    "lsgd": {"sync_every": 3},
-    "parle": {"sync_every": 3},
-    "dgc": {"top_share": 0.1},
-    "krum": {"num_byzantine": 0},
+    "local-sgd": {"sync.sync_every": 3},
+    "post-local-sgd": {"sync.sync_every": 2, "sync.warmup_steps": 2},
+    "diloco": {"sync.sync_every": 3},
+    "streaming-diloco": {"sync.sync_every": 4, "sync.fragments": 2, "sync.delay": 1},
+    "daso": {"sync.sync_every": 2},
+    "lsgd": {"sync.sync_every": 3},
+    "parle": {"sync.sync_every": 3},
+    "dgc": {"compression.gradients.ratio": 0.1},
+    "krum": {"sync.aggregation.num_byzantine": 0},
+    "hybrid": {"assignment": HybridOpt(grad_workers=1)},
 }
 """Choices in the place of those of named strategies, so that seven steps show all of a strategy."""
+OF_NODES = {"sync.sync_every": 3, "sync.replicas": "node", "transport.ranks_per_node": 2}
 FURTHER: dict[str, dict[str, dict[str, Any]]] = {
     "dgc": {
-        "warm-up": {"top_share": 0.1, "top_warmup": 3},
-        "bound": {"top_share": 0.1, "top_clip": 0.1},
+        "warm-up": {"compression.gradients": TopK(ratio=0.1, momentum=0.9, warmup_steps=3)},
+        "bound": {"compression.gradients": TopK(ratio=0.1, momentum=0.9, clip_norm=0.1)},
     },
     "downpour": {
-        "intervals": {"push_every": 2, "fetch_every": 3},
-        "warm-up": {"warm_updates": 3},
-        "two servers": {"servers": 2},
+        "intervals": {"sync.push_interval": 2, "sync.fetch_interval": 3},
+        "warm-up": {"sync.warmup_updates": 3},
+        "two servers": {"sync.servers": 2},
     },
     "safeguard": {
-        "windows": {"long_window": 4, "short_window": 2, "safe_factor": 1.1, "safe_floor": 1.0},
-        "before": {"safe_of": "before", "readmit_every": 3},
-        "noise": {"safe_noise": 0.01},
+        "windows": {
+            **{"sync.aggregation.long_window": 4, "sync.aggregation.short_window": 2},
+            **{"sync.aggregation.threshold": 1.1, "sync.aggregation.floor": 1.0},
+        },
+        "before": {"sync.aggregation.mean_of": "before", "sync.aggregation.reset_interval": 3},
+        "noise": {"sync.aggregation.noise_std": 0.01},
     },
-    "lsgd": {"of nodes": {"sync_every": 3, "copies_of": "node", "ranks_per_node": 2}},
+    "lsgd": {"of nodes": OF_NODES},
     "parle": {
-        "of nodes": {"sync_every": 3, "copies_of": "node", "ranks_per_node": 2},
-        "growth": {"sync_every": 2, "pull_growth": 0.5, "anchor_most": 0.02, "outer_lr": 0.9},
+        "of nodes": OF_NODES,
+        "growth": {
+            **{"sync.sync_every": 2, "sync.growth": 0.5, "sync.max_gamma": 0.02},
+            "sync.outer_lr": 0.9,
+        },
     },
-    "staggered": {"tolerance": {"tolerance": 0.2}},
+    "staggered": {"tolerance": {"refresh.tolerance": 0.2}},
 }
 """Further choices of named strategies."""
-COPIES = {"exchanged": "weights", "sync_every": 2}
+STEPPED = {"assignment": MemOpt(shard_optimizer=True)}
+SHARDED = MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)
 TRANSPORTS: dict[str, dict[str, Any]] = {
-    "overlap": {"overlap": True},
-    "overlap owner": {"overlap": True, "update": "owner", "workers": 1, "reduction": "owners"},
-    "overlap delay": {"overlap": True, "delay": 1},
-    "parts": {"parts": 12},
-    "stagger": {"stagger": 3},
-    "delay": {"delay": 2},
-    "tolerance": {"tolerance": 0.2},
-    "square": {"packing": "square", "fusion": 1},
-    "replicated": {"replicate_below": 20},
-    "alltoall": {"sums": "alltoall", "reduction": "owners", "update": "owner", "workers": 1},
-    "near": {"combine_factors": "near"},
-    "wires": {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "int8"},
-    "top-k": {"gradient_wire": "top-k", "top_share": 0.1},
-    "wire owner": {"gradient_wire": "bfloat16", "update": "owner", "workers": 1},
-    "wire bases": {"factor_wire": "bfloat16", "reduce_at": "bases"},
-    "nodes": {"ranks_per_node": 1},
-    "copies nodes": COPIES | {"sync_every": 3, "copies_of": "node", "ranks_per_node": 1},
-    "copies median": COPIES | {"combine": "median"},
-    "copies top-k": COPIES | {"gradient_wire": "top-k", "top_share": 0.2},
+    "overlap": {"transport.overlap": True},
+    "overlap owner": {"transport.overlap": True, "assignment": SHARDED},
+    "overlap delay": {"transport.overlap": True, "refresh.staleness": 1},
+    "parts": {"transport.virtual_ranks": 12},
+    "stagger": {"refresh.stagger": 3},
+    "delay": {"refresh.staleness": 2},
+    "tolerance": {"refresh.tolerance": 0.2},
+    "square": {"transport.packing": "square", "transport.fusion": 1},
+    "replicated": {"assignment.replicate_below": 20},
+    "alltoall": {"transport.owner_sums": "alltoall", "assignment": SHARDED},
+    "near": {"sync.factor_aggregation": NearestMajority()},
+    "wires": {"compression": Compression(factors=Int8(), inverses=BFloat16(), gradients=Int8())},
+    "top-k": {"compression.gradients": TopK(ratio=0.1)},
+    "wire owner": {"compression.gradients": BFloat16(), **STEPPED},
+    "wire bases": {"compression.factors": BFloat16(), "transport.reduce_factors_at": "inverses"},
+    "nodes": {"transport.ranks_per_node": 1},
+    "copies nodes": {
+        "sync": LocalSGD(sync_every=3, replicas="node"),
+        "transport.ranks_per_node": 1,
+    },
+    "copies median": {"sync": LocalSGD(sync_every=2, aggregation=Median())},
+    "copies top-k": {
+        "sync": LocalSGD(sync_every=2),
+        "compression.gradients": TopK(ratio=0.2),
+    },
 }
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "sampled": {"fisher": "sampled", "samples": 2},
@@ -207,80 +253,88 @@ def preconditioned_cases() -> Iterator[Case]:
 
 def solver_cases() -> Iterator[Case]:
     """Yield all solvers with all lengths, and programs of steps."""
-    everyone = {"workers": "all"}
     for solver in SOLVERS:
-        of_solver = functools.partial(Case, momentum=0.0 if solver in WITH_MOMENTUM else 0.9)
+        momentum = 0.0 if solver in WITH_MOMENTUM else 0.9
+        of_solver = functools.partial(Case, momentum=momentum, workers="all")
         for source in ("orthogonal", "adam", "sgd", "own"):
             settings = {"solver": solver, "length": {"source": source}}
-            yield of_solver(f"{solver} {source}", everyone, settings)
+            yield of_solver(f"{solver} {source}", {}, settings)
         for kind in ("fisher", "kl", "norm"):
             settings = {"solver": solver, "length": {kind: 1e-3}}
-            yield of_solver(f"{solver} {kind}", {"workers": "half"}, settings, dtype="float64")
-        yield of_solver(f"{solver} absolute", {"workers": 1}, {"solver": solver, "damping": 0.003})
+            case = f"{solver} {kind}"
+            yield of_solver(case, {}, settings, dtype="float64", workers="half")
+        settings = {"solver": solver, "damping": 0.003}
+        yield of_solver(f"{solver} absolute", {}, settings, workers=1)
         programs = "scaled", "frozen", "resumed", "bounded", "uneven", "accumulated"
         for program in (*programs, "precondition"):
-            yield of_solver(f"{solver} {program}", everyone, {"solver": solver}, program=program)
-        delayed = everyone | {"delay": 2}
+            yield of_solver(f"{solver} {program}", {}, {"solver": solver}, program=program)
+        delayed = {"refresh.staleness": 2}
         yield of_solver(f"two steps later {solver}", delayed, {"solver": solver}, program="resumed")
 
 
 def placed_cases() -> Iterator[Case]:
     """Yield all placements."""
-    reductions, updates = ("everyone", "owners", "none"), ("everyone", "owner")
-    choices = (1, "half", "all"), reductions, updates, ("factors", "bases")
-    for workers, reduction, update, late in itertools.product(*choices):
-        placed = {"workers": workers, "reduction": reduction, "update": update, "reduce_at": late}
+    reductions = {"everyone": "allreduce", "owners": "reduce_scatter", "none": "local"}
+    updates = {"everyone": False, "owner": True}
+    whens = {"factors": "factors", "bases": "inverses"}
+    for choice in itertools.product((1, "half", "all"), reductions, updates, whens):
+        workers, reduction, update, late = choice
+        placed = {
+            "assignment.factor_reduction": reductions[reduction],
+            "assignment.shard_optimizer": updates[update],
+            "transport.reduce_factors_at": whens[late],
+        }
         name = f"placed {workers} {reduction} {update} {late}"
-        yield Case(name, placed, {"solver": "eigen"}, program="frozen")
+        yield Case(name, placed, {"solver": "eigen"}, program="frozen", workers=workers)
 
 
 def transport_cases() -> Iterator[Case]:
     """Yield the ways to send, with K-FAC and without."""
     for name, choices in TRANSPORTS.items():
-        placed = {"workers": "all"} | choices
         for trainer, program in itertools.product(
             ("KFAC", "FirstOrderTrainer"), ("plain", "frozen", "resumed")
         ):
-            yield Case(f"{name} {trainer} {program}", placed, {}, trainer, program)
-        settings = {"solver": "eigen"}
-        yield Case(f"{name} eigen", placed, settings, program="bounded", dtype="float64")
+            case = f"{name} {trainer} {program}"
+            yield Case(case, choices, {}, trainer, program, workers="all")
+        of_eigen: dict[str, Any] = {"settings": {"solver": "eigen"}, "program": "bounded"}
+        yield Case(f"{name} eigen", choices, **of_eigen, dtype="float64", workers="all")
 
 
 def setting_cases() -> Iterator[Case]:
     """Yield estimators, momenta, adapted damping and the quadratic model."""
-    everyone = {"workers": "all"}
+    everyone = functools.partial(Case, workers="all")
+    half = functools.partial(Case, workers="half")
     for (name, estimator), solver in itertools.product(ESTIMATORS.items(), ("eigen", "inverse")):
         settings = {"solver": solver, "estimator": estimator}
-        yield Case(f"{name} {solver}", {"workers": "half"}, settings, program="resumed")
+        yield half(f"{name} {solver}", {}, settings, program="resumed")
     momentum = {"length": {"momentum": 0.9}}
-    yield Case("momentum", everyone, momentum, momentum=0.0, program="resumed")
-    yield Case("momentum frozen", {"workers": 1}, momentum, momentum=0.0, program="frozen")
-    yield Case("momentum owner", {"workers": 1, "update": "owner"}, momentum, momentum=0.0)
+    yield everyone("momentum", {}, momentum, momentum=0.0, program="resumed")
+    yield Case("momentum frozen", {}, momentum, momentum=0.0, program="frozen")
+    yield Case("momentum owner", STEPPED, momentum, momentum=0.0)
     adapted = {"damping": "adapted", "length": {"source": "own"}}
-    yield Case("adapted", everyone, adapted)
+    yield everyone("adapted", {}, adapted)
     rest: dict[str, Any] = {"program": "quadratic", "lr": 1.0, "momentum": 0.0}
     for dtype in ("float32", "float64"):
         quadratic = {"length": {"source": "quadratic"}, "damping": {"value": 0.01}}
-        yield Case(f"quadratic {dtype}", {"workers": "half"}, quadratic, dtype=dtype, **rest)
+        yield half(f"quadratic {dtype}", {}, quadratic, dtype=dtype, **rest)
         quadratic = quadratic | {"damping": "adapted value"}
-        yield Case(f"quadratic adapted {dtype}", everyone, quadratic, dtype=dtype, **rest)
+        yield everyone(f"quadratic adapted {dtype}", {}, quadratic, dtype=dtype, **rest)
 
 
 def program_cases() -> Iterator[Case]:
     """Yield split layers, codistillation, and what a program may do between steps."""
-    everyone, eigen = {"workers": "all"}, {"solver": "eigen"}
-    owner = {"workers": 1, "update": "owner"}
-    yield Case("split", everyone, program="split")
+    everyone, eigen = functools.partial(Case, workers="all"), {"solver": "eigen"}
+    yield everyone("split", program="split")
     yield Case("split first-order", trainer="FirstOrderTrainer", program="split")
-    yield Case("split owner", owner, eigen, program="split")
-    yield Case("split ekfac", everyone, {"solver": "ekfac"}, program="split")
-    yield Case("discarded", everyone, eigen, program="discarded")
-    yield Case("not finite", everyone, eigen, program="not finite")
+    yield Case("split owner", STEPPED, eigen, program="split")
+    yield everyone("split ekfac", settings={"solver": "ekfac"}, program="split")
+    yield everyone("discarded", settings=eigen, program="discarded")
+    yield everyone("not finite", settings=eigen, program="not finite")
     yield Case("codistillation", trainer="FirstOrderTrainer", program="codistillation")
-    yield Case("optimizer", everyone, program="optimizer")
+    yield everyone("optimizer", program="optimizer")
     usual = {"factor_update_steps": None, "inv_update_steps": None}
-    for name, placed in (("everyone", everyone), ("owner", owner)):
-        yield Case(f"usual intervals {name}", placed, usual, program="wide")
+    yield everyone("usual intervals everyone", settings=usual, program="wide")
+    yield Case("usual intervals owner", STEPPED, usual, program="wide")
 
 
 # -- one checkout, under MPI -----------------------------------------------------------------------
@@ -382,9 +436,28 @@ def settings_of(case: Case, named: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def workers_of(workers: int | str, ranks: int) -> CommOpt | MemOpt | HybridOpt:
+    """Return the assignment with a number of workers, all ranks, or half of an even number."""
+    if workers == "half":
+        return HybridOpt(grad_workers=max(1, ranks // 2) if ranks % 2 == 0 else 1)
+    return CommOpt() if workers == "all" else MemOpt()
+
+
+def changed(value: Any, choices: Mapping[str, Any]) -> Any:
+    """Return a dataclass with other choices, by dotted name; a whole part comes first."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, choice in choices.items():
+        head, _, rest = name.partition(".")
+        parts.setdefault(head, {})[rest] = choice
+    fields = {}
+    for head, inside in parts.items():
+        part = inside.pop("") if "" in inside else getattr(value, head)
+        fields[head] = changed(part, inside) if inside else part
+    return replace(value, **fields)
+
+
 def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
     """Return the case's trainer and the ranks that train; no trainer for a rank that has served."""
-    named: dict[str, Any] = {}
     choices = dict(case.choices)
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -392,7 +465,7 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
         momentum=case.momentum,
         weight_decay=0.0 if case.lr == 1 else 1e-3,
     )
-    apart = {"curvature-servers": 1, "downpour": choices.get("servers", 1)}.get(case.named, 0)
+    apart = {"curvature-servers": 1, "downpour": choices.get("sync.servers", 1)}.get(case.named, 0)
     team = mpikfac.split_comm(comm, apart) if apart else comm
     if apart and team.comm is None:
         if case.trainer == "AsyncSGD":
@@ -401,17 +474,13 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
             mpikfac.run_curvature_server(team)
         return None, comm
     ranks, trains = comm.size - apart, team.trains if apart else comm
-    if "workers" in choices:
-        half = max(1, ranks // 2) if ranks % 2 == 0 else 1
-        choices["workers"] = {"all": ranks, "half": half}.get(
-            choices["workers"], choices["workers"]
-        )
     if case.named == "downpour":
-        choices["client_ranks"] = ranks
+        choices["sync.ranks_per_client"] = ranks
+    strategy, named = Strategy(workers_of(case.workers, ranks)), dict[str, Any]()
     if case.named:
-        strategy, named = mpikfac.get_strategy(case.named, ranks, **choices)
-    else:
-        strategy = mpikfac.Strategy().changed(**choices)
+        strategy, named = mpikfac.get_strategy(case.named)
+    strategy = changed(strategy, choices)
+    strategy.check_ranks(ranks)
     if case.trainer == "AsyncSGD":
         return mpikfac.AsyncSGD(model, optimizer, team, strategy), trains
     if case.trainer == "FirstOrderTrainer":
@@ -511,7 +580,7 @@ class Run:
         images, labels = batch(step, self.ranks, self.case.dtype)
         if self.case.program == "uneven" and self.ranks.rank == 0:
             images, labels = images[: len(images) // 2], labels[: len(labels) // 2]
-        parts = self.trainer.plan.strategy.transport.parts
+        parts = self.trainer.plan.strategy.transport.virtual_ranks
         if parts is not None:
             return self._collect(images, labels, parts // self.ranks.size), images, labels
         if self.case.program == "accumulated":
@@ -549,8 +618,7 @@ class Run:
         if program == "quadratic":
             criterion = functools.partial(F.cross_entropy, target=labels)
             trainer.length.batch(images, criterion)
-        exchange = trainer.plan.strategy.exchange
-        if exchange.of_copies and exchange.merging.merge == "leader":
+        if isinstance(trainer.plan.strategy.sync, LSGD):
             trainer.exchange.report_loss(loss.detach())
         self._take(arguments)
         if self.pupils:
@@ -591,7 +659,7 @@ def run_cases(out: str, words: Sequence[str], folder: str) -> None:
         if words and not any(word in case.name for word in words):
             continue
         if case.named in ("curvature-servers", "downpour") and comm.size <= case.choices.get(
-            "servers", 1
+            "sync.servers", 1
         ):
             continue
         if case.named == "curvature-servers" and case.trainer != "KFAC":

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
+from mpikfac.lab import TopK
 from mpikfac_apps.planning import calibrate
 from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.planning.options import STRATEGIES as NAMES
@@ -42,12 +43,16 @@ from mpikfac_apps.text import table
 from mpikfac_apps.training import batches
 
 Step = Callable[[], None]
-LEFT_OUT = {"curvature_servers", "exchanged", "top_momentum"}  # choices
-STRATEGIES = [
-    name
-    for name in NAMES
-    if name == "sgd" or not LEFT_OUT & mpikfac.plan.NAMED[name].choices.keys()
-]
+
+
+def measured(name: str) -> bool:
+    """Return whether all ranks train one model, by an optimizer with momentum."""
+    strategy = mpikfac.plan.NAMED["comm-opt" if name == "sgd" else name].strategy
+    sync, apart = strategy.sync, strategy.refresh.servers or strategy.sync.server_ranks
+    return not (apart or sync.local_steps or isinstance(strategy.compression.gradients, TopK))
+
+
+STRATEGIES = [name for name in NAMES if measured(name)]
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac import HybridOpt, Strategy
 
 LIBRARY = Path(mpikfac.__file__).parent
 FORMULAS = ("numerics", "trace.py")
@@ -69,7 +70,7 @@ def run(everything: bool) -> Steps:
     convolution, head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(512, 10)
     model = nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
-    strategy = mpikfac.Strategy.hybrid(ranks=comm.size, workers=max(1, comm.size // 2))
+    strategy = Strategy(HybridOpt(grad_workers=max(1, comm.size // 2)))
     if everything:
         sys.settrace(steps.enter)
     kfac = mpikfac.KFAC(model, optimizer, comm, strategy, inv_update_steps=2)

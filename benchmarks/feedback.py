@@ -24,6 +24,7 @@ from cluster import Images
 from overlap import STAGES, Step, timed
 
 import mpikfac
+from mpikfac import CommOpt, Strategy, Transport
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import table
 from support import inside
@@ -79,7 +80,7 @@ def make(
     torch.manual_seed(0)
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    strategy = mpikfac.Strategy.comm_opt(comm.size, fusion=3, overlap=overlapped)
+    strategy = Strategy(CommOpt(), transport=Transport(fusion=3, overlap=overlapped))
     trainer: Any
     if optimizer == "sgd":
         trainer = mpikfac.FirstOrderTrainer(model, sgd, comm, strategy)

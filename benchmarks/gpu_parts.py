@@ -31,6 +31,7 @@ from timing import Case, Missing, Row, Step, block, timed
 from torch import Tensor, nn
 
 import mpikfac
+from mpikfac import MemOpt, Refresh, Strategy
 from mpikfac_apps import place
 from mpikfac_apps.problems import models
 
@@ -459,7 +460,7 @@ EIGENVECTORS: dict[str, Choices] = {
     "K-FAC, eigen": lambda: {"solver": "eigen"},
     "K-FAC, eigen by an iteration": lambda: {
         "solver": mpikfac.Eigen(iterations=1),
-        "strategy": mpikfac.Strategy.hybrid(1, workers=1, tolerance=1e3),
+        "strategy": Strategy(MemOpt(), refresh=Refresh(tolerance=1e3)),
     },
 }
 REFRESHES = ((0, 1), (1, 1), (1, 5))
@@ -472,7 +473,7 @@ def refresh_beside(delay: int, stagger: int) -> Row:
     The host waits for the network's stream after each step, not for a refresh on another stream.
     """
     training = Training(USUAL)
-    strategy = mpikfac.Strategy.hybrid(1, workers=1, delay=delay, stagger=stagger)
+    strategy = Strategy(MemOpt(), refresh=Refresh(staleness=delay, stagger=stagger))
     kfac = training.kfac(NEVER, REFRESH_EVERY, lambda: {"strategy": strategy})
     step = training.step(kfac.step)
     for _ in range(REFRESH_EVERY):

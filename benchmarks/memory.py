@@ -31,6 +31,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpikfac
+from mpikfac import CommOpt, Strategy
 from mpikfac_apps.problems import models
 
 MB = 1e6
@@ -112,7 +113,7 @@ def ours(
     reduction: str, model: nn.Module, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm
 ) -> tuple[Finish, Peaks]:
     """Return a step with COMM-OPT, and the planned bytes."""
-    strategy = mpikfac.Strategy.comm_opt(comm.size, reduction=reduction)
+    strategy = Strategy(CommOpt(factor_reduction=reduction))
     kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, inv_update_steps=1)
     return kfac.step, {"planned": sum(kfac.plan.memory(comm.rank).values())}
 
@@ -139,8 +140,8 @@ def peer(
 
 KINDS = {
     "SGD": plain,
-    "mpikfac": partial(ours, "everyone"),
-    "mpikfac, reduction owners": partial(ours, "owners"),
+    "mpikfac": partial(ours, "allreduce"),
+    "mpikfac, reduction owners": partial(ours, "reduce_scatter"),
     "kfac-pytorch": peer,
 }
 

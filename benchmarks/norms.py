@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import mpikfac
+from mpikfac import MemOpt, Strategy
 from mpikfac.comm import Comm, Grid
 from mpikfac.plan import message
 from mpikfac.predict.costs import message_seconds
@@ -60,7 +61,7 @@ def predicted() -> list[tuple[str, ...]]:
         whole = network.optimizer * 2 / 5
         step = network.forward + network.backward + network.gradients + network.optimizer
         for ranks in (8, 64):
-            plan = mpikfac.make_plan(layers, ranks, mpikfac.Strategy.mem_opt(), others)
+            plan = mpikfac.make_plan(layers, ranks, Strategy(MemOpt()), others)
             sent = message("norms", "Allreduce", "world", [(0, 322)], ranks, 4)
             added = message_seconds(sent, plan, 0, machine)
             times = step, whole, whole / ranks, added, whole - whole / ranks - added

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from cluster import Images
 
 import mpikfac
+from mpikfac import CommOpt, Strategy, Transport
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import table
 from support import inside
@@ -72,7 +73,9 @@ def make(comm: Any, options: argparse.Namespace, images: Images, way: str) -> tu
     torch.manual_seed(0)
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    strategy = mpikfac.Strategy.comm_opt(comm.size, fusion=options.fusion, overlap=way != "in turn")
+    strategy = Strategy(
+        CommOpt(), transport=Transport(fusion=options.fusion, overlap=way != "in turn")
+    )
     with inside.sent_on_arrival() if way == "on arrival" else nullcontext():
         kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, inv_update_steps=10**9)
 

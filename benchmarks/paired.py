@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> None:
         sys.exit(f"{mpikfac.__file__} is not the library of {options.turn}")
     options.device, options.contiguous = "cpu", False
     model, optimizer = fresh(options)
-    strategy, _ = mpikfac.get_strategy(options.strategy, comm.size)
+    strategy, _ = mpikfac.get_strategy(options.strategy)
     kfac = mpikfac.KFAC(
         *(model, optimizer, comm, strategy),
         damping=0.03,

@@ -205,7 +205,7 @@ def price(machine: Machine, name: str, work: Work, method: Method, ranks: int) -
     optimizer = FLOAT32 * method.vectors * work.parameters * stepped
     return {
         **{"machine": machine.name, "network": name, "method": method.name, "ranks": ranks},
-        **{"strategy": strategy, "workers": plan.strategy.workers},
+        **{"strategy": strategy, "workers": plan.grid.workers},
         **{
             "factor_update_steps": job.factor_update_steps,
             "inv_update_steps": job.inv_update_steps,
@@ -225,7 +225,7 @@ def first_order(
     network = dataclasses.replace(network, optimizer=optimizer)
     machine = dataclasses.replace(machine, networks=(network,))
     plans = {
-        name: mpikfac.make_plan([], ranks, way.make(ranks).first_order(), work.bare)
+        name: mpikfac.make_plan([], ranks, way.strategy.first_order(), work.bare)
         for name, way in NAMED.items()
         if name in ("mem-opt", "sharded-optimizer", "spd-kfac")
     }

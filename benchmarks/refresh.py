@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
+from mpikfac import MemOpt, Refresh, Strategy
 from mpikfac.numerics import product, triangles
 from mpikfac.settings import RATE
 from mpikfac.solvers import Eigen, damped_inverse, eigenbasis, tikhonov_share
@@ -225,7 +226,7 @@ def curves(options: argparse.Namespace) -> None:
     file = options.out / "curves.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     for name, (solver, tolerance) in SOLVERS.items():
-        strategy = mpikfac.Strategy().changed(tolerance=tolerance)
+        strategy = Strategy(MemOpt(), refresh=Refresh(tolerance=tolerance))
         for seed in SEEDS:
             if (key := f"{name}, seed {seed}") not in found:
                 kfac = made(options, RATE, strategy, seed, solver=solver)

@@ -32,8 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac.numerics import BY_COORDINATE, by_vector
-from mpikfac.plan import Robust
+from mpikfac import Mean
+from mpikfac.lab import CenteredClipping, GeometricMedian, Krum, Median, Safeguard, TrimmedMean
+from mpikfac.numerics import by_vector
+from mpikfac.plan import Aggregation
 from mpikfac_apps.problems import datasets
 from support import byzantine
 
@@ -42,16 +44,16 @@ RANKS, WRONG = 5, 2
 BATCH, EPOCHS, RATE, MOMENTUM = 16, 30, 0.05, 0.9  # a batch is of one rank
 SEEDS = range(3)
 RULES = {
-    "mean": Robust("mean"),
-    "median": Robust("median"),
-    "trimmed-mean": Robust("trimmed-mean", num_byzantine=WRONG),
-    "krum": Robust("krum", num_byzantine=1),  # five ranks are too few for num_byzantine=2
-    "geometric-median": Robust("geometric-median"),
-    "centered-clipping": Robust("centered-clipping", clip_radius=1.0),
-    "safeguard": Robust("safeguard"),
-    "safeguard, before": Robust("safeguard", safe_of="before"),
-    "safeguard, readmitting": Robust("safeguard", readmit_every=300),
-    "safeguard, no floor": Robust("safeguard", safe_floor=0.0),
+    "mean": Mean(),
+    "median": Median(),
+    "trimmed-mean": TrimmedMean(num_byzantine=WRONG),
+    "krum": Krum(num_byzantine=1),  # five ranks are too few for num_byzantine=2
+    "geometric-median": GeometricMedian(),
+    "centered-clipping": CenteredClipping(radius=1.0),
+    "safeguard": Safeguard(),
+    "safeguard, before": Safeguard(mean_of="before"),
+    "safeguard, readmitting": Safeguard(reset_interval=300),
+    "safeguard, no floor": Safeguard(floor=0.0),
 }
 ATTACKS = ["none", "label flip", *byzantine.OF_GRADIENTS, *byzantine.OF_OWN]
 
@@ -62,11 +64,11 @@ NOISES = {
 }
 """The rank of the noise, and the degrees of freedom of Student's t."""
 SAFEGUARDS = {
-    "no floor, 1.5": Robust("safeguard", safe_floor=0.0, safe_factor=1.5),
-    "no floor": Robust("safeguard", safe_floor=0.0),
-    "default, 1.5": Robust("safeguard", safe_factor=1.5),
-    "default": Robust("safeguard"),
-    "readmitting": Robust("safeguard", readmit_every=300),
+    "no floor, 1.5": Safeguard(threshold=1.5, floor=0.0),
+    "no floor": Safeguard(floor=0.0),
+    "default, 1.5": Safeguard(threshold=1.5),
+    "default": Safeguard(),
+    "readmitting": Safeguard(reset_interval=300),
 }
 FLOORS = (3.0, 3.5, 4.0, 5.0)
 FINE = ["a little is enough", "delayed", "rescaled"]  # attacks that a high floor lets pass
@@ -121,7 +123,7 @@ def floors() -> dict[str, list[float]]:
     """Return test accuracies in %, and numbers of dropped ranks, by floor, of all seeds."""
     found = {}
     for floor in FLOORS:
-        rule = Robust("safeguard", safe_floor=floor)
+        rule = Safeguard(floor=floor)
         lost = [dropped(rule, *NOISES["rank 1, normal"], seed)[0] for seed in range(100)]
         found[f"{floor}, dropped"] = lost
         worst = []
@@ -134,7 +136,7 @@ def floors() -> dict[str, list[float]]:
     return found
 
 
-def dropped(rule: Robust, rank: int, freedom: float, seed: int) -> list[float]:
+def dropped(rule: Aggregation, rank: int, freedom: float, seed: int) -> list[float]:
     """Return how many right ranks are dropped for good, and the share of vectors not counted."""
     random = np.random.default_rng(seed)
     basis, mean = random.normal(size=(rank, SIZE)), random.normal(size=SIZE)
@@ -147,7 +149,7 @@ def dropped(rule: Robust, rank: int, freedom: float, seed: int) -> list[float]:
     return [int(safeguard.memory["dropped"].sum()), round(lost / (STEPS * RANKS), 4)]
 
 
-def accuracy(rule: Robust, attack: str, seed: int) -> float:
+def accuracy(rule: Aggregation, attack: str, seed: int) -> float:
     """Return the test accuracy after a training."""
     torch.manual_seed(seed)
     images, labels, test_images, test_labels = digits()
@@ -195,12 +197,12 @@ def gradient(model: nn.Module, images: Tensor, labels: Tensor, attack: str, rank
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def combiner(rule: Robust, size: int) -> Callable[[Tensor], Tensor]:
+def combiner(rule: Aggregation, size: int) -> Callable[[Tensor], Tensor]:
     """Return the function of the vectors of all ranks."""
-    if rule.combine == "mean":
+    if rule.sums:
         return lambda vectors: vectors.mean(0)
-    if rule.combine in BY_COORDINATE:
-        return lambda vectors: BY_COORDINATE[rule.combine](vectors, rule)
+    if not rule.products(RANKS):
+        return rule.combine
     found = by_vector(rule, RANKS, torch.zeros(size))
     return lambda vectors: found.combine(found.products(vectors), vectors)
 

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from mpikfac import Mean, Strategy, Synchronous
+from mpikfac.lab import Median, NearestMajority
 from mpikfac_apps.problems import datasets
 
 BATCH, EPOCHS, RATE = 16, 10, 0.03  # a batch is of one rank
@@ -30,14 +32,16 @@ def main() -> None:
     comm = mpikfac.world()
     if comm.rank == 0:
         print("| gradients | factors | right ranks | one broken rank |\n|---|---|---|---|")
-    for combine, factors in (("mean", "mean"), ("median", "mean"), ("median", "near")):
-        strategy = mpikfac.Strategy.comm_opt(comm.size, combine=combine, combine_factors=factors)
+    rules = ((Mean(), Mean()), (Median(), Mean()), (Median(), NearestMajority()))
+    for combine, factors in rules:
+        sync = Synchronous(aggregation=combine, factor_aggregation=factors)
+        strategy = Strategy(sync=sync)
         shown = [
             f"{statistics.median(accuracy(comm, strategy, broken, seed) for seed in SEEDS):.1%}"
             for broken in (False, True)
         ]
         if comm.rank == 0:
-            print(f"| {combine} | {factors} | {shown[0]} | {shown[1]} |", flush=True)
+            print(f"| {combine.name} | {factors.name} | {shown[0]} | {shown[1]} |", flush=True)
 
 
 def accuracy(comm, strategy: mpikfac.Strategy, broken: bool, seed: int) -> float:

@@ -11,12 +11,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import mpikfac
-from mpikfac import Strategy, make_plan
+from mpikfac import CommOpt, MemOpt, Strategy, Transport, make_plan
 from mpikfac.predict import algorithms, costs
 from mpikfac_apps.planning import simulate
 from mpikfac_apps.planning.options import SIMULATE
@@ -76,15 +77,16 @@ def published() -> Iterator[Row]:
         layers, others = mpikfac.layers.covered_shapes(models.build("resnet50", classes=1000))
 
     def sent(strategy: Strategy) -> Counter[str]:
-        plan = make_plan(layers, 16, strategy.changed(shards=False), others, "eigen")
+        as_published = replace(strategy, transport=Transport(balanced_shards=False))
+        plan = make_plan(layers, 16, as_published, others, "eigen")
         found = Counter[str]()
         for message in plan.messages(0, True, True):
             found[message.stage] += message.wire
         return found
 
     everyone, owners = (
-        sent(Strategy.comm_opt(16)),
-        sent(Strategy.mem_opt(reduction="owners", update="owner")),
+        sent(Strategy(CommOpt())),
+        sent(Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))),
     )
     yield "MiB of gradients", "a rank of 16", 182, everyone["reduce gradients"] / MIB
     yield "MiB of factors as squares", "a rank of 16", 1100, 2 * everyone["reduce statistics"] / MIB
@@ -93,12 +95,10 @@ def published() -> Iterator[Row]:
     loads = {
         ranks: max(map(plan.load, range(ranks)))
         for ranks in (1, 16)
-        for plan in [
-            make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate_factors=False), others)
-        ]
+        for plan in [make_plan(layers, ranks, Strategy(CommOpt(colocate_factors=False)), others)]
     }
     yield "gain from spreading decompositions", "16 ranks", 4.6, loads[1] / loads[16]
-    directions = sent(Strategy.mem_opt())["publish gradients"]
+    directions = sent(Strategy(MemOpt()))["publish gradients"]
     equal = everyone["publish bases"] / directions
     yield "interval of bases at which COMM-OPT sends as much as MEM-OPT", "16 ranks", 6, equal
     machine = mpikfac.predict.load_machine("rtx2080ti-ib100")

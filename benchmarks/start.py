@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,9 +40,10 @@ def main() -> None:
     comm = mpikfac.world()
     rows = [("strategy", "start, s", "communicators", "plan, MiB", "arenas, MiB", "process, MiB")]
     for name in options.strategy.split(","):
-        strategy, settings = mpikfac.get_strategy(
-            name, comm.size, ranks_per_node=options.ranks_per_node
-        )
+        strategy, settings = mpikfac.get_strategy(name)
+        if options.ranks_per_node:
+            nodes = replace(strategy.transport, ranks_per_node=options.ranks_per_node)
+            strategy = replace(strategy, transport=nodes)
         row = measured(options.model, strategy, settings)
         most = [max(numbers) for numbers in zip(*comm.allgather(row))]
         seconds, communicators, *sizes = most

@@ -20,6 +20,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpikfac
+from mpikfac import HybridOpt, Refresh, Strategy
 from mpikfac_apps.problems import models
 
 NEVER = 10**9
@@ -93,7 +95,7 @@ def make_kinds(
     options: argparse.Namespace, comm: MPI.Intracomm
 ) -> tuple[dict[str, Step], dict[str, mpikfac.Trace]]:
     """Return a callable per kind of step, each with a model and an optimizer; traces by variant."""
-    strategy = mpikfac.Strategy.hybrid(comm.size, workers=options.workers or comm.size)
+    strategy = Strategy(HybridOpt(grad_workers=options.workers or comm.size))
     model, optimizer = fresh(options)
     baseline = mpikfac.FirstOrderTrainer(model, optimizer, comm)
     kinds = {
@@ -114,7 +116,7 @@ def make_kinds(
             settings |= VARIANTS[variant]
             if "length" in settings and settings["length"].momentum:
                 optimizer.param_groups[0]["momentum"] = 0
-            chosen = strategy.changed(delay=settings.pop("delay", 0))
+            chosen = replace(strategy, refresh=Refresh(staleness=settings.pop("delay", 0)))
             kfac = mpikfac.KFAC(model, optimizer, comm, chosen, **settings)
             kinds[f"{variant}: {kind}"] = step_of(model, optimizer, kfac.step)
             traces.setdefault(variant, kfac.trace)

@@ -1,19 +1,58 @@
-"""List the choices that need other choices, for the site."""
+"""List the methods of strategies, and the choices that need other choices, for the site."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
-from mpikfac.plan import SPLIT, STRATEGY, Combination, shown
+import mpikfac.lab  # noqa: F401  its methods count too
+from mpikfac.plan import (
+    SPLIT,
+    STRATEGY,
+    Aggregation,
+    Assignment,
+    Choice,
+    Combination,
+    Compressor,
+    Refresh,
+    Synchronization,
+    named_types,
+    shown,
+)
+from mpikfac.plan.choices.compression import NEEDS
 from mpikfac.settings import SETTINGS
 from mpikfac.solvers import SOLVERS
 
+JOINTS: dict[str, type[Choice]] = {
+    "assignment": Assignment,
+    "sync": Synchronization,
+    "sync.aggregation": Aggregation,
+    "compression.gradients": Compressor,
+    "refresh": Refresh,
+}
+"""The bases of the methods that a strategy is made of, by field of `Strategy`."""
+
 HEADING = """# Choices that need other choices
 
-`Strategy` and `KFAC` refuse a choice whose needs are not met, before any communication, in one
-line: `sums='alltoall' needs fusion=None, not 2: an exchange of parts is one message`. The code
-refuses by this table. `handed_on=True` are two split layers in a row. `of layer 'NAME'` behind a
-solver or a rank means that a rule chose the solver or the rank.
+`Strategy` and `KFAC` refuse a choice whose needs are not met. They do so before any communication
+and in one line, such as `transport.owner_sums='alltoall' needs transport.fusion=None, not 2: an
+exchange of parts is one message`.
+
+## Methods and their fields
+
+A field exists only in the types of this table that list it, so most needs are a matter of the type
+that you choose. Each type also checks the range of its own fields.
+
+| field of `Strategy` | type | name | fields and defaults |
+|---|---|---|---|
+"""
+NEEDED = """
+## Needs
+
+The code refuses by this table. A dotted name such as `sync.local_steps` may be a property of a
+method: it is true for all methods in which ranks take steps of their own. `handed_on=True` stands
+for two split layers in a row. A refusal ends in `of layer 'NAME'` if a rule chose the solver or the
+rank.
 
 | choice | needs | because |
 |---|---|---|
@@ -21,9 +60,26 @@ solver or a rank means that a rule chose the solver or the rank.
 
 
 def listing() -> str:
-    """Return the page of all combinations that the code refuses by."""
-    needs = [need for solver in SOLVERS.values() for need in solver.form.needs]
-    return HEADING + "".join(_rows([*STRATEGY, *SPLIT, *needs, *SETTINGS]))
+    """Return the page of all methods, and of all combinations that the code refuses by."""
+    of_methods = [need for _, kind in _methods() for need in kind.needs]
+    of_solvers = [need for solver in SOLVERS.values() for need in solver.form.needs]
+    table = [*STRATEGY, *NEEDS, *of_methods, *SPLIT, *of_solvers, *SETTINGS]
+    return HEADING + "".join(_fields()) + NEEDED + "".join(_rows(table))
+
+
+def _methods() -> Iterator[tuple[str, type[Choice]]]:
+    """Yield each method with the field of `Strategy` that takes it."""
+    for field, base in JOINTS.items():
+        for kind in named_types(base).values():
+            yield field, kind
+
+
+def _fields() -> Iterator[str]:
+    """Yield a row for each method, with its fields and their defaults."""
+    for field, kind in _methods():
+        described = (f"`{one.name}={one.default!r}`" for one in dataclasses.fields(kind))
+        cells = field, f"`{kind.__name__}`", f"`{kind.name}`", ", ".join(described)
+        yield f"| {' | '.join(cells)} |\n"
 
 
 def _rows(table: list[Combination]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-import mpikfac
+import mpikfac.lab  # its names count too
 from mpikfac.plan import NAMED, LayerShape, Plan, Strategy, axes
 from mpikfac.plan import names as stages
 
@@ -34,15 +34,15 @@ The axes of [[Langer et al. 2020](../reference/references.md)]:
   by layers, as in model parallelism. [Split layers](split_layers.md) divide a layer itself, next to
   most strategies.
 - *Centralised*: all ranks train one model, whoever holds it. *Decentralised*: each rank, or each
-  node, steps a copy of its own between exchanges.
-- *Synchronous*: all ranks meet at an exchange. *Asynchronous*: no rank waits for a second.
-- *Exchange*: the collectives by which gradients or weights travel, without those of curvature.
+  node, steps a replica of its own between exchanges.
+- *Synchronous*: all ranks meet at an exchange. *Asynchronous*: no rank waits for another.
+- *Exchange*: the collectives by which gradients or weights are sent, without those of curvature.
 """
 MIDDLE = """
 ## Communication
 
 The axes of [[Tang et al. 2020](../reference/references.md)], and the rule that combines the
-numbers of ranks. Only gradients count as compressed:
+ranks' gradients or weights. Only gradients count as compressed:
 """
 
 
@@ -56,35 +56,35 @@ def page() -> Iterator[str]:
     yield HEAD
     yield from table(langer)
     yield MIDDLE
-    yield from table(lambda name: axes(NAMED[name].make(RANKS)))
+    yield from table(lambda name: axes(NAMED[name].strategy))
 
 
 def langer(name: str) -> dict[str, str]:
     """Return a named strategy on the axes of [Langer et al. 2020]."""
-    strategy = NAMED[name].make(RANKS)
-    exchange = strategy.exchange
+    strategy = NAMED[name].strategy
+    sync = strategy.sync
     return {
         "by layers": by_layers(name, strategy),
-        "optimisation": "decentralised" if exchange.of_copies else "centralised",
-        "scheduling": "asynchronous" if exchange.asynchronous else "synchronous",
+        "optimisation": "decentralised" if sync.local_steps else "centralised",
+        "scheduling": "synchronous" if sync.waits_for_all else "asynchronous",
         "exchange": exchanged(name, strategy),
     }
 
 
 def by_layers(name: str, strategy: Strategy) -> str:
     """Return the work of a step that ranks divide among them by layers."""
-    if strategy.exchange.asynchronous:
+    if not strategy.sync.waits_for_all:
         return "none"
     factors = plan_of(name, strategy).factors.values()
     work = [] if all(factor.solver.vector for factor in factors) else ["decompositions"]
-    work += ["directions"] if strategy.workers < RANKS else []
-    work += ["steps"] if strategy.update == "owner" else []
+    work += ["directions"] if strategy.assignment.workers(RANKS) < RANKS else []
+    work += ["steps"] if strategy.assignment.shard_optimizer else []
     return ", ".join(work) or "none"
 
 
 def exchanged(name: str, strategy: Strategy) -> str:
     """Return the primitives of MPI that make the same weights of all ranks' gradients."""
-    if strategy.exchange.asynchronous:
+    if not strategy.sync.waits_for_all:
         return "Send to a server, and back"
     sent = plan_of(name, strategy).messages(0, False, False)
     of_weights = (message.primitive for message in sent if message.stage in OF_WEIGHTS)

@@ -25,7 +25,7 @@ K-FAC divides a layer's gradient by the curvature of the whole layer, so the slo
 Curves: $runs/curves.png   Metrics: $runs/*/metrics.jsonl   Checkpoints: $runs/*/checkpoints
 What to try next, from $ROOT:
   source .venv/bin/activate$([ "$(id -u)" != 0 ] || echo "; export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
-  mpikfac plan --model resnet50 --ranks 64 --workers 8        # who computes and sends what
+  mpikfac plan --model resnet50 --ranks 64 --assignment hybrid-opt --assignment.grad_workers 8   # who computes and sends what
   mpikfac train --help                                        # options of a run; --help_all: every option
   $(basename "$MPIRUN") ${MPIRUN_FLAGS:+$MPIRUN_FLAGS }-n 4 python -m mpi4py apps/train_cnn.py \\
       --config jobs/configs/cifar10_budget_kfac.yaml --data.path DIR   # ResNet-20 on CIFAR-10 in DIR

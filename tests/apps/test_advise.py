@@ -79,7 +79,7 @@ def test_the_arithmetic_is_that_of_the_machine(round_machine, tmp_path, capsys):
         "computing of an image = (forward 1.0 + backward 2.0 + statistics 1.0) ms / 1 image = "
         "4.000 ms",
         "images >= overlapped messages / computing of an image = 6.8 ms / 4.000 ms = 1.7: 2",
-        "Take --strategy comm-opt --overlap true --batch_per_rank 2",
+        "Take --strategy comm-opt --transport.overlap true --batch_per_rank 2",
         "= 2 x 1.91 MiB x 4 / (1.00 GB/s x 3.0 ms) = 5.3: 6",
         "Learning rate of 8 images, in place of 2 on one rank",
         "--scale_lr linear: lr x 4",
@@ -94,7 +94,7 @@ def test_a_large_batch_is_enough(round_machine, capsys):
     assert advise.main([*round_machine, *asked, "--factor_update_steps", "2"]) == 0
     text = capsys.readouterr().out
     assert "= 4.9 ms / 3.500 ms = 1.4: 2" in text
-    assert "Take --strategy comm-opt --overlap true --batch_per_rank 8" in text
+    assert "Take --strategy comm-opt --transport.overlap true --batch_per_rank 8" in text
 
 
 def row(name, images, seconds):
@@ -128,7 +128,7 @@ def test_published_machines_and_strategies_that_cannot_overlap(capsys):
     ]
     assert advise.main([*asked, "--strategy", "comm-opt,kfac-lw"]) == 0
     text = capsys.readouterr().out
-    assert "Left out: kfac-lw; mpikfac simulate --overlap true says why" in text
+    assert "Left out: kfac-lw; mpikfac simulate --transport.overlap true says why" in text
     network = mpikfac.predict.load_machine("v100-edr").network("resnet50", 32)
     per_image = (network.forward + network.backward + network.statistics) / 32
     (line,) = (line for line in text.splitlines() if "images >= overlapped" in line)
@@ -149,11 +149,20 @@ def test_factors_of_the_gradient_do_not_grow_with_the_batch(solver, seconds):
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
-        ("comm-opt --overlap false", "--strategy comm-opt --ranks_per_node 4 --overlap false"),
-        ("sgd", "--optimizer sgd --overlap true"),
-        ("hybrid", "--strategy hybrid --workers 2 --overlap true"),
-        ("comm-opt --solver muon", "--strategy comm-opt --kfac.solver muon --overlap true"),
-        ("kfac-opt --solver inverse --overlap false", "--strategy kfac-opt --kfac.solver inverse"),
+        (
+            "comm-opt --transport.overlap false",
+            "--strategy comm-opt --transport.ranks_per_node 4 --transport.overlap false",
+        ),
+        ("sgd", "--optimizer sgd --transport.overlap true"),
+        ("hybrid", "--strategy hybrid --assignment.grad_workers 2 --transport.overlap true"),
+        (
+            "comm-opt --solver muon",
+            "--strategy comm-opt --kfac.solver muon --transport.overlap true",
+        ),
+        (
+            "kfac-opt --solver inverse --transport.overlap false",
+            "--strategy kfac-opt --kfac.solver inverse",
+        ),
     ],
 )
 def test_the_training_program_takes_the_advice(given, taken, capsys):
@@ -171,11 +180,14 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
 
     A table has a further line for what is advised and not asked for; a file has a further row.
     """
-    asked = ["--machine=v100-edr", "--model=resnet50", "--ranks=8", "--overlap=false"]
+    asked = ["--machine=v100-edr", "--model=resnet50", "--ranks=8", "--transport.overlap=false"]
     seconds = {}
     for workers in (2, 4):
-        for level in ([], ["--ranks_per_node=4"]):
-            file, more = tmp_path / "one.json", ["--strategy=hybrid", f"--workers={workers}"]
+        for level in ([], ["--transport.ranks_per_node=4"]):
+            file, more = (
+                tmp_path / "one.json",
+                ["--strategy=hybrid", f"--assignment.grad_workers={workers}"],
+            )
             assert simulate.main([*asked, *more, *level, "--json", str(file)]) == 0
             (found,) = json.loads(file.read_text())
             seconds[workers, bool(level)] = found["mean"]["seconds"]
@@ -183,12 +195,14 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
     capsys.readouterr()
     assert advise.main([*asked, "--strategy=hybrid", "--json", str(file)]) == 0
     text = capsys.readouterr().out
-    per_node = "--ranks_per_node 4 " * level
-    words = f"Take --strategy hybrid --workers {workers} {per_node}--overlap false"
-    assert words in text
+    per_node = "--transport.ranks_per_node 4 " * level
+    words = f"Take --strategy hybrid --assignment.grad_workers {workers} {per_node}"
+    assert f"{words}--transport.overlap false" in text
     _, *further = json.loads(file.read_text())
     assert len(further) == ((workers, level) != (2, False))
-    label = ", ".join(["hybrid", f"workers={workers}", *["ranks_per_node=4"] * level])
+    label = ", ".join(
+        ["hybrid", f"assignment.grad_workers={workers}", *["transport.ranks_per_node=4"] * level]
+    )
     assert text.count(f"  {label}  ") == len(further)
     played = f"A step is then {1e3 * seconds[workers, level]:.1f} ms"
     assert played in text
@@ -204,12 +218,15 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
             "--model resnet20 --machine v100-edr --ranks 2",
             "only of: resnet101, resnet152, resnet50",
         ),
-        ("--model resnet50 --machine v100-edr --ranks 2 --strategy kfac-lw", "overlap=True needs"),
+        (
+            "--model resnet50 --machine v100-edr --ranks 2 --strategy kfac-lw",
+            "transport.overlap=True needs",
+        ),
         ("--model resnet50 --machine v100-edr --ranks 2 --efficiency 80", "efficiency=80"),
         (
-            "--model resnet50 --machine v100-edr --ranks 8 --strategy krum --overlap=false "
-            "--efficiency 0.8",
-            "efficiency=0.8 compares with a single rank: combine='krum'",
+            "--model resnet50 --machine v100-edr --ranks 8 --strategy krum "
+            "--transport.overlap=false --efficiency 0.8",
+            "efficiency=0.8 compares with a single rank: sync.aggregation='krum'",
         ),
     ],
 )
@@ -236,7 +253,16 @@ def test_ranks_for_an_efficiency(efficiency, ranks, round_machine, capsys):
 
     So 2, 4 and 8 ranks have efficiencies of 36/38, 36/39 and 36/39.5.
     """
-    asked = ["--ranks", "2,8", "--strategy", "sgd", "--overlap", "false", "--batch_per_rank", "12"]
+    asked = [
+        "--ranks",
+        "2,8",
+        "--strategy",
+        "sgd",
+        "--transport.overlap",
+        "false",
+        "--batch_per_rank",
+        "12",
+    ]
     assert advise.main([*round_machine, *asked, "--efficiency", str(efficiency)]) == 0
     text = capsys.readouterr().out.partition("Ranks for an efficiency")[2]
     told = [line.split() for line in text.splitlines() if line.strip()[:1].isdecimal()]
@@ -246,4 +272,4 @@ def test_ranks_for_an_efficiency(efficiency, ranks, round_machine, capsys):
         ["4", "39.0", "0.92"],
         ["8", "39.5", "0.91"],
     ]
-    assert f"Take --optimizer sgd --overlap false on {ranks} rank" in text
+    assert f"Take --optimizer sgd --transport.overlap false on {ranks} rank" in text

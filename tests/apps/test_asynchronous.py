@@ -39,8 +39,12 @@ def runs(tmp_path_factory):
         (2, "one client", (UPDATES, "--resume=auto", "--max_steps=6")),
         (1, "one client", ("--strategy=comm-opt", "--resume=auto")),
         (4, "three clients", (UPDATES, "--checkpoint_every=4")),
-        (4, "two servers", (UPDATES, "--servers=2", "--push_every=2", "--warm_updates=2")),
-        (3, "two ranks", (UPDATES, "--client_ranks=2")),
+        (
+            4,
+            "two servers",
+            (UPDATES, "--sync.servers=2", "--sync.push_interval=2", "--sync.warmup_updates=2"),
+        ),
+        (3, "two ranks", (UPDATES, "--sync.ranks_per_client=2")),
         (2, "averaged", ()),
     ]
     run_each([(n, [*QUICK, *more, f"--run_dir={root / name}"]) for n, name, more in asked], root)
@@ -103,23 +107,29 @@ def test_a_signal_stops_all_clients_after_the_same_step(tmp_path):
 @pytest.mark.slow
 def test_a_mistake_of_clients_ends_all_ranks(tmp_path):
     """Oracle: code and message; the server does not wait for ever."""
-    more = ("--push_every=2", "--optimizer=adamw", f"--run_dir={tmp_path}")
+    more = ("--sync.push_interval=2", "--optimizer=adamw", f"--run_dir={tmp_path}")
     job = launch(3, TRAIN, *PROGRAM, UPDATES, *more)
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
-    assert "push_every=2 needs the optimizer SGD, not AdamW" in line
+    assert "push_interval=2 needs the optimizer SGD, not AdamW" in line
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--servers=3",), "servers=3 must be less than the number of ranks (3)"),
-        (("--optimizer=kfac",), "exchanged=updates needs another optimizer than kfac"),
-        (("--average=0.9",), "average=0.9 needs exchanged=gradients, not updates"),
-        (("--shrink=true",), "shrink=true needs servers=0, not 1"),
-        (("--client_ranks=3",), "client_ranks=3 must divide the number of ranks (2)"),
-        (("--parts=2",), "exchanged='updates' needs parts=None"),
-        (("--strategy=comm-opt", "--servers=2"), "servers=2 needs exchanged='updates'"),
+        (("--sync.servers=3",), "sync.servers=3 must be less than the number of ranks (3)"),
+        (("--optimizer=kfac",), "sync=parameter-server needs another optimizer than kfac"),
+        (("--average=0.9",), "average=0.9 needs sync=synchronous, not parameter-server"),
+        (("--shrink=true",), "shrink=true needs sync=synchronous, not parameter-server"),
+        (
+            ("--sync.ranks_per_client=3",),
+            "sync.ranks_per_client=3 must divide the number of ranks (2)",
+        ),
+        (("--parts=2",), "sync='parameter-server' needs transport.virtual_ranks=None"),
+        (
+            ("--strategy=comm-opt", "--sync.servers=2"),
+            "sync.servers belongs to sync=parameter-server, not to sync=synchronous",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, said):

@@ -29,7 +29,11 @@ OPTIMIZERS = {
     "sgd": ("--optimizer=sgd",),
     "adamw": ("--optimizer=adamw",),
     "kfac": ("--kfac.inv_update_steps=2",),
-    "owner": ("--strategy=mem-opt", "--update=owner", "--colocate_factors=false"),
+    "owner": (
+        "--strategy=mem-opt",
+        "--assignment.shard_optimizer=true",
+        "--assignment.colocate_factors=false",
+    ),
     "quadratic": (
         *(*CODER, "--kfac.length=quadratic"),
         *(f"--{name}={value}" for name, value in PLAIN.items()),

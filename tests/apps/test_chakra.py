@@ -91,12 +91,26 @@ def written(folder, *options, ranks=4):
 
 WAYS = {
     "comm-opt": ["--strategy", "comm-opt"],
-    "hybrid": ["--workers", "2"],
-    "hybrid on nodes": ["--workers", "2", "--ranks_per_node", "2"],
+    "hybrid": ["--assignment", "hybrid-opt", "--assignment.grad_workers", "2"],
+    "hybrid on nodes": [
+        "--assignment",
+        "hybrid-opt",
+        "--assignment.grad_workers",
+        "2",
+        "--transport.ranks_per_node",
+        "2",
+    ],
     "owners": ["--strategy", "sharded-optimizer"],
-    "overlapped": ["--strategy", "spd-kfac", "--workers", "2"],
+    "overlapped": [
+        "--strategy",
+        "spd-kfac",
+        "--assignment",
+        "hybrid-opt",
+        "--assignment.grad_workers",
+        "2",
+    ],
     "shards": ["--strategy", "balanced-shards"],
-    "shards on nodes": ["--strategy", "balanced-shards", "--ranks_per_node", "2"],
+    "shards on nodes": ["--strategy", "balanced-shards", "--transport.ranks_per_node", "2"],
 }
 
 
@@ -178,13 +192,13 @@ def assert_in_order(nodes):
         (["--strategy", "staggered", "--export", "chakra:x"], "stagger=5 has a refresh for each"),
         (
             ["--strategy", "downpour", "--export", "chakra:x"],
-            "exchanged='updates' has steps with and",
+            "sync=parameter-server has steps with and",
         ),
-        (["--strategy", "daso", "--export", "chakra:x"], "exchanged='weights' has steps with and"),
+        (["--strategy", "daso", "--export", "chakra:x"], "sync=daso has steps with and"),
         (["--strategy", "median", "--export", "chakra:x"], "no rule to combine 'reduce gradients'"),
         (["--parts", "2", "--export", "chakra:x"], "Send, Bcast of 'reduce gradients' has no"),
         (
-            ["--gradient_wire", "int8", "--export", "chakra:x"],
+            ["--compression.gradients", "int8", "--export", "chakra:x"],
             "Alltoall, Allgather of 'reduce gradients' has no counterpart in Chakra; take",
         ),
         (

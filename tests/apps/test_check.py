@@ -256,7 +256,7 @@ def test_a_network_by_name_passes(capsys):
     row = next(line for line in text.splitlines() if line.startswith("  mem-opt"))
     plan = models.build("digits_cnn", 10, 1)
     layers, others = mpikfac.layers.covered_shapes(plan)
-    plan = mpikfac.make_plan(layers, 5, mpikfac.Strategy.mem_opt(), others)
+    plan = mpikfac.make_plan(layers, 5, mpikfac.Strategy(mpikfac.MemOpt()), others)
     kept = [sum(plan.memory(rank).values()) / 2**20 for rank in range(5)]
     assert row.split()[1:4] == ["1", f"{min(kept):.2f}", f"{max(kept):.2f}"]
 

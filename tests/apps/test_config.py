@@ -14,7 +14,7 @@ from mpikfac_apps.options import by_epoch, options
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.documents import SYNONYMS, flattened
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import BASIC, PAPERS, Options
+from mpikfac_apps.options.options import BASIC, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.options.strategy import (
     for_machine,
@@ -39,13 +39,16 @@ BAD = {
     "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.factor"),
     "misspelt key": ("--kfac.dampng=1", "unknown key kfac.dampng; did you mean kfac.damping?"),
     "misspelt usual name": ("--lerning_rate=1", "unknown key lerning_rate; did you mean lr?"),
-    "misspelt key of two groups": ("--wrokers=1", "did you mean data.workers or workers?"),
+    "misspelt key of two groups": ("--wrokers=1", "did you mean data.workers?"),
     "abbreviated key": ("--kfac.damp=1", "unknown key kfac.damp; did you mean kfac.damping?"),
     "no option": ("train", "'train' belongs to no option; write --key value"),
     "no value": ("--epochs", "epochs is given without a value; it must be a whole number >= 1"),
     "text for a number": ("--lr=fast", "lr=fast must be a finite number > 0"),
     "fraction for a count": ("--epochs=1.5", "epochs=1.5 must be a whole number >= 1"),
-    "not a bool": ("--colocate_factors=maybe", "colocate_factors=maybe must be true or false"),
+    "not a bool": (
+        "--assignment.colocate_factors=maybe",
+        "colocate_factors=maybe must be true or false",
+    ),
     "not a list": ("--kfac.skip=fc", "kfac.skip=fc must be a list of names"),
     "wrong element": ("--decay_epochs=[1,x]", "decay_epochs=x must be a list of whole numbers"),
     "not a choice": (
@@ -75,7 +78,10 @@ BAD = {
         "kfac.factor_update_steps=(1, 0) must be a whole number >= 1",
     ),
     "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be positive"),
-    "more turns than a plan lists": ("--stagger=1001", "stagger=1001 must be at most 1000"),
+    "more turns than a plan lists": (
+        "--refresh.stagger=1001",
+        "refresh.stagger=1001 must be at most 1000",
+    ),
     "a timer of ages": (
         "--watchdog_timeout=1e9",
         "watchdog_timeout=1000000000.0 must be a finite number > 0",
@@ -84,38 +90,73 @@ BAD = {
     "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
     "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, mob"),
     "workers": (
-        "--strategy=hybrid --workers=4",
-        "workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
+        "--assignment=hybrid-opt --assignment.grad_workers=4",
+        "grad_workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
     ),
     "fraction": (
-        "--strategy=hybrid --fraction=0.4",
-        "fraction=0.4 of 6 ranks is no whole number of workers",
+        "--strategy=hybrid --assignment.grad_worker_fraction=0.4",
+        "grad_worker_fraction=0.4 of 6 ranks is no whole number of workers",
     ),
     "workers and fraction": (
-        "--strategy=hybrid --workers=2 --fraction=0.5",
-        "workers=2 and fraction=0.5: hybrid needs one of both",
+        "--strategy=hybrid --assignment.grad_workers=2 --assignment.grad_worker_fraction=0.5",
+        "assignment.grad_workers=2 and grad_worker_fraction=0.5 exclude each other; "
+        "leave one of them out",
     ),
-    "neither": ("--strategy=hybrid", "workers=None and fraction=None: hybrid needs one of both"),
+    "workers of COMM-OPT": (
+        "--assignment.grad_workers=2",
+        "assignment.grad_workers belongs to assignment=hybrid-opt, not to assignment=comm-opt",
+    ),
+    "settings of another method": (
+        "--sync.rho=0.1",
+        "sync.rho belongs to sync=parle, not to sync=synchronous",
+    ),
+    "settings of a rule that the method has not": (
+        "--sync=parle --sync.aggregation.num_byzantine=1",
+        "sync.aggregation.num_byzantine belongs to sync=synchronous, local-sgd or diloco, not to "
+        "sync=parle",
+    ),
+    "settings of another rule": (
+        "--sync.aggregation.num_byzantine=1",
+        "sync.aggregation.num_byzantine belongs to sync.aggregation=trimmed-mean or krum, not to "
+        "sync.aggregation=mean",
+    ),
+    "misspelt setting": (
+        "--sync=parle --sync.rhoo=0.1",
+        "unknown key sync.rhoo; did you mean sync.rho?",
+    ),
+    "misspelt method": (
+        "--sync=parlé",
+        "sync=parlé must be one of synchronous, local-sgd, diloco, daso, lsgd, parle, "
+        "parameter-server, FILE.py:CLASS; did you mean parle?",
+    ),
+    "bad setting": (
+        "--sync=local-sgd --sync.sync_every=1",
+        "sync.sync_every=1 must be a whole number of at least 2",
+    ),
+    "a sum of a rank's factors": (
+        "--compression.factors=top-k",
+        "compression.factors=TopK() must be BFloat16(), Int8() or None",
+    ),
     "ranks per node": (
-        "--ranks_per_node=4",
+        "--transport.ranks_per_node=4",
         "ranks_per_node=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
     ),
     "sums everywhere": (
-        "--sums=alltoall",
-        "sums='alltoall' needs reduction='owners' or update='owner', not",
+        "--transport.owner_sums=alltoall",
+        "transport.owner_sums='alltoall' needs assignment.factor_reduction='reduce_scatter' or ",
     ),
-    "workers of any strategy": ("--workers=4", "workers=4 must divide the number of ranks"),
     "choices of auto": (
-        "--strategy=auto --machine=v100-edr --delay=1",
-        "strategy=auto needs machine, and none of its own choices; machine is v100-edr, choices",
+        "--strategy=auto --machine=v100-edr --refresh.staleness=1",
+        "strategy=auto needs machine, and none of its own choices; machine is v100-edr, choices "
+        "are refresh.staleness",
     ),
     "nobody trains": (
-        "--strategy=curvature-servers --curvature_servers=6",
-        "curvature_servers=6 must be less than the number of ranks (6)",
+        "--strategy=curvature-servers --refresh.servers=6",
+        "refresh.servers=6 must be less than the number of ranks (6)",
     ),
     "no time for curvature servers": (
-        "--curvature_servers=2",
-        "curvature_servers=2 needs delay >= 1, not 0",
+        "--refresh=curvature-servers --refresh.staleness=0 --batch=10",
+        "refresh.staleness=0 must be a whole number of at least 1",
     ),
     "batch of training ranks": (
         "--strategy=curvature-servers",
@@ -127,7 +168,7 @@ BAD = {
     ),
     "shrinking with curvature servers": (
         "--strategy=curvature-servers --batch=60 --shrink=true",
-        "shrink=true needs curvature_servers=0, not 1",
+        "shrink=true needs refresh=owners, not curvature-servers",
     ),
     "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
     "a batch by epoch of ranks": (
@@ -218,7 +259,8 @@ BAD = {
     ),
     "frozen layers on curvature servers": (
         "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
-        "frozen_epochs=2 needs curvature_servers=0, not 1: the ranks know the layers of the start",
+        "frozen_epochs=2 needs refresh=owners, not curvature-servers: the ranks know the layers of "
+        "the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",
@@ -230,7 +272,7 @@ BAD = {
     ),
     "frozen layers of copies": (
         "--frozen_epochs=2 --strategy=local-sgd --optimizer=sgd",
-        "frozen_epochs=2 needs exchanged=gradients, not weights: ranks hold different copies",
+        "frozen_epochs=2 needs sync=synchronous, not local-sgd: ranks hold different copies",
     ),
     "mixed labels of pixels": (
         "--model=autoencoder_small --data.mixup=0.2",
@@ -278,23 +320,23 @@ BAD = {
     "unused factor": ("--decay_factor=0.5", "decay_factor=0.5 needs schedule=step, not linear"),
     "average of copies": (
         "--average=0.9 --strategy=local-sgd",
-        "average=0.9 needs exchanged=gradients, not weights: ranks hold different copies",
+        "average=0.9 needs sync=synchronous, not local-sgd: ranks hold different copies",
     ),
     "ranks lost with copies": (
-        "--shrink=true --exchanged=weights --sync_every=2 --optimizer=sgd",
-        "shrink=true needs exchanged=gradients, not weights: ranks hold different copies",
+        "--shrink=true --sync=local-sgd --sync.sync_every=2 --optimizer=sgd",
+        "shrink=true needs sync=synchronous, not local-sgd: ranks hold different copies",
     ),
     "chosen for a baseline": (
         "--optimizer=sgd --strategy=auto --machine=a100-hdr",
         "strategy=auto needs optimizer=kfac, not sgd",
     ),
     "unused share": (
-        "--gradient_wire=int8 --top_share=0.1",
-        "top_share=0.1 needs gradient_wire=top-k, not int8",
+        "--compression.gradients=int8 --compression.gradients.ratio=0.1",
+        "compression.gradients.ratio belongs to compression.gradients=top-k, not to ",
     ),
     "shares of an interval": (
         "--strategy=staggered --kfac.inv_update_steps=4",
-        "inv_update_steps=4 must be a multiple of stagger=5",
+        "inv_update_steps=4 must be a multiple of refresh.stagger=5",
     ),
     "long warm-up": ("--warmup_epochs=10", "warmup_epochs=10.0 must be less than epochs=10"),
     "resume": (
@@ -497,18 +539,19 @@ def test_names_in_help_are_the_names_of_the_tables():
 
 
 def test_help_has_a_heading_for_each_kind_of_choice(capsys):
-    """Oracle: a few options by hand; the choices that only papers need stand apart."""
+    """Oracle: a few options by hand."""
     with pytest.raises(SystemExit):
-        parse(["--help_all"], 1)
+        parse(["--strategy=dgc", "--sync=parle", "--help_all"], 1)
     sections, heading = {}, ""
     for line in capsys.readouterr().out.splitlines():
         if re.match(r"\S.*:$", line):
             heading = line
         if key := re.match(r"  --([\w.]+)", line):
             sections[key[1]] = heading
-    expected = {"lr": "learning rate", "kfac.damping": "K-FAC: damping", "delay": "refresh"}
-    expected |= {"gradient_wire": "compression", "sync_every": "exchange:", "data.path": "data"}
-    expected |= dict.fromkeys(("num_byzantine", "anchor_pull", "outer_lr", "servers"), PAPERS)
+    expected = {"lr": "learning rate", "kfac.damping": "K-FAC: damping", "data.path": "data"}
+    expected |= {"sync": "strategy", "sync.rho": "sync=parle: ", "refresh.staleness": "owners: "}
+    expected |= {"compression.gradients": "How numbers are encoded"}
+    expected |= {"compression.gradients.ratio": "gradients=top-k: "}
     assert {key: words in sections[key] for key, words in expected.items()} == dict.fromkeys(
         expected, True
     )
@@ -518,23 +561,26 @@ def test_help_has_a_heading_for_each_kind_of_choice(capsys):
 def test_help_has_two_lengths_and_names_every_option_and_model(capsys):
     """Oracle: the fields of the options, the basic options, the keys of `MODELS`."""
     brief, text = shown(capsys, "--help")
-    assert brief - {"config", "print_config", "help_all"} == set(BASIC)
+    shown_keys = {key.removesuffix(".type") for key in BASIC}
+    assert brief - {"config", "print_config", "help_all"} == shown_keys
     names = r"digits_cnn|airbench94|resnet\d+|\w+_small|autoencoder\b|segmenter3d"
     assert set(re.findall(names, text)) == set(MODELS)
     whole, text = shown(capsys, "--help_all")
-    assert whole - {"config", "print_config"} == {leaf.key for leaf in leaves(Options)}
+    assert whole - {"config", "print_config"} == {leaf.name for leaf in leaves(Options)}
     assert " ".join(text.split()).count("default: ") == len(leaves(Options))
 
 
 def test_a_printed_configuration_is_a_file_of_all_options(capsys, tmp_path):
     """Oracle: the fields of the options, and the options that were given."""
     with pytest.raises(SystemExit):
-        parse(["--batch=12", "--delay=2", "--print_config"], RANKS)
+        parse(["--batch=12", "--refresh.staleness=2", "--print_config"], RANKS)
     text = capsys.readouterr().out
     assert set(flattened(yaml.safe_load(text))) == {leaf.key for leaf in leaves(Options)}
     file = tmp_path / "printed.yaml"
     file.write_text(text)
-    assert parse([f"--config={file}"], RANKS) == parse(["--batch=12", "--delay=2"], RANKS)
+    assert parse([f"--config={file}"], RANKS) == parse(
+        ["--batch=12", "--refresh.staleness=2"], RANKS
+    )
 
 
 @pytest.mark.parametrize(
@@ -542,15 +588,17 @@ def test_a_printed_configuration_is_a_file_of_all_options(capsys, tmp_path):
     [
         ("", 4),
         ("--strategy=mem-opt", 1),
-        ("--strategy=hybrid --workers=2", 2),
-        ("--strategy=hybrid --fraction=0.5", 2),
+        ("--strategy=hybrid", 2),
+        ("--strategy=hybrid --assignment.grad_workers=1", 1),
+        ("--strategy=hybrid --assignment.grad_worker_fraction=0.25", 1),
+        ("--assignment=hybrid-opt --assignment.grad_workers=2", 2),
     ],
 )
 def test_strategies_by_name(given, workers):
     """Oracle: workers of 4 ranks by every strategy's definition."""
-    options = parse(["--batch=4", "--update=owner", *given.split()], ranks=4)
+    options = parse(["--batch=4", "--assignment.shard_optimizer=true", *given.split()], ranks=4)
     strategy, _ = make_strategy(options.distribution, options.kfac, 4)
-    assert (strategy.workers, strategy.update) == (workers, "owner")
+    assert strategy.assignment.workers(4) == workers and strategy.assignment.shard_optimizer
 
 
 def test_a_machine_does_not_overrule_what_is_asked():
@@ -564,18 +612,19 @@ def test_a_machine_does_not_overrule_what_is_asked():
         return for_machine(options, shapes, 4, strategy, settings)[1]
 
     tuned = chosen()
-    assert isinstance(tuned.transport.fusion, tuple) and tuned.replicate_below not in (0, 100)
-    mine = chosen("--fusion=[7]", "--replicate_below=100")
-    assert (mine.transport.fusion, mine.replicate_below) == (7, 100)
+    assert isinstance(tuned.transport.fusion, tuple)
+    assert tuned.assignment.replicate_below not in (0, 100)
+    mine = chosen("--transport.fusion=7", "--assignment.replicate_below=100")
+    assert (mine.transport.fusion, mine.assignment.replicate_below) == (7, 100)
 
 
 def test_a_resolved_configuration_starts_the_same_run(tmp_path):
     """Oracle: the same strategy and options; of the choices of a strategy, no number is null."""
-    given = parse(["--batch_per_rank=2", "--overlap=true", "--fusion=[3]"], RANKS)
+    given = parse(["--batch_per_rank=2", "--transport.overlap=true", "--transport.fusion=3"], RANKS)
     values = resolved(given, RANKS)
     assert (values["batch"], values["batch_per_rank"]) == (12, None)
     assert values["kfac"]["solver"] == "inverse"
-    assert (values["delay"], values["stagger"]) == (0, 1)
+    assert values["refresh"] == {"type": "owners", "staleness": 0, "stagger": 1, "tolerance": 0.0}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(values))
     again = parse([f"--config={file}"], RANKS)
@@ -588,7 +637,7 @@ def test_a_resolved_configuration_starts_the_same_run(tmp_path):
 @pytest.mark.parametrize("name", mpikfac.plan.NAMED)
 def test_every_strategy_is_resolved_to_itself(name):
     """Oracle: the strategy by its name."""
-    more = {"hybrid": ["--workers=2"], "downpour": ["--optimizer=sgd"]}
+    more = {"downpour": ["--optimizer=sgd"]}
     asked = (f"--strategy={name}", *more.get(name, []))
     given = parse(["--batch=60", *asked], RANKS)
     training = training_ranks(given, RANKS)

@@ -16,9 +16,10 @@ from support.pace import paced
 FAULTY = str(PROGRAMS / "faulty.py")
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
-    *("--delay=2", "--kfac.inv_update_steps=3"),
+    *("--refresh.staleness=2", "--kfac.inv_update_steps=3"),
 )
-ONE, TWO = ((*OPTIONS, f"--curvature_servers={number}") for number in (1, 2))
+SERVED = (*OPTIONS, "--refresh=curvature-servers")
+ONE, TWO = ((*SERVED, f"--refresh.servers={number}") for number in (1, 2))
 OF_A_START = {"run/seconds", "run/metrics_bytes", "run/data"}
 pytestmark = pytest.mark.slow
 

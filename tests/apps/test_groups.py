@@ -203,8 +203,8 @@ def test_another_number_of_groups_is_refused(runs):
         (["--groups=2", "--shrink=true"], "groups=2 needs shrink=false, not true: ranks that are"),
         (["--groups=2", "--patience=2"], "groups=2 needs patience=null, not 2: groups end"),
         (
-            ["--groups=2", "--exchanged=weights", "--optimizer=sgd"],
-            "groups=2 needs exchanged=gradients, not weights: a group has one model",
+            ["--groups=2", "--sync=local-sgd", "--optimizer=sgd"],
+            "groups=2 needs sync=synchronous, not local-sgd: a group has one model",
         ),
         (
             ["--groups=2", "--kfac.damping_adapt=5"],
@@ -225,8 +225,8 @@ def test_another_number_of_groups_is_refused(runs):
             "groups=2 needs a model of classes, not model=autoencoder",
         ),
         (
-            ["--groups=2", "--curvature_servers=1", "--delay=1"],
-            "groups=2 needs curvature_servers=0, not 1",
+            ["--groups=2", "--refresh=curvature-servers"],
+            "groups=2 needs refresh=owners, not curvature-servers",
         ),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_plan_is_the_plan_of_the_run(file):
     module = models.build(f"{file}:told", 10, 1)
     covers = models.network(f"{file}:told").covers
     shapes = mpikfac.layers.covered_shapes(module, mpikfac.Coverage(covers=covers))
-    expected = mpikfac.make_plan(shapes[0], 2, mpikfac.Strategy.comm_opt(2), shapes[1])
+    expected = mpikfac.make_plan(shapes[0], 2, mpikfac.Strategy(), shapes[1])
     assert plan_of(options, 2).digest() == expected.digest()
 
 
@@ -526,7 +526,7 @@ def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
     [
         ("--accumulate=7", "accumulate=7 must divide the 120 images of a rank's share of batch"),
         ("--accumulate=2 --parts=2", "accumulate=2 needs parts=null, not 2"),
-        ("--accumulate=2 --overlap", "accumulate=2 needs overlap=false"),
+        ("--accumulate=2 --transport.overlap", "accumulate=2 needs transport.overlap=false"),
         (
             "--autocast=bfloat16 --kfac.length=quadratic --schedule=constant --momentum=0 "
             "--weight_decay=0",

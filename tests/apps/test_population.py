@@ -128,7 +128,7 @@ def test_distances_are_shares_of_the_norms():
     [
         ([], 6, r"population.members=4 must divide the number of ranks \(6\), or be at least as"),
         (["--population.members=1"], 1, "population.members=1 must be a whole number >= 2"),
-        (["--exchanged=weights"], 2, "a population needs exchanged=gradients, not weights"),
+        (["--sync=local-sgd"], 2, "a population needs sync=synchronous, not local-sgd"),
         (["--kfac.damping=1 until 3, 2"], 1, "a population needs a single damping, not 1"),
         (["--model=airbench94", "--data.name=cifar10"], 1, "another model, not airbench94"),
         (

@@ -168,7 +168,7 @@ def test_bytes_are_those_of_the_plan(asked):
     found = results.read(wanted, place)
     comm_opt = the(found, "comm-opt on 2 ranks")
     layers, others = mpikfac.layers.covered_shapes(models.build("digits_cnn", 10, 1))
-    plan = mpikfac.make_plan(layers, 2, mpikfac.Strategy.comm_opt(2), others)
+    plan = mpikfac.make_plan(layers, 2, mpikfac.Strategy(), others)
     sums = [
         sum(message.bytes for message in plan.messages(rank, True, refresh))
         for rank in (0, 1)
@@ -325,7 +325,7 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
         fill(tmp_path, cell, steps=range(2, 52))
     found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
     layers, others = mpikfac.layers.covered_shapes(models.build("resnet50", 10, 3))
-    plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy.mem_opt(), others)
+    plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy(mpikfac.MemOpt()), others)
     job = mpikfac.predict.Job("resnet50", 32)
     machine = mpikfac.predict.load_machine("v100-edr")
     expected = mpikfac.predict.simulate(plan, machine, job).mean.seconds

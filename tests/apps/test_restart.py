@@ -25,32 +25,44 @@ QUICK = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
     "--kfac.inv_update_steps=2",
 )
-DELAY = ("--delay=1",)
-COPIES = ("--exchanged=weights", f"--sync_every={STOP}")
-OWNERS = ("--strategy=mem-opt", "--reduction=owners")
+DELAY = ("--refresh.staleness=1",)
+COPIES = ("--sync=local-sgd", f"--sync.sync_every={STOP}")
+OWNERS = ("--strategy=mem-opt", "--assignment.factor_reduction=reduce_scatter")
 STRATEGIES = {
     "sgd": ("--optimizer=sgd",),
     "delay": DELAY,
     "eigen": ("--kfac.solver=eigen", "--kfac.inv_update_steps=3"),
     "low rank": ("--kfac.solver=eigen", "--kfac.rank=8", "--kfac.inv_update_steps=3", *DELAY),
     "owners": (*OWNERS, *DELAY),
-    "owner updates": ("--update=owner", "--colocate_factors=false"),
+    "owner updates": ("--assignment.shard_optimizer=true", "--assignment.colocate_factors=false"),
     "copies": ("--optimizer=sgd", *COPIES),
     "copies with K-FAC": COPIES,
-    "own batch": ("--strategy=mem-opt", "--reduction=none"),
+    "own batch": ("--strategy=mem-opt", "--assignment.factor_reduction=local"),
 }
 # A network whose numbers do not depend on the ranks, except for rounding; a placement per ranks.
 # A resumed run keeps the placement before, so a run names all its choices.
-MOVED = (
-    *("--model=plain", *DELAY, "--strategy=comm-opt", "--workers=null", "--reduction=null"),
-    *("--update=null", "--colocate_factors=null"),
-)
+MOVED = (*("--model=plain", *DELAY),)
 PLACEMENTS = {
-    1: (),
-    2: OWNERS,
-    3: ("--update=owner", "--colocate_factors=false"),
-    4: ("--strategy=hybrid", "--workers=2", "--reduction=owners"),
-    8: ("--strategy=hybrid", "--workers=4"),
+    1: (
+        *("--assignment=comm-opt", "--assignment.shard_optimizer=false"),
+        "--assignment.colocate_factors=true",
+    ),
+    2: ("--assignment=mem-opt", "--assignment.factor_reduction=reduce_scatter"),
+    3: (
+        "--assignment=comm-opt",
+        "--assignment.shard_optimizer=true",
+        "--assignment.colocate_factors=false",
+    ),
+    4: (
+        "--assignment=hybrid-opt",
+        "--assignment.grad_workers=2",
+        "--assignment.factor_reduction=reduce_scatter",
+    ),
+    8: (
+        "--assignment=hybrid-opt",
+        "--assignment.grad_workers=4",
+        "--assignment.factor_reduction=allreduce",
+    ),
 }
 # A network that depends on the ranks, unless the batch comes in parts: runs on these ranks.
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)

@@ -76,19 +76,19 @@ def test_strategies_with_the_numbers_of_one_process_are_searched():
     [
         ("", 3 * 2 * 3, "hybrid"),
         ("", 2 * 3, "comm-opt"),
-        ("--workers=2", 2 * 3, "hybrid"),
-        ("--fraction=0.5", 2 * 3, "hybrid"),
-        ("--ranks_per_node=2", 3, "comm-opt"),
-        ("--gradient_wire=int8", 2, "comm-opt"),
+        ("--assignment.grad_workers=2", 2 * 3, "hybrid"),
+        ("--assignment.grad_worker_fraction=0.5", 2 * 3, "hybrid"),
+        ("--transport.ranks_per_node=2", 3, "comm-opt"),
+        ("--compression.gradients=int8", 2, "comm-opt"),
     ],
 )
 def test_a_variant_changes_what_the_options_leave_open(given, count, name):
     """Oracle: by hand: 16 ranks have 2, 4 or 8 workers between the ends, on nodes of 4 ranks."""
-    options = SIMULATE.read([*ASK, "--ranks=16", *given.split()])
+    options = SIMULATE.read([*ASK, "--ranks=16", f"--strategy={name}", *given.split()])
     machine = mpikfac.predict.load_machine("v100-edr")
     found = [*search.changes(options, name, 16, machine, search.WIRES)]
     assert len(found) == len({str(one) for one in found}) == count
-    assert not any(change.keys() & options.distribution.change.keys() for _, change in found)
+    assert not any(change.keys() & options.change.keys() for _, change in found)
     alone = replace(machine, between=None)
     assert not any("per_node" in str(one) for one in search.changes(options, name, 16, alone, {}))
 
@@ -99,8 +99,8 @@ def test_costs_are_the_librarys_for_every_interval():
     asked = [
         "--ranks=16",
         "--strategy=mem-opt,deferred-sharded",
-        "--ranks_per_node=4",
-        "--stagger=2",
+        "--transport.ranks_per_node=4",
+        "--refresh.stagger=2",
     ]
     options = SIMULATE.read([*ASK, *asked, "--factor_update_steps=10", "--inv_update_steps=40"])
     rows = [row for row in search.search(options, machine) if not row["wires"]]
@@ -108,7 +108,12 @@ def test_costs_are_the_librarys_for_every_interval():
     assert {(row["factor_update_steps"], row["inv_update_steps"]) for row in rows} == intervals
     layers, others = models.shapes_of("resnet50")
     for row in rows:
-        strategy, _ = mpikfac.get_strategy(row["strategy"], 16, ranks_per_node=4, stagger=2)
+        strategy, _ = mpikfac.get_strategy(row["strategy"])
+        strategy = replace(
+            strategy,
+            refresh=mpikfac.Refresh(stagger=2),
+            transport=replace(strategy.transport, ranks_per_node=4),
+        )
         plan = mpikfac.make_plan(layers, 16, strategy, others)
         job = Job(
             "resnet50", 32, row["factor_update_steps"], row["inv_update_steps"], momentum=True
@@ -214,7 +219,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
         ("--search --strategy=hybrid --ranks=7", "hybrid needs a divisor of the ranks above 1"),
         ("--search --strategy=spd-kfac --parts=4", "unknown key parts"),
         ("--search --model=resnet20", "only of: resnet101, resnet152, resnet50"),
-        ("--search --strategy=kfac-lw --overlap", "overlap=True needs"),
+        ("--search --strategy=kfac-lw --transport.overlap", "overlap=True needs"),
     ],
 )
 def test_bad_arguments_of_a_search_are_one_line(arguments, told, capsys):

@@ -26,7 +26,12 @@ UNUSUAL = (
         "--kfac.solver=eigen",
         "--kfac.inv_update_steps=2",
     ),
-    *("--kfac.relative_damping=0.2", "--kfac.decay=0.9", "--label_smoothing=0.1", "--delay=1"),
+    *(
+        "--kfac.relative_damping=0.2",
+        "--kfac.decay=0.9",
+        "--label_smoothing=0.1",
+        "--refresh.staleness=1",
+    ),
     *("--schedule=step", "--decay_epochs=[2]", "--data.test_images=100", "--weight_decay=0.01"),
     *("--momentum=0.8", "--checkpoint_every=3", "--eval_steps=2"),
 )

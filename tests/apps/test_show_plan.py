@@ -25,7 +25,21 @@ def words(text: str, line: str) -> list[str]:
 
 def test_numbers_are_those_of_hand_counts(capsys):
     """Oracle: ResNet-20's gradients and factors counted by hand from the network's layer shapes."""
-    assert main(["--model", "resnet20", "--ranks", "4", "--workers", "2"]) == 0
+    assert (
+        main(
+            [
+                "--model",
+                "resnet20",
+                "--ranks",
+                "4",
+                "--assignment",
+                "hybrid-opt",
+                "--assignment.grad_workers",
+                "2",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     orders = [(27, 16), *[(144, 16)] * 6, (144, 32), *[(288, 32)] * 5]
     orders += [(288, 64), *[(576, 64)] * 5, (65, 10)]
@@ -52,7 +66,22 @@ def test_memory_of_lengths_is_printed(choices, averages, momenta, capsys):
 
     Momentum of gradients keeps two more numbers.
     """
-    assert main(["--model", "resnet20", "--ranks", "2", "--workers", "2", *choices]) == 0
+    assert (
+        main(
+            [
+                "--model",
+                "resnet20",
+                "--ranks",
+                "2",
+                "--assignment",
+                "hybrid-opt",
+                "--assignment.grad_workers",
+                "2",
+                *choices,
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     layers, uncovered = shapes_of("resnet20")
     sizes = [math.prod(layer.gradient) for layer in layers]
@@ -65,7 +94,7 @@ def test_memory_of_lengths_is_printed(choices, averages, momenta, capsys):
 
 def test_a_solver_without_factors_has_one_kind_of_step(capsys):
     """Oracle: by hand: ResNet-20 has 20 layers; Muon's ranks send gradients and directions."""
-    assert main(["--model=resnet20", "--ranks=4", "--solver=muon", "--workers=1"]) == 0
+    assert main(["--model=resnet20", "--ranks=4", "--solver=muon", "--strategy=mem-opt"]) == 0
     text = capsys.readouterr().out
     owners = text.partition("Layers without factors")[2].partition("Load")[0]
     assert len(re.findall(r"\b(?:layer\d\S+|conv1|fc) c[0-3]\b", owners)) == 20
@@ -78,17 +107,33 @@ def test_a_solver_without_factors_has_one_kind_of_step(capsys):
 @pytest.mark.parametrize(("model", "layers"), [("resnet56", 56), ("resnet152", 156)])
 def test_every_layer_is_listed_once(model, layers, capsys):
     """Oracle: every network's layers in its paper, shortcuts included; the second list is brief."""
-    main(["--model", model, "--ranks", "8", "--workers", "8"])
+    main(
+        [
+            "--model",
+            model,
+            "--ranks",
+            "8",
+            "--assignment",
+            "hybrid-opt",
+            "--assignment.grad_workers",
+            "8",
+        ]
+    )
     owners = capsys.readouterr().out.partition("Owners")[2].partition("Load")[0]
     assert len(re.findall(r"\b(?:layer\d\S+|conv1|fc)(?= )", owners)) == layers
 
 
 @pytest.mark.parametrize(
-    "choice", ["--workers=64", "--strategy=deferred-sharded", "--workers=16384"]
+    "choice",
+    [
+        "--assignment=hybrid-opt --assignment.grad_workers=64",
+        "--strategy=deferred-sharded",
+        "--strategy=comm-opt",
+    ],
 )
 def test_a_large_job_is_planned_in_seconds(choice, capsys):
     """Oracle: of 16,384 ranks, a sample of the ranks is used, and the text names the sample."""
-    assert main(["--model", "resnet50", "--ranks", "16384", choice]) == 0
+    assert main(["--model", "resnet50", "--ranks", "16384", *choice.split()]) == 0
     assert "among 16384 ranks" in capsys.readouterr().out
 
 
@@ -99,7 +144,21 @@ def test_one_rank_sends_nothing(capsys):
 
 def test_collectives_are_told_apart_where_some_columns_have_no_layers(capsys):
     """Oracle: stages of `KFAC.step`; 8 columns share 4 layers, hence 4 columns publish no bases."""
-    assert main(["--model", "digits_cnn", "--ranks", "16", "--workers", "2"]) == 0
+    assert (
+        main(
+            [
+                "--model",
+                "digits_cnn",
+                "--ranks",
+                "16",
+                "--assignment",
+                "hybrid-opt",
+                "--assignment.grad_workers",
+                "2",
+            ]
+        )
+        == 0
+    )
     step = capsys.readouterr().out.partition("Step with new factors and bases")[2]
     stages = ["reduce statistics", "publish bases", "reduce gradients", "publish gradients"]
     assert re.findall(r"^  ([a-z]+ [a-z]+) ", step, re.MULTILINE) == stages
@@ -108,7 +167,7 @@ def test_collectives_are_told_apart_where_some_columns_have_no_layers(capsys):
 
 def test_messages_of_two_levels_are_listed_by_kind(capsys):
     """Oracle: 16 ranks on 4 nodes, by hand; shards are a quarter, and so are nodes of the world."""
-    options = ["--model", "digits_cnn", "--ranks", "16", "--ranks_per_node", "4"]
+    options = ["--model", "digits_cnn", "--ranks", "16", "--transport.ranks_per_node", "4"]
     assert main(options) == 0
     step = capsys.readouterr().out.partition("Ordinary step")[2].partition("Step with")[0]
     rows = [line.rsplit(maxsplit=5) for line in step.splitlines() if "reduce gradients" in line]
@@ -123,7 +182,7 @@ def test_messages_of_two_levels_are_listed_by_kind(capsys):
 
 def test_compressed_messages_of_two_levels_are_listed_by_kind(capsys):
     """Oracle: matrices stay whole, so some of 4 ranks of a node may send nothing to other nodes."""
-    options = ["--model", "digits_cnn", "--ranks", "8", "--ranks_per_node", "4"]
+    options = ["--model", "digits_cnn", "--ranks", "8", "--transport.ranks_per_node", "4"]
     assert main([*options, "--strategy", "power-sgd"]) == 0
     found = capsys.readouterr().out
     step = found.partition("Ordinary step")[2].partition("Step with")[0]
@@ -148,10 +207,10 @@ def test_messages_to_a_curvature_rank_are_listed(capsys):
     assert words(text, "receive bases")[:4] == ["receive", "bases", "Recv", "curvature"]
 
 
-@pytest.mark.parametrize("update", ["everyone", "owner"])
-def test_a_plan_without_layers_is_that_of_data_parallelism(update, capsys):
+@pytest.mark.parametrize("shards", ["false", "true"])
+def test_a_plan_without_layers_is_that_of_data_parallelism(shards, capsys):
     """Oracle: the network's 38,330 parameters, and 96 numbers of BatchNorm's statistics."""
-    options = ["--model", "digits_cnn", "--ranks", "2", "--update", update]
+    options = ["--model", "digits_cnn", "--ranks", "2", "--assignment.shard_optimizer", shards]
     assert main([*options, "--skip", '["0","3","8","10"]']) == 0
     text = capsys.readouterr().out
     assert "No layer is covered by K-FAC" in text
@@ -189,7 +248,7 @@ def test_a_model_of_ones_own_is_planned(tmp_path, capsys, more, layers):
     coverage = mpikfac.Coverage(covers=place.get("COVERS", mpikfac.KINDS))
     found, others = mpikfac.layers.covered_shapes(place["build"](), coverage)
     assert len(found) == layers and found[0].name == ("0" if more else "2")
-    plan = mpikfac.make_plan(found, 2, mpikfac.Strategy.comm_opt(2), others)
+    plan = mpikfac.make_plan(found, 2, mpikfac.Strategy(), others)
     assert f"plan {plan.digest()}" in text and text.startswith(f"{file}:build on 2 ranks")
 
 
@@ -242,10 +301,13 @@ def test_mpi_is_not_imported():
     ("arguments", "told"),
     [
         ("--model resnet5 --ranks 2", "resnet20"),
-        ("--model resnet20 --ranks 6 --workers 4", "[1, 2, 3, 6]"),
+        (
+            "--model resnet20 --ranks 6 --assignment hybrid-opt --assignment.grad_workers 4",
+            "[1, 2, 3, 6]",
+        ),
         ("--model resnet20 --ranks 0", "must be a whole number >= 1"),
         ("--model resnet20 --ranks x", "whole number"),
-        ("--model resnet20 --ranks 2 --reduction all", "everyone"),
+        ("--model resnet20 --ranks 2 --assignment.factor_reduction all", "allreduce"),
         ("--model resnet20 --ranks 2 --depth 3", "unknown key depth"),
         ("--model resnet20 --ranks 2 --skip nothing", "nothing"),
         ("--ranks 2", "--model"),
@@ -262,7 +324,9 @@ def test_sampled_ranks_include_the_most_loaded_one():
     """Oracle: the loads of all ranks; small jobs are sampled completely."""
     layers = [mpikfac.LayerShape(f"l{i}", 10 + i, 10) for i in range(600)]
     layers += [mpikfac.LayerShape("large", 21, 611)]
-    plan = mpikfac.make_plan(layers, 400, mpikfac.Strategy.mem_opt(balance="memory"))
+    plan = mpikfac.make_plan(
+        layers, 400, mpikfac.Strategy(mpikfac.MemOpt(assignment_strategy="memory"))
+    )
     busiest = max(range(400), key=plan.load)
     assert busiest == most_loaded(plan)
     assert busiest in looked_at(plan)
@@ -272,20 +336,29 @@ def test_sampled_ranks_include_the_most_loaded_one():
 @pytest.mark.parametrize("columns", [7, 8, 64, 65])
 def test_sampled_ranks_are_of_many_columns(columns):
     """Oracle: columns; least, median and most would lack columns outside of the sample."""
-    plan = mpikfac.make_plan([], 64 * columns, mpikfac.Strategy.hybrid(64 * columns, workers=64))
+    plan = mpikfac.make_plan([], 64 * columns, mpikfac.Strategy(mpikfac.HybridOpt(grad_workers=64)))
     met = {plan.grid.position(rank)[1] for rank in looked_at(plan)}
     assert len(met) > columns / 2
 
 
 def test_exchanges_of_weights_are_told_apart_from_other_steps(capsys):
     """Oracle: by hand: the weights travel in the place of the gradients."""
-    options = ["--model", "digits_cnn", "--ranks", "4", "--workers", "4"]
-    assert main([*options, "--exchanged", "weights", "--sync_every", "8"]) == 0
+    options = [
+        "--model",
+        "digits_cnn",
+        "--ranks",
+        "4",
+        "--assignment",
+        "hybrid-opt",
+        "--assignment.grad_workers",
+        "4",
+    ]
+    assert main([*options, "--sync", "local-sgd", "--sync.sync_every", "8"]) == 0
     text = capsys.readouterr().out
     assert "exchange weights: after every 8 steps; other steps send no gradients" in text
     assert "reduce gradients" not in text and "in node" not in text
-    options += ["--exchanged=weights", "--sync_every=8", "--merge=leader"]
-    assert main([*options, "--ranks_per_node=2", "--node_every=2"]) == 0
+    options += ["--sync=lsgd", "--sync.sync_every=8"]
+    assert main([*options, "--transport.ranks_per_node=2", "--sync.local_sync_every=2"]) == 0
     assert "exchange weights in node: after every 2 steps" in capsys.readouterr().out
 
 
@@ -301,7 +374,7 @@ def test_low_rank_is_planned(capsys):
 def test_blocks_norms_and_messages_beside_are_planned(capsys):
     """Oracle: by hand: 576 inputs in blocks of 300 at most; 16 units of two numbers; 39 layers."""
     options = ["--model", "resnet20", "--ranks", "2", "--norms", "--largest", "300"]
-    assert main([*options, "--overlap", "--fusion", "1"]) == 0
+    assert main([*options, "--transport.overlap", "--transport.fusion", "1"]) == 0
     text = capsys.readouterr().out
     assert words(text, "layer3.1.conv1")[1:3] == ["288+288", "64"]
     assert words(text, "bn1")[1:5] == ["16", "x", "2", "-"]

@@ -22,8 +22,12 @@ QUICK = (
 )
 STEPS = 18
 UNEVEN = "--batch=63"  # of 3 ranks, but not of 2
-OWNERS = ("--strategy=mem-opt", "--reduction=owners", "--checkpoint_every=4")
-OWNER_UPDATES = ("--update=owner", "--checkpoint_every=4")
+OWNERS = (
+    "--strategy=mem-opt",
+    "--assignment.factor_reduction=reduce_scatter",
+    "--checkpoint_every=4",
+)
+OWNER_UPDATES = ("--assignment.shard_optimizer=true", "--checkpoint_every=4")
 
 
 def open_mpi_5():

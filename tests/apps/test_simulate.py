@@ -45,7 +45,7 @@ def test_numbers_are_the_librarys(capsys, tmp_path):
     ]
     assert simulate.main([*ASK, *asked, "--stragglers", "0.1", "--json", str(file)]) == 0
     layers, others = models.shapes_of("resnet50")
-    plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy.mem_opt(), others)
+    plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy(mpikfac.MemOpt()), others)
     machine = mpikfac.predict.load_machine("v100-edr")
     job = mpikfac.predict.Job("resnet50", 32, 5, 20, 0.1, momentum=True)
     found = mpikfac.predict.simulate(plan, machine, job)
@@ -75,7 +75,7 @@ def test_a_model_of_ones_own_is_predicted_once_it_is_measured(capsys, tmp_path):
     machine = mpikfac.predict.load_machine(str(tmp_path / "machine.json"))
     job = mpikfac.predict.Job(name, 32, momentum=True)
     strategy = mpikfac.predict.tuned(
-        mpikfac.Strategy.comm_opt(4),
+        mpikfac.Strategy(),
         layers,
         others,
         4,

@@ -75,7 +75,12 @@ def test_sgd_has_stages_too(tmp_path):
 @pytest.mark.slow
 def test_clients_of_servers_have_stages_too(tmp_path):
     """Oracle: two clients of two ranks: sums of a client alone, and messages to the server."""
-    chosen = ("--strategy=downpour", "--optimizer=sgd", "--client_ranks=2", "--trace_steps=2")
+    chosen = (
+        "--strategy=downpour",
+        "--optimizer=sgd",
+        "--sync.ranks_per_client=2",
+        "--trace_steps=2",
+    )
     job = launch(5, TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
     assert job.returncode == 0, job.stderr
     means = json.loads((tmp_path / "stages.json").read_text())

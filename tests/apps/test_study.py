@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import mpikfac
+from mpikfac.lab import DiLoCo, Parle, TopK
 from mpikfac_apps.guard.processes import processes_with
 from mpikfac_apps.study import jobs, progress, spec, study
 from support.pace import paced
@@ -79,21 +81,33 @@ def test_what_comes_later_goes_before_what_comes_first(tmp_path):
 
 
 def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
-    """Oracle: the known options, written out; workers take the place of the half."""
-    own = {"mem-opt": {"kfac.inv_update_steps": 50}, "hybrid": {"workers": 1}}
+    """Oracle: the known options, written out."""
+    own = {"mem-opt": {"kfac.inv_update_steps": 50}, "hybrid": {"assignment.grad_workers": 1}}
     axes = {"strategy": ["mem-opt", "hybrid"], "ranks": [2]}
     mem_opt, hybrid = spec.read(written(tmp_path, strategies=own, matrix=axes)).cells
     assert mem_opt.options.distribution.strategy == "mem-opt"
     assert mem_opt.options.kfac.inv_update_steps == 50
     chosen = hybrid.options.distribution
-    assert (chosen.strategy, chosen.change, chosen.fraction) == ("hybrid", {"workers": 1}, None)
-    axes = {"strategy": ["hybrid"], "ranks": [4], "workers": [1, 2, 4]}
-    found = spec.read(written(tmp_path, strategies={}, matrix=axes)).cells
-    assert [cell.options.distribution.change for cell in found] == [
-        {"workers": 1},
-        {"workers": 2},
-        {"workers": 4},
-    ]
+    assert (chosen.strategy, chosen.assignment) == ("hybrid", mpikfac.HybridOpt(grad_workers=1))
+
+
+def test_methods_and_their_settings_are_axes(tmp_path):
+    """Oracle: the types, by hand; an axis has the short name of its option."""
+
+    def found(**axes):
+        matrix = {"strategy": ["comm-opt"], "ranks": [4], **axes}
+        return spec.read(written(tmp_path, strategies={}, matrix=matrix)).cells
+
+    workers = found(**{"assignment": ["hybrid-opt"], "assignment.grad_workers": [1, 2, 4]})
+    assert [cell.plan.grid.workers for cell in workers] == [1, 2, 4]
+    assert workers[1].variant == "comm-opt, grad_workers 2"
+    methods = found(sync=["parle", "diloco"])
+    assert [cell.plan.strategy.sync for cell in methods] == [Parle(), DiLoCo()]
+    assert [cell.variant for cell in methods] == ["comm-opt, sync parle", "comm-opt, sync diloco"]
+    stale = found(**{"refresh.staleness": [0, 1]})
+    assert [cell.plan.strategy.refresh.staleness for cell in stale] == [0, 1]
+    codecs = found(**{"compression.gradients": [None, "top-k"]})
+    assert [cell.plan.strategy.compression.gradients for cell in codecs] == [None, TopK()]
 
 
 def test_an_interval_of_null_grows_as_in_the_training_program(tmp_path):
@@ -139,7 +153,7 @@ def test_cells_of_old_studies_keep_their_directories(tmp_path):
     axes = {"strategy": ["sgd", "kfac-opt"], "ranks": [1, 2]}
     file = written(tmp_path, base=str(base), options={"epochs": 8}, strategies=sgd, matrix=axes)
     assert [cell.directory for cell in spec.read(file).cells] == [
-        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-9ee91a98", "kfac-opt-2-0d76df9e")
+        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-51eebc03", "kfac-opt-2-ad1f096c")
     ]
 
 
@@ -176,16 +190,16 @@ def test_a_cell_is_another_one_once_an_option_has_changed(tmp_path):
 
 def test_ranks_that_a_strategy_cannot_use_are_left_out(tmp_path):
     """Oracle: the training program's own words."""
-    axes = {"strategy": ["sgd", "hybrid"], "ranks": [1, 2]}
+    axes = {"strategy": ["sgd", "hybrid"], "ranks": [2, 3]}
     found = spec.read(written(tmp_path, matrix=axes))
     assert [c.label for c in found.cells] == [
-        "sgd on 1 rank",
         "sgd on 2 ranks",
+        "sgd on 3 ranks",
         "hybrid on 2 ranks",
     ]
     ((label, why),) = found.left_out
-    assert label == "hybrid on 1 rank"
-    assert "fraction=0.5 of 1 ranks is no whole number of workers" in why
+    assert label == "hybrid on 3 ranks"
+    assert "grad_worker_fraction=0.5 of 3 ranks is no whole number of workers" in why
 
 
 @pytest.mark.parametrize("name", sorted(spec.NAMED))
@@ -235,8 +249,8 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ),
         ({"options": {"batch": 120, "lr": -1}}, "lr=-1.0 must be a finite number > 0"),
         (
-            {"matrix": {"strategy": ["hybrid"], "ranks": [1]}},
-            "hybrid on 1 rank: fraction",
+            {"matrix": {"strategy": ["hybrid"], "ranks": [3]}},
+            "hybrid on 3 ranks: assignment.grad_worker_fraction",
         ),
         (
             {"strategies": {"mine": {"kfac.skip": ["fcc"]}}},
@@ -244,7 +258,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ),
         (
             {"strategies": {"mine": {"strategy": "staggered", "kfac.inv_update_steps": 4}}},
-            "mine on 2 ranks: inv_update_steps=4 must be a multiple of stagger=5",
+            "mine on 2 ranks: inv_update_steps=4 must be a multiple of refresh.stagger=5",
         ),
     ],
 )

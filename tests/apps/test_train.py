@@ -139,7 +139,7 @@ def runs(root):
     chosen = ("--log_every=1", "--kfac.inv_update_steps=4", "--kfac.kl_clip=0.1")
     yield 1, plain(root / "placed", *chosen)
     yield 1, plain(root / "stopped", *chosen, "--max_steps=6")
-    placed = ("--strategy=mem-opt", "--reduction=owners")
+    placed = ("--strategy=mem-opt", "--assignment.factor_reduction=reduce_scatter")
     yield 2, plain(root / "moved", *chosen, *placed, f"--resume={root / 'stopped'}")
 
 
@@ -217,7 +217,7 @@ def test_a_momentum_of_another_kind_is_refused_by_the_names_of_options(
 
 def test_two_momenta_are_refused_by_the_names_of_options(tmp_path, capfd):
     """Oracle: by hand: `dgc` has a momentum of its own."""
-    message = "top_momentum=0.9 needs momentum=0, not 0.8 of gradients: a momentum is taken once"
+    message = "compression.gradients.momentum=0.9 needs momentum=0, not 0.8 of gradients"
     refused(tmp_path, capfd, message, "--strategy=dgc", "--momentum=0.8")
 
 
@@ -268,8 +268,8 @@ def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeyp
     ("more", "expected"),
     [
         # A line of a step counts all earlier steps; a basis lives for 2 steps, of 8 factors.
-        (("--strategy=event-driven", "--tolerance=1e-30"), [8, 16, 24, 32]),
-        (("--strategy=event-driven", "--tolerance=1e9"), [8, 8, 8, 8]),
+        (("--strategy=event-driven", "--refresh.tolerance=1e-30"), [8, 16, 24, 32]),
+        (("--strategy=event-driven", "--refresh.tolerance=1e9"), [8, 8, 8, 8]),
         ((), []),
     ],
 )
@@ -319,7 +319,7 @@ def test_tests_within_an_epoch_change_nothing_else(tmp_path, capsys):
 
 def test_the_log_says_how_the_run_differs_from_the_usual_way(tmp_path, capsys):
     """Oracle: the strategy's name, workers and changed choices; a network for larger images."""
-    options = ("--delay=1", "--model=resnet20", "--max_steps=1")
+    options = ("--refresh.staleness=1", "--model=resnet20", "--max_steps=1")
     assert train.main(arguments(tmp_path / "run", *options)) == 0
     said = capsys.readouterr().out.splitlines()
     assert "strategy comm-opt: workers=1, delay=1" in said

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac import Strategy
+from mpikfac.lab import DiLoCo, Parle
 from support import inside, problem
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "checkpoint.md"
@@ -39,8 +41,8 @@ def test_items_that_the_page_names_exist():
         items_of(own=0, solver="soap", length="rotated", relative_damping=True, damping=0.001),
         items_of(own=0, length="rows"),
     ]
-    exchange = {"exchanged": "weights", "sync_every": 2, "outer_momentum": 0.9}
-    for merge, rank in (("mean", 2), ("elastic", 0)):
-        copies = items_of(strategy=mpikfac.Strategy.comm_opt(1, **exchange, merge=merge))
+    exchanges = DiLoCo(sync_every=2, outer_lr=1.0), Parle(sync_every=2, outer_momentum=0.9)
+    for sync, rank in zip(exchanges, (2, 0)):
+        copies = items_of(strategy=Strategy(sync=sync))
         known.append(inside.of_copies(copies, rank))
     assert set(names) <= set().union(*known)

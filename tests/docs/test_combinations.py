@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import mpikfac
+from mpikfac import MemOpt, Strategy, Transport
 
 LIST = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "combinations.py"))["listing"]()
 ROWS = [row.split(" | ") for row in re.findall(r"^\| (`.*) \|$", LIST, re.MULTILINE)]
@@ -17,8 +17,11 @@ ROWS = [row.split(" | ") for row in re.findall(r"^\| (`.*) \|$", LIST, re.MULTIL
 def test_a_refusal_stands_in_the_list():
     """Oracle: the line of the refusal."""
     with pytest.raises(ValueError) as refusal:
-        mpikfac.Strategy.mem_opt(reduction="owners", sums="alltoall", fusion=2)
-    words = re.fullmatch(r"(\S+) needs (\S+), not 2: (.+)", str(refusal.value))
+        Strategy(
+            MemOpt(factor_reduction="reduce_scatter"),
+            transport=Transport(fusion=2, owner_sums="alltoall"),
+        )
+    words = re.fullmatch(r"(\S+) needs (\S+), not \S+: (.+)", str(refusal.value))
     assert words
     choice, need, why = words.groups()
     (needs,) = [needs for name, needs, reason in ROWS if (name, reason) == (f"`{choice}`", why)]
@@ -28,5 +31,10 @@ def test_a_refusal_stands_in_the_list():
 def test_the_list_has_every_table():
     """Oracle: a row of strategies, of split layers, of a solver and of settings, by hand."""
     choices = {choice for choice, _, _ in ROWS}
-    assert choices >= {"`parts`", "`ways`", "`solver='ekfac'`", "`length='quadratic'`"}
+    assert choices >= {
+        "`transport.virtual_ranks`",
+        "`ways`",
+        "`solver='ekfac'`",
+        "`length='quadratic'`",
+    }
     assert len(ROWS) > 50

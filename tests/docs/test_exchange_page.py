@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import mpikfac
+from mpikfac.plan import Aggregation, Synchronization, named_types
 
 PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "exchange.md"
 
@@ -16,7 +18,7 @@ def test_the_strategies_are_made():
     made: dict[str, mpikfac.Strategy] = {}
     exec(program, made)
     dues = {
-        name: [step for step in range(1100) if made[name].exchange.due(step)][:2]
+        name: [step for step in range(1100) if made[name].sync.due(step)][:2]
         for name in ("local_sgd", "post_local_sgd", "diloco", "local_kfac")
     }
     assert dues == {
@@ -25,11 +27,12 @@ def test_the_strategies_are_made():
         "diloco": [49, 99],
         "local_kfac": [7, 15],
     }
-    assert made["local_kfac"].workers == 4
+    assert made["local_kfac"].assignment == mpikfac.CommOpt()
 
 
 def test_every_choice_of_an_exchange_is_on_the_page():
     """Oracle: the fields of the values."""
     page = PAGE.read_text() + (PAGE.parents[1] / "ideas" / "strategies.md").read_text()
-    names = mpikfac.Strategy.mem_opt().choices()
+    kinds = [*named_types(Synchronization).values(), *named_types(Aggregation).values()]
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert [name for name in names if not re.search(rf"`[^`\n]*\b{name}\b", page)] == []

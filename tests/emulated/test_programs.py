@@ -25,8 +25,8 @@ STRATEGIES = {
     "plain": [],
     "sharded-optimizer": ["--strategy", "sharded-optimizer", "--kfac.solver", "eigen"],
     "overlapped": ["--strategy", "spd-kfac"],
-    "curvature servers": ["--strategy", "curvature-servers", "--curvature_servers", "1"],
-    "averaged in parts": ["--parts", "2"],
+    "curvature servers": ["--strategy", "curvature-servers", "--refresh.servers", "1"],
+    "averaged in parts": ["--transport.virtual_ranks", "2"],
 }
 MOVES = [(2, "cuda", "cpu"), (1, "cpu", "cuda"), (1, "cuda", "cuda")]
 

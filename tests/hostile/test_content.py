@@ -17,7 +17,13 @@ from mpikfac.checkpoint import read_checkpoint
 from mpikfac_apps.training import train
 
 QUICK = (
-    *("--batch=120", "--data.train_images=360", "--log_every=1", "--threads=1", "--delay=1"),
+    *(
+        "--batch=120",
+        "--data.train_images=360",
+        "--log_every=1",
+        "--threads=1",
+        "--refresh.staleness=1",
+    ),
     "--kfac.length=adam",
 )
 OF_DIRECTIONS, OF_GRADIENTS = ("--kfac.momentum_of=directions",), ("--kfac.momentum_of=gradients",)

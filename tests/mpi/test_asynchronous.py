@@ -13,20 +13,33 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import AsyncSGD, Distribution, FirstOrderTrainer, Strategy, UserError
+from mpikfac import (
+    AsyncSGD,
+    Distribution,
+    FirstOrderTrainer,
+    Int8,
+    MemOpt,
+    Strategy,
+    UserError,
+)
+from mpikfac.lab import ParameterServer
 from support import inside, problem
+from support.strategies import changed, strategy_of
 
 RANKS = mpikfac.world().size
 RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
-UPDATES = Strategy.mem_opt(exchanged="updates")
 
 pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has no second rank to serve")
 
 
+def asynchronous(**choices):
+    """Return the strategy of clients that send updates to servers."""
+    return Strategy(MemOpt(), sync=ParameterServer(**choices))
+
+
 def on_both(comm, model, optimizer, strategy, train):
     """Return what `train(trainer, ranks)` returns, and on servers what their function returns."""
-    asked = strategy.exchange.asynchrony
-    team = mpikfac.split_comm(comm, asked.servers)
+    team = mpikfac.split_comm(comm, strategy.sync.servers)
     if team.comm is None:
         return mpikfac.run_parameter_server(model, optimizer, team)
     trainer = AsyncSGD(model, optimizer, team, strategy)
@@ -109,7 +122,8 @@ def test_updates_follow_the_rule_in_order_of_arrival(comm, batches, servers):
     """Oracle: the rule in numpy: weights after each update, and the staleness of each update."""
     if servers >= comm.size:
         pytest.skip("no rank trains")
-    clients, strategy = comm.size - servers, UPDATES.changed(push_every=batches, servers=servers)
+    clients = comm.size - servers
+    strategy = asynchronous(servers=servers, push_interval=batches)
     order = script(clients)
     right, staleness = expected(order, clients, batches)
 
@@ -153,7 +167,7 @@ def expected_apart(order, clients, push, fetch):
 @pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
 def test_updates_and_fetches_have_periods_of_their_own(comm, push, fetch):
     """Oracle: the published loop in numpy: weights after each turn, staleness, messages."""
-    clients, strategy = comm.size - 1, UPDATES.changed(push_every=push, fetch_every=fetch)
+    clients, strategy = comm.size - 1, asynchronous(push_interval=push, fetch_interval=fetch)
     order = script(clients, 30)
     right, staleness = expected_apart(order, clients, push, fetch)
 
@@ -194,7 +208,7 @@ def same(found, right):
 def test_one_client_is_synchronous_training(comm, make):
     """Oracle: `FirstOrderTrainer` on the client's ranks, bit for bit, with running statistics."""
     model, right = network(), network()
-    strategy = UPDATES.changed(client_ranks=comm.size - 1)
+    strategy = asynchronous(ranks_per_client=comm.size - 1)
 
     def train(trainer, ranks):
         steps(trainer, ranks.rank, ranks.size)
@@ -209,15 +223,18 @@ def test_one_client_is_synchronous_training(comm, make):
     assert served in (None, [{0: 4}])
 
 
-@pytest.mark.parametrize("choices", [{"overlap": True, "fusion": 1}, {"gradient_wire": "int8"}])
+@pytest.mark.parametrize(
+    "choices",
+    [{"transport.fusion": 1, "transport.overlap": True}, {"compression.gradients": Int8()}],
+)
 def test_a_clients_ranks_take_every_transport(comm, choices):
     """Oracle: `FirstOrderTrainer` on the client's ranks with the same transport, bit for bit."""
     model, right = network(), network()
-    strategy = UPDATES.changed(client_ranks=comm.size - 1, **choices)
+    strategy = changed(asynchronous(ranks_per_client=comm.size - 1), choices)
 
     def train(trainer, ranks):
         steps(trainer, ranks.rank, ranks.size)
-        alone = FirstOrderTrainer(right, problem.sgd(right), ranks, Strategy.mem_opt(**choices))
+        alone = FirstOrderTrainer(right, problem.sgd(right), ranks, strategy_of(choices))
         steps(alone, ranks.rank, ranks.size)
         assert same(model.state_dict(), right.state_dict())
 
@@ -228,7 +245,7 @@ def test_a_clients_ranks_take_every_transport(comm, choices):
 def test_a_scaled_loss_that_overflows_changes_nothing(comm, push_every):
     """Oracle: the same training without the overflow; the scale falls."""
     model, right = network().float(), network().float()
-    strategy = UPDATES.changed(client_ranks=comm.size - 1, push_every=push_every)
+    strategy = asynchronous(push_interval=push_every, ranks_per_client=comm.size - 1)
 
     def scaled(trainer, ranks, overflows):
         scaler = torch.amp.GradScaler(problem.DEVICE.type, init_scale=2.0**10)
@@ -278,10 +295,10 @@ def test_all_clients_hold_the_same_model_after_they_met(comm):
         assert all(same(state, states[0]) for state in states)
         assert sum(sum(c.values()) for c in ranks.allgather(trainer.staleness)) == trainer.version
 
-    on_both(comm, model, problem.sgd(model), UPDATES, train)
+    on_both(comm, model, problem.sgd(model), asynchronous(), train)
 
 
-@pytest.mark.parametrize("choices", [{}, {"push_every": 3, "fetch_every": 2}], ids=str)
+@pytest.mark.parametrize("choices", [{}, {"push_interval": 3, "fetch_interval": 2}], ids=str)
 def test_a_call_makes_all_clients_meet_after_the_same_step(comm, choices):
     """Oracle: the other clients; some are slower than the client that calls."""
     model = network()
@@ -299,7 +316,7 @@ def test_a_call_makes_all_clients_meet_after_the_same_step(comm, choices):
         assert len(set(ranks.allgather(tuple(met)))) == 1
         assert len(met) == 1 and 5 <= met[0] < 40
 
-    on_both(comm, model, problem.sgd(model), UPDATES.changed(**choices), train)
+    on_both(comm, model, problem.sgd(model), asynchronous(**choices), train)
 
 
 def test_a_call_after_going_back_makes_all_clients_meet_at_once(comm):
@@ -319,7 +336,7 @@ def test_a_call_after_going_back_makes_all_clients_meet_at_once(comm):
                 break
         assert step <= 2
 
-    on_both(comm, model, problem.sgd(model), UPDATES, train)
+    on_both(comm, model, problem.sgd(model), asynchronous(), train)
 
 
 @pytest.mark.parametrize("warm", [5, 50])
@@ -337,7 +354,7 @@ def test_a_warm_start_is_of_one_client(comm, warm):
             assert seen[0] >= min(warm, 8)
         assert sum(trainer.staleness.values()) == 8 - (ranks.rank > 0)
 
-    on_both(comm, model, problem.sgd(model), UPDATES.changed(warm_updates=warm), train)
+    on_both(comm, model, problem.sgd(model), asynchronous(warmup_updates=warm), train)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -345,7 +362,7 @@ def test_a_state_goes_to_and_from_synchronous_training(comm, servers):
     """Oracle: a client that trains on without a pause, bit for bit; and `FirstOrderTrainer`."""
     if servers >= comm.size:
         pytest.skip("no rank trains")
-    strategy = UPDATES.changed(client_ranks=comm.size - servers, servers=servers)
+    strategy = asynchronous(servers=servers, ranks_per_client=comm.size - servers)
     model, other = network(), network()
     with torch.no_grad():
         model[0].weight.mul_(0.9)
@@ -397,8 +414,8 @@ def test_a_client_of_split_layers_is_a_client_of_one_rank(comm, push_every):
     """
     if comm.size < 3:
         pytest.skip("a client of one rank splits nothing")
-    ways, choices = comm.size - 1, {"push_every": push_every}
-    strategy = UPDATES.changed(client_ranks=ways, **choices)
+    ways, choices = comm.size - 1, {"push_interval": push_every}
+    strategy = asynchronous(ranks_per_client=ways, **choices)
     model, optimizer = convolutions()
 
     def on_shards(trainer, ranks, numbers):
@@ -431,7 +448,7 @@ def test_a_client_of_split_layers_is_a_client_of_one_rank(comm, push_every):
         on_shards(trainer, ranks, range(4, 6))
         assert trainer.version == 4 // push_every + 2 // push_every * ranks.size
 
-    on_both(comm, *convolutions(), UPDATES.changed(**choices), several)
+    on_both(comm, *convolutions(), asynchronous(**choices), several)
 
     def alone(trainer, ranks):
         on_shards(trainer, ranks, range(4))
@@ -444,7 +461,7 @@ def test_a_client_of_split_layers_is_a_client_of_one_rank(comm, push_every):
 
     two = comm.Split(comm.rank in (0, comm.size - 1))
     if comm.rank in (0, comm.size - 1):
-        on_both(two, *convolutions(), UPDATES.changed(**choices), alone)
+        on_both(two, *convolutions(), asynchronous(**choices), alone)
     two.Free()
 
 
@@ -463,13 +480,13 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
         with pytest.raises(UserError, match="the state has momenta of gradients"):
             trainer.load_state_dict(whole | {"kfac/momentum/0": torch.zeros(1)})
 
-    on_both(comm, model, problem.sgd(model), UPDATES, train)
+    on_both(comm, model, problem.sgd(model), asynchronous(), train)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(comm):
     """Oracle: `FirstOrderTrainer` on the client's ranks."""
     model, right = network(), network()
-    strategy = UPDATES.changed(client_ranks=comm.size - 1)
+    strategy = asynchronous(ranks_per_client=comm.size - 1)
 
     def broken(trainer, ranks):
         steps(trainer, ranks.rank, ranks.size, range(1))
@@ -513,7 +530,7 @@ def test_running_statistics_are_means_over_clients_in_order_of_arrival(comm):
             found = ranks.bcast(float(model[0].running_mean), root=turn)
             assert found == pytest.approx(right, rel=1e-12)
 
-    on_both(comm, model, torch.optim.SGD(model.parameters(), lr=0.0), UPDATES, train)
+    on_both(comm, model, torch.optim.SGD(model.parameters(), lr=0.0), asynchronous(), train)
 
 
 @pytest.mark.parametrize("push_every", [1, 2])
@@ -530,16 +547,24 @@ def test_an_update_goes_once_to_the_servers(comm, push_every):
             assert sent == size * ((step + 1) % push_every == 0)
         trainer.average_replicas()
 
-    on_both(comm, model, problem.sgd(model), UPDATES.changed(push_every=push_every), train)
+    on_both(comm, model, problem.sgd(model), asynchronous(push_interval=push_every), train)
 
 
 @pytest.mark.parametrize(
     ("choices", "make", "said"),
     [
         ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; give the trainer what"),
-        ({"client_ranks": 9}, problem.sgd, "client_ranks=9 must divide the number of ranks"),
-        ({"push_every": 2}, problem.adam, "push_every=2 needs the optimizer SGD, not Adam"),
-        ({"fetch_every": 3}, problem.adam, "fetch_every=3 needs the optimizer SGD, not Adam"),
+        (
+            {"ranks_per_client": 9},
+            problem.sgd,
+            "ranks_per_client=9 must divide the number of ranks",
+        ),
+        ({"push_interval": 2}, problem.adam, "push_interval=2 needs the optimizer SGD, not Adam"),
+        (
+            {"fetch_interval": 3},
+            problem.adam,
+            "fetch_interval=3 needs the optimizer SGD, not Adam",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):
@@ -547,7 +572,7 @@ def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):
     team, model = mpikfac.split_comm(comm, 1), network()
     if team.comm is not None:
         with pytest.raises(ValueError, match=said):
-            AsyncSGD(model, make(model), team, UPDATES.changed(**choices))
+            AsyncSGD(model, make(model), team, asynchronous(**choices))
         with pytest.raises(ValueError, match="run_parameter_server.. is for ranks that split"):
             mpikfac.run_parameter_server(model, make(model), team)
     comm.Barrier()
@@ -558,15 +583,13 @@ def test_other_trainers_refuse_updates(comm):
     model = network()
     for make in (FirstOrderTrainer, mpikfac.KFAC):
         with pytest.raises(ValueError, match="needs the trainer mpikfac.AsyncSGD"):
-            make(model, problem.sgd(model), comm, UPDATES)
-    with pytest.raises(ValueError, match="push_every=3 needs exchanged='updates'"):
-        Strategy.mem_opt(push_every=3)
+            make(model, problem.sgd(model), comm, asynchronous())
 
 
 def test_new_parameters_end_the_training(comm):
     """Oracle: the message."""
     model = network()
-    strategy = UPDATES.changed(client_ranks=comm.size - 1)
+    strategy = asynchronous(ranks_per_client=comm.size - 1)
 
     def train(trainer, ranks):
         model[0].weight.requires_grad_(False)

@@ -8,16 +8,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from mpikfac import CommOpt, MemOpt, Refresh, Strategy, Transport
 from support import problem
 
 RANKS = mpikfac.world().size
 EXAMPLES = 12 * RANKS
 STRATEGIES = {
     "comm-opt": None,
-    "mem-opt": mpikfac.Strategy(1),
-    "owners": mpikfac.Strategy(1, "owners", "owner"),
-    "overlapped": mpikfac.Strategy(RANKS).changed(overlap=True),
-    "late": mpikfac.Strategy(RANKS).changed(reduce_at="bases", stagger=5),
+    "mem-opt": Strategy(MemOpt()),
+    "owners": Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
+    "overlapped": Strategy(CommOpt(), transport=Transport(overlap=True)),
+    "late": Strategy(
+        CommOpt(), refresh=Refresh(stagger=5), transport=Transport(reduce_factors_at="inverses")
+    ),
 }
 
 
@@ -50,7 +53,7 @@ def test_ranks_cut_and_train_as_one(comm, name):
     """Oracle: one process on the joined batch; blocks of at most 128 rows by hand."""
     kfac = optimizer(comm, STRATEGIES[name])
     alone_comm = comm.Split(comm.rank)
-    alone = optimizer(alone_comm, STRATEGIES[name] and STRATEGIES[name].changed(workers=1))
+    alone = optimizer(alone_comm, STRATEGIES[name])
     found, expected = train(kfac, comm, range(7)), train(alone, alone_comm, range(7))
     assert orders(kfac) == orders(alone) == [100, 100, 101, 90, 90, 90, 90, 90, 91, 3]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mpikfac
+from mpikfac import CommOpt, Strategy
 from mpikfac_apps.planning import calibrate
 from support import problem
 
@@ -70,7 +71,7 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     layers, others = mpikfac.layers.covered_shapes(calibrate.models.build("digits_cnn", 10, 1))
     orders = sorted({order for layer in layers for order in (layer.inputs, layer.outputs)})
     assert [order for order, _ in machine.decompositions["eigen"]] == orders
-    strategy = mpikfac.Strategy.comm_opt(comm.size)
+    strategy = Strategy(CommOpt())
     assert [order for order, _ in machine.decompositions["shampoo"]] == orders
     assert [order for order, _ in machine.products] == calibrate.CUBES
     assert min(rate for _, rate in machine.products) > 0

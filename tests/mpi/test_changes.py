@@ -12,16 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, Strategy, UserError
+from mpikfac import FirstOrderTrainer, MemOpt, Strategy, UserError
+from mpikfac.lab import LocalSGD
 from support import problem
+from support.strategies import changed
 
 RANKS = mpikfac.world().size
 STRATEGIES = {
     "everyone": {},
-    "owners": {"reduction": "owners", "workers": 1},
-    "owner steps": {"update": "owner", "workers": 1},
-    "late": {"reduce_at": "bases"},
-    "overlapped": {"overlap": True},
+    "owners": {"assignment": MemOpt(factor_reduction="reduce_scatter")},
+    "owner steps": {"assignment": MemOpt(shard_optimizer=True)},
+    "late": {"transport.reduce_factors_at": "inverses"},
+    "overlapped": {"transport.overlap": True},
 }
 
 
@@ -112,8 +114,7 @@ def trained(
 
 def kfac_with(choices: dict, every: int = 1) -> object:
     def make(model, optimizer, comm):
-        chosen = {"workers": comm.size} | choices
-        strategy = Strategy().changed(**chosen)
+        strategy = changed(Strategy(), choices)
         intervals = {"factor_update_steps": every, "inv_update_steps": 2 * every}
         return mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.01, **intervals)
 
@@ -121,7 +122,7 @@ def kfac_with(choices: dict, every: int = 1) -> object:
 
 
 def owners_step(model, optimizer, comm) -> FirstOrderTrainer:
-    return FirstOrderTrainer(model, optimizer, comm, Strategy().changed(update="owner"))
+    return FirstOrderTrainer(model, optimizer, comm, Strategy(MemOpt(shard_optimizer=True)))
 
 
 TAKEN_UP = {
@@ -399,12 +400,12 @@ def test_overlap_goes_on_after_a_refused_step(comm, make, refusal):
 def test_copies_refuse_a_scaler(comm):
     """Oracle: the line: a rank that skips a step alone would miss the sums of factors."""
     model = network()
-    copies = {"exchanged": "weights", "sync_every": 2}
+    copies = {"sync": LocalSGD(sync_every=2)}
     kfac = kfac_with(copies)(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
     scaler = torch.amp.GradScaler("cpu")
     x, y = batch(0, comm)
     scaler.scale(F.cross_entropy(model(x), y)).backward()
-    with pytest.raises(ValueError, match="needs exchanged='gradients', not 'weights'"):
+    with pytest.raises(ValueError, match="needs sync='synchronous'"):
         kfac.step(scaler)
 
 

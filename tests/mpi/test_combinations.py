@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, HybridOpt, MemOpt, Strategy
 from support import problem
 
 RANKS = mpikfac.world().size
@@ -26,12 +26,14 @@ ESTIMATORS = [
 ]
 """Combinations missing in test_kinds.py; "rank-one" takes no labels from the model."""
 PLACEMENTS = {
-    "comm-opt": Strategy.comm_opt(RANKS),
-    "mem-opt": Strategy.mem_opt(),
-    "sharded-optimizer": Strategy(1, "owners", "owner"),
+    "comm-opt": Strategy(CommOpt()),
+    "mem-opt": Strategy(MemOpt()),
+    "sharded-optimizer": Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
 }
 if RANKS == 4:  # other rank counts repeat a placement above
-    PLACEMENTS["hybrid-opt"] = Strategy.hybrid(RANKS, workers=2, reduction="owners")
+    PLACEMENTS["hybrid-opt"] = Strategy(
+        HybridOpt(grad_workers=2, factor_reduction="reduce_scatter")
+    )
 
 
 class Tokens(nn.Module):

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from mpikfac import BFloat16, CommOpt, Compression, Int8, Refresh, Strategy
+from mpikfac.lab import PowerSGD, TopK
 from support import problem
+from support.strategies import assigned
 
 pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no GPU"),
@@ -18,7 +21,7 @@ pytestmark = [
 ]
 
 STEPS, BATCH = 3, 12
-REDUCTIONS = ("everyone", "owners")
+REDUCTIONS = ("allreduce", "reduce_scatter")
 
 
 def trainer(comm, device: torch.device, strategy: mpikfac.Strategy, **settings) -> mpikfac.KFAC:
@@ -49,9 +52,9 @@ def train(comm, kfac: mpikfac.KFAC, device: torch.device, steps: int = STEPS) ->
 
 
 @pytest.mark.parametrize("aware", [None, "0"], ids=["as asked", "staged"])
-@pytest.mark.parametrize("update", ["everyone", "owner"])
+@pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str | None) -> None:
+def test_equals_cpu(comm, monkeypatch, reduction: str, shards: bool, aware: str | None) -> None:
     """Oracle: the same job on the CPU."""
     if aware is not None:
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
@@ -59,7 +62,8 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
     for workers, solver, delay in itertools.product(
         mpikfac.plan.divisors(comm.size), ("inverse", "eigen"), (0, 1)
     ):
-        strategy = mpikfac.Strategy(workers, reduction, update).changed(delay=delay)
+        placed = assigned(workers, comm.size, factor_reduction=reduction, shard_optimizer=shards)
+        strategy = Strategy(placed, refresh=Refresh(staleness=delay))
         settings = {"solver": solver}
         expected = train(comm, trainer(comm, cpu, strategy, **settings), cpu)
         found = train(comm, trainer(comm, cuda, strategy, **settings), cuda)
@@ -67,17 +71,18 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
 
 
 @pytest.mark.parametrize("aware", [None, "0"], ids=["as asked", "staged"])
-@pytest.mark.parametrize("update", ["everyone", "owner"])
-@pytest.mark.parametrize("wire", ["bfloat16", "int8", "top-k", "power-sgd"])
-def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, update, aware) -> None:
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("wire", [BFloat16(), Int8(), TopK(ratio=0.1), PowerSGD()], ids=str)
+def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, shards, aware) -> None:
     """Oracle: the same job on the CPU; differences are too small to change the rounding."""
     if aware is not None:
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
     cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")
-    others = wire if wire in ("bfloat16", "int8") else "int8"
-    wires = {"factor_wire": others, "basis_wire": others, "gradient_wire": wire, "top_share": 0.1}
+    others = wire if isinstance(wire, BFloat16) else Int8()
+    wires = Compression(factors=others, inverses=others, gradients=wire)
     for workers, reduction in itertools.product(mpikfac.plan.divisors(comm.size), REDUCTIONS):
-        strategy = mpikfac.Strategy(workers, reduction, update).changed(**wires)
+        placed = assigned(workers, comm.size, factor_reduction=reduction, shard_optimizer=shards)
+        strategy = Strategy(placed, compression=wires)
         expected = train(comm, trainer(comm, cpu, strategy), cpu)
         found = train(comm, trainer(comm, cuda, strategy), cuda)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
@@ -87,7 +92,7 @@ def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, update, aware) ->
 def test_later_steps_allocate_no_device_memory(comm, solver: str) -> None:
     """Oracle: the allocator's count of calls to the driver."""
     device = mpikfac.device(comm, "cuda")
-    kfac = trainer(comm, device, mpikfac.Strategy.comm_opt(comm.size), solver=solver)
+    kfac = trainer(comm, device, Strategy(CommOpt()), solver=solver)
     train(comm, kfac, device, 4)
     before = torch.accelerator.memory_stats()["num_device_alloc"]
     train(comm, kfac, device, 4)

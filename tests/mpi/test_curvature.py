@@ -11,26 +11,32 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import Strategy, Trace
+from mpikfac import CommOpt, Refresh, Trace
 from mpikfac.comm import curvature_servers as intercomm
+from mpikfac.lab import CurvatureServers
 from mpikfac.plan import NAMED
 from mpikfac.solvers import eigen, inverse
 from support import inside, problem
+from support.strategies import changed, strategy_of
 
 RANKS = mpikfac.world().size
 SOLVERS = "eigen", "inverse", "unsplit-inverse"
 STEPS = range(10)  # decompositions at 0, 3, 6 and 9
-OWNERS = {"reduction": "owners", "update": "owner"}
+OWNERS = {"assignment.factor_reduction": "reduce_scatter", "assignment.shard_optimizer": True}
 # Choices of strategies, by the number of training ranks.
 CHOICES = {
-    "all workers": lambda ranks: {"workers": ranks},
-    "two owners of a layer": lambda ranks: {"workers": ranks, "colocate_factors": False},
+    "all workers": lambda ranks: {"assignment": CommOpt()},
+    "two owners of a layer": lambda ranks: {"assignment": CommOpt(colocate_factors=False)},
     "sharded-optimizer": lambda ranks: OWNERS,
-    "own batch": lambda ranks: {"reduction": "none"},
-    "late to owners": lambda ranks: {"reduce_at": "bases", **OWNERS},
-    "staggered": lambda ranks: {"workers": ranks, "stagger": 3},
-    "in parts": lambda ranks: {"parts": ranks},
-    "overlapped": lambda ranks: {"workers": ranks, "overlap": True, "fusion": 1},
+    "own batch": lambda ranks: {"assignment.factor_reduction": "local"},
+    "late to owners": lambda ranks: {**OWNERS, "transport.reduce_factors_at": "inverses"},
+    "staggered": lambda ranks: {"assignment": CommOpt(), "refresh.stagger": 3},
+    "in parts": lambda ranks: {"transport.virtual_ranks": ranks},
+    "overlapped": lambda ranks: {
+        "assignment": CommOpt(),
+        "transport.fusion": 1,
+        "transport.overlap": True,
+    },
 }
 
 pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
@@ -48,10 +54,9 @@ def on_both(comm, curvature_servers, train, **serving):
 def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all workers"], **settings):
     """Return K-FAC that decomposes two steps ahead, in the background or on curvature servers."""
     model = problem.network().to(dtype)
-    curvature_servers = curvature.remote_size if curvature else 0
-    strategy = Strategy().changed(
-        **{"delay": 2, "curvature_servers": curvature_servers, **choices(comm.size)}
-    )
+    servers = curvature.remote_size if curvature else 0
+    refresh = CurvatureServers(servers=servers) if servers else Refresh()
+    strategy = strategy_of({"refresh": refresh, "refresh.staleness": 2}, choices(comm.size))
     settings = problem.SETTINGS | settings
     return problem.kfac(
         model, problem.sgd(model), mpikfac.comm.SplitComm(comm, curvature), strategy, **settings
@@ -158,9 +163,14 @@ def test_what_is_sent_is_planned(comm, curvature_servers):
     """Oracle: the plan's messages of four refreshes; received bytes equal sent bytes."""
 
     def train(training, curvature):
-        kfac = trainer(training, curvature, choices=lambda n: {"workers": n, "delay": 1})
-        by_name = NAMED["curvature-servers"].make(
-            training.size, curvature_servers=curvature_servers
+        kfac = trainer(
+            training,
+            curvature,
+            choices=lambda _: {"assignment": CommOpt(), "refresh.staleness": 1},
+        )
+        by_name = changed(
+            NAMED["curvature-servers"].strategy,
+            {"refresh.servers": curvature_servers},
         )
         assert kfac.plan.strategy == by_name
         run(kfac, range(12))
@@ -279,8 +289,8 @@ def test_some_rank_has_to_train(comm, curvature_servers):
 def test_other_numbers_of_curvature_servers_are_refused(comm):
     alone = comm.Split(comm.rank)
     with pytest.raises(
-        ValueError, match="curvature_servers=1, but curvature joins 0; give it what"
+        ValueError, match="refresh.servers=1, but 0 curvature servers join; give it what"
     ):
-        trainer(alone, choices=lambda _: {"curvature_servers": 1})
-    with pytest.raises(ValueError, match="curvature_servers=1 needs delay >= 1, not 0"):
-        Strategy().changed(curvature_servers=1)
+        trainer(alone, choices=lambda _: {"refresh": CurvatureServers()})
+    with pytest.raises(ValueError, match="staleness=0 must be a whole number of at least 1"):
+        CurvatureServers(staleness=0)

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import LevenbergMarquardt
+from mpikfac import LevenbergMarquardt, MemOpt, Strategy
 from support import inside, oracles, problem
 
 RANKS = mpikfac.world().size
-EXACT = problem.strategies(RANKS, ("everyone", "owners"))
+EXACT = problem.strategies(RANKS, ("allreduce", "reduce_scatter"))
 
 
 def trainer(comm, strategy, **settings):
@@ -34,7 +34,11 @@ def textbook(**settings):
 
 def refused(strategy, solver):
     """Return whether the solver's plan needs different owners."""
-    return solver == "inverse" and not strategy.colocate_factors and strategy.reduction == "owners"
+    return (
+        solver == "inverse"
+        and not strategy.assignment.colocate_factors
+        and strategy.assignment.factor_reduction == "reduce_scatter"
+    )
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
@@ -127,7 +131,7 @@ def test_adapted_damping_is_one_processs_and_the_same_on_all_ranks(comm, strateg
 @pytest.mark.parametrize("fewer", range(1, RANKS + 1))
 def test_adapted_damping_survives_a_restart_on_other_ranks(comm, fewer):
     """Oracle: the uninterrupted run; the resumed run starts with a different damping."""
-    strategy = mpikfac.Strategy(1, "owners", "owner")
+    strategy = Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
     kfac = adaptive(comm, strategy)
     run_adaptive(comm, kfac, range(3))
     state = problem.whole_state(kfac, comm)

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac import MemOpt, Strategy, Transport
 
 
 def test_one_rank_tells_of_a_loss_with_derivatives(comm, caplog):
     """Oracle: the log of rank 0."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
-    strategy = mpikfac.Strategy().changed(overlap=comm.size > 1)
+    strategy = Strategy(MemOpt(), transport=Transport(overlap=comm.size > 1))
     optimizer = mpikfac.KFACOptimizer(model, comm=comm, strategy=strategy)
     for _ in range(2):
         optimizer.zero_grad()

@@ -13,6 +13,7 @@ from torch import nn
 import mpikfac
 from mpikfac import DirectFeedback, Estimator, FirstOrderTrainer, Strategy
 from support import problem
+from support.strategies import changed
 
 RANKS = mpikfac.world().size
 PRIME = 2_654_435_761
@@ -99,7 +100,7 @@ def trained(comm, kfac, choices, steps):
     """Return the state of a model that is trained by direct feedback, and the trainer's state."""
     model = problem.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    strategy = Strategy.comm_opt(comm.size, **choices)
+    strategy = changed(Strategy(), choices)
     if kfac:
         trainer = mpikfac.KFAC(
             model, optimizer, comm, strategy, damping=0.1, estimator=FORWARD, inv_update_steps=2
@@ -118,7 +119,9 @@ def by_one_rank(comm, kfac):
     return trained(comm, kfac, {}, range(4))
 
 
-@pytest.mark.parametrize("choices", [{}, {"overlap": True, "fusion": 1}], ids=str)
+@pytest.mark.parametrize(
+    "choices", [{}, {"transport.fusion": 1, "transport.overlap": True}], ids=str
+)
 @pytest.mark.parametrize("kfac", [False, True])
 def test_ranks_train_as_one_rank(comm, kfac, choices):
     """Oracle: one rank, to rounding; the factors of a forward-only K-FAC, too."""
@@ -143,7 +146,7 @@ def test_a_rank_without_examples_takes_part(comm):
 def test_what_does_not_fit_is_refused_in_a_line(comm):
     """Oracle: the message."""
     model = problem.network()
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, Strategy.comm_opt(comm.size))
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, Strategy())
     with pytest.raises(ValueError, match=r"needs Estimator\(fisher='forward-only'\), or a solver"):
         DirectFeedback(kfac, ["2"])
     kfac.close()

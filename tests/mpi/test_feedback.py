@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, Strategy, Trace
+from mpikfac import (
+    BFloat16,
+    CommOpt,
+    Compression,
+    FirstOrderTrainer,
+    Int8,
+    MemOpt,
+    Strategy,
+    Trace,
+    Transport,
+)
 from mpikfac.comm import Grid
+from mpikfac.lab import TopK
 from mpikfac.plan import Codec, divisors, lay_out, stages
 from mpikfac.plan.messages import in_two_levels, seat, sums
 from support import inside, problem
@@ -103,12 +116,12 @@ def test_sums_of_encoded_numbers_step_by_step(comm, codec, per_node):
 
 
 @pytest.mark.skipif(RANKS != 4, reason="two nodes of two ranks")
-@pytest.mark.parametrize("wire", ["bfloat16", "int8", "top-k"])
+@pytest.mark.parametrize("wire", [BFloat16(), Int8(), TopK()], ids=str)
 def test_inside_nodes_numbers_travel_as_they_are(comm, wire):
     """Oracle: the plan; a message between nodes is smaller, and no message inside is encoded."""
-    plain = Strategy(RANKS).changed(ranks_per_node=2)
+    plain = Strategy(CommOpt(), transport=Transport(ranks_per_node=2))
     model, sent = problem.network(), {}
-    for strategy in (plain, plain.changed(gradient_wire=wire)):
+    for strategy in (plain, replace(plain, compression=Compression(gradients=wire))):
         kfac = problem.kfac(model, problem.sgd(model), comm, strategy)
         found = stages.reduce_gradients(kfac.plan.of(comm.rank))
         assert all(m.codec is None for m in found if m.over == "world in node")
@@ -167,8 +180,8 @@ def share_at(step, warmup):
 @pytest.mark.parametrize(
     "choices",
     [
-        *({}, {"top_momentum": 0.9}, {"top_warmup": 6}, {"top_clip": 0.2}),
-        {"top_momentum": 0.9, "top_warmup": 3, "top_clip": 0.4},
+        *({}, {"momentum": 0.9}, {"warmup_steps": 6}, {"clip_norm": 0.2}),
+        {"momentum": 0.9, "warmup_steps": 3, "clip_norm": 0.4},
     ],
     ids=str,
 )
@@ -177,11 +190,12 @@ def test_training_with_the_largest_gradients(comm, choices):
 
     The model has 9 * 18 + 9 + 9 + 4 * 82 + 185 = 693 numbers, and padding.
     """
-    momentum, warmup, clip = (choices.get("top_" + n, 0) for n in ("momentum", "warmup", "clip"))
+    compressor = TopK(ratio=0.1, **choices)
+    momentum, warmup, clip = compressor.momentum, compressor.warmup_steps, compressor.clip_norm
     model, by_hand = problem.network(), problem.network()
-    wires = {"gradient_wire": "top-k", "top_share": 0.1, **choices}
+    strategy = Strategy(MemOpt(), compression=Compression(gradients=compressor))
     sgd = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, by_hand)]
-    trainer = FirstOrderTrainer(model, sgd[0], comm, Strategy().changed(**wires))
+    trainer = FirstOrderTrainer(model, sgd[0], comm, strategy)
     layout = trainer.plan.of(0).layouts.gradients
     trained = max(layout.offsets[name] for name, _ in model.named_parameters())
     size = trained + 16  # the last parameter has 5 numbers
@@ -209,10 +223,10 @@ def test_training_with_the_largest_gradients(comm, choices):
 
 def test_a_momentum_is_not_taken_twice(comm):
     """Oracle: the line, from both trainers, before any communication."""
-    wires = {"gradient_wire": "top-k", "top_momentum": 0.9}
-    line = "top_momentum=0.9 needs an optimizer without momentum, not with 0.9"
+    strategy = Strategy(compression=Compression(gradients=TopK(momentum=0.9)))
+    line = "momentum=0.9 needs an optimizer without momentum, not with 0.9"
     model = problem.network()
     for make in (problem.kfac, FirstOrderTrainer):
         for optimizer in (problem.sgd(model), problem.adam(model)):
             with pytest.raises(ValueError, match=line):
-                make(model, optimizer, comm, Strategy().changed(**wires))
+                make(model, optimizer, comm, strategy)

@@ -10,9 +10,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Damping, Length, Strategy
+from mpikfac import (
+    BFloat16,
+    CommOpt,
+    Compression,
+    Damping,
+    HybridOpt,
+    Int8,
+    Length,
+    MemOpt,
+    Strategy,
+)
+from mpikfac.lab import PowerSGD
 from mpikfac.plan import NAMED
 from support import gradients, inside, problem
+from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
 LENGTHS = {
@@ -24,30 +36,32 @@ LENGTHS["newton-muon"] = "orthogonal"
 WITHOUT_FACTORS = ("muon", "normuon")
 KINDS = tuple(gradients.NETWORKS)
 STEPS, STOP = range(8), 4
-OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
 CHOICES = {
-    "comm-opt": {"workers": RANKS},
-    "hybrid": {"workers": 2 if RANKS % 2 == 0 else 1},
-    "mem-opt": {"workers": 1},
-    "factors apart": {"workers": 1, "colocate_factors": False},
+    "comm-opt": {"assignment": CommOpt()},
+    "hybrid": {"assignment": HybridOpt(grad_workers=2 if RANKS % 2 == 0 else 1)},
+    "mem-opt": {"assignment": MemOpt()},
+    "factors apart": {"assignment": MemOpt(colocate_factors=False)},
     "sharded-optimizer": OWNERS,
-    "sharded-optimizer by Alltoall": {**OWNERS, "sums": "alltoall"},
-    "sharded-optimizer, many workers": {**OWNERS, "workers": RANKS},
-    "layer by layer": {"workers": 1, "fusion": 1},
-    "small factors everywhere": {"workers": RANKS, "replicate_below": 10},
-    "overlapped": {"workers": RANKS, "overlap": True, "fusion": 1},
-    "overlapped to owners": {**OWNERS, "overlap": True, "fusion": 1},
-    "delayed": {"workers": RANKS, "delay": 1},
-    "staggered": {"workers": RANKS, "stagger": 2},
-    "staggered and delayed": {**OWNERS, "stagger": 2, "delay": 1},
-    "in parts": {"workers": 1, "parts": RANKS},
+    "sharded-optimizer by Alltoall": {**OWNERS, "transport.owner_sums": "alltoall"},
+    "sharded-optimizer, many workers": {
+        "assignment": CommOpt(factor_reduction="reduce_scatter", shard_optimizer=True)
+    },
+    "layer by layer": {"assignment": MemOpt(), "transport.fusion": 1},
+    "small factors everywhere": {"assignment": CommOpt(replicate_below=10)},
+    "overlapped": {"assignment": CommOpt(), "transport.fusion": 1, "transport.overlap": True},
+    "overlapped to owners": {**OWNERS, "transport.fusion": 1, "transport.overlap": True},
+    "delayed": {"assignment": CommOpt(), "refresh.staleness": 1},
+    "staggered": {"assignment": CommOpt(), "refresh.stagger": 2},
+    "staggered and delayed": {**OWNERS, "refresh.staleness": 1, "refresh.stagger": 2},
+    "in parts": {"assignment": MemOpt(), "transport.virtual_ranks": RANKS},
 }
 if RANKS == 4:  # as two nodes of two
     CHOICES |= {
-        "in nodes": {"ranks_per_node": 2, "workers": RANKS},
-        "in nodes to owners": {"ranks_per_node": 2, **OWNERS},
+        "in nodes": {"assignment": CommOpt(), "transport.ranks_per_node": 2},
+        "in nodes to owners": {**OWNERS, "transport.ranks_per_node": 2},
     }
-STRATEGIES = {name: Strategy().changed(**choices) for name, choices in CHOICES.items()}
+STRATEGIES = {name: strategy_of(choices) for name, choices in CHOICES.items()}
 OF_FACTORS = ("delayed", "staggered", "staggered and delayed", "small factors everywhere")
 PAIRS = [
     (name, solver)
@@ -72,7 +86,7 @@ def run(kfac, comm, steps, kind="convolutional"):
         inputs, labels = (part.chunk(comm.size)[comm.rank] for part in gradients.batch(kind, step))
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(inputs), labels).backward()
-        if kfac.plan.strategy.transport.parts:
+        if kfac.plan.strategy.transport.virtual_ranks:
             kfac.collect()
         kfac.step()
     return nn.utils.parameters_to_vector(kfac.model.parameters()).detach().cpu().clone()
@@ -87,8 +101,7 @@ def planned(kfac, step):
 
 def alone(strategy):
     """Return a single process's strategy with the same times."""
-    refresh = strategy.refresh
-    return Strategy().changed(delay=refresh.delay, stagger=refresh.stagger)
+    return Strategy(MemOpt(), refresh=strategy.refresh)
 
 
 @problem.by_one_process
@@ -110,7 +123,7 @@ def assert_trains(comm, name, solver):
     for step, expected in zip(STEPS, trained(solver, alone(strategy), kind)):
         found = run(kfac, comm, [step], kind)
         sent += planned(kfac, step)
-        if strategy.refresh.delay == 0 and not strategy.transport.overlap:
+        if strategy.refresh.staleness == 0 and not strategy.transport.overlap:
             assert +collections.Counter(kfac.trace.sent) == sent
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     return kfac, sent
@@ -163,16 +176,16 @@ def test_memory_is_the_plans(comm, name, solver, momentum):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_run_goes_on_with_other_ranks_and_another_strategy(comm, solver):
     """Oracle: the uninterrupted run of one process; from 1 rank to all, and from all to 1."""
-    expected = trained(solver, Strategy(), "convolutional")[-1]
+    expected = trained(solver, Strategy(MemOpt()), "convolutional")[-1]
     own, owners = comm.Split(comm.rank), STRATEGIES["sharded-optimizer"]
-    serial, many = trainer(own, solver, Strategy()), trainer(comm, solver, owners)
+    serial, many = trainer(own, solver, Strategy(MemOpt())), trainer(comm, solver, owners)
     run(serial, own, range(STOP + 1))
     many.load_state_dict(serial.state_dict())
     found = run(many, comm, range(STOP + 1, STEPS.stop))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     many = trainer(comm, solver, STRATEGIES["mem-opt"])
     run(many, comm, range(STOP + 1))
-    serial = trainer(own, solver, Strategy())
+    serial = trainer(own, solver, Strategy(MemOpt()))
     serial.load_state_dict(problem.whole_state(many, comm))
     found = run(serial, own, range(STOP + 1, STEPS.stop))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
@@ -199,10 +212,10 @@ def test_another_solver_takes_weights_and_lengths_alone(comm, solver):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("wire", ["bfloat16", "int8", "power-sgd"])
+@pytest.mark.parametrize("wire", [BFloat16(), Int8(), PowerSGD()], ids=str)
 def test_wires_of_gradients_and_directions_send_what_is_planned(comm, wire, solver):
     """Oracle: the plan's bytes, and a finite end; all ranks hold the same weights."""
-    kfac = trainer(comm, solver, Strategy().changed(workers=1, gradient_wire=wire))
+    kfac = trainer(comm, solver, Strategy(MemOpt(), compression=Compression(gradients=wire)))
     sent = collections.Counter()
     for step in range(5):
         found = run(kfac, comm, [step])
@@ -216,7 +229,7 @@ def test_uneven_shares_weigh_by_their_examples(comm, solver):
     """Oracle: a single process with the joined batch; rank 0 has 12 - 2 (ranks - 1) examples."""
     kfac = trainer(comm, solver, STRATEGIES["mem-opt"], "linear")
     counts = [12 - 2 * (comm.size - 1), *[2] * (comm.size - 1)]
-    for step, expected in zip(range(3), trained(solver, Strategy(), "linear")):
+    for step, expected in zip(range(3), trained(solver, Strategy(MemOpt()), "linear")):
         inputs, labels = (part.split(counts)[comm.rank] for part in gradients.batch("linear", step))
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(inputs), labels).backward()
@@ -250,7 +263,7 @@ def test_named_strategies_run_or_are_refused_in_a_line(comm):
     for name, named in NAMED.items():
         if name != "eva":  # a solver of its own
             try:
-                kfac = trainer(comm, "shampoo", named.make(comm.size))
+                kfac = trainer(comm, "shampoo", named.strategy)
             except ValueError as refusal:
                 assert "\n" not in str(refusal)
                 refused |= {name} if str(refusal).startswith("solver='shampoo' needs") else set()

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy, UserError, make_plan
+from mpikfac import HybridOpt, MemOpt, Strategy, UserError, make_plan
 from mpikfac.comm import Grid, agree, agreement, together
 from mpikfac.comm.messages import collectives as primitives
 from mpikfac.plan import Message
 from support import problem
+from support.strategies import assigned
 
 RANKS = mpikfac.world().size
 
@@ -67,7 +68,8 @@ def uneven(size):
 def test_ranks_sit_where_the_plan_says(comm, workers):
     """Oracle: the plan's positions; a column's ranks in order of rows and the reverse."""
     grid = Grid(comm, workers, mpikfac.Trace())
-    row, column = make_plan([], comm.size, Strategy(workers)).grid.position(comm.rank)
+    plan = make_plan([], comm.size, Strategy(HybridOpt(grad_workers=workers)))
+    row, column = plan.grid.position(comm.rank)
     assert (grid.column.rank, grid.row.rank) == (row, column)
     assert (grid.column.size, grid.row.size) == (workers, comm.size // workers)
     assert grid.world.rank == comm.rank
@@ -126,14 +128,16 @@ def test_segments_of_all_members_make_the_whole(comm, pieces, over, workers, pri
     assert flat.tolist() == expected
 
 
-@pytest.mark.parametrize(("reduction", "update"), [("everyone", "owner"), ("owners", "everyone")])
+@pytest.mark.parametrize(
+    "choices", [{"shard_optimizer": True}, {"factor_reduction": "reduce_scatter"}], ids=str
+)
 @pytest.mark.parametrize("workers", mpikfac.plan.divisors(RANKS))
-def test_training_in_pieces(comm, monkeypatch, workers, reduction, update):
+def test_training_in_pieces(comm, monkeypatch, workers, choices):
     """Oracle: the same training with whole messages; pieces may be summed in another order."""
 
     def trained():
         model = problem.network()
-        strategy = Strategy(workers, reduction, update)
+        strategy = Strategy(assigned(workers, comm.size, **choices))
         kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
         return problem.run(kfac, comm)
 
@@ -238,7 +242,10 @@ def test_agreement_names_the_first_key_that_differs(comm):
         ("kl_clip", lambda first: {"kl_clip": None if first else 0.001}),
         ("normalization", lambda first: {"normalization": "sc20" if first else "expand"}),
         ("start", lambda first: {"start": "first" if first else "identity"}),
-        ("strategy", lambda first: {"strategy": Strategy(update="owner") if first else Strategy()}),
+        (
+            "strategy",
+            lambda first: {"strategy": Strategy(MemOpt(shard_optimizer=first))},
+        ),
         ("plan", lambda first: {"solver": "eigen" if first else "inverse"}),
         ("plan", lambda first: {"skip": ["5"] if first else []}),
     ],

@@ -6,17 +6,20 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, MemOpt, Strategy, Transport
 from support import inner, problem
 
 RANKS = mpikfac.world().size
 KINDS = (*inner.TO, *inner.CELLS)
 STRATEGIES = [
-    *problem.strategies(RANKS, ["everyone", "owners"]),
-    Strategy(1, "owners", "owner").changed(reduce_at="bases"),
-    Strategy(RANKS).changed(packing="square", fusion=1),
+    *problem.strategies(RANKS, ["allreduce", "reduce_scatter"]),
+    Strategy(
+        MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True),
+        transport=Transport(reduce_factors_at="inverses"),
+    ),
+    Strategy(CommOpt(), transport=Transport(packing="square", fusion=1)),
 ]
-OVERLAPPED = Strategy(RANKS, replicate_below=5).changed(overlap=True, fusion=2)
+OVERLAPPED = Strategy(CommOpt(replicate_below=5), transport=Transport(fusion=2, overlap=True))
 
 
 def train(comm, strategy, ranks, kind, fisher="empirical", solver="eigen"):
@@ -32,7 +35,7 @@ def train(comm, strategy, ranks, kind, fisher="empirical", solver="eigen"):
 @problem.by_one_process
 def alone(own, *given, **settings):
     """Return the numbers of a single process on the joined batches."""
-    return train(own, Strategy(), 1, *given, **settings)
+    return train(own, Strategy(MemOpt()), 1, *given, **settings)
 
 
 def assert_as_one_process(comm, strategy, kind, **settings):
@@ -62,4 +65,4 @@ def test_overlapped_statistics_wait_for_all_groups(comm, kind):
 )
 def test_other_solvers(comm, kind, settings):
     """Oracle: one process on the joined batches."""
-    assert_as_one_process(comm, Strategy(RANKS), kind, **settings)
+    assert_as_one_process(comm, Strategy(CommOpt()), kind, **settings)

@@ -9,29 +9,39 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import BFloat16, CommOpt, HybridOpt, Int8, MemOpt
+from mpikfac.lab import Median, PowerSGD, TopK
 from mpikfac.timeline import Recorded, collective_means
 from support import inside, problem
+from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
 STEPS = range(4)
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": None}
 CHOICES = {
-    "everywhere": {"workers": RANKS, "reduction": "everyone"},
-    "owners": {"workers": 1, "update": "owner"},
-    "in order": {"parts": problem.EXAMPLES},
-    "8 bits": {"workers": 1, "gradient_wire": "int8", "factor_wire": "int8"},
-    "largest": {"workers": RANKS, "gradient_wire": "top-k", "top_share": 0.1},
-    "low rank": {"workers": RANKS, "gradient_wire": "power-sgd"},
-    "median": {"workers": RANKS, "combine": "median"},
-    "staggered": {"workers": 1, "stagger": 2, "delay": 1},
+    "everywhere": {"assignment": CommOpt()},
+    "owners": {"assignment": MemOpt(shard_optimizer=True)},
+    "in order": {"transport.virtual_ranks": problem.EXAMPLES},
+    "8 bits": {
+        "assignment": MemOpt(),
+        "compression.factors": Int8(),
+        "compression.gradients": Int8(),
+    },
+    "largest": {"assignment": CommOpt(), "compression.gradients": TopK(ratio=0.1)},
+    "low rank": {"assignment": CommOpt(), "compression.gradients": PowerSGD()},
+    "median": {"assignment": CommOpt(), "sync.aggregation": Median()},
+    "staggered": {"assignment": MemOpt(), "refresh.staleness": 1, "refresh.stagger": 2},
 }
 OVERLAPPED = {
-    "plain": {"workers": RANKS, "fusion": 1},
-    "8 bits": {"workers": RANKS, "gradient_wire": "int8", "factor_wire": "bfloat16"},
+    "plain": {"assignment": CommOpt(), "transport.fusion": 1},
+    "8 bits": {
+        "assignment": CommOpt(),
+        "compression.factors": BFloat16(),
+        "compression.gradients": Int8(),
+    },
 }
 if RANKS == 4:
-    CHOICES["in nodes"] = {"workers": 2, "ranks_per_node": 2}
+    CHOICES["in nodes"] = {"assignment": HybridOpt(grad_workers=2), "transport.ranks_per_node": 2}
 
 
 def trained(comm, choices, alone):
@@ -45,7 +55,7 @@ def trained(comm, choices, alone):
         model,
         problem.sgd(model),
         comm,
-        Strategy().changed(**choices),
+        strategy_of(choices),
         **problem.SETTINGS | OFTEN | {"trace": trace},
     )
     steps, isolated = {}, {}
@@ -102,7 +112,7 @@ def test_blocking_messages_hide_nothing_and_add_up(comm, choices):
 @pytest.mark.parametrize("choices", OVERLAPPED.values(), ids=OVERLAPPED)
 def test_overlapped_messages_have_a_hidden_share(comm, choices):
     """Oracle: all bytes of the plan in whole flights; the exposed part is no longer than these."""
-    choices = choices | {"overlap": True}
+    choices = choices | {"transport.overlap": True}
     kfac, recorded, _, isolated = trained(comm, choices, alone=True)
     messages = kfac.plan.messages(comm.rank, True, True)
     flights = {e.flight: 0 for e in recorded.events if e.flight}
@@ -120,7 +130,7 @@ def test_overlapped_messages_have_a_hidden_share(comm, choices):
 
 @pytest.mark.parametrize(
     "choices",
-    [*CHOICES.values(), *(one | {"overlap": True} for one in OVERLAPPED.values())],
+    [*CHOICES.values(), *(one | {"transport.overlap": True} for one in OVERLAPPED.values())],
     ids=[*CHOICES, *(f"overlapped {name}" for name in OVERLAPPED)],
 )
 def test_messages_alone_leave_the_training_as_it_is(comm, choices):

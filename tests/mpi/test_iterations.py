@@ -7,36 +7,51 @@ import torch
 from mpi4py import MPI
 
 import mpikfac
-from mpikfac import Eigen, Strategy
+from mpikfac import CommOpt, Eigen, HybridOpt, MemOpt
 from mpikfac.solvers import Ekfac
 from support import inside, problem
+from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
 ONCE = Eigen(iterations=1)
-OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
 PLACEMENTS = {
-    "COMM-OPT": {"workers": RANKS},
-    "MEM-OPT": {"workers": 1},
-    "two owners of a layer": {"workers": RANKS, "colocate_factors": False},
-    "two owners of a layer, one worker": {"workers": 1, "colocate_factors": False},
+    "COMM-OPT": {"assignment": CommOpt()},
+    "MEM-OPT": {"assignment": MemOpt()},
+    "two owners of a layer": {"assignment": CommOpt(colocate_factors=False)},
+    "two owners of a layer, one worker": {"assignment": MemOpt(colocate_factors=False)},
     "sharded-optimizer": OWNERS,
-    "factors to owners": {"workers": RANKS, "reduction": "owners", "colocate_factors": False},
-    "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
-    "late": {"workers": RANKS, "reduce_at": "bases"},
-    "staggered and delayed": {"workers": RANKS, "stagger": 3, "delay": 1},
+    "factors to owners": {
+        "assignment": CommOpt(colocate_factors=False, factor_reduction="reduce_scatter")
+    },
+    "small factors everywhere": {"assignment": CommOpt(replicate_below=20)},
+    "late": {"assignment": CommOpt(), "transport.reduce_factors_at": "inverses"},
+    "staggered and delayed": {
+        "assignment": CommOpt(),
+        "refresh.staleness": 1,
+        "refresh.stagger": 3,
+    },
 }
 if RANKS == 4:
-    PLACEMENTS["hybrid"] = {"workers": 2, "reduction": "owners"}
-    PLACEMENTS["hybrid, two owners of a layer"] = {"workers": 2, "colocate_factors": False}
-    PLACEMENTS["hybrid, sharded-optimizer"] = OWNERS | {"workers": 2}
-OVER_TIME = "stagger", "delay"
+    PLACEMENTS["hybrid"] = {
+        "assignment": HybridOpt(grad_workers=2, factor_reduction="reduce_scatter")
+    }
+    PLACEMENTS["hybrid, two owners of a layer"] = {
+        "assignment": HybridOpt(grad_workers=2, colocate_factors=False)
+    }
+    PLACEMENTS["hybrid, sharded-optimizer"] = {
+        "assignment": HybridOpt(
+            grad_workers=2, factor_reduction="reduce_scatter", shard_optimizer=True
+        )
+    }
+OVER_TIME = "refresh.stagger", "refresh.staleness"
 STEPS = range(10)  # three refreshes, or a refresh of every share
 
 
 def trainer(comm, placement, solver=ONCE, tolerance=1e9):
     """Return K-FAC for the layers with factors of full rank, whose eigenvectors are no choice."""
     model = problem.network()
-    strategy = Strategy().changed(**placement, tolerance=tolerance)
+    strategy = strategy_of(placement, {"refresh.tolerance": tolerance})
     settings = problem.SETTINGS | {"solver": solver, "skip": ["5"]}
     return problem.kfac(model, problem.sgd_all(model), comm, strategy, **settings)
 
@@ -65,7 +80,7 @@ def test_ranks_train_as_one_process_does(comm, name):
 
 def test_ekfac_trains_as_one_process_does(comm):
     """Oracle: a single process with the joined batch, to rounding."""
-    placement, solver = {"workers": RANKS}, Ekfac(iterations=2)
+    placement, solver = {"assignment": CommOpt()}, Ekfac(iterations=2)
     kfac = trainer(comm, placement, solver)
     for step, expected in zip(STEPS, alone((), solver)):
         torch.testing.assert_close(problem.run(kfac, comm, [step]), expected, rtol=0, atol=1e-10)
@@ -77,14 +92,18 @@ def test_a_run_on_fewer_ranks_goes_on_from_the_same_vectors(comm, delay):
 
     With three ranks the run goes on with two, with four with three.
     """
-    placement = {"workers": RANKS, "reduction": "owners", "colocate_factors": False, "delay": delay}
+    placement = {
+        "assignment": CommOpt(colocate_factors=False, factor_reduction="reduce_scatter"),
+        "refresh.staleness": delay,
+    }
     first = trainer(comm, placement)
     problem.run(first, comm, range(4))
     state = problem.whole_state(first, comm)
     expected = problem.run(first, comm, range(4, 10))
     fewer = comm.Split(0 if comm.rank < max(1, RANKS - 1) else MPI.UNDEFINED)
     if fewer != MPI.COMM_NULL:
-        second = trainer(fewer, placement | {"workers": 1})
+        one_worker = MemOpt(colocate_factors=False, factor_reduction="reduce_scatter")
+        second = trainer(fewer, placement | {"assignment": one_worker})
         second.load_state_dict(state)
         found = problem.run(second, fewer, range(4, 10))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

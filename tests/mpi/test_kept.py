@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, MemOpt
 from support import inside, problem
+from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
 BF16 = torch.bfloat16
@@ -18,30 +19,28 @@ KEPT = {
     "bases": {"basis_dtype": BF16},
     "both": {"factor_dtype": BF16, "basis_dtype": BF16},
 }
-OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
 PLACEMENTS = {
-    "everywhere": {"workers": RANKS},
-    "one worker": {"workers": 1},
+    "everywhere": {"assignment": CommOpt()},
+    "one worker": {"assignment": MemOpt()},
     "owners": OWNERS,
-    "two owners of a layer": {"workers": RANKS, "colocate_factors": False},
-    "layer by layer": {"workers": RANKS, "fusion": 1},
-    "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
-    "delayed": {"workers": RANKS, "delay": 1},
-    "staggered": {"workers": RANKS, "stagger": 3},
-    "event-driven": {"workers": RANKS, "tolerance": 0.3},
+    "two owners of a layer": {"assignment": CommOpt(colocate_factors=False)},
+    "layer by layer": {"assignment": CommOpt(), "transport.fusion": 1},
+    "small factors everywhere": {"assignment": CommOpt(replicate_below=20)},
+    "delayed": {"assignment": CommOpt(), "refresh.staleness": 1},
+    "staggered": {"assignment": CommOpt(), "refresh.stagger": 3},
+    "event-driven": {"assignment": CommOpt(), "refresh.tolerance": 0.3},
 }
 if RANKS == 4:  # as two nodes of two
-    PLACEMENTS["in nodes"] = {"workers": RANKS, "ranks_per_node": 2}
-OVER_TIME = "delay", "stagger", "tolerance"
+    PLACEMENTS["in nodes"] = {"assignment": CommOpt(), "transport.ranks_per_node": 2}
+OVER_TIME = "refresh.staleness", "refresh.stagger", "refresh.tolerance"
 STEPS = range(7)
 
 
 def trainer(comm, placement, **settings):
     model = problem.network()
     settings = problem.SETTINGS | settings
-    return problem.kfac(
-        model, problem.sgd(model), comm, Strategy().changed(**placement), **settings
-    )
+    return problem.kfac(model, problem.sgd(model), comm, strategy_of(placement), **settings)
 
 
 @problem.by_one_process
@@ -69,14 +68,16 @@ def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, pla
         sent += problem.planned(kfac, step)
         assert (found - expected).norm() < 0.05 * (expected - start).norm()
         assert all(torch.equal(found, other) for other in comm.allgather(found))
-    if "delay" not in placement:
+    if "refresh.staleness" not in placement:
         assert +collections.Counter(kfac.trace.sent) == sent
     memory = kfac.plan.memory(comm.rank)
     for name, arena in (("averages", inside.factors(kfac)), ("bases", inside.bases(kfac))):
         assert memory[name] == arena.flat.nbytes
 
 
-@pytest.mark.parametrize("placement", [*PLACEMENTS.values(), {"reduce_at": "bases"}])
+@pytest.mark.parametrize(
+    "placement", [*PLACEMENTS.values(), {"transport.reduce_factors_at": "inverses"}]
+)
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
     """Oracle: the run that wrote the checkpoint."""
     first, second = (trainer(comm, placement, **KEPT["both"]) for _ in range(2))
@@ -86,7 +87,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
     assert torch.equal(problem.run(second, comm, range(4, 8)), expected)
 
 
-@pytest.mark.parametrize("placement", [{"workers": RANKS}, OWNERS])
+@pytest.mark.parametrize("placement", [{"assignment": CommOpt()}, OWNERS])
 @pytest.mark.parametrize("towards", ["rounded", "exact"])
 def test_a_checkpoint_may_have_them_in_another_dtype(comm, placement, towards):
     """Oracle: the checkpoint's numbers, rounded or unchanged."""

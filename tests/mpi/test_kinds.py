@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, MemOpt, Refresh, Strategy, Transport
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -18,11 +18,18 @@ COVERS = {**mpikfac.KINDS, **mpikfac.NORMS}
 SETTINGS = problem.SETTINGS | {"covers": COVERS, "damping": 0.1}
 SOLVERS = "eigen", "inverse", "unsplit-inverse", "rank-one"
 STRATEGIES = [
-    *problem.strategies(RANKS, ["everyone", "owners"]),
-    Strategy(RANKS).changed(packing="square", fusion=1),
-    Strategy(1, "owners", "owner").changed(reduce_at="bases"),
-    Strategy(RANKS).changed(reduce_at="bases", delay=1, stagger=3),
-    Strategy(RANKS, replicate_below=5).changed(overlap=True, fusion=2),
+    *problem.strategies(RANKS, ["allreduce", "reduce_scatter"]),
+    Strategy(CommOpt(), transport=Transport(packing="square", fusion=1)),
+    Strategy(
+        MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True),
+        transport=Transport(reduce_factors_at="inverses"),
+    ),
+    Strategy(
+        CommOpt(),
+        refresh=Refresh(staleness=1, stagger=3),
+        transport=Transport(reduce_factors_at="inverses"),
+    ),
+    Strategy(CommOpt(replicate_below=5), transport=Transport(fusion=2, overlap=True)),
 ]
 
 
@@ -87,12 +94,14 @@ def train(comm, strategy, ranks, **settings):
 @problem.by_one_process
 def alone(own, delay, stagger, **settings):
     """Return the state of a single process on the joined batches."""
-    return train(own, Strategy().changed(delay=delay, stagger=stagger), 1, **settings)
+    return train(
+        own, Strategy(MemOpt(), refresh=Refresh(staleness=delay, stagger=stagger)), 1, **settings
+    )
 
 
 def assert_as_one_process(comm, strategy, **settings):
     """Compare training on all ranks with training in one process on the joined batches."""
-    expected = alone(strategy.refresh.delay, strategy.refresh.stagger, **settings)
+    expected = alone(strategy.refresh.staleness, strategy.refresh.stagger, **settings)
     found = train(comm, strategy, RANKS, **settings)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert (expected - problem.state(network())).abs().max() > 0.01
@@ -107,7 +116,10 @@ def test_all_kinds_of_layers_under_each_placement(comm, strategy, solver):
     """
     rules = mpikfac.default_rule, forms
     rule = rules[(STRATEGIES.index(strategy) + SOLVERS.index(solver)) % 2]
-    apart = not strategy.colocate_factors and strategy.reduction != "everyone"
+    apart = (
+        not strategy.assignment.colocate_factors
+        and strategy.assignment.factor_reduction != "allreduce"
+    )
     if (solver == "inverse" and apart) or (
         solver == "rank-one" and strategy.transport.packing == "square"
     ):
@@ -119,7 +131,11 @@ def test_all_kinds_of_layers_under_each_placement(comm, strategy, solver):
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_relative_damping_under_each_placement(comm, strategy, solver):
     """Oracle: a single process on the joined batches; factors in blocks may have several owners."""
-    if solver != "inverse" or strategy.colocate_factors or strategy.reduction == "everyone":
+    if (
+        solver != "inverse"
+        or strategy.assignment.colocate_factors
+        or strategy.assignment.factor_reduction == "allreduce"
+    ):
         choices = {"solver": solver, "rule": forms, "relative_damping": True}
         assert_as_one_process(comm, strategy, **choices)
 

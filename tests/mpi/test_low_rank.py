@@ -9,18 +9,22 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, Compression, Int8, MemOpt, Refresh, Strategy, Transport
 from support import inside, problem
 
 RANKS = mpikfac.world().size
 SENT = {
-    "everywhere": Strategy(RANKS),
-    "one worker": Strategy(1),
-    "to owners, apart": Strategy(RANKS, "owners", colocate_factors=False),
-    "owners": Strategy(1, "owners", "owner"),
-    "staggered, late": Strategy(RANKS).changed(reduce_at="bases", stagger=3),
-    "small ones everywhere": Strategy(RANKS, replicate_below=10),
-    "factors in 8 bits": Strategy(RANKS).changed(factor_wire="int8"),
+    "everywhere": Strategy(CommOpt()),
+    "one worker": Strategy(MemOpt()),
+    "to owners, apart": Strategy(
+        CommOpt(colocate_factors=False, factor_reduction="reduce_scatter")
+    ),
+    "owners": Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
+    "staggered, late": Strategy(
+        CommOpt(), refresh=Refresh(stagger=3), transport=Transport(reduce_factors_at="inverses")
+    ),
+    "small ones everywhere": Strategy(CommOpt(replicate_below=10)),
+    "factors in 8 bits": Strategy(CommOpt(), compression=Compression(factors=Int8())),
 }
 
 
@@ -57,10 +61,10 @@ def test_bytes_and_memory_are_the_plans(comm, name):
 @pytest.mark.parametrize("tolerance", [0.0, 0.3])
 def test_a_run_goes_on_from_another_placement(comm, tolerance):
     """Oracle: the same run under a single placement; also with pending decompositions."""
-    first = trainer(comm, Strategy(RANKS).changed(delay=2, tolerance=tolerance))
+    first = trainer(comm, Strategy(CommOpt(), refresh=Refresh(staleness=2, tolerance=tolerance)))
     problem.run(first, comm, range(4))
     shared = problem.whole_state(first, comm)
-    second = trainer(comm, Strategy(1).changed(delay=2, tolerance=tolerance))
+    second = trainer(comm, Strategy(MemOpt(), refresh=Refresh(staleness=2, tolerance=tolerance)))
     second.load_state_dict(shared)
     found, expected = (problem.run(kfac, comm, range(4, 8)) for kfac in (second, first))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import HybridOpt, MemOpt, Strategy
 from mpikfac_apps.problems import models
 from support import inside, problem
 
@@ -25,7 +25,7 @@ def test_every_rank_keeps_the_plans_bytes(comm, strategy):
     assert inside.memory(kfac) == kfac.plan.memory(comm.rank)
 
 
-@pytest.mark.parametrize("reduction", ["everyone", "owners"])
+@pytest.mark.parametrize("reduction", ["allreduce", "reduce_scatter"])
 @pytest.mark.parametrize("workers", mpikfac.plan.divisors(RANKS))
 def test_factor_memory_of_resnet32(comm, workers, reduction):
     """Oracle: X (1 + f) for the bytes X of all factors and the fraction f of workers.
@@ -34,15 +34,20 @@ def test_factor_memory_of_resnet32(comm, workers, reduction):
     """
     model = models.build("resnet32", classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = mpikfac.KFAC(model, optimizer, comm, Strategy(workers, reduction))
+    kfac = mpikfac.KFAC(
+        model,
+        optimizer,
+        comm,
+        Strategy(HybridOpt(grad_workers=workers, factor_reduction=reduction)),
+    )
     kept = inside.memory(kfac)
     assert kept == kfac.plan.memory(comm.rank)
     found = kept["statistics"] + kept["averages"] + kept["bases"]
     x = 4 * sum(factor.work(2) for layer in inside.layers(kfac) for factor in layer.shape.factors)
-    spread = 1 if reduction == "everyone" else 1 / comm.size
+    spread = 1 if reduction == "allreduce" else 1 / comm.size
     expected = x * ((1 + spread) / 2 + workers / comm.size)
     assert comm.allreduce(found) / comm.size == pytest.approx(expected, rel=0.01)
-    if comm.size == 4 and reduction == "everyone":
+    if comm.size == 4 and reduction == "allreduce":
         assert found == pytest.approx(expected, rel=0.01)
 
 
@@ -52,7 +57,7 @@ def test_statistics_travel_as_triangles(comm):
 
     Every factor's number of examples takes 16 numbers more.
     """
-    kfac = trainer(comm, Strategy(1))
+    kfac = trainer(comm, Strategy(MemOpt()))
     problem.run(kfac, comm, [0])
     assert kfac.trace.sent["reduce statistics"] == 8 * (176 + 48 + 3408 + 16 + 704 + 16 + 6 * 16)
 
@@ -66,7 +71,7 @@ def test_owners_that_step_send_no_more_than_data_parallelism(comm):
     model = problem.network()
     baseline = mpikfac.FirstOrderTrainer(model, problem.sgd(model), comm)
     problem.run(baseline, comm, [0])
-    kfac = trainer(comm, Strategy(1, "owners", "owner"))
+    kfac = trainer(comm, Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)))
     problem.run(kfac, comm, [0])
     kfac.trace.clear()
     problem.run(kfac, comm, [1])

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import BFloat16, CommOpt, Compression, Int8, MemOpt, Refresh, Strategy, Transport
+from mpikfac.lab import PowerSGD, TopK
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -21,16 +22,18 @@ ALL = ["sgd", *problem.strategies(RANKS)]
 BAD = itertools.cycle([math.nan, math.inf, -math.inf])
 OTHERS = [
     *(
-        Strategy(RANKS, "owners", update).changed(reduce_at="bases")
-        for update in ("everyone", "owner")
+        Strategy(
+            CommOpt(factor_reduction="reduce_scatter", shard_optimizer=shards),
+            transport=Transport(reduce_factors_at="inverses"),
+        )
+        for shards in (False, True)
     ),
-    Strategy(update="owner").changed(sums="alltoall"),
-    Strategy(RANKS).changed(ranks_per_node=RANKS),
-    Strategy(RANKS).changed(delay=1),
+    Strategy(MemOpt(shard_optimizer=True), transport=Transport(owner_sums="alltoall")),
+    Strategy(CommOpt(), transport=Transport(ranks_per_node=RANKS)),
+    Strategy(CommOpt(), refresh=Refresh(staleness=1)),
 ]
 WIRES = [
-    {"gradient_wire": wire, "factor_wire": "int8"}
-    for wire in ("bfloat16", "int8", "top-k", "power-sgd")
+    Compression(factors=Int8(), gradients=wire) for wire in (BFloat16(), Int8(), TopK(), PowerSGD())
 ]
 
 
@@ -118,11 +121,11 @@ def test_however_it_is_sent(comm, strategy):
     assert_skips(comm, strategy, math.inf)
 
 
-@pytest.mark.parametrize("update", ["everyone", "owner"])
-@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire["gradient_wire"])
-def test_whatever_it_is_encoded_in(comm, wire, update):
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.gradients.name)
+def test_whatever_it_is_encoded_in(comm, wire, shards):
     """Oracle: the same; the compared run forgets encoding losses at the skipped step."""
-    assert_skips(comm, Strategy(update=update).changed(**wire), math.inf)
+    assert_skips(comm, Strategy(MemOpt(shard_optimizer=shards), compression=wire), math.inf)
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)

@@ -9,25 +9,31 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, HybridOpt, MemOpt
+from mpikfac.lab import CurvatureServers
 from support import inside, problem
+from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
-OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
 PLACEMENTS = {
-    "COMM-OPT": {"workers": RANKS},
-    "MEM-OPT": {"workers": 1},
+    "COMM-OPT": {"assignment": CommOpt()},
+    "MEM-OPT": {"assignment": MemOpt()},
     "sharded-optimizer": OWNERS,
-    "factors to owners": {"workers": RANKS, "reduction": "owners"},
-    "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
-    "late": {"workers": RANKS, "reduce_at": "bases"},
-    "overlapped": {"workers": RANKS, "overlap": True, "fusion": 1},
-    "staggered": {"workers": RANKS, "stagger": 3},
+    "factors to owners": {"assignment": CommOpt(factor_reduction="reduce_scatter")},
+    "small factors everywhere": {"assignment": CommOpt(replicate_below=20)},
+    "late": {"assignment": CommOpt(), "transport.reduce_factors_at": "inverses"},
+    "overlapped": {"assignment": CommOpt(), "transport.fusion": 1, "transport.overlap": True},
+    "staggered": {"assignment": CommOpt(), "refresh.stagger": 3},
 }
 if RANKS == 4:
-    PLACEMENTS["hybrid"] = {"workers": 2}
-    PLACEMENTS["hybrid, sharded-optimizer"] = OWNERS | {"workers": 2}
-OVER_TIME = "stagger", "reduce_at"
+    PLACEMENTS["hybrid"] = {"assignment": HybridOpt(grad_workers=2)}
+    PLACEMENTS["hybrid, sharded-optimizer"] = {
+        "assignment": HybridOpt(
+            grad_workers=2, factor_reduction="reduce_scatter", shard_optimizer=True
+        )
+    }
+OVER_TIME = "refresh.stagger", "transport.reduce_factors_at"
 MIXTURE = {"0": "inverse", "3": "eigen", "5": "rank-one"}
 WITH_SCALES = {"0": "ekfac", "3": "rank-one", "5": "inverse"}
 STEPS = range(7)
@@ -40,7 +46,7 @@ def trainer(comm, placement, mixture=MIXTURE, **more):
         return dataclasses.replace(layer, solver=mixture[layer.name])
 
     optimizer = problem.sgd(model)
-    strategy = Strategy().changed(**placement)
+    strategy = strategy_of(placement)
     return problem.kfac(model, optimizer, comm, strategy, rule=rule, **problem.SETTINGS, **more)
 
 
@@ -48,7 +54,7 @@ def trainer(comm, placement, mixture=MIXTURE, **more):
     ("placement", "mixture"),
     [
         *((placement, MIXTURE) for placement in PLACEMENTS.values()),
-        ({"workers": RANKS}, WITH_SCALES),
+        ({"assignment": CommOpt()}, WITH_SCALES),
     ],
     ids=[*PLACEMENTS, "with scales"],
 )
@@ -91,8 +97,9 @@ def test_a_curvature_rank_decomposes_each_layer_by_its_solver(comm):
         mpikfac.run_curvature_server(team)
         return
     training = team.comm
-    mixture, choices = MIXTURE | {"5": "unsplit-inverse"}, {"workers": training.size, "delay": 2}
-    spared = choices | {"curvature_servers": 1}
+    mixture = MIXTURE | {"5": "unsplit-inverse"}
+    choices = {"assignment": CommOpt(), "refresh.staleness": 2}
+    spared = choices | {"refresh": CurvatureServers()}
     found = trainer(team, spared, mixture)
     state = problem.run(found, training, STEPS)
     found.close()

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import BFloat16, CommOpt, Compression, Refresh, Strategy, Transport
+from mpikfac.lab import CurvatureServers
 from support import diagonal, oracles, problem
 from support.diagonal import Diagonal
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"solver": Diagonal()}
 STRATEGIES = {
-    **{problem.label(s): s for s in problem.strategies(RANKS, ["everyone", "owners"])},
-    "staggered": Strategy(RANKS).changed(stagger=3),
-    "compressed": Strategy(RANKS).changed(basis_wire="bfloat16"),
-    "overlapped": Strategy(RANKS).changed(overlap=True, fusion=1),
+    **{problem.label(s): s for s in problem.strategies(RANKS, ["allreduce", "reduce_scatter"])},
+    "staggered": Strategy(CommOpt(), refresh=Refresh(stagger=3)),
+    "compressed": Strategy(CommOpt(), compression=Compression(inverses=BFloat16())),
+    "overlapped": Strategy(CommOpt(), transport=Transport(fusion=1, overlap=True)),
 }
 
 
@@ -55,8 +56,8 @@ def test_curvature_servers_know_the_solver(comm):
         mpikfac.run_curvature_server(team)
         return
     ends = []
-    for ranks, of in ((1, team), (0, team.comm)):
-        strategy = Strategy(team.size).changed(delay=1, curvature_servers=ranks)
+    for refresh, of in ((CurvatureServers(), team), (Refresh(staleness=1), team.comm)):
+        strategy = Strategy(CommOpt(), refresh=refresh)
         kfac = trainer(of, strategy)
         ends.append(problem.run(kfac, team.comm, range(6)))
         kfac.close()

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import LayerShape, Strategy, UserError, make_plan
+from mpikfac import LayerShape, Strategy, Transport, UserError, make_plan
 from mpikfac.comm import Grid
 from mpikfac.comm import job as startup
 from mpikfac.comm.messages import collectives as primitives
 from mpikfac.plan import stages
+from support.strategies import assigned, changed
 
 RANKS = mpikfac.world().size
+OWNERS = {"assignment.factor_reduction": "reduce_scatter", "assignment.shard_optimizer": True}
 LAYERS = [LayerShape("conv", 19, 7), LayerShape("fc", 11, 5), LayerShape("out", 6, 3)]
 OTHERS = [("votes", (16,)), ("scale", ())]
 
@@ -32,7 +34,10 @@ def defined(plan, stage, layout, rank):
 
     The part is the rank's own segment if owners get sums.
     """
-    to_owners = {0: plan.strategy.reduction == "owners", 2: plan.strategy.update == "owner"}
+    to_owners = {
+        0: plan.strategy.assignment.factor_reduction == "reduce_scatter",
+        2: plan.strategy.assignment.shard_optimizer,
+    }
     if to_owners.get(stage):
         return slice(*layout.segments()[rank])
     return slice(0, layout.size)
@@ -45,10 +50,10 @@ def defined(plan, stage, layout, rank):
     "choices",
     [
         {},
-        {"fusion": 1},
-        {"reduction": "owners", "update": "owner"},
-        {"reduction": "owners", "update": "owner", "fusion": 1},
-        {"reduction": "owners", "update": "owner", "sums": "alltoall"},
+        {"transport.fusion": 1},
+        OWNERS,
+        OWNERS | {"transport.fusion": 1},
+        OWNERS | {"transport.owner_sums": "alltoall"},
     ],
     ids=str,
 )
@@ -60,7 +65,8 @@ def test_every_stage_gives_the_numbers_of_one_level(
         monkeypatch.setattr(primitives, "PIECE", piece)
     found = []
     for ranks_per_node in (None, per_node):
-        strategy = Strategy(workers).changed(**choices, ranks_per_node=ranks_per_node)
+        transport = Transport(ranks_per_node=ranks_per_node)
+        strategy = changed(Strategy(assigned(workers, RANKS), transport=transport), choices)
         plan = make_plan(LAYERS, RANKS, strategy, OTHERS, "eigen", 8)
         grid = Grid(comm, workers, mpikfac.Trace(), ranks_per_node)
         for stage, (messages, layout) in enumerate(stages_of(plan, comm.rank)):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy, UserError
+from mpikfac import MemOpt, Refresh, Strategy, UserError
 from mpikfac.solvers import eigen, inverse
 from support import inside, problem
 
@@ -58,7 +58,7 @@ def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing(comm, strategy, 
     spoil = (lambda images: images * bad) if comm.rank == comm.size - 1 else None
     backward(kfac, comm, 2, spoil)
     kfac.step()
-    if strategy.reduction != "none":  # with "none", ranks have factors of different data
+    if strategy.assignment.factor_reduction != "local":  # else factors are of different data
         assert torch.equal(inside.factors(kfac).flat, before[1])
         assert total(comm, kfac, "statistics") == 6
     assert torch.equal(state_and_momentum(kfac), before[0])
@@ -111,7 +111,7 @@ def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
     if "0.A" in inside.factors(kfac):
         assert not inside.factors(kfac)["0.A"].any()
     preconditioned = {layer.name for layer in kfac.plan.of(comm.rank).preconditioned}
-    if strategy.update == "everyone" and "0" in preconditioned:
+    if not strategy.assignment.shard_optimizer and "0" in preconditioned:
         expected = inside.gradients(kfac)["0"] / 0.5
         torch.testing.assert_close(inside.directions(kfac)["0"], expected)
     assert total(comm, kfac, "statistics") == 1
@@ -119,7 +119,7 @@ def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["everyone"]), ids=problem.label)
+@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["allreduce"]), ids=problem.label)
 def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, monkeypatch):
     """Oracle: the bases before; layers whose decompositions work get new ones."""
     kfac = trainer(comm, strategy, solver=solver, inv_update_steps=1, factor_update_steps=1)
@@ -134,7 +134,7 @@ def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, mo
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["everyone"]), ids=problem.label)
+@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["allreduce"]), ids=problem.label)
 def test_a_layer_without_any_decomposition_takes_its_gradient(comm, strategy, solver, monkeypatch):
     """Oracle: the layer's averaged gradient, times the step's KL clip factor."""
     fail_at(monkeypatch, order=82)  # 3.A: 9 channels of 3 x 3, and the bias
@@ -143,7 +143,7 @@ def test_a_layer_without_any_decomposition_takes_its_gradient(comm, strategy, so
     kfac.step()
     if "3" in inside.directions(kfac):
         gradient = inside.gradients(kfac)["3"]
-        if strategy.update == "everyone":
+        if not strategy.assignment.shard_optimizer:
             assert torch.equal(inside.directions(kfac)["3"], gradient * kfac.kl_scale)
     assert total(comm, kfac, "decomposition") == 1
     assert_alike(comm, kfac)
@@ -193,11 +193,11 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
     assert_alike(comm, kfac)
 
 
-@pytest.mark.parametrize("update", ["everyone", "owner"])
-def test_too_many_in_a_row_end_the_run(comm, update):
+@pytest.mark.parametrize("shards", [False, True])
+def test_too_many_in_a_row_end_the_run(comm, shards):
     """Oracle: the first step with more failures than tolerated; layer and rank are named."""
     alone = comm.Split(comm.rank)  # the layer's owner raises and ends the job
-    kfac = trainer(alone, Strategy(1, update=update))
+    kfac = trainer(alone, Strategy(MemOpt(shard_optimizer=shards)))
     problem.run(kfac, alone, [0])
     for _ in range(inside.TOLERATED):
         backward(kfac, alone, 0, lambda images: images * math.nan)
@@ -213,7 +213,7 @@ def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
     With two shares a factor's turn comes every sixth step, at 3 and 9 and so on.
     """
     alone = comm.Split(comm.rank)
-    kfac = trainer(alone, Strategy(1).changed(stagger=2), inv_update_steps=6)
+    kfac = trainer(alone, Strategy(MemOpt(), refresh=Refresh(stagger=2)), inv_update_steps=6)
     fail_at(monkeypatch, order=kfac.plan.factors["0.A"].order)
     assert kfac.plan.turns_of["0"] == 1
     last = 3 + 6 * (inside.TOLERATED - 1)

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
-from mpikfac.numerics import BY_COORDINATE, by_vector
+from mpikfac import BFloat16, HybridOpt, Int8, MemOpt, Refresh, Strategy
+from mpikfac.numerics import by_vector
 from mpikfac.plan import NAMED, divisors
 from support import inside, oracles, problem
+from support.strategies import changed
 
 RANKS = mpikfac.world().size
 FEW = 5
@@ -44,9 +45,13 @@ def one_layer():
     return model.to(problem.DEVICE, torch.float64)
 
 
-IN_ONE_LEVEL = {"overlap", "combine", "fragments"}
-"""Choices without messages in two levels."""
 NETWORKS = {"three layers": three_layers, "one layer": one_layer}
+
+
+def in_one_level(strategy):
+    """Return whether a strategy has no messages in two levels."""
+    vectors = not strategy.sync.aggregation.sums
+    return vectors or strategy.transport.overlap or getattr(strategy.sync, "fragments", 1) > 1
 
 
 def ways(names):
@@ -56,21 +61,23 @@ def ways(names):
     """
     found = {}
     for name, per_node in itertools.product(names, (None, 2, 4)):
-        level = {"ranks_per_node": per_node} if per_node else {}
-        if level and (RANKS % per_node or IN_ONE_LEVEL & NAMED[name].choices.keys()):
+        strategy, settings = mpikfac.get_strategy(name)
+        if per_node and (RANKS % per_node or in_one_level(strategy)):
             continue
+        level = {"transport.ranks_per_node": per_node} if per_node else {}
         for workers in divisors(RANKS) if name == "hybrid" else [None]:
-            of = {"workers": workers} if workers else {}
-            title = " ".join([name, *(f"{choice}={n}" for choice, n in (of | level).items())])
-            found[title] = mpikfac.get_strategy(name, RANKS, **of, **level)
+            of = {"assignment": HybridOpt(grad_workers=workers)} if workers else {}
+            title = [name, *([f"{workers} workers"] if workers else [])]
+            title += [f"in nodes of {per_node}"] if per_node else []
+            found[" ".join(title)] = changed(strategy, of, level), settings
     return found
 
 
 SAME = [name for name, way in NAMED.items() if way.same or name == "eva"]
 SAME.remove("curvature-servers")
-ROBUST = [name for name, way in NAMED.items() if "combine" in way.choices]
-WIRES = [name for name, way in NAMED.items() if "gradient_wire" in way.choices]
-COPIES = [name for name, way in NAMED.items() if way.choices.get("exchanged") == "weights"]
+ROBUST = [name for name, way in NAMED.items() if not way.strategy.sync.aggregation.sums]
+WIRES = [name for name, way in NAMED.items() if way.strategy.compression.gradients]
+COPIES = [name for name, way in NAMED.items() if way.strategy.sync.local_steps]
 ELSEWHERE = ["downpour"]
 """test_asynchronous.py"""
 
@@ -120,7 +127,12 @@ def test_shards_are_uneven():
 def alone(strategy):
     """Return a single process's strategy with the same times."""
     times = strategy.refresh
-    return Strategy().changed(delay=times.delay, stagger=times.stagger, tolerance=times.tolerance)
+    return Strategy(
+        MemOpt(),
+        refresh=Refresh(
+            staleness=times.staleness, stagger=times.stagger, tolerance=times.tolerance
+        ),
+    )
 
 
 @problem.by_one_process
@@ -162,7 +174,7 @@ def test_the_numbers_of_one_process(comm, name, network):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         assert alike(comm, found)
     inside.settle(kfac)
-    if strategy.refresh.delay == 0:
+    if strategy.refresh.staleness == 0:
         assert +collections.Counter(kfac.trace.sent) == sent
     kfac.close()
 
@@ -172,7 +184,7 @@ def test_the_numbers_of_one_process(comm, name, network):
 def test_curvature_servers(comm, serving, network):
     """Oracle: a single process with the joined batch, and decompositions one step later."""
     team = mpikfac.split_comm(comm, serving)
-    strategy = NAMED["curvature-servers"].make(comm.size - serving, curvature_servers=serving)
+    strategy = changed(NAMED["curvature-servers"].strategy, {"refresh.servers": serving})
     expected = trained(network, alone(strategy), solver="eigen")
     if team.comm is None:
         mpikfac.run_curvature_server(team)
@@ -207,14 +219,13 @@ class Combined:
         self.rule, self.model, self.twin = rule, model, twin
         size = sum(parameter.numel() for parameter in model.parameters())
         zeros = torch.zeros(size, dtype=torch.float64, device="cpu")
-        vectors = rule.combine not in BY_COORDINATE
-        self.combiner = by_vector(rule, RANKS, zeros) if vectors else None
+        self.combiner = by_vector(rule, RANKS, zeros) if rule.products(RANKS) else None
 
     def __call__(self, shards):
         """Set the gradients of the model."""
         rows = torch.stack([self.gradient(*shard) for shard in shards])
         if self.combiner is None:
-            found = BY_COORDINATE[self.rule.combine](rows, self.rule)
+            found = self.rule.combine(rows)
         else:
             near = self.combiner.rows(rows)
             found = self.combiner.combine(near @ near.mT, rows)
@@ -236,7 +247,7 @@ def test_robust_rules(comm, name, network):
     """Oracle: one process, in which the rule combines the gradients of all shards; the plan."""
     strategy, _ = RULES[name]
     kfac, serial = trainer(comm, network, strategy), trainer(comm.Split(comm.rank), network, None)
-    combine = Combined(strategy.exchange.robust, serial.model, NETWORKS[network]())
+    combine = Combined(strategy.sync.aggregation, serial.model, NETWORKS[network]())
     for step in STEPS:
         kfac.trace.clear()
         found = problem.run(kfac, comm, [step])
@@ -261,17 +272,17 @@ def test_encoded_messages(comm, name, network):
         found = problem.run(kfac, comm, [step])
         assert +collections.Counter(kfac.trace.sent) == problem.planned(kfac, step)
         assert found.isfinite().all() and alike(comm, found)
-    exact = trained(network, Strategy(), optimizer=problem.plain_sgd)[-1]
+    exact = trained(network, Strategy(MemOpt()), optimizer=problem.plain_sgd)[-1]
     moved = (exact - problem.state(NETWORKS[network]())).norm()
-    if strategy.transport.wires.gradient_wire in ("bfloat16", "int8"):
+    if isinstance(strategy.compression.gradients, BFloat16 | Int8):
         assert 0 < (found - exact).norm() < 0.1 * moved
     kfac.close()
 
 
 SOON = {
-    **{name: {"sync_every": 3} for name in ("local-sgd", "diloco", "lsgd", "parle")},
-    "post-local-sgd": {"sync_every": 3, "exchange_from": 1},
-    "streaming-diloco": {"sync_every": 5, "lateness": 2},
+    **{name: {"sync.sync_every": 3} for name in ("local-sgd", "diloco", "lsgd", "parle")},
+    "post-local-sgd": {"sync.sync_every": 3, "sync.warmup_steps": 1},
+    "streaming-diloco": {"sync.sync_every": 5, "sync.delay": 2},
     "daso": {},
 }
 """Choices with which `STEPS` have several exchanges."""
@@ -283,7 +294,7 @@ SOON = {
 def test_copies_of_the_model(comm, name, network):
     """Oracle: the models of all ranks after an exchange; the plan's bytes of factors and bases."""
     way = max((one for one in COPIES if name.startswith(one)), key=len)
-    strategy = COPIED[name][0].changed(**SOON[way])
+    strategy = changed(COPIED[name][0], SOON[way])
     kfac = trainer(comm, network, strategy)
     for step in STEPS:
         kfac.trace.clear()
@@ -316,8 +327,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(comm, tmp_path, name, direct
     root, stop = comm.bcast(tmp_path), 3
 
     def made(on):
-        more = {"workers": divisors(on.size)[len(divisors(on.size)) // 2]}
-        strategy = NAMED[name].make(on.size, **(more if name == "hybrid" else {}))
+        strategy, possible = NAMED[name].strategy, divisors(on.size)
+        if name == "hybrid":
+            strategy = Strategy(HybridOpt(grad_workers=possible[len(possible) // 2]))
         return trainer(on, "three layers", strategy)
 
     if comm.rank < few or sides[0] is comm:
@@ -331,6 +343,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(comm, tmp_path, name, direct
         second.load_state_dict(mpikfac.load_checkpoint(sides[1], root / f"step-{stop:09d}"))
         found = learn(second, sides[1], STEPS[stop:])
         second.close()
-    expected = trained("three layers", alone(NAMED[name].make(RANKS)))[-1]
+    expected = trained("three layers", alone(NAMED[name].strategy))[-1]
     if comm.rank < few or sides[1] is comm:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

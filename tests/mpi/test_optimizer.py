@@ -16,17 +16,19 @@ from mpikfac import (
     DistributedSOAP,
     FirstOrderTrainer,
     KFACOptimizer,
+    MemOpt,
     Optimizer,
     Strategy,
+    Transport,
     UserError,
 )
 from support import problem
 
 STRATEGIES = {
-    "comm-opt": {"workers": None},
-    "owners": {"reduction": "owners", "workers": 1},
-    "owner steps": {"update": "owner", "workers": 1},
-    "late": {"reduce_at": "bases"},
+    "comm-opt": Strategy(),
+    "owners": Strategy(MemOpt(factor_reduction="reduce_scatter")),
+    "owner steps": Strategy(MemOpt(shard_optimizer=True)),
+    "late": Strategy(transport=Transport(reduce_factors_at="inverses")),
 }
 
 
@@ -34,9 +36,7 @@ def trainer(comm, kind="kfac", strategy="comm-opt"):
     model = problem.network()
     if kind == "first-order":
         return FirstOrderTrainer(model, problem.sgd(model), comm)
-    chosen = STRATEGIES[strategy]
-    workers = chosen.get("workers") or comm.size
-    own = Strategy().changed(**(chosen | {"workers": workers}))
+    own = STRATEGIES[strategy]
     return problem.kfac(model, problem.sgd(model), comm, own, **problem.SETTINGS)
 
 
@@ -155,7 +155,7 @@ def test_passes_may_go_through_a_wrapper(comm, strategy):
     assert torch.equal(weights(found.trainer.model), weights(expected.trainer.model))
 
 
-@pytest.mark.parametrize("strategy", [None, "mem-opt", Strategy(update="owner")])
+@pytest.mark.parametrize("strategy", [None, "mem-opt", Strategy(MemOpt(shard_optimizer=True))])
 def test_the_constructor_trains_all_ranks_as_one_process(comm, strategy):
     """Oracle: the same optimizer on a single process, with the batches of all ranks."""
     alone = KFACOptimizer(problem.network(), comm=comm.Split(comm.rank))
@@ -208,7 +208,7 @@ def test_a_named_optimizer_is_its_solver_stepped_by_owners(comm, solver, strateg
     assert torch.equal(weights(by_name.trainer.model), expected)
     assert torch.equal(weights(again.trainer.model), expected)
     assert not torch.equal(expected, weights(problem.network()))
-    assert by_name.trainer.plan.strategy.update == ("everyone" if strategy else "owner")
+    assert by_name.trainer.plan.strategy.assignment.shard_optimizer == (not strategy)
 
 
 @pytest.mark.parametrize("solver", NAMED)

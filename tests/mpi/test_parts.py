@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import MemOpt, Strategy, Transport
 from mpikfac.comm import Grid
 from mpikfac.comm.messages import collectives as primitives
 from support import inside, problem
+from support.strategies import assigned
 
 PARTS = 12  # every tested number of ranks divides 12
 SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_update_steps": 1}
@@ -28,13 +29,13 @@ def network(momentum=0.1):
     )
 
 
-def trainer(comm, optimizer, momentum=0.1, **choices):
+def trainer(comm, optimizer, momentum=0.1, workers=1):
     model = network(momentum)
+    transport = Transport(virtual_ranks=PARTS)
     if optimizer == "sgd":
-        return mpikfac.FirstOrderTrainer(
-            model, problem.sgd_all(model), comm, Strategy().changed(parts=PARTS)
-        )
-    strategy = Strategy().changed(**choices, parts=PARTS)
+        strategy = Strategy(transport=transport)
+        return mpikfac.FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
+    strategy = Strategy(assigned(workers, comm.size), transport=transport)
     return problem.kfac(model, problem.sgd_all(model), comm, strategy, **SETTINGS)
 
 
@@ -112,9 +113,9 @@ def test_long_sums_in_order_pass_in_pieces(comm, monkeypatch):
 def test_parts_are_those_of_the_joined_batch(comm):
     """Oracle: the run with as many ranks as parts and without an order, to rounding."""
     model, plain = problem.network(), problem.network()
-    strategy = Strategy().changed(parts=comm.size)
+    strategy = Strategy(MemOpt(), transport=Transport(virtual_ranks=comm.size))
     kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
-    other = problem.kfac(plain, problem.sgd(plain), comm, Strategy(), **problem.SETTINGS)
+    other = problem.kfac(plain, problem.sgd(plain), comm, Strategy(MemOpt()), **problem.SETTINGS)
     for step in range(problem.STEPS):
         images, labels = problem.shards(step, comm.size)[comm.rank]
         kfac.optimizer.zero_grad()
@@ -129,12 +130,14 @@ def test_a_wrong_number_of_parts_is_refused(comm):
     """Oracle: the right numbers."""
     if comm.size == PARTS:
         pytest.skip("every rank has one part")
-    text = f"parts={comm.size + 1} must be a multiple of the number of ranks"
+    text = f"virtual_ranks={comm.size + 1} must be a multiple of the number of ranks"
     if comm.size > 1:
         with pytest.raises(ValueError, match=text):
-            mpikfac.make_plan([], comm.size, Strategy().changed(parts=comm.size + 1))
-    with pytest.raises(ValueError, match="parts=4 needs reduction='everyone'"):
-        Strategy(reduction="owners").changed(parts=4)
+            mpikfac.make_plan(
+                [], comm.size, Strategy(MemOpt(), transport=Transport(virtual_ranks=comm.size + 1))
+            )
+    with pytest.raises(ValueError, match="virtual_ranks=4 needs assignment.factor_reduction="):
+        Strategy(MemOpt(factor_reduction="reduce_scatter"), transport=Transport(virtual_ranks=4))
     sgd = trainer(comm, "sgd")
     count = PARTS // comm.size
     with pytest.raises(ValueError, match=rf"step\(\) needs {count} parts; collect\(\) took 0"):

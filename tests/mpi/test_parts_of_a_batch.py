@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpikfac
+from mpikfac import MemOpt, Strategy, Transport
 from mpikfac.numerics import triangles
 from support import inside, problem
 
@@ -70,7 +70,7 @@ def test_factors_of_experts_do_not_depend_on_the_number_of_ranks(comm, strategy,
     joined = batch(comm.size)
     shard = tuple(part.chunk(comm.size)[comm.rank] for part in joined)
     if strategy == "overlap":
-        strategy = mpikfac.Strategy().changed(overlap=True)
+        strategy = Strategy(MemOpt(), transport=Transport(overlap=True))
     kfac = learned(comm, shard, strategy=strategy, **settings)
     inside.settle(kfac)
     expected = learned(comm.Split(comm.rank), joined, **settings)

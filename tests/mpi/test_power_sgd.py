@@ -8,25 +8,37 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, LayerShape, Strategy, Trace, make_plan
+from mpikfac import (
+    CommOpt,
+    Compression,
+    FirstOrderTrainer,
+    LayerShape,
+    MemOpt,
+    Strategy,
+    Trace,
+    Transport,
+    make_plan,
+)
 from mpikfac.comm import Grid
+from mpikfac.lab import PowerSGD
 from mpikfac.plan import divisors, stages
 from support import inside, problem
+from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
 STEPS = range(5)
 SETTINGS = problem.SETTINGS | {"inv_update_steps": 2}
 LAYERS = [LayerShape("conv", 19, 7), LayerShape("groups", 5, 4, 3), LayerShape("row", 6, 1)]
-OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
 WAYS = {
-    "everywhere": {"workers": RANKS},
-    "one worker": {"workers": 1},
+    "everywhere": {"assignment": CommOpt()},
+    "one worker": {"assignment": MemOpt()},
     "owners": OWNERS,
-    "overlapped": {"workers": RANKS, "overlap": True, "fusion": 1},
+    "overlapped": {"assignment": CommOpt(), "transport.fusion": 1, "transport.overlap": True},
 }
 if RANKS == 4:
-    WAYS["in nodes"] = {"workers": RANKS, "ranks_per_node": 2}
-    WAYS["in nodes, owners"] = {"ranks_per_node": 2, **OWNERS}
+    WAYS["in nodes"] = {"assignment": CommOpt(), "transport.ranks_per_node": 2}
+    WAYS["in nodes, owners"] = {**OWNERS, "transport.ranks_per_node": 2}
 
 
 class ByHand:
@@ -63,8 +75,10 @@ def gradient(step, rank, layer):
 @pytest.mark.parametrize("rank", [1, 2, 100])
 def test_sums_step_by_step(comm, rank, per_node):
     """Oracle: numpy, on the sum of all ranks; r (a + b) numbers a group, by hand."""
-    strategy = Strategy(RANKS).changed(
-        gradient_wire="power-sgd", power_rank=rank, ranks_per_node=per_node
+    strategy = Strategy(
+        CommOpt(),
+        compression=Compression(gradients=PowerSGD(matrix_approximation_rank=rank)),
+        transport=Transport(ranks_per_node=per_node),
     )
     plan = make_plan(LAYERS, RANKS, strategy, itemsize=8).of(comm.rank)
     layout, grid, by_hand = plan.layouts.gradients, Grid(comm, 1, Trace(), per_node), ByHand(rank)
@@ -127,9 +141,9 @@ def trainer_of(kind, comm, strategy):
 @pytest.mark.parametrize("kind", ["K-FAC", "FirstOrderTrainer"])
 def test_training_with_approximated_gradients(comm, kind, way):
     """Oracle: one process with the joined batch, whose gradients numpy approximates; the plan."""
-    strategy = Strategy().changed(gradient_wire="power-sgd", power_rank=2, **WAYS[way])
+    strategy = strategy_of(WAYS[way], {"compression.gradients": PowerSGD()})
     trainer = trainer_of(kind, comm, strategy)
-    serial = trainer_of(kind, comm.Split(comm.rank), Strategy())
+    serial = trainer_of(kind, comm.Split(comm.rank), Strategy(MemOpt()))
     by_hand, start = ByHand(2), problem.state(problem.network())
     for step in STEPS:
         trainer.trace.clear()

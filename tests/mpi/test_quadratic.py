@@ -9,12 +9,16 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import LevenbergMarquardt, Strategy
+from mpikfac import CommOpt, LevenbergMarquardt, MemOpt, Refresh, Strategy, Transport
 from support import inside, problem
 
 RANKS = mpikfac.world().size
-EVERYONE = [s for s in problem.strategies(RANKS, ("everyone", "owners")) if s.update == "everyone"]
-EVERYONE += [Strategy(RANKS).changed(overlap=True), Strategy(1).changed(delay=1, stagger=2)]
+EVERYONE = problem.strategies(RANKS, ("allreduce", "reduce_scatter"))
+EVERYONE = [strategy for strategy in EVERYONE if not strategy.assignment.shard_optimizer]
+EVERYONE += [
+    Strategy(CommOpt(), transport=Transport(overlap=True)),
+    Strategy(MemOpt(), refresh=Refresh(staleness=1, stagger=2)),
+]
 STEPS = range(5)
 STOP = 3
 
@@ -61,7 +65,7 @@ def train(kfac, comm, steps=STEPS, cut=None):
 @problem.by_one_process
 def alone(own, stagger, solver, cut):
     """Return the results of a single process on the joined batches."""
-    strategy = Strategy(1).changed(delay=stagger - 1, stagger=stagger)
+    strategy = Strategy(MemOpt(), refresh=Refresh(staleness=stagger - 1, stagger=stagger))
     return train(trainer(own, strategy, solver), own, cut=slice(None) if cut else None)
 
 
@@ -77,7 +81,11 @@ def assert_same(comm, found, expected):
 @pytest.mark.parametrize("strategy", EVERYONE, ids=problem.label)
 def test_steps_are_one_processs(comm, strategy, solver):
     """Oracle: a single process on the joined batches; among ranks, to the last bit."""
-    if solver == "inverse" and not strategy.colocate_factors and strategy.reduction == "owners":
+    if (
+        solver == "inverse"
+        and not strategy.assignment.colocate_factors
+        and strategy.assignment.factor_reduction == "reduce_scatter"
+    ):
         return  # the plan needs different owners
     found = train(trainer(comm, strategy, solver), comm)
     assert_same(comm, found, alone(strategy.refresh.stagger, solver, False))
@@ -95,7 +103,7 @@ def test_ranks_weigh_by_their_examples(comm):
 @pytest.mark.parametrize("fewer", range(1, RANKS + 1))
 def test_the_last_step_survives_a_restart_on_other_ranks(comm, fewer):
     """Oracle: the uninterrupted run; without the last step, the end differs."""
-    kfac = trainer(comm, Strategy(1, "owners"))
+    kfac = trainer(comm, Strategy(MemOpt(factor_reduction="reduce_scatter")))
     train(kfac, comm, range(STOP))
     state = problem.whole_state(kfac, comm)
     assert not kfac.missing(state)

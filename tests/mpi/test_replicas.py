@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, Strategy
+from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, Strategy, Synchronous, Transport
+from mpikfac.lab import DASO, LSGD, LocalSGD
 from support import inside, problem
 from support.copies import DILOCO, ELASTIC, PER_NODE, STREAM, kfac_of, trainer_of
 
@@ -20,7 +22,7 @@ def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
     Factors are averaged over ranks at each step; gradients are not.
     """
     ranks = comm.size
-    strategy = Strategy.comm_opt(ranks, exchanged="weights", sync_every=2)
+    strategy = Strategy(CommOpt(), sync=LocalSGD(sync_every=2))
     settings = {"factor_update_steps": 1, "inv_update_steps": 1, "kl_clip": None}
     kfac, alone = kfac_of(comm, strategy, **settings), problem.network()
     optimizer = problem.sgd(alone)
@@ -67,16 +69,13 @@ def average(comm, model):
 
 WAYS = {
     "DiLoCo": DILOCO,
-    "LSGD": {"merge": "leader"},
-    "Parle": ELASTIC | {"sync_every": 2},
+    "LSGD": LSGD(sync_every=2),
+    "Parle": replace(ELASTIC, sync_every=2),
     "stream": STREAM,
-    "nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, **DILOCO},
-    "LSGD of nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, "merge": "leader"},
-    "Parle of nodes": ELASTIC | {"copies_of": "node", "ranks_per_node": PER_NODE, "sync_every": 2},
-    "DASO": {
-        **{"copies_of": "node", "ranks_per_node": PER_NODE},
-        **{"sync_every": 3, "lateness": 2, "local_share": None},
-    },
+    "nodes": replace(DILOCO, replicas="node"),
+    "LSGD of nodes": LSGD(sync_every=2, replicas="node"),
+    "Parle of nodes": replace(ELASTIC, sync_every=2, replicas="node"),
+    "DASO": DASO(sync_every=3, delay=2),
 }
 
 
@@ -84,12 +83,13 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
-    choices = {"exchanged": "weights", "sync_every": 2} | WAYS[way]
-    first = trainer_of(comm, kind, choices)
+    of_nodes = "nodes" in way or way == "DASO"
+    transport = Transport(ranks_per_node=PER_NODE) if of_nodes else Transport()
+    first = trainer_of(comm, kind, WAYS[way], transport=transport)
     problem.run(first, comm, range(5))
     first.average_replicas()
     state = copy.deepcopy(problem.whole_state(first, comm))
-    second = trainer_of(comm, kind, choices)
+    second = trainer_of(comm, kind, WAYS[way], transport=transport)
     second.load_state_dict(state)
     ends = [problem.run(trainer, comm, range(5, 10)) for trainer in (first, second)]
     assert torch.equal(*ends)
@@ -97,8 +97,8 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
 
 def test_a_further_copy_goes_on_with_the_momentum_of_rank_0(comm):
     """Oracle: rank 0's; in the run before, each copy's outer step had a momentum of its own."""
-    choices = {"exchanged": "weights", **ELASTIC, "sync_every": 2}
-    first, second = (trainer_of(comm, "first-order", choices) for _ in range(2))
+    sync = replace(ELASTIC, sync_every=2)
+    first, second = (trainer_of(comm, "first-order", sync) for _ in range(2))
     problem.run(first, comm, range(4))
     first.average_replicas()
     state = copy.deepcopy(problem.whole_state(first, comm))
@@ -112,7 +112,7 @@ def test_a_further_copy_goes_on_with_the_momentum_of_rank_0(comm):
 @pytest.mark.parametrize("length", ["adam", "rows"])
 def test_each_copy_goes_on_with_its_own_lengths(comm, length):
     """Oracle: the run that was not interrupted; averages of a copy are of the copy's directions."""
-    strategy = Strategy.comm_opt(comm.size, exchanged="weights", sync_every=2)
+    strategy = Strategy(CommOpt(), sync=LocalSGD(sync_every=2))
     first, second = (kfac_of(comm, strategy, length=length, kl_clip=None) for _ in range(2))
     problem.run(first, comm, range(5))
     first.average_replicas()
@@ -122,10 +122,10 @@ def test_each_copy_goes_on_with_its_own_lengths(comm, length):
 
 
 @pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
-@pytest.mark.parametrize("later", [{}, {"exchanged": "weights", "exchange_from": 100}])
+@pytest.mark.parametrize("later", [Synchronous(), LocalSGD(warmup_steps=100)])
 def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
     """Oracle: all ranks stay alike, though every rank's copy had a momentum of its own."""
-    first = trainer_of(comm, kind, {"exchanged": "weights", "sync_every": 2})
+    first = trainer_of(comm, kind, LocalSGD(sync_every=2))
     problem.run(first, comm, range(4))
     second = trainer_of(comm, kind, later)
     second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
@@ -136,8 +136,7 @@ def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
 @pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
 def test_a_trainer_loads_its_own_state(comm, kind):
     """Oracle: the state before; momenta of exchanges are views of what the load forgets."""
-    choices = {"exchanged": "weights", "sync_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
-    trainer = trainer_of(comm, kind, choices)
+    trainer = trainer_of(comm, kind, DILOCO)
     problem.run(trainer, comm, range(4))
     before = copy.deepcopy(trainer.state_dict())
     assert any(value.any() for name, value in before.items() if name.startswith("exchange/mom"))
@@ -151,7 +150,7 @@ def test_a_trainer_loads_its_own_state(comm, kind):
 def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
     """Oracle: the message on all ranks."""
     model = problem.network()
-    strategy = Strategy.mem_opt(exchanged="weights", sync_every=3)
+    strategy = Strategy(MemOpt(), sync=LocalSGD(sync_every=3))
     trainer = FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
     trainer.optimizer.param_groups[0]["lr"] += 0.1 * comm.rank
     problem.run(trainer, comm, [0, 1])
@@ -160,14 +159,14 @@ def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
 
 
 def test_gradients_of_the_caller_and_copies_of_the_ranks_exclude_each_other(comm):
-    strategy = Strategy.comm_opt(comm.size, exchanged="weights", sync_every=2)
+    strategy = Strategy(CommOpt(), sync=LocalSGD(sync_every=2))
     kfac = kfac_of(comm, strategy)
     with pytest.raises(ValueError, match="call step"):
         kfac.precondition()
 
 
 def test_copies_are_no_state_of_the_run(comm):
-    strategy = Strategy.mem_opt(exchanged="weights", sync_every=4)
+    strategy = Strategy(MemOpt(), sync=LocalSGD(sync_every=4))
     model = problem.network()
     trainer = FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
     problem.run(trainer, comm, [0])

@@ -10,17 +10,21 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, MemOpt, Refresh, Strategy, Transport
+from mpikfac.lab import NearestMajority
 from mpikfac.plan import stages
 from support import problem
+from support.strategies import changed
 
 RANKS = mpikfac.world().size
-NEAR = {"combine_factors": "near"}
+NEAR = {"sync.factor_aggregation": NearestMajority()}
 WAYS = {
-    "comm-opt": Strategy.comm_opt(RANKS),
-    "mem-opt": Strategy.mem_opt(),
-    "late": Strategy.comm_opt(RANKS, reduce_at="bases"),
-    "stagger": Strategy.comm_opt(RANKS, reduce_at="bases", stagger=2),
+    "comm-opt": Strategy(CommOpt()),
+    "mem-opt": Strategy(MemOpt()),
+    "late": Strategy(CommOpt(), transport=Transport(reduce_factors_at="inverses")),
+    "stagger": Strategy(
+        CommOpt(), refresh=Refresh(stagger=2), transport=Transport(reduce_factors_at="inverses")
+    ),
 }
 
 
@@ -35,8 +39,8 @@ def kfac_of(comm, strategy, **settings):
 def test_with_all_ranks_near_factors_are_the_means(comm, way):
     """Oracle: the same strategy with plain means; shards differ, but none is too far."""
     ends = []
-    for choices in ({}, {**NEAR, "safe_factor": 1e6}):
-        kfac = kfac_of(comm, WAYS[way].changed(**choices))
+    for choices in ({}, {"sync.factor_aggregation": NearestMajority(threshold=1e6)}):
+        kfac = kfac_of(comm, changed(WAYS[way], choices))
         ends.append(problem.run(kfac, comm, range(4)))
         kfac.close()
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
@@ -65,14 +69,14 @@ def trained(comm, strategy, wrong=None):
 def test_factors_of_a_wrong_rank_do_not_count(comm, way, wrong):
     """Oracle: ranks that all have the right factors of one batch."""
     expected = trained(comm, WAYS[way])
-    torch.testing.assert_close(trained(comm, WAYS[way].changed(**NEAR), wrong), expected)
+    torch.testing.assert_close(trained(comm, changed(WAYS[way], NEAR), wrong), expected)
     if wrong == 30.0:
         assert not torch.allclose(trained(comm, WAYS[way], wrong), expected)
 
 
 def test_messages_of_factors_are_the_plans(comm):
     """Oracle: the plan, message by message."""
-    kfac = kfac_of(comm, WAYS["comm-opt"].changed(**NEAR), trace=mpikfac.Trace(events=True))
+    kfac = kfac_of(comm, changed(WAYS["comm-opt"], NEAR), trace=mpikfac.Trace(events=True))
     problem.run(kfac, comm, [0])
     planned = stages.reduce_statistics(kfac.plan.of(comm.rank))
     events = [(e.name, e.over, e.bytes) for e in kfac.trace.events if e.over]

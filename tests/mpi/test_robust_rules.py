@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import numpy as np
 import pytest
@@ -12,30 +11,31 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, Strategy
-from mpikfac.numerics import BY_COORDINATE, by_vector
-from mpikfac.plan import Robust, stages
+from mpikfac import FirstOrderTrainer, MemOpt, Strategy, Synchronous
+from mpikfac.lab import CenteredClipping, GeometricMedian, Krum, Median, Safeguard, TrimmedMean
+from mpikfac.numerics import by_vector
+from mpikfac.plan import stages
 from support import inside, problem
-from support.copies import MOMENTUM, RATE, SIZE, kfac_of, quadratic, trained
+from support.copies import MOMENTUM, RATE, SIZE, kfac_of, quadratic, trained, trainer_of
 
 ROBUST = [
-    Robust("median"),
-    Robust("geometric-median"),
-    Robust("centered-clipping", clip_radius=2.0),
-    Robust("safeguard", long_window=4, short_window=2, safe_factor=1.1, safe_floor=0.0),
-    Robust("safeguard", long_window=4, short_window=2, safe_floor=0.3, safe_of="before"),
-    Robust("safeguard", long_window=4, short_window=2, safe_floor=0.1, readmit_every=3),
-    Robust("trimmed-mean", num_byzantine=1),
-    Robust("krum", num_byzantine=0),
+    Median(),
+    GeometricMedian(),
+    CenteredClipping(radius=2.0),
+    Safeguard(long_window=4, short_window=2, threshold=1.1, floor=0.0),
+    Safeguard(long_window=4, short_window=2, floor=0.3, mean_of="before"),
+    Safeguard(long_window=4, short_window=2, floor=0.1, reset_interval=3),
+    TrimmedMean(),
+    Krum(num_byzantine=0),
 ]
-ROBUST = [rule for rule in ROBUST if rule.combine != "krum" or mpikfac.world().size >= 3]
-ROBUST = [rule for rule in ROBUST if rule.num_byzantine == 0 or mpikfac.world().size >= 3]
+if mpikfac.world().size < 3:
+    ROBUST = [rule for rule in ROBUST if not isinstance(rule, TrimmedMean | Krum)]
 
 
 def on_one_process(rule, ranks, size=SIZE):
     """Return a function from the vectors of all ranks to what the rule makes of the vectors."""
-    if rule.combine in BY_COORDINATE:
-        return lambda rows: BY_COORDINATE[rule.combine](torch.from_numpy(rows), rule).numpy()
+    if not rule.products(ranks):
+        return lambda rows: rule.combine(torch.from_numpy(rows)).numpy()
     combiner = by_vector(rule, ranks, torch.zeros(size, dtype=torch.float64, device="cpu"))
 
     def combined(vectors):
@@ -46,11 +46,11 @@ def on_one_process(rule, ranks, size=SIZE):
     return combined
 
 
-@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
+@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.name)
 def test_gradients_are_combined_by_the_rule(comm, rule):
     """Oracle: the rule, which tests/unit/test_robust.py checks, of all gradients on one process."""
     ranks = comm.size
-    strategy = Strategy.mem_opt(**dataclasses.asdict(rule))
+    strategy = Strategy(MemOpt(), sync=Synchronous(aggregation=rule))
     w, v, combined = np.ones(SIZE), np.zeros(SIZE), on_one_process(rule, ranks)
     for found in trained(comm, strategy, 6):
         losses = [quadratic(rank) for rank in range(ranks)]
@@ -60,7 +60,7 @@ def test_gradients_are_combined_by_the_rule(comm, rule):
         np.testing.assert_allclose(found, w, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
+@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.name)
 def test_messages_of_a_rule_are_the_plans(comm, rule):
     """Oracle: the plan, message by message."""
     model = problem.network()
@@ -68,7 +68,7 @@ def test_messages_of_a_rule_are_the_plans(comm, rule):
         model,
         problem.sgd_all(model),
         comm,
-        Strategy.mem_opt(**dataclasses.asdict(rule)),
+        Strategy(MemOpt(), sync=Synchronous(aggregation=rule)),
         mpikfac.Trace(events=True),
     )
     problem.run(trainer, comm, [0])
@@ -81,7 +81,6 @@ def test_messages_of_a_rule_are_the_plans(comm, rule):
 @pytest.mark.parametrize("wrong", [-100.0, np.nan])
 def test_a_wrong_rank_does_not_lead_training_astray(comm, wrong):
     """Oracle: K-FAC whose ranks all have the right gradient of one batch."""
-    rule = {"combine": "median"}
 
     def ended(strategy, wrong):
         kfac = kfac_of(comm, strategy, kl_clip=None)
@@ -95,19 +94,19 @@ def test_a_wrong_rank_does_not_lead_training_astray(comm, wrong):
             kfac.step()
         return problem.state(kfac.model)
 
-    ranks = comm.size
-    ends = ended(Strategy.comm_opt(ranks, **rule), wrong), ended(Strategy.comm_opt(ranks), 1.0)
+    robust = Strategy(sync=Synchronous(aggregation=Median()))
+    ends = ended(robust, wrong), ended(Strategy(), 1.0)
     torch.testing.assert_close(*ends)
 
 
-@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
+@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.name)
 def test_running_statistics_do_not_cut_vectors_in_two(comm, rule):
     """Oracle: the rule, of all gradients of a network with batch normalisation on one process."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     model.to(problem.DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = FirstOrderTrainer(
-        model, optimizer, comm, Strategy.mem_opt(**dataclasses.asdict(rule))
+        model, optimizer, comm, Strategy(MemOpt(), sync=Synchronous(aggregation=rule))
     )
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     generator = torch.Generator().manual_seed(comm.rank)
@@ -121,28 +120,25 @@ def test_running_statistics_do_not_cut_vectors_in_two(comm, rule):
     np.testing.assert_allclose((before - after).cpu(), combined, rtol=1e-8, atol=1e-10)
 
 
-REMEMBERING = {
-    "centered-clipping": {"clip_radius": 0.1},
-    "safeguard": {
-        **{"long_window": 5, "short_window": 2, "safe_noise": 0.01, "safe_factor": 1.1},
-        **{"safe_floor": 0.3, "readmit_every": 5},
-    },
-}
+REMEMBERING = [
+    CenteredClipping(radius=0.1),
+    Safeguard(
+        long_window=5,
+        short_window=2,
+        threshold=1.1,
+        floor=0.3,
+        reset_interval=5,
+        noise_std=0.01,
+    ),
+]
 
 
 @pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
-@pytest.mark.parametrize("rule", REMEMBERING)
+@pytest.mark.parametrize("rule", REMEMBERING, ids=lambda rule: rule.name)
 def test_a_rule_remembers_earlier_steps_after_a_checkpoint(comm, rule, kind):
     """Oracle: the run that was not interrupted; a run without the memory ends elsewhere."""
-    choices = {"combine": rule, **REMEMBERING[rule]}
-
-    def make():
-        if kind == "K-FAC":
-            return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
-        model = problem.network()
-        return FirstOrderTrainer(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
-
-    first, second, third = make(), make(), make()
+    sync = Synchronous(aggregation=rule)
+    first, second, third = (trainer_of(comm, kind, sync) for _ in range(3))
     problem.run(first, comm, range(3))
     state = copy.deepcopy(problem.whole_state(first, comm))
     second.load_state_dict(state)
@@ -156,7 +152,7 @@ def test_a_rule_remembers_earlier_steps_after_a_checkpoint(comm, rule, kind):
 def test_a_rule_keeps_its_memory_for_the_same_number_of_ranks_only(comm):
     """Oracle: the names; a state of five ranks fits no test's number of ranks."""
     model = problem.network()
-    strategy = Strategy.mem_opt(combine="safeguard")
+    strategy = Strategy(MemOpt(), sync=Synchronous(aggregation=Safeguard()))
     trainer = FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
     problem.run(trainer, comm, [0])
     state = copy.deepcopy(problem.whole_state(trainer, comm))
@@ -170,7 +166,7 @@ def test_a_memory_with_a_gap_begins_anew(comm):
     """Oracle: zeros; a spread of 0 after many steps would leave no floor, and drop right ranks."""
     model = problem.network()
     trainer = FirstOrderTrainer(
-        model, problem.sgd(model), comm, Strategy.mem_opt(combine="safeguard")
+        model, problem.sgd(model), comm, Strategy(sync=Synchronous(aggregation=Safeguard()))
     )
     problem.run(trainer, comm, [0])
     state = copy.deepcopy(problem.whole_state(trainer, comm))

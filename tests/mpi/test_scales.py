@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import BFloat16, CommOpt, Compression, Int8, MemOpt, Refresh, Strategy, Transport
+from mpikfac.lab import CurvatureServers, TopK
 from mpikfac.plan import scales
 from support import inside, problem
+from support.strategies import changed
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {
@@ -22,19 +24,19 @@ SETTINGS = problem.SETTINGS | {
 STEPS = range(14)  # statistics at every second, bases or shares at 0, 6 and 12
 CHOICES = {
     "plain": {},
-    "two owners of a layer": {"colocate_factors": False},
-    "a message per layer": {"fusion": 1},
-    "messages of one and more layers": {"fusion": (1, 2)},
-    "squares": {"packing": "square"},
-    "staggered": {"stagger": 3},
-    "delayed": {"delay": 2},
-    "staggered and delayed": {"stagger": 3, "delay": 1, "fusion": 1},
-    "event-driven": {"tolerance": 0.3},
+    "two owners of a layer": {"assignment.colocate_factors": False},
+    "a message per layer": {"transport.fusion": 1},
+    "messages of one and more layers": {"transport.fusion": (1, 2)},
+    "squares": {"transport.packing": "square"},
+    "staggered": {"refresh.stagger": 3},
+    "delayed": {"refresh.staleness": 2},
+    "staggered and delayed": {"refresh.staleness": 1, "refresh.stagger": 3, "transport.fusion": 1},
+    "event-driven": {"refresh.tolerance": 0.3},
 }
-EXACT = {name: Strategy(RANKS).changed(**choices) for name, choices in CHOICES.items()}
+EXACT = {name: changed(Strategy(), choices) for name, choices in CHOICES.items()}
 if RANKS == 4:
-    EXACT["in nodes"] = Strategy(RANKS).changed(ranks_per_node=2)
-WIRES = {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "top-k"}
+    EXACT["in nodes"] = Strategy(CommOpt(), transport=Transport(ranks_per_node=2))
+WIRES = Compression(factors=Int8(), inverses=BFloat16(), gradients=TopK())
 
 
 def plain():
@@ -93,9 +95,9 @@ def learn(kfac, step, shard, shards):
 
 
 @problem.by_one_process
-def alone(own, network, solver, **times):
+def alone(own, network, solver, refresh):
     """Return the states after each step of one process on the joined batches."""
-    kfac, states = trainer(own, Strategy().changed(**times), network, solver=solver), []
+    kfac, states = trainer(own, Strategy(MemOpt(), refresh=refresh), network, solver=solver), []
     for step in STEPS:
         learn(kfac, step, 0, 1)
         states.append(problem.state(kfac.model))
@@ -110,18 +112,17 @@ def test_ranks_train_as_one_process_does_and_send_what_is_planned(comm, name, ne
     Without the scales, training ends elsewhere.
     """
     strategy = EXACT[name]
-    times = {key: getattr(strategy.refresh, key) for key in ("delay", "stagger", "tolerance")}
     kfac = trainer(comm, strategy, network)
     sent = collections.Counter()
-    for step, expected in zip(STEPS, alone(network, "ekfac", **times)):
+    for step, expected in zip(STEPS, alone(network, "ekfac", strategy.refresh)):
         learn(kfac, step, comm.rank, RANKS)
         sent += problem.planned(kfac, step)
         found = problem.state(kfac.model)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
-        if strategy.refresh.delay == 0:
+        if strategy.refresh.staleness == 0:
             assert +collections.Counter(kfac.trace.sent) == sent
     assert ("reduce scales" in sent) == (RANKS > 1)
-    assert (found - alone(network, "eigen", **times)[-1]).abs().max() > 1e-4
+    assert (found - alone(network, "eigen", strategy.refresh)[-1]).abs().max() > 1e-4
 
 
 def test_one_message_for_all_scales(comm):
@@ -129,7 +130,7 @@ def test_one_message_for_all_scales(comm):
 
     All blocks are rounded up to 16 elements.
     """
-    kfac = trainer(comm, Strategy(RANKS))
+    kfac = trainer(comm, Strategy(CommOpt()))
     messages = scales.reduce_scales(kfac.plan.of(comm.rank))
     assert len(messages) == (RANKS > 1)
     for message in messages:
@@ -140,7 +141,7 @@ def test_one_message_for_all_scales(comm):
 
 def test_with_wires_ranks_agree(comm):
     """Oracle: the bits of all ranks; the plan's bytes, in which scales are not compressed."""
-    kfac = trainer(comm, Strategy(RANKS).changed(**WIRES))
+    kfac = trainer(comm, Strategy(compression=WIRES))
     for step in STEPS:
         learn(kfac, step, comm.rank, RANKS)
     ends = comm.allgather([problem.state(kfac.model), inside.scales(kfac).flat])
@@ -211,7 +212,8 @@ def test_curvature_servers_change_no_bit(comm):
     training = team.comm
     ends = []
     for ranks in (team, training):
-        strategy = Strategy(training.size).changed(delay=2, curvature_servers=int(ranks is team))
+        refresh = (CurvatureServers if ranks is team else Refresh)(staleness=2)
+        strategy = Strategy(CommOpt(), refresh=refresh)
         kfac = trainer(ranks, strategy)
         for step in STEPS:
             images, labels = problem.shards(step, training.size)[training.rank]

@@ -13,8 +13,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Distribution, Exchange, FirstOrderTrainer, Strategy, Trace, Transport, UserError
+from mpikfac import (
+    Distribution,
+    FirstOrderTrainer,
+    MemOpt,
+    Strategy,
+    Synchronous,
+    Trace,
+    Transport,
+    UserError,
+)
 from mpikfac.extensions.hybrid import split_forward
+from mpikfac.lab import LocalSGD, Median
 from mpikfac.plan import activation_messages, divisors, places, split_layers
 from support import problem
 
@@ -97,7 +107,7 @@ def trainer_of(kind, model, comm, trace=None):
     settings = {**problem.SETTINGS, "solver": "inverse" if kind == "inverse" else "eigen"}
     strategy = None
     if kind == "owners":
-        strategy = Strategy.mem_opt(reduction="owners", update="owner")
+        strategy = Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
     return problem.kfac(model, optimizer, comm, strategy, trace=trace, **settings)
 
 
@@ -160,9 +170,9 @@ def first_order(comm, strategy=None, distribution=None, steps=3, make=multilayer
 
 
 STRATEGIES = {
-    "overlap": Transport(overlap=True, fusion=2),
-    "two levels": Transport(ranks_per_node=1),
-    "owner": None,
+    "overlap": Strategy(transport=Transport(overlap=True, fusion=2)),
+    "two levels": Strategy(transport=Transport(ranks_per_node=1)),
+    "owner": Strategy(MemOpt(shard_optimizer=True)),
     "clip": None,
     "examples": None,
 }
@@ -171,8 +181,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_of_first_order_training(comm, name):
     """Oracle: the same strategy with the ordinary model. Only some strategies send slices."""
-    update = "owner" if name == "owner" else "everyone"
-    strategy = Strategy(1, update=update, transport=STRATEGIES[name] or Transport())
+    strategy = STRATEGIES[name]
     given = {"clip": {"max_norm": 0.1}, "examples": {"examples": 12 // comm.size}}.get(name, {})
     expected = first_order(comm, strategy, **given)
     for distribution in distributions(comm, ROW):
@@ -381,16 +390,13 @@ def test_refusals_of_strategies(comm):
     model = model_of(multilayer)
     mpikfac.split_layers(model, comm, Distribution(comm.size, ROW))
     optimizer = problem.sgd_all(model)
-    for exchange in (
-        Exchange(exchanged="weights", sync_every=2),
-        Strategy.mem_opt(combine="median").exchange,
-    ):
+    for sync in (LocalSGD(sync_every=2), Synchronous(aggregation=Median())):
         with pytest.raises(ValueError, match=f"ways={comm.size} needs "):
-            FirstOrderTrainer(model, optimizer, comm, Strategy(1, exchange=exchange))
+            FirstOrderTrainer(model, optimizer, comm, Strategy(sync=sync))
     with pytest.raises(ValueError, match=f"over {comm.size} ranks, and 1 ranks average"):
         FirstOrderTrainer(model, optimizer, comm.Split(comm.rank))
-    with pytest.raises(ValueError, match="handed_on=True needs reduction='everyone' or 'owners'"):
-        mpikfac.KFAC(model, optimizer, comm, Strategy.mem_opt(reduction="none"))
+    with pytest.raises(ValueError, match="handed_on=True needs assignment.factor_reduction="):
+        mpikfac.KFAC(model, optimizer, comm, Strategy(MemOpt(factor_reduction="local")))
 
 
 def test_refusals_of_batches(comm):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy, UserError
+from mpikfac import CommOpt, HybridOpt, MemOpt, Refresh, Strategy, Transport, UserError
 from support import inside, problem
 
 RANKS = mpikfac.world().size
 STOP = 2  # between two decompositions
 ALL = problem.strategies(RANKS)
-EXACT = problem.strategies(RANKS, ("everyone", "owners"))
+EXACT = problem.strategies(RANKS, ("allreduce", "reduce_scatter"))
 
 
 def trainer(comm, strategy=None, optimizer=problem.sgd, **settings):
@@ -53,7 +53,7 @@ def continued(comm, state, strategy, optimizer=problem.sgd, **settings):
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
 def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind):
     """Oracle: the uninterrupted run."""
-    optimizer = problem.sgd if strategy.colocate_factors else problem.adam
+    optimizer = problem.sgd if strategy.assignment.colocate_factors else problem.adam
     state, expected = interrupted(comm, strategy, optimizer, solver=solver)
     assert torch.equal(continued(comm, state, strategy, optimizer, solver=solver), expected)
     factors = {name for name in state if name.startswith(("kfac/factors/", "kfac/vectors/"))}
@@ -64,7 +64,10 @@ def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind)
 @pytest.mark.parametrize("workers", sorted({1, RANKS}))
 def test_averages_that_begin_at_the_identity_go_on(comm, workers, reduce_at):
     """Oracle: the uninterrupted run, and a run whose averages never move to the owners."""
-    strategy, settings = Strategy(workers).changed(reduce_at=reduce_at), {"start": "identity"}
+    strategy, settings = (
+        Strategy(HybridOpt(grad_workers=workers), transport=Transport(reduce_factors_at=reduce_at)),
+        {"start": "identity"},
+    )
     kfac = trainer(comm, strategy, **settings)
     unmoved = problem.run(kfac, comm)
     state, expected = interrupted(comm, strategy, **settings)
@@ -99,7 +102,7 @@ def test_momenta_go_on_to_the_last_bit(comm, strategy):
 def test_all_ranks_miss_the_same(comm):
     """Oracle: rank 0; ranks without preconditioning also count grafting's items."""
     settings = {"length": "adam", "kl_clip": None, "factor_update_steps": 1}
-    kfac = trainer(comm, Strategy(1).changed(delay=2), **settings)
+    kfac = trainer(comm, Strategy(MemOpt(), refresh=Refresh(staleness=2)), **settings)
     problem.run(kfac, comm, range(4))
     names = whole_state(comm, kfac).keys()
     lost = {name for name in names if "graft/0" in name or "decompositions/5" in name}
@@ -133,7 +136,7 @@ def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
     """
 
     def fresh(stagger):
-        strategy = Strategy(RANKS).changed(delay=1, stagger=stagger)
+        strategy = Strategy(CommOpt(), refresh=Refresh(staleness=1, stagger=stagger))
         return trainer(comm, strategy, factor_update_steps=1, inv_update_steps=12)
 
     first, second = fresh(stagger), fresh(other)
@@ -149,7 +152,10 @@ def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
 @pytest.mark.parametrize("fewer", range(1, RANKS))
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
-    [(Strategy(1, "owners", "owner"), problem.adam), (Strategy(1), problem.sgd)],
+    [
+        (Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)), problem.adam),
+        (Strategy(MemOpt()), problem.sgd),
+    ],
     ids=["owners", "everyone"],
 )
 def test_other_numbers_of_ranks_go_on(comm, fewer, strategy, optimizer):
@@ -167,7 +173,7 @@ def test_other_numbers_of_ranks_go_on(comm, fewer, strategy, optimizer):
 
 def test_a_rank_that_owns_no_factor_goes_on_between_two_updates_of_factors(comm):
     """Oracle: the uninterrupted run, to the last bit; with 4 ranks, one rank has no layer."""
-    strategy = Strategy(1, "owners", "owner")
+    strategy = Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
     first, second = trainer(comm, strategy), trainer(comm, strategy)
     problem.run(first, comm, range(3))
     second.load_state_dict(whole_state(comm, first))
@@ -183,7 +189,10 @@ def test_a_first_order_runs_state_starts_kfac(comm):
         baseline = mpikfac.FirstOrderTrainer(model, problem.sgd(model), team)
         problem.run(baseline, team, range(2))
         kfac = trainer(
-            team, Strategy(1, "owners", "owner"), factor_update_steps=100, inv_update_steps=100
+            team,
+            Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
+            factor_update_steps=100,
+            inv_update_steps=100,
         )
         kfac.load_state_dict(whole_state(team, baseline))
         assert kfac.steps == 2
@@ -240,7 +249,9 @@ def test_a_damaged_file_changes_nothing_on_any_rank(comm, tmp_path, kind):
 
     def fresh():
         if kind == "kfac":
-            return trainer(comm, Strategy(1, "owners", "owner"))
+            return trainer(
+                comm, Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
+            )
         model = problem.network()
         return mpikfac.FirstOrderTrainer(model, problem.sgd(model), comm)
 

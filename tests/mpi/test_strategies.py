@@ -5,79 +5,147 @@ from __future__ import annotations
 import collections
 import copy
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, Strategy
+from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, Refresh, Strategy, Synchronous, Transport
 from mpikfac.plan import NAMED
 from support import inside, problem
+from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
 SOLVERS = "eigen", "unsplit-inverse", "rank-one"
 SETTINGS = problem.SETTINGS | {"inv_update_steps": 6}
 STEPS = range(14)  # all kinds of step, with every share of a staggered refresh
-OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
 CHOICES = {
-    "squares": {"packing": "square"},
-    "squares to owners": {"packing": "square", "reduction": "owners"},
-    "a message per layer": {"fusion": 1},
-    "messages of one and two layers": {"fusion": (1, 2)},
-    "a message per layer to owners": {"fusion": 1, "reduction": "owners", "workers": RANKS},
-    "directions layer by layer": {"fusion": 1, "workers": 1},
-    "small factors everywhere": {"replicate_below": 20, "workers": RANKS},
-    "all factors everywhere": {"replicate_below": 1000, "workers": RANKS},
-    "deferred-allreduce": {"reduce_at": "bases"},
-    "late to owners": {"reduce_at": "bases", "reduction": "owners"},
-    "late in squares, layer by layer": {"reduce_at": "bases", "packing": "square", "fusion": 1},
-    "late, later": {"reduce_at": "bases", "delay": 2},
-    "overlapped": {"overlap": True},
-    "overlapped layer by layer": {"overlap": True, "fusion": 1, "workers": RANKS},
-    "overlapped to owners at once": {"overlap": True, "reduction": "owners"},
-    "overlapped to owners": {"overlap": True, "fusion": (1, 2), **OWNERS},
-    "overlapped, factors late": {"overlap": True, "fusion": 1, "reduce_at": "bases"},
-    "by Alltoall": {"sums": "alltoall", **OWNERS},
-    "by Alltoall and late": {"sums": "alltoall", "reduction": "owners", "reduce_at": "bases"},
-    "through shards": {"shards": True, "workers": 1},
-    "through shards to owners": {"shards": True, **OWNERS},
-    "squares through shards to owners": {"shards": True, "packing": "square", **OWNERS},
-    "staggered": {"stagger": 3, "workers": RANKS},
-    "staggered by layer": {"stagger": 2, "fusion": 1, "workers": RANKS},
-    "staggered and late": {"stagger": 3, "reduce_at": "bases", **OWNERS},
-    "staggered and delayed": {"stagger": 3, "delay": 1, "workers": RANKS},
-    "event-driven by owners": {"tolerance": 0.3, **OWNERS},
-    "event-driven and late": {"tolerance": 0.3, "reduce_at": "bases"},
+    "squares": {"transport.packing": "square"},
+    "squares to owners": {
+        "assignment.factor_reduction": "reduce_scatter",
+        "transport.packing": "square",
+    },
+    "a message per layer": {"transport.fusion": 1},
+    "messages of one and two layers": {"transport.fusion": (1, 2)},
+    "a message per layer to owners": {
+        "assignment": CommOpt(factor_reduction="reduce_scatter"),
+        "transport.fusion": 1,
+    },
+    "directions layer by layer": {"assignment": MemOpt(), "transport.fusion": 1},
+    "small factors everywhere": {"assignment": CommOpt(replicate_below=20)},
+    "all factors everywhere": {"assignment": CommOpt(replicate_below=1000)},
+    "deferred-allreduce": {"transport.reduce_factors_at": "inverses"},
+    "late to owners": {
+        "assignment.factor_reduction": "reduce_scatter",
+        "transport.reduce_factors_at": "inverses",
+    },
+    "late in squares, layer by layer": {
+        "transport.reduce_factors_at": "inverses",
+        "transport.packing": "square",
+        "transport.fusion": 1,
+    },
+    "late, later": {"refresh.staleness": 2, "transport.reduce_factors_at": "inverses"},
+    "overlapped": {"transport.overlap": True},
+    "overlapped layer by layer": {
+        "assignment": CommOpt(),
+        "transport.fusion": 1,
+        "transport.overlap": True,
+    },
+    "overlapped to owners at once": {
+        "assignment.factor_reduction": "reduce_scatter",
+        "transport.overlap": True,
+    },
+    "overlapped to owners": {**OWNERS, "transport.fusion": (1, 2), "transport.overlap": True},
+    "overlapped, factors late": {
+        "transport.reduce_factors_at": "inverses",
+        "transport.fusion": 1,
+        "transport.overlap": True,
+    },
+    "by Alltoall": {**OWNERS, "transport.owner_sums": "alltoall"},
+    "by Alltoall and late": {
+        "assignment.factor_reduction": "reduce_scatter",
+        "transport.reduce_factors_at": "inverses",
+        "transport.owner_sums": "alltoall",
+    },
+    "through shards": {"assignment": MemOpt(), "transport.balanced_shards": True},
+    "through shards to owners": {**OWNERS, "transport.balanced_shards": True},
+    "squares through shards to owners": {
+        **OWNERS,
+        "transport.packing": "square",
+        "transport.balanced_shards": True,
+    },
+    "staggered": {"assignment": CommOpt(), "refresh.stagger": 3},
+    "staggered by layer": {"assignment": CommOpt(), "refresh.stagger": 2, "transport.fusion": 1},
+    "staggered and late": {
+        **OWNERS,
+        "refresh.stagger": 3,
+        "transport.reduce_factors_at": "inverses",
+    },
+    "staggered and delayed": {
+        "assignment": CommOpt(),
+        "refresh.staleness": 1,
+        "refresh.stagger": 3,
+    },
+    "event-driven by owners": {**OWNERS, "refresh.tolerance": 0.3},
+    "event-driven and late": {"refresh.tolerance": 0.3, "transport.reduce_factors_at": "inverses"},
     "event-driven, small ones everywhere": {
-        **{"tolerance": 0.3, "delay": 1, "stagger": 3},
-        **{"replicate_below": 20, "workers": RANKS},
+        "assignment": CommOpt(replicate_below=20),
+        "refresh.staleness": 1,
+        "refresh.stagger": 3,
+        "refresh.tolerance": 0.3,
     },
 }
 TWO_LEVELS = {
-    "in nodes": {"ranks_per_node": 2, "workers": RANKS},
-    "in nodes, one worker": {"ranks_per_node": 2, "workers": 1},
-    "in nodes to owners": {"ranks_per_node": 2, **OWNERS},
-    "in nodes to owners by Alltoall": {"ranks_per_node": 2, "sums": "alltoall", **OWNERS},
-    "in nodes through shards": {"ranks_per_node": 2, "shards": True, "workers": 1},
-    "in nodes through shards to owners": {"ranks_per_node": 2, "shards": True, **OWNERS},
-    "in nodes through shards, late": {
-        **{"ranks_per_node": 2, "shards": True, "reduce_at": "bases"},
+    "in nodes": {"assignment": CommOpt(), "transport.ranks_per_node": 2},
+    "in nodes, one worker": {"assignment": MemOpt(), "transport.ranks_per_node": 2},
+    "in nodes to owners": {**OWNERS, "transport.ranks_per_node": 2},
+    "in nodes to owners by Alltoall": {
         **OWNERS,
+        "transport.owner_sums": "alltoall",
+        "transport.ranks_per_node": 2,
     },
-    "in nodes layer by layer": {"ranks_per_node": 2, "fusion": 1, "workers": RANKS},
-    "in nodes layer by layer to owners": {"ranks_per_node": 2, "fusion": 1, **OWNERS},
-    "in nodes, staggered and late": {
-        **{"ranks_per_node": 2, "stagger": 3, "reduce_at": "bases"},
+    "in nodes through shards": {
+        "assignment": MemOpt(),
+        "transport.balanced_shards": True,
+        "transport.ranks_per_node": 2,
+    },
+    "in nodes through shards to owners": {
         **OWNERS,
+        "transport.balanced_shards": True,
+        "transport.ranks_per_node": 2,
+    },
+    "in nodes through shards, late": {
+        **OWNERS,
+        "transport.reduce_factors_at": "inverses",
+        "transport.balanced_shards": True,
+        "transport.ranks_per_node": 2,
+    },
+    "in nodes layer by layer": {
+        "assignment": CommOpt(),
+        "transport.fusion": 1,
+        "transport.ranks_per_node": 2,
+    },
+    "in nodes layer by layer to owners": {
+        **OWNERS,
+        "transport.fusion": 1,
+        "transport.ranks_per_node": 2,
+    },
+    "in nodes, staggered and late": {
+        **OWNERS,
+        "refresh.stagger": 3,
+        "transport.reduce_factors_at": "inverses",
+        "transport.ranks_per_node": 2,
     },
 }
 if RANKS == 4:  # as two nodes of two
     CHOICES |= TWO_LEVELS
-STRATEGIES = {name: Strategy().changed(**choices) for name, choices in CHOICES.items()}
-STRATEGIES |= {name: way.make(RANKS) for name, way in NAMED.items() if way.same}
+STRATEGIES = {name: strategy_of(choices) for name, choices in CHOICES.items()}
+STRATEGIES |= {name: way.strategy for name, way in NAMED.items() if way.same}
 del STRATEGIES["curvature-servers"]  # test_curvature.py
-STRATEGIES["staggered by name"] = NAMED["staggered"].make(RANKS, stagger=6)
+STRATEGIES["staggered by name"] = replace(NAMED["staggered"].strategy, refresh=Refresh(stagger=6))
 del STRATEGIES["staggered"]  # five turns do not divide the interval
 
 
@@ -89,10 +157,7 @@ def trainer(comm, strategy, solver, **settings):
 
 def alone(strategy):
     """Return a single process's strategy with the same times."""
-    tolerance = strategy.refresh.tolerance
-    return Strategy().changed(
-        delay=strategy.refresh.delay, stagger=strategy.refresh.stagger, tolerance=tolerance
-    )
+    return Strategy(MemOpt(), refresh=strategy.refresh)
 
 
 @problem.by_one_process
@@ -126,18 +191,18 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
     for step, expected in zip(STEPS, trained(alone(strategy), solver)):
         found = problem.run(kfac, comm, [step])
         sent += problem.planned(kfac, step)
-        if strategy.refresh.delay == 0 and not strategy.transport.overlap:
+        if strategy.refresh.staleness == 0 and not strategy.transport.overlap:
             assert +collections.Counter(kfac.trace.sent) == sent
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     inside.settle(kfac)
-    if strategy.refresh.delay == 0:
+    if strategy.refresh.staleness == 0:
         assert +collections.Counter(kfac.trace.sent) == sent
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
 def test_a_second_backward_pass_is_refused_where_the_first_ones_gradients_are_sent(comm):
     """Oracle: by hand; also a refusal of the caller's own averaging, which would come too late."""
-    kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
+    kfac = trainer(comm, Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True)), "eigen")
     with pytest.raises(ValueError, match="gradients are not the caller's"):
         kfac.precondition()
     images, labels = problem.shards(0, comm.size)[comm.rank]
@@ -149,7 +214,7 @@ def test_a_second_backward_pass_is_refused_where_the_first_ones_gradients_are_se
 
 def test_a_detached_model_sends_nothing(comm):
     """Oracle: by hand: two backward passes belong to no step, and are not refused."""
-    kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
+    kfac = trainer(comm, Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True)), "eigen")
     problem.run(kfac, comm, [0])
     kfac.detach()
     inside.settle(kfac)
@@ -163,7 +228,7 @@ def test_a_detached_model_sends_nothing(comm):
 def test_nothing_runs_beside_a_trainer_that_was_closed(comm):
     """Oracle: the threads before; the averages contain the last pending factors."""
     before = set(threading.enumerate())  # threads of trainers that were dropped may end meanwhile
-    kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
+    kfac = trainer(comm, Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True)), "eigen")
     problem.run(kfac, comm, range(3))
     assert len(set(threading.enumerate()) - before) == (RANKS > 1)
     used = kfac.communicators
@@ -185,7 +250,7 @@ def test_no_step_follows_close(comm):
 @pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
 def test_a_run_goes_back_after_a_backward_pass_that_has_sent_sums(comm, kind):
     """Oracle: the run without the bad batch, of which one rank lacks the backward pass."""
-    strategy = Strategy().changed(overlap=True, fusion=1)
+    strategy = Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True))
 
     def make():
         if kind == "K-FAC":
@@ -207,10 +272,12 @@ def test_a_run_goes_back_after_a_backward_pass_that_has_sent_sums(comm, kind):
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("choices", [{"reduction": "owners"}, {"workers": RANKS}])
+@pytest.mark.parametrize(
+    "choices", [{"assignment.factor_reduction": "reduce_scatter"}, {"assignment": CommOpt()}]
+)
 def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     """Oracle: the uninterrupted run; at step 2 the run sends factors, and no bases."""
-    strategy = Strategy().changed(overlap=True, fusion=1, **choices)
+    strategy = strategy_of(choices, {"transport.fusion": 1, "transport.overlap": True})
     first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
     problem.run(first, comm, range(3))
     assert inside.settled(first) == first.is_consistent == (RANKS == 1)
@@ -223,7 +290,7 @@ def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
 @pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse"])
 def test_owners_decide_alike_what_is_decomposed_anew(comm, solver):
     """Oracle: a single process, which decomposes some factors again and keeps some, by number."""
-    strategy = Strategy(workers=RANKS).changed(tolerance=0.3)
+    strategy = Strategy(CommOpt(), refresh=Refresh(tolerance=0.3))
     kfac = trainer(comm, strategy, solver)
     serial = trainer(comm.Split(comm.rank), alone(strategy), solver)
     made = []
@@ -240,14 +307,16 @@ def test_owners_decide_alike_what_is_decomposed_anew(comm, solver):
 
 def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
     """Oracle: the run that wrote the checkpoint and continued; factors as in one process."""
-    strategy = Strategy(reduction="owners").changed(reduce_at="bases")
+    strategy = Strategy(
+        MemOpt(factor_reduction="reduce_scatter"), transport=Transport(reduce_factors_at="inverses")
+    )
     first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
     problem.run(first, comm, range(4))
     state = problem.whole_state(first, comm)
     second.load_state_dict(state)
     expected = problem.run(first, comm, range(4, 9))
     assert torch.equal(problem.run(second, comm, range(4, 9)), expected)
-    serial = trainer(comm.Split(comm.rank), Strategy(), "eigen")
+    serial = trainer(comm.Split(comm.rank), Strategy(MemOpt()), "eigen")
     for step in range(4):
         images, labels = problem.batch(step)
         serial.optimizer.zero_grad()
@@ -259,7 +328,7 @@ def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
 
 def test_a_share_is_refreshed_at_its_turn(comm):
     """Oracle: by hand: at a time the bases of a single share change, share after share."""
-    strategy = Strategy(workers=RANKS).changed(stagger=3)
+    strategy = Strategy(CommOpt(), refresh=Refresh(stagger=3))
     kfac = trainer(comm, strategy, "unsplit-inverse", factor_update_steps=1)
     changed = []
     for step in range(13):
@@ -277,43 +346,44 @@ def test_a_share_is_refreshed_at_its_turn(comm):
 def test_an_interval_that_a_refresh_cannot_be_spread_over_is_refused(comm):
     """Oracle: the right numbers."""
     with pytest.raises(ValueError, match="inv_update_steps=6 must be a multiple of stagger=4"):
-        trainer(comm, Strategy().changed(stagger=4), "eigen")
+        trainer(comm, Strategy(MemOpt(), refresh=Refresh(stagger=4)), "eigen")
 
 
 def test_a_copy_of_a_strategy_by_name_is_that_strategy(comm):
     """Oracle: the choices by hand."""
-    strategy, settings = mpikfac.get_strategy("kfac-opt", RANKS)
-    assert strategy == Strategy(RANKS, colocate_factors=False).changed(packing="square", fusion=1)
+    strategy, settings = mpikfac.get_strategy("kfac-opt")
+    assert strategy == Strategy(
+        CommOpt(colocate_factors=False), transport=Transport(packing="square", fusion=1)
+    )
     assert settings == {"solver": "eigen"}
-    assert mpikfac.get_strategy("deferred-allreduce", RANKS)[0] == Strategy(RANKS).changed(
-        reduce_at="bases"
+    assert mpikfac.get_strategy("deferred-allreduce")[0] == Strategy(
+        CommOpt(), transport=Transport(reduce_factors_at="inverses")
     )
 
 
-MEANS = [n for n, way in NAMED.items() if not {"exchanged", "combine"} & way.choices.keys()]
+MEANS = [n for n, way in NAMED.items() if way.strategy.sync == Synchronous()]
 
 
 @pytest.mark.parametrize("name", MEANS)
 def test_the_baseline_takes_the_strategies_of_kfac(comm, name):
     """Oracle: plain averages of gradients; choices about factors have no effect."""
-    strategy, _ = mpikfac.get_strategy(
-        name, comm.size, **({"workers": 1} if name == "hybrid" else {})
-    )
-    wires = strategy.transport.wires
+    strategy, _ = mpikfac.get_strategy(name)
     models = [problem.network() for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     ends = [
         problem.run(FirstOrderTrainer(model, optimizer, comm, chosen), comm)
         for model, optimizer, chosen in zip(models, optimizers, (strategy, None))
     ]
-    if wires.gradient_wire is None:
+    if strategy.compression.gradients is None:
         torch.testing.assert_close(*ends)
     assert all(end.isfinite().all() for end in ends)
 
 
 def test_the_owners_of_factors_do_not_matter_to_the_baseline(comm):
     """Oracle: K-FAC takes the strategy; the baseline has the numbers of plain averages."""
-    strategy = Strategy(reduction="owners").changed(sums="alltoall")
+    strategy = Strategy(
+        MemOpt(factor_reduction="reduce_scatter"), transport=Transport(owner_sums="alltoall")
+    )
     ends = []
     for chosen in (strategy, None):
         model = problem.network()
@@ -326,7 +396,9 @@ def test_half_a_backward_pass_leaves_no_trace(comm):
     """Oracle: a trainer whose program has run whole passes only, from the same state."""
     models = []
     for half in (False, True):
-        kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
+        kfac = trainer(
+            comm, Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True)), "eigen"
+        )
         state = copy.deepcopy(kfac.state_dict())
         if half:
             kfac.model[3].bias.sum().backward()  # of a layer's two gradients, one

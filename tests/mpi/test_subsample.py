@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import MemOpt, Strategy, Transport
 from mpikfac.numerics import triangles
 from mpikfac.settings import usual_distance
 from support import inside, problem
@@ -77,7 +77,8 @@ def of_every(distance, comm, **settings):
 
 
 @pytest.mark.parametrize(
-    "strategy", [Strategy(), Strategy().changed(reduction="owners"), Strategy.mem_opt()]
+    "strategy",
+    [Strategy(), Strategy(MemOpt(factor_reduction="reduce_scatter")), Strategy(MemOpt())],
 )
 def test_by_default_all_numbers_of_ranks_take_the_same_examples(comm, strategy):
     """Oracle: one process that takes every 4th example for convolutions, and all for the rest."""
@@ -108,7 +109,7 @@ def test_all_positions_of_a_batch_of_windows_take_turns(comm, every):
 
 def test_parts_of_a_batch_take_the_examples_of_the_batch(comm):
     """Oracle: one process with all parts, to the last bit."""
-    strategy = Strategy().changed(parts=PARTS)
+    strategy = Strategy(MemOpt(), transport=Transport(virtual_ranks=PARTS))
     found = factors(comm, strategy, PARTS // comm.size)
     expected = factors(comm.Split(comm.rank), strategy, PARTS)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -116,7 +117,7 @@ def test_parts_of_a_batch_take_the_examples_of_the_batch(comm):
 
 def test_an_owner_alone_takes_enough_of_the_owners_own_batch(comm):
     """Oracle: one process whose whole batch is the rank's shard."""
-    strategy = Strategy().changed(reduction="none", workers=1)
+    strategy = Strategy(MemOpt(factor_reduction="local"))
     found = factors(comm, strategy)
     expected = factors(comm.Split(comm.rank), shard=(comm.rank, comm.size))
     for name, factor in found.items():

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import HybridOpt, Strategy
 from mpikfac.timeline import Recorded, waiting
 from support import inside, problem
 
@@ -75,7 +75,7 @@ def test_nobody_leaves_an_allreduce_before_all_have_come(comm, monkeypatch, work
     clock, ahead = time.perf_counter, 50.0 * comm.rank
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead)
     began = time.perf_counter()
-    kfac, _ = recorded(comm, Strategy(workers))
+    kfac, _ = recorded(comm, Strategy(HybridOpt(grad_workers=workers)))
     mine = Recorded({0: (began, time.perf_counter())}, kfac.trace.events)
     ranks = comm.allgather(mine.later(best_offset(comm, -ahead)))
     for stage, sums in (("reduce statistics", 2), ("reduce gradients", problem.STEPS)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, HybridOpt, MemOpt, Refresh, Strategy
 from support import inside, oracles, problem
 
 RANKS = mpikfac.world().size
 WORKERS = mpikfac.plan.divisors(RANKS)
-UPDATES = ("everyone", "owner")
-EXACT = problem.strategies(RANKS, ("everyone", "owners"))
+EXACT = problem.strategies(RANKS, ("allreduce", "reduce_scatter"))
 
 
 def trainer(comm, strategy, optimizer=problem.sgd, **settings):
@@ -63,8 +63,12 @@ def assert_trained(comm, trainer, found, expected):
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
     """Oracle: K-FAC by im2col and dense solves on the joined batch; the plan's messages."""
-    if solver == "inverse" and not strategy.colocate_factors and strategy.reduction == "owners":
-        with pytest.raises(ValueError, match="needs colocate_factors=True"):
+    if (
+        solver == "inverse"
+        and not strategy.assignment.colocate_factors
+        and strategy.assignment.factor_reduction == "reduce_scatter"
+    ):
+        with pytest.raises(ValueError, match="needs assignment.colocate_factors=True"):
             trainer(comm, strategy, solver=solver)
         return
     expected, scales = textbook(solver=solver)
@@ -77,42 +81,50 @@ def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
 @problem.by_one_process
 def delayed(own, steps):
     """Return the model after steps of a single process that decomposes two steps ahead."""
-    return problem.run(trainer(own, Strategy().changed(delay=2)), own, steps)
+    return problem.run(trainer(own, Strategy(MemOpt(), refresh=Refresh(staleness=2))), own, steps)
 
 
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_delayed_decompositions_are_the_same_for_every_strategy(comm, strategy):
     """Oracle: a single process with the same steps; steps with and without old decompositions."""
     steps = range(6)
-    found = problem.run(trainer(comm, strategy.changed(delay=2)), comm, steps)
+    found = problem.run(trainer(comm, replace(strategy, refresh=Refresh(staleness=2))), comm, steps)
     torch.testing.assert_close(found, delayed(steps), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("workers", WORKERS)
-def test_unclipped_steps(comm, workers, update):
+def test_unclipped_steps(comm, workers, shards):
     """Oracle: as above; without the clip's message."""
     choices = {"kl_clip": None, "damping": 1.0}
-    kfac = trainer(comm, Strategy(workers, update=update), **choices)
+    kfac = trainer(
+        comm,
+        Strategy(HybridOpt(grad_workers=workers, shard_optimizer=shards)),
+        **choices,
+    )
     assert_trained(comm, kfac, run_as_planned(comm, kfac), textbook(**choices)[0])
 
 
 @pytest.mark.parametrize("solver", ["eigen", "rank-one"])
-@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["none"]), ids=problem.label)
+@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["local"]), ids=problem.label)
 def test_owners_may_use_their_own_batch_only(comm, strategy, solver):
     """Oracle: K-FAC in one process, every factor from the owner's shard [DP-KFAC]."""
-    start = "identity" if strategy.colocate_factors and solver == "eigen" else "first"
+    start = "identity" if strategy.assignment.colocate_factors and solver == "eigen" else "first"
     kfac = trainer(comm, strategy, start=start, solver=solver)
     sources = tuple(kfac.plan.owners.items())
     expected, _ = textbook(sources=sources, start=start, solver=solver)
     assert_trained(comm, kfac, run_as_planned(comm, kfac), expected)
 
 
-@pytest.mark.parametrize("reduction", ["everyone", "owners"])
+@pytest.mark.parametrize("reduction", ["allreduce", "reduce_scatter"])
 @pytest.mark.parametrize("workers", WORKERS)
 def test_adam_on_owners_keeps_state_of_what_it_steps_only(comm, workers, reduction):
     """Oracle: Adam after K-FAC in one process; the plan's updaters."""
-    kfac = trainer(comm, Strategy(workers, reduction, "owner"), problem.adam)
+    kfac = trainer(
+        comm,
+        Strategy(HybridOpt(grad_workers=workers, factor_reduction=reduction, shard_optimizer=True)),
+        problem.adam,
+    )
     assert_trained(comm, kfac, problem.run(kfac, comm), textbook(problem.adam)[0])
     named = list(kfac.model.named_parameters())
     stepped = {name for name, parameter in named if parameter in kfac.optimizer.state}
@@ -128,7 +140,7 @@ def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, solver):
     """Oracle: the strategies, compared in pairs."""
     placements = [(w, b, c) for w in WORKERS for b, c in (("compute", False), ("memory", True))]
     strategies = [
-        Strategy(w, balance=b, colocate_factors=c)
+        Strategy(HybridOpt(grad_workers=w, assignment_strategy=b, colocate_factors=c))
         for w, b, c in [*placements, (1, "compute", True)]
     ]
     runs = [problem.run(trainer(comm, s, solver=solver), comm) for s in strategies]
@@ -137,13 +149,13 @@ def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, solver):
 
 def test_comm_opt_is_the_default(comm):
     """Oracle: the strategy by name."""
-    assert trainer(comm, None).plan == trainer(comm, Strategy.comm_opt(comm.size)).plan
+    assert trainer(comm, None).plan == trainer(comm, Strategy(CommOpt())).plan
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_averaging_and_stepping_oneself_is_a_step(comm, workers):
     """Oracle: K-FAC in one process; the caller averages gradients tensor by tensor."""
-    kfac = trainer(comm, Strategy(workers))
+    kfac = trainer(comm, Strategy(HybridOpt(grad_workers=workers)))
     for step in range(problem.STEPS):
         images, labels = problem.shards(step, comm.size)[comm.rank]
         kfac.optimizer.zero_grad()
@@ -155,8 +167,8 @@ def test_averaging_and_stepping_oneself_is_a_step(comm, workers):
     assert_trained(comm, kfac, problem.state(kfac.model), textbook()[0])
 
 
-@pytest.mark.parametrize("update", UPDATES)
-def test_skipped_layers_and_gradient_accumulation(comm, update):
+@pytest.mark.parametrize("shards", [False, True])
+def test_skipped_layers_and_gradient_accumulation(comm, shards):
     """Oracle: a single process that skips the layer too, with the joined batch in one pass."""
 
     def run(team, strategy, micro_batch):
@@ -171,7 +183,11 @@ def test_skipped_layers_and_gradient_accumulation(comm, update):
         return problem.state(kfac.model)
 
     expected = run(comm.Split(comm.rank), None, problem.EXAMPLES)
-    found = run(comm, Strategy(1, "owners", update), 1)
+    found = run(
+        comm,
+        Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=shards)),
+        1,
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
@@ -196,15 +212,20 @@ def with_batchnorm():
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 5)).double()
 
 
-@pytest.mark.parametrize("update", ["first-order", *UPDATES])
-def test_batchnorm_statistics_become_the_mean_of_all_ranks(comm, update):
+@pytest.mark.parametrize("shards", ["first-order", False, True])
+def test_batchnorm_statistics_become_the_mean_of_all_ranks(comm, shards):
     """Oracle: the mean over ranks of a layer copy's statistics after the rank's own shard."""
     model = with_batchnorm()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if update == "first-order":
+    if shards == "first-order":
         trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm)
     else:
-        trainer = mpikfac.KFAC(model, optimizer, comm, Strategy(1, "owners", update))
+        trainer = mpikfac.KFAC(
+            model,
+            optimizer,
+            comm,
+            Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=shards)),
+        )
     for step in range(3):
         alone = with_batchnorm()
         alone.load_state_dict(model.state_dict())

@@ -10,58 +10,77 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import Strategy, Trace
+from mpikfac import BFloat16, CommOpt, Compression, HybridOpt, Int8, MemOpt, Strategy, Trace
 from mpikfac.comm import Grid
 from mpikfac.comm.messages import encoded
+from mpikfac.lab import PowerSGD, TopK
 from mpikfac.plan import NAMED, Codec, lay_out
 from mpikfac.plan.messages import gathers, sums
 from support import inside, problem
+from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"inv_update_steps": 6}
-OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
 ALL = {
-    wire: {"factor_wire": wire, "basis_wire": wire, "gradient_wire": wire}
-    for wire in ("bfloat16", "int8")
+    wire.name: {"compression": Compression(factors=wire, inverses=wire, gradients=wire)}
+    for wire in (BFloat16(), Int8())
 }
 PLACEMENTS = {
-    "everywhere": {"workers": RANKS},
-    "one worker": {"workers": 1},
+    "everywhere": {"assignment": CommOpt()},
+    "one worker": {"assignment": MemOpt()},
     "owners": OWNERS,
-    "apart": {"workers": RANKS, "colocate_factors": False, "update": "owner"},
-    "fused, to owners": {"workers": RANKS, "reduction": "owners", "fusion": 1},
-    "squares": {"workers": RANKS, "packing": "square"},
-    "late": {"workers": RANKS, "reduce_at": "bases"},
-    "late to owners, staggered": {"reduce_at": "bases", "stagger": 3, **OWNERS},
+    "apart": {"assignment": CommOpt(colocate_factors=False, shard_optimizer=True)},
+    "fused, to owners": {
+        "assignment": CommOpt(factor_reduction="reduce_scatter"),
+        "transport.fusion": 1,
+    },
+    "squares": {"assignment": CommOpt(), "transport.packing": "square"},
+    "late": {"assignment": CommOpt(), "transport.reduce_factors_at": "inverses"},
+    "late to owners, staggered": {
+        **OWNERS,
+        "refresh.stagger": 3,
+        "transport.reduce_factors_at": "inverses",
+    },
 }
 PLACEMENTS |= {
-    "overlapped": {"workers": RANKS, "overlap": True, "fusion": 1},
-    "overlapped, to owners": {"overlap": True, "fusion": (1, 2), **OWNERS},
-    "overlapped, factors late": {"overlap": True, "fusion": 1, "reduce_at": "bases"},
+    "overlapped": {"assignment": CommOpt(), "transport.fusion": 1, "transport.overlap": True},
+    "overlapped, to owners": {**OWNERS, "transport.fusion": (1, 2), "transport.overlap": True},
+    "overlapped, factors late": {
+        "transport.reduce_factors_at": "inverses",
+        "transport.fusion": 1,
+        "transport.overlap": True,
+    },
 }
 if RANKS == 4:  # as two nodes of two
     PLACEMENTS |= {
-        "in nodes": {"ranks_per_node": 2, "workers": RANKS},
-        "in nodes, one worker": {"ranks_per_node": 2, "workers": 1},
-        "in nodes, to owners": {"ranks_per_node": 2, **OWNERS},
+        "in nodes": {"assignment": CommOpt(), "transport.ranks_per_node": 2},
+        "in nodes, one worker": {"assignment": MemOpt(), "transport.ranks_per_node": 2},
+        "in nodes, to owners": {**OWNERS, "transport.ranks_per_node": 2},
         "in nodes, apart": {
-            **{"ranks_per_node": 2, "fusion": 1, "workers": 2},
-            "colocate_factors": False,
+            "assignment": HybridOpt(grad_workers=2, colocate_factors=False),
+            "transport.fusion": 1,
+            "transport.ranks_per_node": 2,
         },
-        "in nodes, late": {"ranks_per_node": 2, "reduce_at": "bases", "stagger": 3, **OWNERS},
+        "in nodes, late": {
+            **OWNERS,
+            "refresh.stagger": 3,
+            "transport.reduce_factors_at": "inverses",
+            "transport.ranks_per_node": 2,
+        },
     }
 WIRES = {
     **ALL,
-    "top-k": ALL["int8"] | {"gradient_wire": "top-k", "top_share": 0.1},
-    "power-sgd": ALL["int8"] | {"gradient_wire": "power-sgd"},
+    "top-k": ALL["int8"] | {"compression.gradients": TopK(ratio=0.1)},
+    "power-sgd": ALL["int8"] | {"compression.gradients": PowerSGD()},
 }
 STRATEGIES = {
-    f"{place}, {wire}": Strategy().changed(**PLACEMENTS[place], **WIRES[wire])
+    f"{place}, {wire}": strategy_of(PLACEMENTS[place], WIRES[wire])
     for place, wire in itertools.product(PLACEMENTS, WIRES)
 }
-STRATEGIES |= {n: NAMED[n].make(RANKS) for n in ("comm-opt-bf16", "comm-opt-int8")}
+STRATEGIES |= {n: NAMED[n].strategy for n in ("comm-opt-bf16", "comm-opt-int8")}
 FEEDBACK = [Codec("int8", feedback=True), Codec("top-k", 0.1, feedback=True)]
-EXACT = Strategy()
+EXACT = Strategy(MemOpt())
 
 
 def trainer(comm, strategy, **settings):
@@ -113,7 +132,7 @@ def test_training_reaches_the_exact_loss(comm, exact_loss, place, wire):
     """
     steps, more = (40, 0.1) if wire in ("top-k", "power-sgd") else (20, 0.02)
     assert exact_loss < 0.6
-    found = loss_after(comm, Strategy().changed(**PLACEMENTS[place], **WIRES[wire]), steps)
+    found = loss_after(comm, strategy_of(PLACEMENTS[place], WIRES[wire]), steps)
     assert found < exact_loss + more
 
 
@@ -122,9 +141,7 @@ def test_bfloat16_stays_near_the_exact_run(comm, place):
     """Oracle: the exact run; 4 steps, each off by a bfloat16's 2^-8 at most, and P roundings."""
     exact = problem.run(trainer(comm, EXACT), comm, range(4))
     start = problem.state(problem.network())
-    found = problem.run(
-        trainer(comm, Strategy().changed(**PLACEMENTS[place], **ALL["bfloat16"])), comm
-    )
+    found = problem.run(trainer(comm, strategy_of(PLACEMENTS[place], ALL["bfloat16"])), comm)
     moved = (exact - start).norm()
     assert (found - exact).norm() < 4 * (1 + RANKS) * 2**-8 * moved
     assert RANKS == 1 or not torch.equal(found, exact)
@@ -183,7 +200,7 @@ def test_what_is_gathered_is_equal_where_it_comes_from_too(comm, monkeypatch, co
 def test_votes_and_running_statistics_stay_exact(comm):
     """Oracle: the mean by hand, to the last bit: an eighth of every rank's number."""
     for place in ("everywhere", "owners"):
-        kfac = trainer(comm, Strategy().changed(**PLACEMENTS[place], **WIRES["top-k"]))
+        kfac = trainer(comm, strategy_of(PLACEMENTS[place], WIRES["top-k"]))
         kfac.votes.copy_(torch.arange(16) / 8 * comm.rank)
         norm = kfac.model[1]
         before = norm.running_mean.clone()
@@ -199,7 +216,7 @@ def test_votes_and_running_statistics_stay_exact(comm):
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, wire, place):
     """Oracle: the run that wrote the checkpoint, which also drops encoding losses."""
-    strategy = Strategy().changed(**PLACEMENTS[place], **WIRES[wire])
+    strategy = strategy_of(PLACEMENTS[place], WIRES[wire])
     first, second = (trainer(comm, strategy) for _ in range(2))
     problem.run(first, comm, range(4))
     state = problem.whole_state(first, comm)
@@ -212,7 +229,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, wire, place):
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_gradient_that_is_not_finite_is_left_out_and_forgotten(comm, wire):
     """Oracle: the layer stays for a step and moves at the next; all remaining layers move."""
-    kfac = trainer(comm, Strategy().changed(**PLACEMENTS["everywhere"], **WIRES[wire]))
+    kfac = trainer(comm, strategy_of(PLACEMENTS["everywhere"], WIRES[wire]))
     problem.run(kfac, comm, [0])
     layers = {"0": kfac.model[0].weight, "3": kfac.model[3].weight, "5": kfac.model[5].weight}
     handle = layers["3"].register_hook(

@@ -14,18 +14,27 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, Strategy
+from mpikfac import FirstOrderTrainer, MemOpt, Strategy, Transport
 
 COMM = mpikfac.world()
 RUNS: dict[str, tuple[Any, Strategy | None]] = {
     "K-FAC by default": (mpikfac.KFAC, None),
-    "K-FAC, overlapped": (mpikfac.KFAC, Strategy().changed(overlap=True, fusion=1)),
+    "K-FAC, overlapped": (
+        mpikfac.KFAC,
+        Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True)),
+    ),
     "K-FAC, late, owners step": (
         mpikfac.KFAC,
-        Strategy(1, "owners", "owner").changed(reduce_at="bases"),
+        Strategy(
+            MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True),
+            transport=Transport(reduce_factors_at="inverses"),
+        ),
     ),
     "first-order by default": (FirstOrderTrainer, None),
-    "first-order, owners step": (FirstOrderTrainer, Strategy(1, "owners", "owner")),
+    "first-order, owners step": (
+        FirstOrderTrainer,
+        Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
+    ),
 }
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac import MemOpt, Strategy
+from mpikfac.lab import ParameterServer
 
 STEPS = 20
 lost, last = map(int, sys.argv[1:])
@@ -26,7 +28,7 @@ if team.comm is None:
     counts = mpikfac.run_parameter_server(model, optimizer, team)
     print("served", *(sum(count.values()) for count in counts), flush=True)
 else:
-    strategy = mpikfac.Strategy.mem_opt(exchanged="updates")
+    strategy = Strategy(MemOpt(), sync=ParameterServer())
     trainer = mpikfac.AsyncSGD(model, optimizer, team, strategy)
     for step in range(STEPS):
         if (team.comm.rank, step) == (lost, last):

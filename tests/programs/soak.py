@@ -29,7 +29,14 @@ from mpikfac.checkpoint import latest_checkpoint, read_checkpoint
 from support import attacks, launch
 
 OPTIONS = (
-    *("--batch=120", "--parts=4", "--threads=1", "--epochs=100000", "--log_every=1", "--lr=0.01"),
+    *(
+        "--batch=120",
+        "--transport.virtual_ranks=4",
+        "--threads=1",
+        "--epochs=100000",
+        "--log_every=1",
+        "--lr=0.01",
+    ),
     *("--checkpoint_minutes=0.05", "--watchdog_timeout=5", "--resume=auto"),
 )
 DISK = "64m"

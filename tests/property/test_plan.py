@@ -6,9 +6,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac import BFloat16, Compression, Int8, LayerShape, MemOpt, Strategy, Transport, make_plan
+from mpikfac.lab import PowerSGD, TopK
 from mpikfac.plan import ALIGNMENT, curvature_servers, divisors
 from mpikfac.plan.layout import triangle_shape
+from support.strategies import assigned
 
 orders = st.integers(1, 40)
 
@@ -32,15 +34,20 @@ def plans(draw):
     sizes = draw(st.lists(shapes(), max_size=8))
     solver = draw(st.sampled_from(["eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"]))
     everywhere = solver == "ekfac"
-    reduction = "everyone" if everywhere else draw(st.sampled_from(["everyone", "owners", "none"]))
-    separate = solver != "inverse" or reduction == "everyone"
+    reductions = ["allreduce"] if everywhere else ["allreduce", "reduce_scatter", "local"]
+    reduction = draw(st.sampled_from(reductions))
+    separate = solver != "inverse" or reduction == "allreduce"
     strategy = Strategy(
-        ranks if everywhere else draw(st.sampled_from(divisors(ranks))),
-        reduction,
-        "everyone" if everywhere else draw(st.sampled_from(["everyone", "owner"])),
-        draw(st.sampled_from(["compute", "memory"])),
-        draw(st.booleans()) if separate else True,
-    ).changed(ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)])))
+        assigned(
+            ranks if everywhere else draw(st.sampled_from(divisors(ranks))),
+            ranks,
+            assignment_strategy=draw(st.sampled_from(["compute", "memory"])),
+            colocate_factors=draw(st.booleans()) if separate else True,
+            factor_reduction=reduction,
+            shard_optimizer=not everywhere and draw(st.booleans()),
+        ),
+        transport=Transport(ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)]))),
+    )
     own = st.sampled_from([None, None, "eigen", "unsplit-inverse", "rank-one"])
     layers = [LayerShape(f"layer{i}", *size, solver=draw(own)) for i, size in enumerate(sizes)]
     layers = [
@@ -66,7 +73,7 @@ def test_every_factor_has_one_owner_in_its_layers_column(plan):
     for layer in plan.layers:
         owners = [plan.owners[factor.name] for factor in layer.factors]
         assert {owner % plan.grid.columns for owner in owners} == {plan.columns_of[layer.name]}
-        assert len(set(owners)) == 1 or not plan.strategy.colocate_factors
+        assert len(set(owners)) == 1 or not plan.strategy.assignment.colocate_factors
         assert plan.updaters[layer.name] in owners
 
 
@@ -80,12 +87,12 @@ def test_every_layer_is_preconditioned_by_its_workers(plan):
     """Oracle: `workers` ranks of a single column, or the updater alone; all hold both bases."""
     for layer in plan.layers:
         ranks = [r for r in range(plan.ranks) if layer.name in preconditioned(plan, r)]
-        if plan.strategy.update == "owner":
+        if plan.strategy.assignment.shard_optimizer:
             assert ranks == [plan.updaters[layer.name]]
         else:
             column = plan.columns_of[layer.name]
             assert ranks == [r for r in range(plan.ranks) if plan.grid.position(r)[1] == column]
-            assert len(ranks) == plan.strategy.workers
+            assert len(ranks) == plan.grid.workers
         for rank in ranks:
             held = plan.of(rank).layouts.bases.shapes
             factors = [factor.name for factor in layer.factors]
@@ -100,15 +107,15 @@ def test_load_stays_near_the_mean(plan):
 
     Separate owners of a hybrid are bound to a column. The bound does not hold in a column.
     """
-    if plan.strategy.balance == "memory":
+    if plan.strategy.assignment.assignment_strategy == "memory":
         return
-    if not plan.strategy.colocate_factors and plan.grid.columns > 1:
+    if not plan.strategy.assignment.colocate_factors and plan.grid.columns > 1:
         return
     cubes = {name: factor.work() for name, factor in plan.factors.items()}
     vectors = {name for name, factor in plan.factors.items() if factor.solver.vector}
     costs = {n: plan.factors[n].size if n in vectors else cube for n, cube in cubes.items()}
     jobs = list(costs.values())
-    if plan.strategy.colocate_factors:
+    if plan.strategy.assignment.colocate_factors:
         jobs = [sum(costs[factor.name] for factor in layer.factors) for layer in plan.layers]
     loads = [plan.load(rank) for rank in range(plan.ranks)]
     assert sum(loads) == sum(cubes[name] for name in cubes.keys() - vectors)
@@ -169,17 +176,17 @@ def elements(messages):
 
 @given(
     plans(),
-    st.sampled_from(["bfloat16", "int8", "top-k", "power-sgd"]),
+    st.sampled_from([BFloat16(), Int8(), TopK(), PowerSGD()]),
     st.sampled_from([None, 1, 2]),
 )
 @settings(max_examples=100)
 def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
     """Oracle: the messages of the same plan without compression, with equally many elements."""
-    other = wire if wire in ("bfloat16", "int8") else "int8"
-    wires = {"factor_wire": other, "basis_wire": other, "gradient_wire": wire}
-    strategy = plan.strategy.changed(fusion=fusion, ranks_per_node=None, sums="reduce")
+    other = wire if isinstance(wire, BFloat16) else Int8()
+    wires = Compression(factors=other, inverses=other, gradients=wire)
+    strategy = replace(plan.strategy, transport=Transport(fusion=fusion))
     exact = replace(plan, strategy=strategy)
-    encoded = replace(plan, strategy=strategy.changed(**wires))
+    encoded = replace(plan, strategy=replace(strategy, compression=wires))
     sent = [encoded.messages(rank, True, True) for rank in range(plan.ranks)]
     for over in ("world", "column", "row"):
         team = [[m for m in sent[rank] if m.over == over] for rank in plan.grid.team(0, over)]
@@ -191,7 +198,9 @@ def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
         assert elements(messages) == elements(exact.messages(rank, True, True))
         not_encoded = {message.stage for message in messages if not message.codec}
         as_they_are = {"reduce scales", "reduce statistics", "clip", "reduce gradients"}
-        gathered = {"publish weights"} | ({"publish gradients"} if wire == "power-sgd" else set())
+        gathered = {"publish weights"} | (
+            {"publish gradients"} if isinstance(wire, PowerSGD) else set()
+        )
         assert not_encoded <= as_they_are | gathered
 
 
@@ -224,7 +233,8 @@ def test_a_rank_changes_what_is_decomposed_alone(plan):
 
 def test_one_rank_sends_nothing():
     layers = [LayerShape("layer", 3, 2)]
-    assert make_plan(layers, 1, Strategy(update="owner")).messages(0, True, True) == []
+    strategy = Strategy(MemOpt(shard_optimizer=True))
+    assert make_plan(layers, 1, strategy).messages(0, True, True) == []
 
 
 @given(st.integers(1, 200))

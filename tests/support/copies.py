@@ -7,19 +7,26 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import FirstOrderTrainer, Strategy
+from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, Strategy
+from mpikfac.lab import LSGD, DiLoCo, Parle
 from support import problem
 
 RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
 PER_NODE = 2 if mpikfac.world().size == 4 else 1
-DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
-LEADER = {"merge": "leader", "sync_every": 3, "leader_step": 0.2, "leader_pull": 0.3}
-ELASTIC = {
-    **{"merge": "elastic", "sync_every": 4, "anchor_pull": 0.05, "mean_pull": 0.2},
-    **{"pull_growth": 0.1, "anchor_most": 0.06, "mean_most": 0.25},
-    **{"average_decay": 0.6, "outer_lr": 0.9, "outer_momentum": 0.8},
-}
-STREAM = {"fragments": 2, "lateness": 3, "local_share": 0.3, "sync_every": 4, **DILOCO}
+DILOCO = DiLoCo(sync_every=2)
+LEADER = LSGD(sync_every=3, leader_step=0.2, leader_pull=0.3)
+ELASTIC = Parle(
+    sync_every=4,
+    gamma=0.05,
+    rho=0.2,
+    growth=0.1,
+    max_gamma=0.06,
+    max_rho=0.25,
+    alpha=0.6,
+    outer_lr=0.9,
+    outer_momentum=0.8,
+)
+STREAM = DiLoCo(sync_every=4, fragments=2, delay=3, mixing=0.3)
 
 
 def quadratic(rank):
@@ -51,9 +58,9 @@ def kfac_of(comm, strategy, **settings):
     return problem.kfac(model, problem.sgd(model), comm, strategy, **chosen)
 
 
-def trainer_of(comm, kind, choices):
+def trainer_of(comm, kind, sync, **more):
     """Return K-FAC or the baseline, with choices of the strategy."""
     if kind == "K-FAC":
-        return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
-    model = problem.network()
-    return FirstOrderTrainer(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
+        return kfac_of(comm, Strategy(CommOpt(), sync=sync, **more))
+    model, strategy = problem.network(), Strategy(MemOpt(), sync=sync, **more)
+    return FirstOrderTrainer(model, problem.sgd(model), comm, strategy)

@@ -183,7 +183,7 @@ TABLE = (
     Mistake(
         "placement: owners are the lowest ranks",
         "plan/roles.py",
-        "    ranks_apart = diagonally(strategy.workers, columns)",
+        "    ranks_apart = diagonally(workers, columns)",
         "    ranks_apart = list(range(ranks))",
         "tests/unit/test_plan.py",
     ),
@@ -1151,7 +1151,7 @@ TABLE = (
     Mistake(
         "asynchronous: clients hear of a meeting one step too early",
         "extensions/clients/server.py",
-        "max(self._steps.values()) + self._asked.push_every",
+        "max(self._steps.values()) + self._asked.push_interval",
         "min(self._steps.values())",
         "tests/mpi/test_asynchronous.py",
         3,
@@ -1176,7 +1176,7 @@ TABLE = (
         "asynchronous: a client steps its copy by the period of updates",
         "extensions/clients/asynchronous.py",
         "if self._old + 1 < self.choices.fetches:",
-        "if self._taken + 1 < self.choices.push_every:",
+        "if self._taken + 1 < self.choices.push_interval:",
         "tests/mpi/test_asynchronous.py",
         2,
     ),
@@ -1200,7 +1200,7 @@ TABLE = (
     Mistake(
         "exchange: no step is a step that the rank takes alone",
         "extensions/copies/copies.py",
-        "self._sender.alone = self._choices.alone(step)",
+        "self._sender.alone = self._sync.alone(step)",
         "self._sender.alone = False",
         "tests/mpi/test_exchange.py",
         2,
@@ -1240,8 +1240,8 @@ TABLE = (
     Mistake(
         "exchange: the leader of a node changes with the leader of all ranks",
         "extensions/copies/merges.py",
-        "[self.exchange.in_node] *",
-        "[self.exchange.sync_every] *",
+        "[self.sync.in_node] *",
+        "[self.sync.sync_every] *",
         "tests/mpi/test_exchange.py",
         4,
     ),
@@ -1271,7 +1271,7 @@ TABLE = (
     Mistake(
         "robust: a safeguard has no floor",
         "numerics/messages/shards.py",
-        "self.rule.safe_floor * (window * spread).sqrt()",
+        "self.rule.floor * (window * spread).sqrt()",
         "0.0",
         "tests/unit/test_robust.py",
     ),

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac import KFAC, Coverage, Damping, Estimator, Length, Strategy, world
+from mpikfac.lab import LSGD
 from mpikfac.plan import divisors
 from mpikfac.solvers import named_solver
 from support import inside
+from support.strategies import assigned
 
 SETTINGS = {
     **{
@@ -127,20 +129,32 @@ def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def strategies(
-    ranks: int, reductions: Sequence[str] = ("everyone", "owners", "none")
+    ranks: int, reductions: Sequence[str] = ("allreduce", "reduce_scatter", "local")
 ) -> list[Strategy]:
     """Return all ways to distribute K-FAC over `ranks` ranks."""
-    updates = "everyone", "owner"
-    choices = itertools.product(divisors(ranks), reductions, updates, (True, False))
-    return [Strategy(w, r, update, colocate_factors=together) for w, r, update, together in choices]
+    choices = itertools.product(divisors(ranks), reductions, (False, True), (True, False))
+    return [
+        Strategy(
+            assigned(
+                workers,
+                ranks,
+                factor_reduction=reduction,
+                shard_optimizer=shards,
+                colocate_factors=together,
+            )
+        )
+        for workers, reduction, shards, together in choices
+    ]
 
 
 def label(value: object) -> str | None:
     """Return a strategy's part of a test's name."""
     if not isinstance(value, Strategy):
         return None
-    owners = "together" if value.colocate_factors else "apart"
-    return f"{value.workers}-{value.reduction}-{value.update}-{owners}"
+    assignment = value.assignment
+    updates = "owner" if assignment.shard_optimizer else "everyone"
+    owners = "together" if assignment.colocate_factors else "apart"
+    return f"{assignment.name}-{assignment.factor_reduction}-{updates}-{owners}"
 
 
 def whole_state(trainer, comm) -> dict[str, Any]:
@@ -162,7 +176,7 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
 
 def take_step(trainer, loss: Tensor | float) -> None:
     """Take a step; a rule of exchanges that asks for the rank's loss takes `loss`."""
-    if trainer.plan.strategy.exchange.merging.merge == "leader":
+    if isinstance(trainer.plan.strategy.sync, LSGD):
         trainer.exchange.report_loss(loss)
     trainer.step()
 

@@ -301,8 +301,11 @@ def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Pla
         [
             *("--machine", machine, "--model", model, "--ranks", str(ranks)),
             *("--strategy", strategy, "--factor_update_steps", "10", "--inv_update_steps", "100"),
-            *(["--shards", "false"] if name.endswith(IN_PARTS) else []),
-            *(["--ranks_per_node", str(network.ranks_per_node)] * name.endswith(ON_NODES)),
+            *(["--transport.balanced_shards", "false"] if name.endswith(IN_PARTS) else []),
+            *(
+                ["--transport.ranks_per_node", str(network.ranks_per_node)]
+                * name.endswith(ON_NODES)
+            ),
         ]
     )
     of_model = predictions.network_of(options)

@@ -5,10 +5,13 @@ mypy and pyright report an ignore comment without an error below it (`.ci/run`).
 
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
+from dataclasses import replace
+
 import torch
 
 import mpikfac
-from mpikfac import Coverage, Damping, Estimator, Length, Refresh, Strategy, Transport
+from mpikfac import Coverage, Damping, Estimator, Length, MemOpt, Refresh, Strategy, Transport
+from mpikfac.lab import CurvatureServers
 
 comm = mpikfac.world()
 model = torch.nn.Linear(3, 2)
@@ -20,12 +23,12 @@ kfac = mpikfac.KFAC(
 kfac.step()
 steps: int = kfac.steps
 scheduled = mpikfac.KFAC(model, optimizer, comm, damping=lambda step: 0.1 / (1 + step))
-strategy = Strategy(workers=2, refresh=Refresh(delay=1), transport=Transport(overlap=True))
+strategy = Strategy(MemOpt(), refresh=Refresh(staleness=1), transport=Transport(overlap=True))
 mpikfac.KFAC(
     model,
     optimizer,
     mpikfac.split_comm(comm, curvature_servers=1),
-    strategy.changed(curvature_servers=1),
+    replace(strategy, refresh=CurvatureServers(servers=1)),
     damping=Damping(relative=0.1),
     solver=mpikfac.Eigen(dtype=torch.bfloat16),
     length=Length(norm=1.0),
@@ -43,6 +46,6 @@ mpikfac.KFAC(model, optimizer, comm, nonsense=3)  # type: ignore[call-arg]  # py
 mpikfac.KFAC(model, optimizer, comm, solver=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 mpikfac.KFAC(model, optimizer, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 mpikfac.Optimizer(optimizer)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-Strategy(delay=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+Strategy(staleness=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 Length("rmsprop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 kfac.stepp()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

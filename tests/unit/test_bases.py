@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import mpikfac
+from mpikfac import MemOpt, Refresh, Strategy
 from mpikfac.numerics import triangles
 from support import inside, problem
 
@@ -14,7 +14,7 @@ from support import inside, problem
 def trainer(comm, delay=0, tolerance=0.0, **settings):
     model, strategy = (
         problem.network(),
-        mpikfac.Strategy().changed(delay=delay, tolerance=tolerance),
+        Strategy(MemOpt(), refresh=Refresh(staleness=delay, tolerance=tolerance)),
     )
     return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
 
@@ -156,7 +156,7 @@ def full_rank(comm, **settings):
     """Return a trainer whose factors have no eigenvalue near 0, so that damping is negligible."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False)).double()
-    strategy = mpikfac.Strategy().changed(tolerance=0.1)
+    strategy = Strategy(MemOpt(), refresh=Refresh(tolerance=0.1))
     choices = {"damping": 1e-12, "factor_update_steps": 100, "inv_update_steps": 1, "kl_clip": None}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return problem.kfac(model, optimizer, comm, strategy, **choices | settings)

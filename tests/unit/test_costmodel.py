@@ -9,7 +9,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpikfac
-from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac import (
+    CommOpt,
+    Compression,
+    HybridOpt,
+    LayerShape,
+    MemOpt,
+    Strategy,
+    Transport,
+    make_plan,
+)
+from mpikfac.lab import PowerSGD
 from mpikfac.plan import stages
 from mpikfac.predict import Level, Machine, Network, Sample, costs
 from support import gradients, inside
@@ -86,13 +96,17 @@ def test_one_rank_and_no_bytes_cost_nothing():
 )
 def test_where_communicators_lie(ranks, workers, over, placed):
     """Oracle: by hand, ranks on nodes of 4: members, nodes, communicators that leave a node."""
-    plan = make_plan(LAYERS, ranks, Strategy(workers).changed(ranks_per_node=4))
+    plan = make_plan(
+        LAYERS,
+        ranks,
+        Strategy(HybridOpt(grad_workers=workers), transport=Transport(ranks_per_node=4)),
+    )
     assert costs.placed(plan.grid.team(0, over), plan, MACHINE) == placed
 
 
 def test_the_slower_level_bounds_a_message_and_links_are_shared():
     """Oracle: 3/4 of 1000 bytes at 1 byte per second; half of 1000 bytes at 0.1, for 4 at once."""
-    plan = make_plan(LAYERS, 8, Strategy(2))
+    plan = make_plan(LAYERS, 8, Strategy(HybridOpt(grad_workers=2)))
     message = plan.messages(0, True, True)[0]
     row, column = (
         dataclasses.replace(message, primitive="Allgatherv", over=over, size=1000, spans=spans)
@@ -110,7 +124,7 @@ def test_a_chain_passes_pieces_on():
     size = 3 * costs.CHAINED
     seconds = costs.collective_seconds("Send", size, 4, MACHINE)
     assert seconds == pytest.approx(5 * costs.CHAINED)
-    plan = make_plan(LAYERS, 4, Strategy(4).changed(parts=4))
+    plan = make_plan(LAYERS, 4, Strategy(CommOpt(), transport=Transport(virtual_ranks=4)))
     message = plan.messages(0, False, False)[0]
     both = costs.message_seconds(message, plan, 0, MACHINE)
     parts = [costs.collective_seconds(p, message.size, 4, MACHINE) for p in ("Send", "Bcast")]
@@ -169,7 +183,7 @@ def test_a_level_gives_back_the_measurement_it_is_taken_from():
 
 def test_decompositions_are_those_of_owned_factors():
     """Oracle: n^3 seconds by hand; rank 0 owns conv, rank 1 the rest (see test_plan)."""
-    plan = make_plan(LAYERS, 2, Strategy())
+    plan = make_plan(LAYERS, 2, Strategy(MemOpt()))
     seconds = [costs.decompose_seconds(plan, rank, MACHINE) for rank in (0, 1)]
     assert seconds == pytest.approx([1064, 1248])
 
@@ -180,14 +194,14 @@ def test_preconditioning_is_a_share_of_what_was_measured_or_products():
     The products with factors are 560, 1024 and 96; the products for orthogonal directions, 2 s^2 l
     + 13 s^3 with the smaller order s and the larger order l, are 1152, 7680 and 152.
     """
-    plan = make_plan(LAYERS, 2, Strategy())
+    plan = make_plan(LAYERS, 2, Strategy(MemOpt()))
     network = MACHINE.networks[0]
     found = [costs.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
     assert found == pytest.approx([24 * 1712 / 10664, 24 * 8952 / 10664])
     found = costs.precondition_seconds(plan, 0, MACHINE, network, orthogonal=False)
     assert found == pytest.approx(24 * 560 / 10664)
     network = dataclasses.replace(network, precondition=None)
-    eigen = make_plan(LAYERS, 2, Strategy(), solver="eigen")
+    eigen = make_plan(LAYERS, 2, Strategy(MemOpt()), solver="eigen")
     assert costs.precondition_seconds(plan, 0, MACHINE, network) == pytest.approx(560 + 1152)
     assert costs.precondition_seconds(eigen, 0, MACHINE, network) == pytest.approx(2 * 560 + 1152)
 
@@ -200,7 +214,9 @@ def test_low_rank_costs_less_by_its_work():
     """
     whole = LayerShape("l", 64, 32)
     thin = dataclasses.replace(whole, rank=4)
-    plan, of_whole = (make_plan([layer], 1, Strategy(), solver="eigen") for layer in (thin, whole))
+    plan, of_whole = (
+        make_plan([layer], 1, Strategy(MemOpt()), solver="eigen") for layer in (thin, whole)
+    )
     n = {name: factor.order for name, factor in plan.factors.items()}
     seconds = [MACHINE.decomposition("eigen", order) * 8 / order for order in n.values()]
     assert costs.decompose_seconds(plan, 0, MACHINE) == pytest.approx(sum(seconds))
@@ -226,18 +242,20 @@ def test_shares_of_a_rank():
     def statistics(plan):
         return costs.statistics_seconds(plan, 0, MACHINE, MACHINE.networks[0])
 
-    alone = make_plan(LAYERS, 2, Strategy(reduction="none", update="owner"))
+    alone = make_plan(LAYERS, 2, Strategy(MemOpt(factor_reduction="local", shard_optimizer=True)))
     assert statistics(alone) == pytest.approx(0.5 * 116 / 284)
     assert costs.stepped_share(alone, 0) == pytest.approx(48 / 128)
-    shared = make_plan(LAYERS, 2, Strategy())
+    shared = make_plan(LAYERS, 2, Strategy(MemOpt()))
     assert (statistics(shared), costs.stepped_share(shared, 0)) == (0.5, 1)
-    of_inputs = make_plan([mpikfac.plan.forward_only(layer) for layer in LAYERS], 2, Strategy())
+    of_inputs = make_plan(
+        [mpikfac.plan.forward_only(layer) for layer in LAYERS], 2, Strategy(MemOpt())
+    )
     assert statistics(of_inputs) == pytest.approx(0.5 * 200 / 284)
 
 
 def test_vectors_have_times_of_their_own():
     """Oracle: nothing to decompose; orders 16 of 38 on one rank; a refusal without known times."""
-    plan = make_plan(LAYERS, 2, Strategy(), solver="rank-one")
+    plan = make_plan(LAYERS, 2, Strategy(MemOpt()), solver="rank-one")
     network = dataclasses.replace(
         MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
     )
@@ -262,7 +280,7 @@ def test_layers_have_the_times_of_their_solvers():
         dataclasses.replace(fc, solver="rank-one"),
         out,
     ]
-    plan = make_plan(layers, 1, Strategy(), solver="inverse")
+    plan = make_plan(layers, 1, Strategy(MemOpt()), solver="inverse")
     network = dataclasses.replace(
         MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
     )
@@ -280,14 +298,14 @@ def test_layers_have_the_times_of_their_solvers():
 @pytest.mark.parametrize("primitive", ["Reduce_scatter", "Allgatherv"])
 def test_the_largest_part_bounds_sums_and_gathers_in_a_ring(primitive):
     """Oracle: by hand: one of two members has 12 of 16 bytes, which pass a link once."""
-    plan = make_plan(LAYERS, 2, Strategy())
+    plan = make_plan(LAYERS, 2, Strategy(MemOpt()))
     message = mpikfac.plan.Message("s", primitive, "world", ((0, 1), (1, 4)), -1, 16, 16, 8)
     assert costs.message_seconds(message, plan, 0, MACHINE) == pytest.approx(12)
 
 
 def test_large_sums_in_parts_are_several_sums_of_all_parts():
     """Oracle: as `comm.Grid` makes the sums, past the limit of elements: latencies by hand."""
-    plan = make_plan(LAYERS, 2, Strategy())
+    plan = make_plan(LAYERS, 2, Strategy(MemOpt()))
     count = costs.PIECE
     spans = ((0, count), (count, 2 * count + 1))
     message = mpikfac.plan.Message("s", "Reduce_scatter", "world", spans, -1, 8 * count + 4, 0, 0)
@@ -300,7 +318,7 @@ def test_rows_take_the_busiest_member_and_node():
     """Oracle: by hand: 8 ranks on 2 nodes send all at once; ranks 0 to 3 take in what 7 sends."""
     counts = [[0] * 8 for _ in range(8)]
     counts[0][1], counts[7][:4] = 90, [5, 10, 15, 20]
-    plan = make_plan(LAYERS, ranks=8, strategy=Strategy.comm_opt(8))
+    plan = make_plan(LAYERS, ranks=8, strategy=Strategy(CommOpt()))
     for rank in (0, 7):
         (message,) = mpikfac.plan.rows("stage", counts, 2, rank)
         seconds = costs.message_seconds(message, plan, rank, MACHINE)
@@ -316,7 +334,7 @@ def test_parts_that_are_passed_on_take_the_busiest_member_and_node():
 
     Nodes have 2 ranks; a byte takes 1 s inside a node and 10 s between.
     """
-    plan = make_plan(LAYERS, 4, Strategy(1))
+    plan = make_plan(LAYERS, 4, Strategy(MemOpt()))
     machine = dataclasses.replace(MACHINE, ranks_per_node=2)
     owned = ((0, 400), (400, 400), (400, 400), (400, 400))
     shards = tuple((100 * k, 100 * (k + 1)) for k in range(4))
@@ -343,7 +361,7 @@ def test_what_encodes_is_part_of_what_was_measured():
 def test_power_sgd_has_two_sums_in_turn():
     """Oracle: the sum of all P, then of all Q; 2 columns, but a single column of a single row."""
     layers = [LayerShape("conv", 10, 4), LayerShape("row", 8, 1)]
-    plan = make_plan(layers, 2, Strategy(2).changed(gradient_wire="power-sgd"))
+    plan = make_plan(layers, 2, Strategy(CommOpt(), compression=Compression(gradients=PowerSGD())))
     (message,) = stages.reduce_gradients(plan.of(0))
     seconds = (
         costs.collective_seconds("Allreduce", 4 * numbers, 2, MACHINE)
@@ -378,7 +396,7 @@ def test_factors_of_the_gradient_take_products_and_no_statistics():
     layer, network = LayerShape("fc", 4, 3), MACHINE.networks[0]
 
     def seconds(layer, solver):
-        plan = make_plan([layer], 1, Strategy(), solver=solver)
+        plan = make_plan([layer], 1, Strategy(MemOpt()), solver=solver)
         assert costs.statistics_seconds(plan, 0, MACHINE, network) == 0
         return costs.moment_seconds(plan, 0, MACHINE)
 
@@ -388,13 +406,13 @@ def test_factors_of_the_gradient_take_products_and_no_statistics():
     assert seconds(blocks, "shampoo") == pytest.approx(of_a / 2 + of_g)
     assert seconds(layer, "kl-shampoo") == pytest.approx(2 * (of_a + of_g))
     assert seconds(layer, "muon") == 0
-    plan = make_plan([layer], 1, Strategy(), solver="shampoo")
+    plan = make_plan([layer], 1, Strategy(MemOpt()), solver="shampoo")
     without = dataclasses.replace(MACHINE, products=(), decompositions={})
     with pytest.raises(ValueError, match="no rates of products"):
         costs.moment_seconds(plan, 0, without)
     with pytest.raises(ValueError, match="no times of solver="):
         costs.decompose_seconds(plan, 0, without)
-    plan = make_plan([layer], 1, Strategy(), solver="muon")
+    plan = make_plan([layer], 1, Strategy(MemOpt()), solver="muon")
     orthogonal, kfac = sum(layer.orthogonalising()), sum(layer.products())
     found = costs.precondition_seconds(plan, 0, MACHINE, network)
     assert found == pytest.approx(24 * orthogonal / (orthogonal + kfac))
@@ -426,7 +444,7 @@ def test_products_of_a_step_are_those_that_run(comm, solver, kind):
 
 def test_a_machine_without_rates_of_products_makes_no_factors_of_gradients():
     """Oracle: the text of the error, of a machine as older calibrations wrote it."""
-    plan = make_plan(LAYERS, 1, Strategy(), solver="shampoo")
+    plan = make_plan(LAYERS, 1, Strategy(MemOpt()), solver="shampoo")
     older = dataclasses.replace(MACHINE, products=())
     with pytest.raises(ValueError, match="'made up' has no rates of products; measure them with"):
         costs.moment_seconds(plan, 0, older)

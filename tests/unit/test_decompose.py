@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac import LayerShape, MemOpt, Strategy, make_plan
 from mpikfac.numerics import add_triangle
 from mpikfac.solvers import SOLVERS, decomposed, decomposed_together, eigen, inverse
 
@@ -125,7 +125,7 @@ def test_a_factors_own_basis_fits(order):
 def test_what_is_not_finite_is_not_decomposed(order, bad, solver):
     """Oracle: NaN; LAPACK finds an inverse if the diagonal has infinity."""
     layer = LayerShape("0", order, order)
-    factor = make_plan([layer], 1, Strategy(), solver=solver).factors["0.A"]
+    factor = make_plan([layer], 1, Strategy(MemOpt()), solver=solver).factors["0.A"]
     packed = torch.zeros(factor.packed)
     matrix = torch.eye(order)
     matrix[1, 1] = bad
@@ -140,7 +140,7 @@ def test_what_is_not_finite_is_not_decomposed(order, bad, solver):
 def test_factors_of_one_order_are_decomposed_together(order, solver):
     """Oracle: each factor alone."""
     layers = [LayerShape(name, order, order) for name in "01"]
-    plan = make_plan(layers, 1, Strategy(), solver=solver)
+    plan = make_plan(layers, 1, Strategy(MemOpt()), solver=solver)
     factors = [plan.factors[f"{name}.A"] for name in "01"]
     packed = torch.zeros(2, *factors[0].packed)
     add_triangle(packed, torch.stack([spectrum(torch.rand(order)) for _ in factors]))
@@ -180,7 +180,7 @@ def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, solver, tried, own
 
     for name in ("eigenbasis", "damped_inverse"):
         monkeypatch.setattr(eigen if name == "eigenbasis" else inverse, name, failing)
-    factor = make_plan([LayerShape("0", 2, 2)], 1, Strategy(), solver=solver).factors["0.A"]
+    factor = make_plan([LayerShape("0", 2, 2)], 1, Strategy(MemOpt()), solver=solver).factors["0.A"]
     added = None if solver == "eigen" else torch.tensor(0.1, dtype=own)
     made = decomposed(factor, SOLVERS[solver], torch.ones(factor.packed, dtype=own), added)
     assert all(block.isnan().all() for block in made.values())

@@ -8,10 +8,11 @@ import dataclasses
 import pytest
 import torch
 
-from mpikfac import Eigen, LayerShape, Strategy, make_plan
+from mpikfac import Eigen, LayerShape, MemOpt, Refresh, Strategy, make_plan
 from mpikfac.numerics import add_triangle, unfold_triangle
 from mpikfac.solvers import Ekfac, Inverse, eigen, renewed_together
 from support import inside, problem
+from support.strategies import changed
 
 ONCE = Eigen(iterations=1)
 
@@ -119,7 +120,7 @@ def test_factors_are_renewed_together(solver, groups, count):
     """Oracle: each matrix alone; the misfit of several groups is the largest."""
     order = 6
     layers = [LayerShape(str(n), order, order, groups=groups) for n in range(count)]
-    plan = make_plan(layers, 1, Strategy(), solver=solver)
+    plan = make_plan(layers, 1, Strategy(MemOpt()), solver=solver)
     factors = [plan.factors[f"{n}.A"] for n in range(count)]
     matrices = torch.stack([with_spectrum(torch.rand(order)) for _ in range(count * groups)])
     older = torch.stack([orthonormal(order) for _ in range(count * groups)])
@@ -158,7 +159,7 @@ def test_factors_are_renewed_together(solver, groups, count):
 
 def trainer(comm, solver=ONCE, tolerance=1e9, model=None, strategy=None, **settings):
     model = problem.network() if model is None else model
-    strategy = (strategy or Strategy()).changed(tolerance=tolerance)
+    strategy = changed(strategy or Strategy(MemOpt()), {"refresh.tolerance": tolerance})
     choices = problem.SETTINGS | {"solver": solver} | settings
     return problem.kfac(model, problem.sgd_all(model), comm, strategy, **choices)
 
@@ -225,7 +226,7 @@ def test_a_tolerance_divides_factors(comm):
 @pytest.mark.parametrize("solver", [ONCE, Ekfac(iterations=2)], ids=["eigen", "ekfac"])
 def test_a_resumed_run_goes_on_to_the_last_bit(comm, solver, delay):
     """Oracle: the uninterrupted run; with a delay, iterations begun at step 3 are due at step 5."""
-    choices = {"solver": solver, "strategy": Strategy().changed(delay=delay)}
+    choices = {"solver": solver, "strategy": Strategy(MemOpt(), refresh=Refresh(staleness=delay))}
     first, second = trainer(comm, **choices), trainer(comm, **choices)
     problem.run(first, comm, range(4))
     state = first.state_dict()
@@ -295,7 +296,7 @@ def test_few_vectors_are_iterated_in_a_run(comm):
 def test_refusals(comm):
     """Oracle: by hand: without a tolerance no misfit is small enough."""
     for solver in (ONCE, Ekfac(iterations=1)):
-        needs = rf"{solver.name}\.iterations=1 needs tolerance > 0, not 0\.0"
+        needs = rf"{solver.name}\.iterations=1 needs refresh.tolerance > 0, not 0\.0"
         with pytest.raises(ValueError, match=needs):
             trainer(comm, solver, tolerance=0.0)
     with pytest.raises(ValueError, match="iterations=-1"):

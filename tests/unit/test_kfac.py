@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from mpikfac import Compression, HybridOpt, Int8, MemOpt, Strategy
 from mpikfac.layers import in_words
 from mpikfac.numerics import triangles
 from mpikfac.settings import schedule
 from support import inside, oracles, problem
+from support.strategies import changed
 
 
 def linear():
@@ -312,10 +314,17 @@ def test_precondition_leaves_the_step_to_the_caller(comm):
     assert torch.equal(problem.state(two), problem.state(one))
 
 
-@pytest.mark.parametrize("choice", [{"update": "owner"}, {"overlap": True}, {"parts": 1}])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"assignment.shard_optimizer": True},
+        {"transport.overlap": True},
+        {"transport.virtual_ranks": 1},
+    ],
+)
 def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, mpikfac.Strategy().changed(**choice))
+    kfac = mpikfac.KFAC(model, sgd(model), comm, changed(Strategy(MemOpt()), choice))
     learn(kfac, 0)
     with pytest.raises(ValueError, match="gradients are not the caller's; call step"):
         kfac.precondition()
@@ -355,9 +364,9 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         (
             {
                 "basis_dtype": torch.bfloat16,
-                "strategy": mpikfac.Strategy(1).changed(basis_wire="int8"),
+                "strategy": Strategy(MemOpt(), compression=Compression(inverses=Int8())),
             },
-            "basis_dtype=torch.bfloat16 needs basis_wire=None, not 'int8'",
+            "basis_dtype=torch.bfloat16 needs compression.inverses=None, not 'int8'",
         ),
         *(
             (
@@ -376,8 +385,8 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ),
         ({"skip": ["1"]}, "skip names '1', which is no module of the model"),
         (
-            {"strategy": mpikfac.Strategy(2)},
-            "workers=2 must divide the number of ranks (1); try one of [1]",
+            {"strategy": Strategy(HybridOpt(grad_workers=2))},
+            "grad_workers=2 must divide the number of ranks (1); try one of [1]",
         ),
     ],
 )

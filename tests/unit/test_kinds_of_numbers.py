@@ -11,7 +11,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Estimator, KFACOptimizer, Length, LevenbergMarquardt, Strategy, schedule
+from mpikfac import (
+    KFAC,
+    CommOpt,
+    Compression,
+    Estimator,
+    KFACOptimizer,
+    Length,
+    LevenbergMarquardt,
+    MemOpt,
+    Refresh,
+    Strategy,
+    Transport,
+    schedule,
+)
+from mpikfac.lab import CenteredClipping, DiLoCo, Safeguard, TopK
 
 COMM = mpikfac.world()
 REALS = [
@@ -58,7 +72,7 @@ def trained(kind, whole, scheduled: bool = False) -> torch.Tensor:
         model,
         optimizer,
         COMM,
-        Strategy.comm_opt(whole(COMM.size), fusion=whole(1)),
+        Strategy(CommOpt(), transport=Transport(fusion=whole(1))),
         damping=setting(kind(HALF)),
         factor_update_steps=setting(whole(2)),
         inv_update_steps=setting(whole(4)),
@@ -89,8 +103,12 @@ def test_choices_and_schedules_of_all_kinds_are_equal(kind):
     made = [
         [
             LevenbergMarquardt(damping_adaptation_interval=number(4), damping=real(HALF)),
-            Strategy.mem_opt(tolerance=real(HALF), stagger=number(2)),
-            Strategy.comm_opt(1, gradient_wire="top-k", top_share=real(HALF), fusion=(number(1),)),
+            Strategy(MemOpt(), refresh=Refresh(stagger=number(2), tolerance=real(HALF))),
+            Strategy(
+                CommOpt(),
+                compression=Compression(gradients=TopK(ratio=real(HALF))),
+                transport=Transport(fusion=(number(1),)),
+            ),
             [schedule.cosine(real(HALF), 0, number(9))(step) for step in range(9)],
             [schedule.warmup(real(HALF), number(9))(step) for step in range(9)],
             [schedule.step_decay(HALF, [number(3)], real(HALF))(step) for step in range(9)],
@@ -167,10 +185,10 @@ def test_what_no_state_holds_is_named_once(value, caplog):
             lambda: LevenbergMarquardt(damping_adaptation_decay="x"),
             "damping_adaptation_decay='x' must be a number",
         ),
-        (lambda: Strategy.mem_opt(top_share="x"), "top_share='x' must be a number above 0"),
-        (lambda: Strategy.mem_opt(outer_lr=None), "outer_lr=None must be a number above 0"),
-        (lambda: Strategy.mem_opt(clip_radius="x"), "clip_radius='x' must be a number above 0"),
-        (lambda: Strategy.mem_opt(safe_factor="x"), "safe_factor='x' must be a number above 0"),
+        (lambda: TopK(ratio="x"), "ratio='x' must be a number above 0"),
+        (lambda: DiLoCo(outer_lr=None), "outer_lr=None must be a number above 0"),
+        (lambda: CenteredClipping(radius="x"), "radius='x' must be a number above 0"),
+        (lambda: Safeguard(threshold="x"), "threshold='x' must be a number above 0"),
         (lambda: Estimator(subsample=np.float32(2)), "subsample=2.0 must be a whole number"),
         (lambda: KFACOptimizer(network(), lambda step: 0.1), "lr=.* must be a finite number"),
     ],

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import LayerShape, make_plan
+from mpikfac import CommOpt, Compression, Int8, LayerShape, MemOpt, Refresh, Strategy, make_plan
 from mpikfac.numerics import triangles
-from mpikfac.plan import Strategy
 from mpikfac.solvers import SOLVERS, decomposed, eigen
 from support import inside, problem
 
@@ -112,7 +111,7 @@ def test_what_is_not_finite_is_neither_decomposed_nor_fits(order, rank, bad):
     factor[1, 1] = bad
     assert not eigen.values_in_basis(factor, torch.eye(order)[:, :rank])[1] <= 1e9
     layer = LayerShape("0", order, order, rank=rank)
-    shape = make_plan([layer], 1, Strategy(), solver="eigen").factors["0.A"]
+    shape = make_plan([layer], 1, Strategy(MemOpt()), solver="eigen").factors["0.A"]
     packed = torch.zeros(shape.packed)
     triangles.add_triangle(packed, factor)
     made = decomposed(shape, SOLVERS["eigen"], packed)
@@ -168,7 +167,8 @@ def rule(rank, **forms):
 
 
 def trainer(comm, rank=None, delay=0, tolerance=0.0, **settings):
-    model, strategy = problem.network(), Strategy().changed(delay=delay, tolerance=tolerance)
+    model = problem.network()
+    strategy = Strategy(MemOpt(), refresh=Refresh(staleness=delay, tolerance=tolerance))
     choices = problem.SETTINGS | {"rule": rule(rank)} | settings
     return problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
 
@@ -207,9 +207,18 @@ def test_a_state_of_another_rank_is_refused(comm):
 def test_vectors_that_are_rounded_are_refused(comm):
     """Oracle: a single line with name, value and remedy; factors may be rounded."""
     layer = LayerShape("l", 8, 8, rank=2)
-    with pytest.raises(ValueError, match="rank=2 of layer 'l' needs basis_wire=None, not 'int8'"):
-        make_plan([layer], 2, Strategy(2).changed(basis_wire="int8"), solver="eigen")
-    make_plan([layer], 2, Strategy(2).changed(factor_wire="int8"), solver="eigen")
+    with pytest.raises(
+        ValueError, match="rank=2 of layer 'l' needs compression.inverses=None, not 'int8'"
+    ):
+        make_plan(
+            [layer],
+            2,
+            Strategy(CommOpt(), compression=Compression(inverses=Int8())),
+            solver="eigen",
+        )
+    make_plan(
+        [layer], 2, Strategy(CommOpt(), compression=Compression(factors=Int8())), solver="eigen"
+    )
     rounded = {"solver": mpikfac.Eigen(dtype=torch.bfloat16)}
     with pytest.raises(ValueError, match="rank=3 of layer '0' needs basis_dtype=None, not torch"):
         trainer(comm, 3, **rounded)
@@ -229,20 +238,20 @@ def test_within_blocks_each_keeps_its_own(comm):
 def test_other_solvers_keep_no_eigenvectors(solver):
     """Oracle: a single line with name, value and remedy."""
     with pytest.raises(ValueError, match=f"rank=2 of layer 'l' .*, not '{solver}'"):
-        make_plan([LayerShape("l", 8, 8, rank=2)], 1, Strategy(), solver=solver)
+        make_plan([LayerShape("l", 8, 8, rank=2)], 1, Strategy(MemOpt()), solver=solver)
 
 
 @pytest.mark.parametrize("rank", [0, -1])
 def test_no_eigenvector_at_all_is_refused(rank):
     """Oracle: a single line with name, value and remedy."""
     with pytest.raises(ValueError, match=f"rank={rank} of layer 'l' must be at least 1, or None"):
-        make_plan([LayerShape("l", 8, 8, rank=rank)], 1, Strategy(), solver="eigen")
+        make_plan([LayerShape("l", 8, 8, rank=rank)], 1, Strategy(MemOpt()), solver="eigen")
 
 
 def test_bytes_and_products_shrink_with_the_rank():
     """Oracle: by hand, for factors of orders 64 and 32 with 4 kept eigenvectors."""
     layer = LayerShape("l", 64, 32, rank=4)
-    plan = make_plan([layer], 1, Strategy(), solver="eigen")
+    plan = make_plan([layer], 1, Strategy(MemOpt()), solver="eigen")
     assert plan.of(0).layouts.bases.shapes == {
         "l.A.vectors": (64, 4),
         "l.A.values": (5,),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import MemOpt, Strategy, Transport
 from mpikfac.numerics import triangles
 from support import inside, oracles, problem
 
@@ -263,7 +263,11 @@ def assert_equal(found, expected):
         {"fisher": "sampled"},
         {"fisher": "forward-only"},
         {"covers": {**mpikfac.KINDS, **mpikfac.NORMS}, "normalization": "sc20"},
-        {"strategy": Strategy(update="owner").changed(reduce_at="bases")},
+        {
+            "strategy": Strategy(
+                MemOpt(shard_optimizer=True), transport=Transport(reduce_factors_at="inverses")
+            )
+        },
     ],
     ids=lambda settings: "-".join(settings),
 )
@@ -324,11 +328,17 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
     def made():
         if parts:
             return trainer(
-                comm, network(), strategy=Strategy().changed(parts=2), factor_update_steps=1
+                comm,
+                network(),
+                strategy=Strategy(MemOpt(), transport=Transport(virtual_ranks=2)),
+                factor_update_steps=1,
             )
         model = network()
         return mpikfac.FirstOrderTrainer(
-            model, problem.sgd_all(model), comm, Strategy().changed(parts=2)
+            model,
+            problem.sgd_all(model),
+            comm,
+            Strategy(MemOpt(), transport=Transport(virtual_ranks=2)),
         )
 
     expected = run(made(), None)
@@ -426,7 +436,7 @@ def test_a_scale_is_taken_out_once(comm, kind):
 
 def test_scaled_gradients_cannot_be_sent_early(comm):
     """Oracle: the message; nothing has been sent."""
-    kfac = trainer(comm, network(), strategy=Strategy().changed(overlap=True))
+    kfac = trainer(comm, network(), strategy=Strategy(MemOpt(), transport=Transport(overlap=True)))
     with pytest.raises(ValueError, match=r"step\(scaler\) needs overlap=False"):
         kfac.step(scaler())
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac import CommOpt, LayerShape, MemOpt, Refresh, Strategy, Transport, make_plan
 from support import inside, problem
 
 LAYERS = "0", "3", "5"
@@ -63,7 +63,7 @@ def test_a_layer_has_the_directions_of_the_run_with_its_solver_for_all(comm, mix
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
 def test_a_run_goes_on_between_decompositions_to_the_last_bit(comm, mixture, stop):
     """Oracle: the uninterrupted run; decompositions of steps 0 and 3 are used one step later."""
-    strategy = Strategy().changed(delay=1)
+    strategy = Strategy(MemOpt(), refresh=Refresh(staleness=1))
     first, second = (
         trainer(comm, "eigen", dict(zip(LAYERS, mixture)), strategy, inv_update_steps=3)
         for _ in range(2)
@@ -178,8 +178,8 @@ def test_a_lost_average_is_no_other_form(comm):
         ),
         (
             "rank-one",
-            {"strategy": Strategy().changed(packing="square")},
-            "solver='rank-one' of layer '3' needs packing='triangle', not 'square'",
+            {"strategy": Strategy(MemOpt(), transport=Transport(packing="square"))},
+            "solver='rank-one' of layer '3' needs transport.packing='triangle', not 'square'",
         ),
         (
             "ekfac",
@@ -188,8 +188,8 @@ def test_a_lost_average_is_no_other_form(comm):
         ),
         (
             "ekfac",
-            {"strategy": Strategy().changed(overlap=True)},
-            "solver='ekfac' of layer '3' needs overlap=False, not True",
+            {"strategy": Strategy(MemOpt(), transport=Transport(overlap=True))},
+            "solver='ekfac' of layer '3' needs transport.overlap=False, not True",
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_plans_by_the_solvers_of_layers():
         LayerShape("fc", 8, 8, solver="rank-one"),
         LayerShape("out", 6, 2, solver="inverse"),
     ]
-    plan = make_plan(layers, 2, Strategy(2), solver="eigen")
+    plan = make_plan(layers, 2, Strategy(CommOpt()), solver="eigen")
     assert plan.of(0).layouts.statistics.shapes["fc.A"] == (8,)
     factors = [plan.factors[name] for name in ("conv.G", "fc.G", "out.G")]
     assert [(block.name, block.shape) for factor in factors for block in factor.blocks] == [
@@ -227,12 +227,12 @@ def test_plans_by_the_solvers_of_layers():
     assert list(plan.of(0).layouts.denominators.shapes) == ["conv"]
     damped = {name: factor.damping for name, factor in plan.factors.items() if factor.solver.damped}
     assert damped == {"out.A": (), "out.G": ()}
-    apart = Strategy(1, "owners", colocate_factors=False)
+    apart = Strategy(MemOpt(colocate_factors=False, factor_reduction="reduce_scatter"))
     with pytest.raises(
-        ValueError, match="solver='inverse' of layer 'out' needs colocate_factors=True"
+        ValueError, match="solver='inverse' of layer 'out' needs assignment.colocate_factors=True"
     ):
         make_plan(layers, 2, apart, solver="eigen")
     low = dataclasses.replace(layers[2], rank=2)
     with pytest.raises(ValueError, match="layer 'out' needs solver='eigen', not 'inverse'"):
-        make_plan([low], 2, Strategy(2), solver="eigen")
-    make_plan([dataclasses.replace(low, solver="eigen")], 2, Strategy(2), solver="inverse")
+        make_plan([low], 2, Strategy(CommOpt()), solver="eigen")
+    make_plan([dataclasses.replace(low, solver="eigen")], 2, Strategy(CommOpt()), solver="inverse")

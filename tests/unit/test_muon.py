@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Coverage, Length, Strategy
+from mpikfac import KFAC, Coverage, Length, MemOpt, Refresh, Strategy, Transport
+from mpikfac.lab import LocalSGD
 from mpikfac.plan import LayerShape
 from mpikfac.solvers import Muon, named_solver
 from support import gradients, inside
@@ -60,9 +61,9 @@ def test_nothing_is_kept_of_a_layer_but_the_lengths(comm):
 def test_owners_share_out_the_work_of_polar_products():
     """Oracle: the least largest load of two ranks, by hand: the wide layer against all others."""
     layers = [LayerShape("a", 64, 64), LayerShape("wide", 128, 96), LayerShape("b", 64, 64)]
-    plan = mpikfac.make_plan(layers, 2, Strategy(workers=1), solver="muon")
+    plan = mpikfac.make_plan(layers, 2, Strategy(MemOpt()), solver="muon")
     assert plan.owners == {"a": 1, "wide": 0, "b": 1}
-    updates = Strategy(reduction="owners", update="owner")
+    updates = Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
     plan = mpikfac.make_plan(layers, 2, updates, solver="muon")
     assert {name: plan.updaters[name] for name in ("a", "wide", "b")} == plan.owners
     stages = [message.stage for message in plan.messages(0, True, True, False)]
@@ -73,9 +74,12 @@ def test_owners_share_out_the_work_of_polar_products():
     ("choices", "needs"),
     [
         ({"length": Length("adam")}, "length='orthogonal'"),
-        ({"strategy": Strategy().changed(reduce_at="bases")}, "reduce_at='factors'"),
-        ({"strategy": Strategy().changed(exchanged="weights")}, "exchanged='gradients'"),
-        ({"strategy": Strategy().changed(stagger=2)}, "stagger=1"),
+        (
+            {"strategy": Strategy(MemOpt(), transport=Transport(reduce_factors_at="inverses"))},
+            "transport.reduce_factors_at='factors'",
+        ),
+        ({"strategy": Strategy(MemOpt(), sync=LocalSGD())}, "sync.local_steps=False"),
+        ({"strategy": Strategy(MemOpt(), refresh=Refresh(stagger=2))}, "stagger=1"),
     ],
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import MemOpt, Refresh, Strategy
 from mpikfac.solvers import SOLVERS
 from support import diagonal, inside, oracles, problem
 from support.diagonal import Diagonal
@@ -35,7 +35,9 @@ def textbook(monkeypatch, steps=range(problem.STEPS)):
 def test_training_is_the_textbooks(comm, monkeypatch, delay):
     """Oracle: dense solves with the diagonals; with a delay, the first bases stay in use."""
     steps = range(problem.STEPS - delay // 2)
-    found = problem.run(trainer(comm, Strategy(1).changed(delay=delay)), comm, steps)
+    found = problem.run(
+        trainer(comm, Strategy(MemOpt(), refresh=Refresh(staleness=delay))), comm, steps
+    )
     torch.testing.assert_close(found, textbook(monkeypatch, steps), rtol=0, atol=1e-10)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Damping, Estimator, KFACOptimizer, Length, Strategy
+from mpikfac import KFAC, Damping, Estimator, KFACOptimizer, Length, MemOpt, Strategy
 from mpikfac.plan import LayerShape
 from support import gradients, inside
 
@@ -82,7 +82,7 @@ def test_newton_muon_takes_the_published_values_by_default(comm, make):
 
 def test_a_plan_has_no_factors_of_outputs():
     """Oracle: the names of factors; the layer has both."""
-    plan = mpikfac.make_plan([LayerShape("a", 6, 4)], 2, Strategy(), solver="newton-muon")
+    plan = mpikfac.make_plan([LayerShape("a", 6, 4)], 2, Strategy(MemOpt()), solver="newton-muon")
     assert [*plan.factors] == ["a.A"]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import KFAC, Length, Strategy
+from mpikfac import KFAC, Length, MemOpt, Refresh, Strategy
 from support import gradients, inside
 
 STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
@@ -102,7 +102,10 @@ def test_directions_of_kfac_have_rows_of_equal_lengths_at_first(comm, solver):
     ("choices", "needs"),
     [
         ({"length": Length("orthogonal")}, "needs length='rows', not 'orthogonal'"),
-        ({"strategy": Strategy().changed(delay=1)}, "needs delay=0, not 1"),
+        (
+            {"strategy": Strategy(MemOpt(), refresh=Refresh(staleness=1))},
+            "needs refresh.staleness=0, not 1",
+        ),
         ({"solver": "muon"}, "solver='muon' needs length='orthogonal', not 'rows'"),
     ],
 )

@@ -9,21 +9,35 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac import (
+    BFloat16,
+    CommOpt,
+    Compression,
+    HybridOpt,
+    Int8,
+    LayerShape,
+    MemOpt,
+    Refresh,
+    Strategy,
+    Transport,
+    make_plan,
+)
+from mpikfac.lab import CurvatureServers, LocalSGD, TopK
 from mpikfac.plan import PASSED, divisors, lay_out, stages
 from mpikfac.plan.messages import in_shards, sums
 from mpikfac.plan.roles import apart, diagonally
 from mpikfac_apps.problems import models
 from support.problem import strategies
+from support.strategies import assigned, changed, strategy_of
 
 # n^3 of the factors: conv 1000 + 64, fc 512 + 512, out 216 + 8.  n^2: 116, 128, 40.
-changed = Strategy().changed
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 OTHERS = [("bn.weight", (4,)), ("bn.bias", (4,)), ("scale", ())]
 
 
-def plan(ranks, *choices, others=OTHERS, **options):
-    return make_plan(LAYERS, ranks, Strategy(*choices), others, **options)
+def plan(ranks, workers=1, reduction="allreduce", others=OTHERS, **options):
+    strategy = Strategy(assigned(workers, ranks, factor_reduction=reduction))
+    return make_plan(LAYERS, ranks, strategy, others, **options)
 
 
 def test_longest_job_goes_first_to_the_least_loaded_rank():
@@ -35,19 +49,19 @@ def test_longest_job_goes_first_to_the_least_loaded_rank():
 
 def test_memory_balance_places_by_the_square():
     """Oracle: n^2 by hand; fc is the largest job now."""
-    p = make_plan(LAYERS, 2, Strategy(balance="memory"))
+    p = make_plan(LAYERS, 2, Strategy(MemOpt(assignment_strategy="memory")))
     assert (p.owners["fc.A"], p.owners["conv.A"], p.owners["out.A"]) == (0, 1, 1)
 
 
 def test_separate_owners_share_out_the_factors():
     """Oracle: longest first over six factors by hand: 1000 | 512 + 512, then 216, 64 and 8."""
-    p = make_plan(LAYERS, 2, Strategy(2, colocate_factors=False))
+    p = make_plan(LAYERS, 2, Strategy(CommOpt(colocate_factors=False)))
     assert p.owners == {"conv.A": 0, "conv.G": 1, "fc.A": 1, "fc.G": 1, "out.A": 0, "out.G": 1}
 
 
 def test_separate_owners_stay_in_the_layers_column():
     """Oracle: by hand on the grid 0 1 / 2 3; a second factor stays within the layer's column."""
-    p = make_plan(LAYERS, 4, Strategy(2, colocate_factors=False))
+    p = make_plan(LAYERS, 4, Strategy(HybridOpt(grad_workers=2, colocate_factors=False)))
     assert p.owners == {"conv.A": 0, "conv.G": 2, "fc.A": 3, "fc.G": 1, "out.A": 2, "out.G": 2}
     assert p.columns_of == {"conv": 0, "fc": 1, "out": 0}
     assert preconditioned(p, 3) == ["fc"]
@@ -63,7 +77,10 @@ def test_the_plan_of_a_rank_is_made_once():
 
 def test_layers_and_factors_of_a_rank_are_those_of_owner_and_column():
     """Oracle: a look at every layer and factor, on 2 x 3 ranks, with replicated factors."""
-    for strategy in (Strategy(2), Strategy(2, colocate_factors=False, replicate_below=7)):
+    for strategy in (
+        Strategy(HybridOpt(grad_workers=2)),
+        Strategy(HybridOpt(grad_workers=2, colocate_factors=False, replicate_below=7)),
+    ):
         p = make_plan(LAYERS, 6, strategy, OTHERS)
         for rank in range(6):
             of_rank, column = p.of(rank), rank % 3
@@ -82,7 +99,9 @@ def test_layers_and_factors_of_a_rank_are_those_of_owner_and_column():
 
 def test_a_rank_without_layers_has_an_empty_segment():
     """Oracle: the updaters; three owners step three layers and the further tensors."""
-    p = make_plan(LAYERS, 6, Strategy(1, "owners", "owner"), OTHERS)
+    p = make_plan(
+        LAYERS, 6, Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)), OTHERS
+    )
     steps = [rank in p.updaters.values() for rank in range(6)]
     assert [count > 0 for count in p.of(0).layouts.gradients.counts()] == steps
     assert sum(steps) == 3
@@ -94,7 +113,7 @@ def preconditioned(plan, rank):
 
 def test_uncovered_parameters_go_to_the_rank_with_the_fewest_elements():
     """Oracle: 5 | 4, then 3 joins 4, then 2 joins 5, by hand."""
-    p = make_plan([], 2, Strategy(), [("a", (2,)), ("b", (4,)), ("c", (3,)), ("d", (5,))])
+    p = make_plan([], 2, Strategy(MemOpt()), [("a", (2,)), ("b", (4,)), ("c", (3,)), ("d", (5,))])
     assert p.updaters == {"d": 0, "b": 1, "c": 1, "a": 0}
 
 
@@ -163,22 +182,26 @@ def test_statistics_are_aligned_triangles():
     assert {n: offset for n, offset in layout.offsets.items() if n in offsets} == offsets
     assert (layout.offsets["conv.A#"], layout.shapes["conv.A#"]) == (64, (1,))
     assert (len(layout.offsets), layout.bounds) == (12, (0, 320))
-    by_owner = plan(2, 1, "owners").of(0).layouts.statistics
+    by_owner = plan(2, 1, "reduce_scatter").of(0).layouts.statistics
     assert by_owner.bounds == (0, 112, 320)
     assert by_owner.counts() == (112, 208)
-    assert list(plan(2, 1, "none").of(0).layouts.statistics.shapes) == [
+    assert list(plan(2, 1, "local").of(0).layouts.statistics.shapes) == [
         "conv.A",
         "conv.A#",
         "conv.G",
         "conv.G#",
     ]
-    assert list(plan(2, 1, "owners").of(1).layouts.averages.shapes) == [
+    assert list(plan(2, 1, "reduce_scatter").of(1).layouts.averages.shapes) == [
         "fc.A",
         "fc.G",
         "out.A",
         "out.G",
     ]
-    apart = make_plan(LAYERS, 2, Strategy(2).changed(factor_wire="int8")).of(0).layouts.statistics
+    apart = (
+        make_plan(LAYERS, 2, Strategy(CommOpt(), compression=Compression(factors=Int8())))
+        .of(0)
+        .layouts.statistics
+    )
     assert list(apart.offsets)[6:] == [f"{name}#" for name in offsets]
 
 
@@ -191,12 +214,16 @@ def test_equal_layers_lie_at_even_distances(ranks, solver):
     """
     orders = [(9, 4), (4, 9), (9, 4), (30, 4)] * 4
     layers = [LayerShape(f"{number}", *order) for number, order in enumerate(orders)]
-    choices = {"fusion": (None, 100), "replicate_below": (0, 5), "stagger": (1, 2)}
+    choices = {
+        "assignment.replicate_below": (0, 5),
+        "refresh.stagger": (1, 2),
+        "transport.fusion": (None, 100),
+    }
     checked = 0
     for strategy, *values in itertools.product(strategies(ranks), *choices.values()):
         try:
-            changed = strategy.changed(**dict(zip(choices, values)))
-            p = make_plan(layers, ranks, changed, OTHERS, solver=solver)
+            strategy = changed(strategy, dict(zip(choices, values)))
+            p = make_plan(layers, ranks, strategy, OTHERS, solver=solver)
         except ValueError:  # two choices that need each other
             continue
         for rank in range(ranks):
@@ -229,7 +256,7 @@ def test_gradients_and_bases_by_hand():
     assert p.of(0).layouts.gradients.size == 48 + 64 + 16 + 3 * 16
     bases = p.of(0).layouts.bases
     assert bases.counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16, 0)
-    inverse = make_plan(LAYERS, 2, Strategy(2), solver="inverse")
+    inverse = make_plan(LAYERS, 2, Strategy(CommOpt()), solver="inverse")
     assert inverse.of(0).layouts.bases.shapes["out.A.inverse"] == (6, 6)
     assert p.memory(0)["bases"] == 4 * p.of(0).layouts.bases.size
 
@@ -243,7 +270,7 @@ def test_vectors_by_hand():
     assert everywhere.of(0).layouts.bases.shapes["conv.A.vector"] == (10,)
     sizes = [(m.stage, m.bytes) for m in everywhere.messages(0, True, True)]
     assert sizes == [("reduce statistics", 4 * 192), ("reduce gradients", 4 * 176)]
-    to_owners = plan(2, 2, "owners", solver="rank-one")
+    to_owners = plan(2, 2, "reduce_scatter", solver="rank-one")
     (bases,) = stages.publish_bases(to_owners.of(1))
     assert (bases.primitive, bases.bytes) == ("Allgatherv", 4 * 4 * 16)
     assert [p.load(0) for p in (everywhere, to_owners)] == [0, 0]
@@ -290,18 +317,32 @@ WEIGHTS = ("publish weights", "Allgatherv", "world")
 @pytest.mark.parametrize(
     ("strategy", "full", "ordinary"),
     [
-        (Strategy(4), [EVERYWHERE, BASES, GRADIENTS], [GRADIENTS]),
-        (Strategy(1), [EVERYWHERE, GRADIENTS, DIRECTIONS], [GRADIENTS, DIRECTIONS]),
-        (Strategy(2), [EVERYWHERE, BASES, GRADIENTS, DIRECTIONS], [GRADIENTS, DIRECTIONS]),
-        (Strategy(4, "owners"), [TO_OWNERS, BASES, GRADIENTS], [GRADIENTS]),
-        (Strategy(1, "none"), [GRADIENTS, DIRECTIONS], [GRADIENTS, DIRECTIONS]),
+        (Strategy(CommOpt()), [EVERYWHERE, BASES, GRADIENTS], [GRADIENTS]),
+        (Strategy(MemOpt()), [EVERYWHERE, GRADIENTS, DIRECTIONS], [GRADIENTS, DIRECTIONS]),
         (
-            Strategy(4, "owners", "owner"),
+            Strategy(HybridOpt(grad_workers=2)),
+            [EVERYWHERE, BASES, GRADIENTS, DIRECTIONS],
+            [GRADIENTS, DIRECTIONS],
+        ),
+        (
+            Strategy(CommOpt(factor_reduction="reduce_scatter")),
+            [TO_OWNERS, BASES, GRADIENTS],
+            [GRADIENTS],
+        ),
+        (
+            Strategy(MemOpt(factor_reduction="local")),
+            [GRADIENTS, DIRECTIONS],
+            [GRADIENTS, DIRECTIONS],
+        ),
+        (
+            Strategy(CommOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
             [TO_OWNERS, TO_UPDATERS, CLIP, WEIGHTS],
             [TO_UPDATERS, CLIP, WEIGHTS],
         ),
         (
-            Strategy(2, "everyone", "owner", colocate_factors=False),
+            Strategy(
+                HybridOpt(grad_workers=2, colocate_factors=False, shard_optimizer=True),
+            ),
             [EVERYWHERE, BASES, TO_UPDATERS, CLIP, WEIGHTS],
             [TO_UPDATERS, CLIP, WEIGHTS],
         ),
@@ -318,22 +359,25 @@ def test_what_travels(strategy, full, ordinary):
     assert seen(p, True, True) == full
     assert seen(p, False, False) == ordinary
     assert seen(p, False, False, clip=False) == [m for m in ordinary if m != CLIP]
-    assert make_plan(LAYERS, 1, strategy.changed(workers=1)).messages(0, 1, 1) == []
+    assert (
+        make_plan(LAYERS, 1, dataclasses.replace(strategy, assignment=CommOpt())).messages(0, 1, 1)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("choices", "extended"),
     [
         ({}, []),
-        ({"update": "owner", "reduction": "owners"}, []),
-        ({"gradient_wire": "int8", "fusion": 1}, []),
-        ({"curvature_servers": 1, "delay": 1}, ["send factors", "receive bases"]),
-        ({"exchanged": "weights", "sync_every": 2}, ["exchange weights"]),
+        ({"assignment.factor_reduction": "reduce_scatter", "assignment.shard_optimizer": True}, []),
+        ({"compression.gradients": Int8(), "transport.fusion": 1}, []),
+        ({"refresh": CurvatureServers()}, ["send factors", "receive bases"]),
+        ({"sync": LocalSGD(sync_every=2)}, ["exchange weights"]),
     ],
 )
 def test_a_default_step_has_no_messages_of_extensions(choices, extended):
     """Oracle: the list of extensions; what extensions add stands in the place of the stage."""
-    p = make_plan(LAYERS, 4, changed(**choices), OTHERS, "eigen")
+    p = make_plan(LAYERS, 4, strategy_of(choices), OTHERS, "eigen")
     default, together = stages.messages(p.of(0), True, True), p.messages(0, True, True)
     assert [m for m in together if m.stage not in extended] == default
     assert [m.stage for m in together if m not in default] == extended
@@ -341,7 +385,7 @@ def test_a_default_step_has_no_messages_of_extensions(choices, extended):
 
 def test_sizes_of_messages():
     """Oracle: 2 ranks, conv on 0 and the rest on 1; elements by hand, in bytes of 4."""
-    p = plan(2, 2, "owners", solver="eigen")
+    p = plan(2, 2, "reduce_scatter", solver="eigen")
     statistics, bases, gradients = p.messages(1, True, True)
     assert (statistics.bytes, statistics.wire) == (4 * 320, 4 * 320 // 2)
     assert (bases.bytes, bases.wire) == (4 * 256, 4 * (160 + 256) // 2)
@@ -357,9 +401,8 @@ def test_sizes_of_encoded_messages():
     In int8 16 elements take 17 bytes, in bfloat16 an element takes 2, of a quarter's places 4 more.
     Layers have 40, 64 and 12 numbers of their own; padding has no quarter.
     """
-    wires = {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "top-k"}
-    strategy = Strategy(2).changed(top_share=0.25, **wires)
-    p = make_plan(LAYERS, 2, strategy, OTHERS, solver="eigen")
+    wires = Compression(factors=Int8(), inverses=BFloat16(), gradients=TopK(ratio=0.25))
+    p = make_plan(LAYERS, 2, Strategy(CommOpt(), compression=wires), OTHERS, solver="eigen")
     statistics, counts, bases, covered, others = p.messages(1, True, True)
     assert statistics.primitive == "Alltoall, Allgather"
     assert (statistics.bytes, statistics.wire) == (3 * 119, 2 * 119)  # shards of 112 elements
@@ -367,8 +410,8 @@ def test_sizes_of_encoded_messages():
     assert (bases.bytes, bases.wire) == (2 * 256, 2 * (160 + 256) // 2)
     assert (covered.primitive, covered.bytes, covered.wire) == ("Allgather", 29 * 8, 29 * 8)
     assert (others.primitive, others.bytes, others.wire) == ("Allreduce", 4 * 48, 4 * 48)
-    owner = Strategy(1, "owners", "owner").changed(top_share=0.25, **wires)
-    p = make_plan(LAYERS, 2, owner, OTHERS)
+    owner = MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)
+    p = make_plan(LAYERS, 2, Strategy(owner, compression=wires), OTHERS)
     statistics, counts, covered, others, _, weights, exact = p.messages(1, True, True)
     assert (statistics.primitive, statistics.bytes) == ("Alltoall", 224 * 17 // 16)
     assert (covered.primitive, covered.bytes) == ("Alltoall", 29 * 8)
@@ -380,13 +423,18 @@ def test_sizes_of_encoded_messages():
 def test_what_wires_keep_of_sums_is_what_makes_up_for_them():
     """Oracle: factors of batches are added up over time, averages and bases are not."""
 
-    def kept(**choices):
-        p = make_plan(LAYERS, 2, Strategy(2).changed(**choices), OTHERS)
+    def kept(when="factors", **compressors):
+        strategy = Strategy(
+            CommOpt(),
+            compression=Compression(**compressors),
+            transport=Transport(reduce_factors_at=when),
+        )
+        p = make_plan(LAYERS, 2, strategy, OTHERS)
         return [bool(m.codec and m.codec.feedback) for m in p.messages(0, True, True)]
 
-    assert kept(factor_wire="int8", basis_wire="int8", gradient_wire="int8") == [1, 0, 0, 1, 0]
-    assert kept(factor_wire="int8", reduce_at="bases") == [0, 0, 0, 0]
-    assert kept(factor_wire="bfloat16", gradient_wire="bfloat16") == [0, 0, 0, 0, 0]
+    assert kept(factors=Int8(), inverses=Int8(), gradients=Int8()) == [1, 0, 0, 1, 0]
+    assert kept("inverses", factors=Int8()) == [0, 0, 0, 0]
+    assert kept(factors=BFloat16(), gradients=BFloat16()) == [0, 0, 0, 0, 0]
 
 
 def test_the_digest_tells_any_two_plans_apart():
@@ -398,13 +446,13 @@ def test_the_digest_tells_any_two_plans_apart():
         "layers": [*layers, [dataclasses.replace(first, outputs=5), *rest]],
         "ranks": [2, 4],
         "strategy": [
-            Strategy(),
-            Strategy(2),
-            Strategy(reduction="owners"),
-            Strategy(update="owner"),
-            Strategy(balance="memory"),
-            Strategy(colocate_factors=False),
-            changed(tolerance=0.1),
+            Strategy(MemOpt()),
+            Strategy(HybridOpt(grad_workers=2)),
+            Strategy(MemOpt(factor_reduction="reduce_scatter")),
+            Strategy(MemOpt(shard_optimizer=True)),
+            Strategy(MemOpt(assignment_strategy="memory")),
+            Strategy(MemOpt(colocate_factors=False)),
+            Strategy(MemOpt(), refresh=Refresh(tolerance=0.1)),
         ],
         "others": [[], OTHERS, OTHERS[:2]],
         "solver": ["eigen", "inverse", "rank-one"],
@@ -426,12 +474,17 @@ def test_published_sizes_of_resnet50():
     assert mib(sum(n * (n + 1) // 2 for n in orders)) == 293.6
     assert mib(sum(layer.inputs * layer.outputs for layer in layers)) == 97.3
 
-    p = make_plan(layers, 512, Strategy.comm_opt(512, colocate_factors=False), others)
+    p = make_plan(layers, 512, Strategy(CommOpt(colocate_factors=False)), others)
     assert mib(p.of(0).layouts.statistics.size) == 293.6
     loads = [p.load(rank) for rank in range(512)]
     assert round(sum(loads) / max(loads), 1) == 4.6
 
-    p = make_plan(layers, 1024, Strategy(update="owner", reduction="owners"), others)
+    p = make_plan(
+        layers,
+        1024,
+        Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
+        others,
+    )
     assert len(set(p.updaters.values())) == 54  # layers, of 161 tensors
 
 
@@ -444,106 +497,124 @@ def mib(elements):
     [
         (
             lambda: plan(6, 4),
-            "workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
+            "grad_workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
         ),
         (lambda: plan(0), "ranks=0 must be at least 1"),
         (lambda: plan(2, solver="svd"), "solver='svd' must be one of 'eigen', 'ekfac', 'inverse'"),
         (
             lambda: make_plan(
-                LAYERS, 2, Strategy(2, "owners", colocate_factors=False), solver="inverse"
+                LAYERS,
+                2,
+                Strategy(CommOpt(colocate_factors=False, factor_reduction="reduce_scatter")),
+                solver="inverse",
             ),
-            "needs colocate_factors=True or reduction='everyone', not False and 'owners'",
+            "needs assignment.colocate_factors=True or assignment.factor_reduction='allreduce', "
+            "not False and 'reduce_scatter'",
         ),
         (
-            lambda: make_plan(LAYERS, 2, changed(packing="square"), solver="rank-one"),
-            "needs packing='triangle', not 'square'",
+            lambda: make_plan(
+                LAYERS, 2, Strategy(transport=Transport(packing="square")), solver="rank-one"
+            ),
+            "needs transport.packing='triangle', not 'square'",
         ),
         (
-            lambda: make_plan(LAYERS, 2, changed(tolerance=0.1), solver="rank-one"),
-            "needs tolerance=0, not 0.1",
+            lambda: make_plan(
+                LAYERS, 2, Strategy(refresh=Refresh(tolerance=0.1)), solver="rank-one"
+            ),
+            "needs refresh.tolerance=0, not 0.1",
         ),
         *(
-            (
-                lambda bad=bad: changed(tolerance=bad),
-                f"tolerance={bad!r} must be a finite number",
-            )
+            (lambda bad=bad: Refresh(tolerance=bad), f"tolerance={bad!r} must be a finite number")
             for bad in (-0.1, float("nan"), float("inf"), True, "0.1")
         ),
+        (lambda: HybridOpt(grad_workers=0), "grad_workers=0 must be a whole number"),
+        (lambda: Refresh(stagger=0), "stagger=0 must be a whole number of at least 1"),
         *(
-            (
-                lambda fusion=fusion: changed(workers=0, fusion=fusion),
-                "workers=0 must be a whole number",
-            )
-            for fusion in (None, 1, (1, 2))
-        ),
-        (
-            lambda: changed(stagger=0, fusion=()),
-            "stagger=0 must be a whole number of at least 1",
-        ),
-        *(
-            (
-                lambda fusion=fusion: changed(fusion=fusion),
-                f"fusion={shown} must be a whole",
-            )
+            (lambda fusion=fusion: Transport(fusion=fusion), f"fusion={shown} must be a whole")
             for fusion, shown in ((0, 0), ((), ()), ((2, 0), 0), ("3", "'3'"))
         ),
         (
-            lambda: changed(parts=4, packing="square"),
-            "parts=4 needs packing='triangle', not 'square'",
+            lambda: Strategy(transport=Transport(virtual_ranks=4, packing="square")),
+            "transport.virtual_ranks=4 needs transport.packing='triangle', not 'square'",
         ),
         (
-            lambda: changed(ranks_per_node=0),
+            lambda: Transport(ranks_per_node=0),
             "ranks_per_node=0 must be a whole number of at least",
         ),
         (
-            lambda: make_plan(LAYERS, 6, changed(ranks_per_node=4)),
+            lambda: make_plan(LAYERS, 6, Strategy(transport=Transport(ranks_per_node=4))),
             "ranks_per_node=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
         ),
         (
-            lambda: changed(ranks_per_node=2, overlap=True),
-            "ranks_per_node=2 needs overlap=False, not True",
+            lambda: Strategy(transport=Transport(ranks_per_node=2, overlap=True)),
+            "transport.ranks_per_node=2 needs transport.overlap=False, not True",
         ),
         (
-            lambda: Strategy(update="owner").changed(sums="alltoall", fusion=2),
-            "sums='alltoall' needs fusion=None, not 2",
+            lambda: Strategy(
+                MemOpt(shard_optimizer=True), transport=Transport(fusion=2, owner_sums="alltoall")
+            ),
+            "transport.owner_sums='alltoall' needs transport.fusion=None, not 2",
         ),
         (
-            lambda: changed(sums="ring"),
-            "sums='ring' must be one of 'reduce', 'alltoall'",
+            lambda: Transport(owner_sums="ring"),
+            "owner_sums='ring' must be one of 'reduce', 'alltoall'",
         ),
         (
-            lambda: Strategy(reduction="all"),
-            "reduction='all' must be one of 'everyone', 'owners', 'none'",
-        ),
-        (lambda: Strategy(update="all"), "update='all' must be one of 'everyone', 'owner'"),
-        (lambda: changed(top_share=0), "top_share=0 must be a number above 0"),
-        (
-            lambda: changed(factor_wire="top-k"),
-            "factor_wire='top-k' must be one of None, 'bfloat",
+            lambda: CommOpt(factor_reduction="all"),
+            "factor_reduction='all' must be one of 'allreduce', 'reduce_scatter', 'local'",
         ),
         (
-            lambda: changed(basis_wire="int8", parts=4),
-            "basis_wire='int8' needs parts=None, not 4",
+            lambda: CommOpt(shard_optimizer="all"),
+            "shard_optimizer='all' must be one of True, False",
+        ),
+        (lambda: TopK(ratio=0), "ratio=0 must be a number above 0"),
+        (
+            lambda: Compression(factors=TopK()),
+            "compression.factors=TopK() must be BFloat16(), Int8() or None",
         ),
         (
-            lambda: changed(gradient_wire="int8", update="owner", sums="alltoall"),
-            "needs sums='reduce', not 'alltoall'",
-        ),
-        (lambda: Strategy(balance="n"), "balance='n' must be one of 'compute', 'memory'"),
-        (
-            lambda: Strategy.hybrid(4),
-            "workers=None and fraction=None: hybrid needs one of both, for example workers=2",
+            lambda: Compression(gradients="int8"),
+            "compression.gradients='int8' must be a Compressor, such as BFloat16(), or None",
         ),
         (
-            lambda: Strategy.hybrid(4, 2, 0.5),
-            "workers=2 and fraction=0.5: hybrid needs one of both, for example workers=2",
+            lambda: Strategy(
+                compression=Compression(inverses=Int8()), transport=Transport(virtual_ranks=4)
+            ),
+            "compression.inverses='int8' needs transport.virtual_ranks=None, not 4",
         ),
         (
-            lambda: Strategy.hybrid(4, fraction=0.3),
-            "fraction=0.3 of 4 ranks is no whole number of workers; try one of [0.25, 0.5, 1.0]",
+            lambda: Strategy(
+                MemOpt(shard_optimizer=True),
+                compression=Compression(gradients=Int8()),
+                transport=Transport(owner_sums="alltoall"),
+            ),
+            "needs transport.owner_sums='reduce', not 'alltoall'",
         ),
-        (lambda: Strategy.hybrid(4, fraction=0.75), "workers=3 must divide the number of ranks"),
-        (lambda: Strategy.hybrid(4, workers=3), "workers=3 must divide the number of ranks"),
+        (
+            lambda: MemOpt(assignment_strategy="n"),
+            "assignment_strategy='n' must be one of 'compute', 'memory'",
+        ),
+        (
+            lambda: HybridOpt(grad_workers=2, grad_worker_fraction=0.5),
+            "grad_workers=2 and grad_worker_fraction=0.5 exclude each other; leave one of them out",
+        ),
+        (
+            lambda: HybridOpt(grad_worker_fraction=1.5),
+            "grad_worker_fraction=1.5 must be above 0 and at most 1",
+        ),
+        *(
+            (
+                lambda share=share: HybridOpt(grad_worker_fraction=share).workers(4),
+                f"grad_worker_fraction={share} of 4 ranks is no whole number of workers; try one "
+                "of [0.25, 0.5, 1.0]",
+            )
+            for share in (0.3, 0.75)
+        ),
+        (
+            lambda: HybridOpt(grad_workers=3).workers(4),
+            "grad_workers=3 must divide the number of ranks (4); try one of [1, 2, 4]",
+        ),
+        (lambda: Strategy("comm-opt"), "assignment='comm-opt' must be of the type Assignment"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would(make, text):
@@ -551,13 +622,13 @@ def test_what_cannot_work_is_refused_with_what_would(make, text):
         make()
 
 
-def test_strategies_by_name():
+def test_assignments_by_name():
     """Oracle: COMM-OPT has all ranks as workers, MEM-OPT one, HYBRID-OPT the given number."""
-    assert Strategy.comm_opt(6, update="owner") == Strategy(6, update="owner")
-    assert Strategy.mem_opt(colocate_factors=False) == Strategy(1, colocate_factors=False)
-    halves = Strategy.hybrid(6, workers=3), Strategy.hybrid(6, fraction=0.5)
-    assert halves == (Strategy(3), Strategy(3))
-    assert len(set(itertools.chain(halves, [Strategy(2)]))) == 2
+    halves = HybridOpt(grad_workers=3), HybridOpt(grad_worker_fraction=0.5), HybridOpt()
+    assert [kind.workers(6) for kind in (CommOpt(), MemOpt(), *halves)] == [6, 1, 3, 3, 3]
+    assert HybridOpt(grad_worker_fraction=0.01).workers(6) == 1
+    assert Strategy() == Strategy(CommOpt()) != Strategy(MemOpt())
+    assert len({Strategy(kind) for kind in (*halves, halves[0], HybridOpt(grad_workers=2))}) == 4
 
 
 def resnet50():
@@ -581,7 +652,7 @@ def resnet50():
 def test_turns_share_resnet50_evenly_as_far_as_layers_allow(stagger):
     """Oracle: no turn can be less than the mean turn or the largest layer; cubes of orders."""
     work = {x.name: x.inputs**3 + x.outputs**3 for x in resnet50()}
-    plan = make_plan(resnet50(), 1, Strategy().changed(stagger=stagger))
+    plan = make_plan(resnet50(), 1, Strategy(MemOpt(), refresh=Refresh(stagger=stagger)))
     turns = [0] * stagger
     for layer in plan.of(0).layers:
         turns[layer.turn] += work[layer.name]

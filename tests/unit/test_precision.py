@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from mpikfac import MemOpt, Refresh, Strategy
 from mpikfac.numerics import multiplying, orthogonalised, product, products, usual_precision
 from support import inside, problem
 
@@ -253,10 +254,8 @@ def test_an_unknown_precision_is_refused(precision):
 
 
 def test_precision_beside_a_thread_that_decomposes_is_refused(comm):
-    strategy = mpikfac.Strategy(1).changed(delay=1)
-    text = (
-        "precision='tf32' needs delay=0 or curvature_servers >= 1, not 1 and 0: TF32 is a setting"
-    )
+    strategy = Strategy(MemOpt(), refresh=Refresh(staleness=1))
+    text = "precision='tf32' needs refresh.staleness=0 or refresh.servers >= 1, not 1 and"
     with pytest.raises(ValueError, match=re.escape(text)):
         directions(comm, "tf32", strategy=strategy)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import Length, LevenbergMarquardt, Strategy, UserError
+from mpikfac import CommOpt, Length, LevenbergMarquardt, MemOpt, Strategy, Transport, UserError
 from mpikfac.extensions.quadratic import Batch, inner_products, lowest, slopes_and_curvatures
 from support import inside, problem
 
@@ -456,8 +456,16 @@ def test_a_second_length_is_refused(other):
 @pytest.mark.parametrize(
     ("strategy", "settings", "message"),
     [
-        (Strategy(1, "owners", "owner"), {}, "length='quadratic' needs update='everyone'"),
-        (Strategy.comm_opt(1, parts=2), {}, "length='quadratic' needs parts=None"),
+        (
+            Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
+            {},
+            "length='quadratic' needs assignment.shard_optimizer=False",
+        ),
+        (
+            Strategy(CommOpt(), transport=Transport(virtual_ranks=2)),
+            {},
+            "length='quadratic' needs transport.virtual_ranks=None",
+        ),
         (
             None,
             {"relative_damping": True, "damping": 0.1},

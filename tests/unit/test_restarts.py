@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import MemOpt, Refresh, Strategy
 from mpikfac.numerics import triangles
 from support import inside, problem
 
@@ -85,7 +85,7 @@ def test_scales_go_on_wherever_bases_are_on_their_way(comm, stop):
         for step in range(stop):
             learn(kfac, step)
 
-    strategy = Strategy(1).changed(delay=1, stagger=2)
+    strategy = Strategy(MemOpt(), refresh=Refresh(staleness=1, stagger=2))
     settings = {"solver": "ekfac", "factor_update_steps": 1, "inv_update_steps": 4}
     assert_goes_on(comm, words, first, range(stop, stop + 4), strategy=strategy, **settings)
 
@@ -116,7 +116,7 @@ def test_the_identity_weighs_alike_in_layers_that_come_later(comm):
 
 def test_lost_bases_on_their_way_are_missed(comm):
     """Oracle: the missing bases, for a state with some bases and for a state without any."""
-    strategy = Strategy(1).changed(delay=2)
+    strategy = Strategy(MemOpt(), refresh=Refresh(staleness=2))
     kfac = trainer(comm, problem.network(), strategy, factor_update_steps=1, inv_update_steps=3)
     for step in range(4):
         learn(kfac, step)

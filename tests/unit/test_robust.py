@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, Near, by_vector, combined, farthest
-from mpikfac.plan import NearMost, Robust
+from mpikfac.lab import CenteredClipping, GeometricMedian, Krum, Median, Safeguard, TrimmedMean
+from mpikfac.numerics import Near, by_vector, combined, farthest
+from mpikfac.plan import NearMost
 from support import byzantine
 
 RIGHT, WRONG, SIZE = 5, 2, 40
@@ -27,11 +28,11 @@ def vectors():
 def by(rule, vectors):
     """Return what a rule makes of vectors."""
     given = torch.tensor(vectors)
-    if rule.combine in BY_COORDINATE:
-        return BY_COORDINATE[rule.combine](given, rule).numpy()
-    if rule.combine == "safeguard":
+    if not rule.products(len(given)):
+        return rule.combine(given).numpy()
+    if isinstance(rule, Safeguard):
         return step_of(by_vector(rule, len(given), given[0]), vectors)
-    return combined(given, BY_VECTOR[rule.combine](given @ given.T, rule)).numpy()
+    return combined(given, rule.weights(given @ given.T)).numpy()
 
 
 def step_of(rule, vectors):
@@ -44,13 +45,13 @@ def step_of(rule, vectors):
 def test_the_median_is_numpys(vectors):
     """Oracle: `numpy.median`, of an odd and of an even number."""
     for ranks in (6, 7):
-        found = by(Robust("median"), vectors[:ranks])
+        found = by(Median(), vectors[:ranks])
         np.testing.assert_allclose(found, np.median(vectors[:ranks], axis=0), rtol=1e-14)
 
 
 def test_the_trimmed_mean_leaves_out_both_ends(vectors):
     """Oracle: each coordinate by itself."""
-    found = by(Robust("trimmed-mean", num_byzantine=2), vectors)
+    found = by(TrimmedMean(num_byzantine=2), vectors)
     expected = [np.mean(sorted(column)[2:-2]) for column in vectors.T]
     np.testing.assert_allclose(found, expected, rtol=1e-14)
 
@@ -61,20 +62,20 @@ def test_krum_takes_the_vector_nearest_to_its_neighbours(vectors):
     for own in vectors:
         distances = sorted(((own - other) ** 2).sum() for other in vectors)
         scores.append(sum(distances[1 : 1 + len(vectors) - WRONG - 2]))
-    found = by(Robust("krum", num_byzantine=WRONG), vectors)
+    found = by(Krum(num_byzantine=WRONG), vectors)
     assert np.array_equal(found, vectors[np.argmin(scores)])
 
 
 def test_the_geometric_median_has_the_least_sum_of_distances(vectors):
     """Oracle: the gradient of the sum of distances is zero."""
-    found = by(Robust("geometric-median"), vectors)
+    found = by(GeometricMedian(), vectors)
     directions = (found - vectors) / np.linalg.norm(found - vectors, axis=1, keepdims=True)
     assert np.abs(directions.sum(0)).max() < 1e-6
 
 
 def test_the_geometric_median_of_equal_vectors_is_the_vector():
     """Oracle: the vector."""
-    found = by(Robust("geometric-median"), np.ones((4, 3)))
+    found = by(GeometricMedian(), np.ones((4, 3)))
     np.testing.assert_allclose(found, np.ones(3), rtol=1e-14)
 
 
@@ -84,21 +85,21 @@ def test_centered_clipping_bounds_each_difference(vectors, radius):
     centre, others = vectors[0], vectors[1:]
     far = np.linalg.norm(others - centre, axis=1, keepdims=True)
     expected = centre + ((others - centre) * np.minimum(1, radius / far)).mean(0)
-    found = by(Robust("centered-clipping", clip_radius=radius), vectors)
+    found = by(CenteredClipping(radius=radius), vectors)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
 
 
 RULES = [
-    Robust("median"),
-    Robust("trimmed-mean", num_byzantine=WRONG),
-    Robust("krum", num_byzantine=WRONG),
-    Robust("geometric-median"),
-    Robust("safeguard"),
-    Robust("centered-clipping", clip_radius=0.1),
+    Median(),
+    TrimmedMean(num_byzantine=WRONG),
+    Krum(num_byzantine=WRONG),
+    GeometricMedian(),
+    Safeguard(),
+    CenteredClipping(radius=0.1),
 ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.combine)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("wrong", [1e6, np.nan, np.inf])
 def test_a_minority_does_little_harm(vectors, rule, wrong):
     """Oracle: the mean of the right ranks; the mean of all ranks is far off or NaN."""
@@ -109,7 +110,7 @@ def test_a_minority_does_little_harm(vectors, rule, wrong):
     assert np.linalg.norm(by(rule, vectors) - right) < 1.0
 
 
-@pytest.mark.parametrize("rule", RULES[:5], ids=lambda rule: rule.combine)
+@pytest.mark.parametrize("rule", RULES[:5], ids=lambda rule: rule.name)
 def test_the_order_of_ranks_does_not_matter(vectors, rule):
     """Oracle: other orders."""
     expected = by(rule, vectors)
@@ -119,10 +120,10 @@ def test_the_order_of_ranks_does_not_matter(vectors, rule):
 
 def test_too_few_ranks_are_refused():
     with pytest.raises(ValueError, match="num_byzantine=2 needs at least 7 ranks, not 6"):
-        Robust("krum", num_byzantine=2).check_ranks(6)
+        Krum(num_byzantine=2).check_ranks(6)
 
 
-WINDOWS = Robust("safeguard", long_window=6, short_window=2, safe_factor=1.2)
+WINDOWS = Safeguard(long_window=6, short_window=2, threshold=1.2)
 
 
 def safeguarded(rule, steps):
@@ -133,20 +134,20 @@ def safeguarded(rule, steps):
         for window, of_window in zip(windows, sums):
             if step % window == 0:
                 of_window[:] = 0
-        if rule.readmit_every and step % rule.readmit_every == 0:
+        if rule.reset_interval and step % rule.reset_interval == 0:
             good, sums = np.ones(ranks, bool), 0 * sums
         sums += vectors / good.sum()
         far, reach, median = reaches(vectors, good)
         usual = sorted(reach.values())[(len(reach) - 1) // 2]
-        longest = min(far[median, good].max(), rule.safe_factor * usual) / good.sum()
+        longest = min(far[median, good].max(), rule.threshold * usual) / good.sum()
         spread += (longest**2 - spread) / min(step + 1, rule.long_window)
         near = good.copy()
         for window, of_window in zip(windows, sums):
             far, reach, median = reaches(of_window, good)
-            least = rule.safe_floor * np.sqrt(window * spread)
-            near &= far[median] <= max(rule.safe_factor * reach[median], least)
+            least = rule.floor * np.sqrt(window * spread)
+            near &= far[median] <= max(rule.threshold * reach[median], least)
         before, good = good, good & near
-        yield vectors[before if rule.safe_of == "before" else good].mean(0), good
+        yield vectors[before if rule.mean_of == "before" else good].mean(0), good
 
 
 def reaches(vectors, good):
@@ -167,12 +168,12 @@ def small_lies(steps, size=SIZE):
 @pytest.mark.parametrize(
     ("size", "choices"),
     [
-        (SIZE, {"safe_floor": 0.0}),
-        (10, {"safe_floor": 0.0, "safe_factor": 2.0}),  # else other ranks if sums never begin anew
-        (SIZE, {"safe_floor": 0.0, "safe_of": "before"}),
-        (SIZE, {"safe_floor": 0.9}),
-        (SIZE, {"safe_floor": 1.2, "readmit_every": 5}),
-        (SIZE, {"safe_floor": 0.0, "readmit_every": 7, "safe_of": "before"}),
+        (SIZE, {"floor": 0.0}),
+        (10, {"floor": 0.0, "threshold": 2.0}),  # else other ranks if sums never begin anew
+        (SIZE, {"floor": 0.0, "mean_of": "before"}),
+        (SIZE, {"floor": 0.9}),
+        (SIZE, {"floor": 1.2, "reset_interval": 5}),
+        (SIZE, {"floor": 0.0, "reset_interval": 7, "mean_of": "before"}),
     ],
 )
 def test_the_safeguard_is_the_rule_of_two_windows(size, choices):
@@ -185,13 +186,13 @@ def test_the_safeguard_is_the_rule_of_two_windows(size, choices):
         assert np.array_equal(rule.good.numpy(), good)
         dropped.append((~good).sum())
     assert any(dropped)
-    assert (np.diff(dropped) < 0).any() == (windows.readmit_every > 0)
+    assert (np.diff(dropped) < 0).any() == (windows.reset_interval > 0)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.combine)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_ranks_add_up_as_many_inner_products_as_planned(vectors, rule):
     """Oracle: the plan's number."""
-    if rule.combine not in BY_COORDINATE:
+    if rule.products(len(vectors)):
         given = torch.tensor(vectors)
         products = by_vector(rule, len(given), given[0]).products(given)
         assert products.numel() == rule.products(len(given))
@@ -203,7 +204,7 @@ def test_the_floor_keeps_right_ranks_whose_noise_has_few_directions(floor):
     for seed in range(3):
         random = np.random.default_rng(seed)
         basis = random.normal(size=(3, SIZE))
-        rule = by_vector(Robust("safeguard", safe_floor=floor), RIGHT, torch.zeros(SIZE).double())
+        rule = by_vector(Safeguard(floor=floor), RIGHT, torch.zeros(SIZE).double())
         for _ in range(200):
             step_of(rule, 1 + random.normal(size=(RIGHT, 3)) @ basis)
         assert rule.good.all() == (floor > 0)
@@ -223,9 +224,9 @@ def test_wrong_ranks_do_not_raise_the_floor(wrong):
 
 def test_the_safeguard_sees_lies_that_are_small_in_each_step():
     """Oracle: the Byzantine ranks; Krum, which looks at one step, takes a liar's vector."""
-    rule = by_vector(Robust("safeguard"), RIGHT + WRONG, torch.zeros(400).double())
+    rule = by_vector(Safeguard(), RIGHT + WRONG, torch.zeros(400).double())
     steps = small_lies(60, 400)
-    assert by(Robust("krum", num_byzantine=WRONG), steps[0])[0] == steps[0, -1, 0]
+    assert by(Krum(num_byzantine=WRONG), steps[0])[0] == steps[0, -1, 0]
     for vectors in steps:
         step_of(rule, vectors)
     assert rule.good.tolist() == [True] * RIGHT + [False] * WRONG
@@ -234,7 +235,7 @@ def test_the_safeguard_sees_lies_that_are_small_in_each_step():
 @pytest.mark.parametrize("of", ["before", "after"])
 def test_a_vector_that_is_not_finite_never_counts(of):
     """Oracle: the mean of the other ranks, also where the rank was good before."""
-    rule = by_vector(replace(WINDOWS, safe_of=of), RIGHT, torch.zeros(SIZE).double())
+    rule = by_vector(replace(WINDOWS, mean_of=of), RIGHT, torch.zeros(SIZE).double())
     vectors = np.ones((RIGHT, SIZE))
     vectors[0] = np.nan
     assert np.array_equal(step_of(rule, vectors), np.ones(SIZE))
@@ -258,14 +259,14 @@ def test_steps_without_a_finite_vector_leave_no_trace():
 
 def test_noise_has_the_asked_deviation_and_is_drawn_anew_at_each_step():
     """Oracle: the deviation of many numbers."""
-    rule = by_vector(Robust("safeguard", safe_noise=0.1), 3, torch.zeros(10_000).double(), 16)
+    rule = by_vector(Safeguard(noise_std=0.1), 3, torch.zeros(10_000).double(), 16)
     first, second = (step_of(rule, np.ones((3, 10_000))) - 1 for _ in range(2))
     assert abs(first.std() - 0.1) < 0.005
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
 
 
 @pytest.mark.parametrize("attack", byzantine.OF_GRADIENTS)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.combine)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_attacks_do_not_turn_the_step_around(vectors, rule, attack):
     """Oracle: the mean of the right ranks, along which a step must go."""
     right = torch.tensor(vectors[:RIGHT])

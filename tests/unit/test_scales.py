@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, MemOpt, Refresh, Strategy, Transport
 from mpikfac.plan import count_of
 from mpikfac.solvers import ekfac, products_of_values
 from support import inside, oracles, problem
@@ -369,7 +369,9 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
         "factor_update_steps": 2,
         "inv_update_steps": 3,
     }
-    kfac = problem.kfac(model, problem.sgd(model), comm, Strategy().changed(stagger=3), **settings)
+    kfac = problem.kfac(
+        model, problem.sgd(model), comm, Strategy(MemOpt(), refresh=Refresh(stagger=3)), **settings
+    )
     problem.run(kfac, comm, range(3))
     for step in range(3, 6, 2):  # no statistics, hence every change is new
         before = {name: one.clone() for name, one in inside.scales(kfac).items()}
@@ -517,16 +519,31 @@ def test_other_solvers_have_no_scales(comm):
 REFUSED = {
     "normalization": ({"normalization": "sc20"}, "needs normalization='expand', not 'sc20'"),
     "forward-only": ({"fisher": "forward-only"}, "not 'forward-only'"),
-    "owners": ({"strategy": Strategy(2, "owners")}, "reduction='everyone', not 'owners'"),
-    "update": ({"strategy": Strategy(2, update="owner")}, "update='everyone', not 'owner'"),
-    "workers": ({"strategy": Strategy(1)}, "needs workers=2, not 1"),
-    "late": (
-        {"strategy": Strategy(2).changed(reduce_at="bases")},
-        "reduce_at='factors', not 'bases'",
+    "owners": (
+        {"strategy": Strategy(CommOpt(factor_reduction="reduce_scatter"))},
+        "assignment.factor_reduction='allreduce', not",
     ),
-    "parts": ({"strategy": Strategy(2).changed(parts=2)}, "parts=None, not 2"),
-    "small": ({"strategy": Strategy(2, replicate_below=4)}, "replicate_below=0, not 4"),
-    "overlap": ({"strategy": Strategy(2).changed(overlap=True)}, "overlap=False, not True"),
+    "update": (
+        {"strategy": Strategy(CommOpt(shard_optimizer=True))},
+        "assignment.shard_optimizer=False, not",
+    ),
+    "workers": ({"strategy": Strategy(MemOpt())}, "needs grad_workers=2, not 1"),
+    "late": (
+        {"strategy": Strategy(CommOpt(), transport=Transport(reduce_factors_at="inverses"))},
+        "transport.reduce_factors_at='factors', not",
+    ),
+    "parts": (
+        {"strategy": Strategy(CommOpt(), transport=Transport(virtual_ranks=2))},
+        "transport.virtual_ranks=None, not",
+    ),
+    "small": (
+        {"strategy": Strategy(CommOpt(replicate_below=4))},
+        "assignment.replicate_below=0, not",
+    ),
+    "overlap": (
+        {"strategy": Strategy(CommOpt(), transport=Transport(overlap=True))},
+        "transport.overlap=False, not",
+    ),
 }
 
 

@@ -12,7 +12,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Coverage, Damping, Estimator, Length, Strategy
+from mpikfac import (
+    KFAC,
+    Compression,
+    Coverage,
+    Damping,
+    Estimator,
+    Int8,
+    Length,
+    MemOpt,
+    Refresh,
+    Strategy,
+    Transport,
+)
+from mpikfac.lab import LocalSGD
 from mpikfac.layers import KINDS, NORMS
 from mpikfac.solvers import Shampoo
 from support import gradients, inside
@@ -140,7 +153,7 @@ def test_no_hook_and_no_statistics(comm):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     memory = kfac.plan.memory(0)
     assert memory["statistics"] == 0 and memory["averages"] > 0
-    plan = mpikfac.make_plan(kfac.plan.layers, 4, Strategy.mem_opt(), solver="shampoo")
+    plan = mpikfac.make_plan(kfac.plan.layers, 4, Strategy(MemOpt()), solver="shampoo")
     stages = {m.stage for rank in range(4) for m in plan.messages(rank, True, True)}
     assert stages == {"reduce gradients", "publish gradients"}
 
@@ -228,13 +241,28 @@ def test_embeddings_and_norms_have_diagonals(comm):
         ({"estimator": Estimator(fisher="sampled")}, "fisher='empirical'"),
         ({"estimator": Estimator(start="identity")}, "start='first'"),
         ({"length": Length("orthogonal")}, "length='adam'"),
-        ({"strategy": Strategy().changed(reduce_at="bases")}, "reduce_at='factors'"),
-        ({"strategy": Strategy().changed(packing="square")}, "packing='triangle'"),
-        ({"strategy": Strategy(reduction="none")}, "reduction='everyone' or 'owners'"),
-        ({"strategy": Strategy().changed(factor_wire="int8")}, "factor_wire=None"),
-        ({"strategy": Strategy().changed(tolerance=0.1)}, "tolerance=0"),
-        ({"strategy": Strategy().changed(exchanged="weights")}, "exchanged='gradients'"),
-        ({"strategy": Strategy(update="owner", colocate_factors=False)}, "colocate_factors=True"),
+        (
+            {"strategy": Strategy(MemOpt(), transport=Transport(reduce_factors_at="inverses"))},
+            "transport.reduce_factors_at='factors'",
+        ),
+        (
+            {"strategy": Strategy(MemOpt(), transport=Transport(packing="square"))},
+            "packing='triangle'",
+        ),
+        (
+            {"strategy": Strategy(MemOpt(factor_reduction="local"))},
+            "assignment.factor_reduction='allreduce' or 'reduce_scatter'",
+        ),
+        (
+            {"strategy": Strategy(MemOpt(), compression=Compression(factors=Int8()))},
+            "compression.factors=None",
+        ),
+        ({"strategy": Strategy(MemOpt(), refresh=Refresh(tolerance=0.1))}, "tolerance=0"),
+        ({"strategy": Strategy(MemOpt(), sync=LocalSGD())}, "sync.local_steps=False"),
+        (
+            {"strategy": Strategy(MemOpt(colocate_factors=False, shard_optimizer=True))},
+            "colocate_factors=True",
+        ),
     ],
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):

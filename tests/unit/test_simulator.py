@@ -8,8 +8,18 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac import (
+    CommOpt,
+    HybridOpt,
+    LayerShape,
+    MemOpt,
+    Refresh,
+    Strategy,
+    Transport,
+    make_plan,
+)
 from mpikfac.comm.messages.outbox import BATCH
+from mpikfac.lab import LSGD, CurvatureServers, LocalSGD, ParameterServer
 from mpikfac.predict import Job, Level, Machine, Network, algorithms, costs, simulator
 from mpikfac.predict.clients import play_clients
 from mpikfac.predict.simulator import Event, play, shares
@@ -30,12 +40,12 @@ MACHINE = Machine(
 )
 JOB = Job("net", 32, factor_update_steps=2, inv_update_steps=4)
 STRATEGIES = [
-    Strategy(12),
-    Strategy(1),
-    Strategy(3),
-    Strategy(4, "owners"),
-    Strategy(1, "owners", "owner"),
-    Strategy(1, "none"),
+    Strategy(CommOpt()),
+    Strategy(MemOpt()),
+    Strategy(HybridOpt(grad_workers=3)),
+    Strategy(HybridOpt(grad_workers=4, factor_reduction="reduce_scatter")),
+    Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
+    Strategy(MemOpt(factor_reduction="local")),
 ]
 
 
@@ -111,7 +121,7 @@ def test_a_prediction_by_hand():
     Aligned elements: statistics have 320; gradients have 48 + 64 + 16 + 2 * 16; inverses have 112 +
     16 for conv and 2 * 64 + 48 + 16 for fc and out, of which the larger part counts.
     """
-    plan = make_plan(LAYERS, 2, Strategy(2), OTHERS)
+    plan = make_plan(LAYERS, 2, Strategy(CommOpt()), OTHERS)
     found = mpikfac.predict.simulate(plan, MACHINE, JOB)
     statistics, gradients, bases = (4e-9 * size for size in (320, 160, 192))
     steps = found.ordinary, found.factors, found.refresh
@@ -148,7 +158,11 @@ def test_few_ranks_stand_for_all_that_make_factors_of_gradients(solver, owners, 
     """Oracle: the same simulation with all ranks; the rank with most work is not the first."""
     layers = [LayerShape(f"layer{order}", order, order) for order in (27, 26, 23, 22)]
     layers.append(LayerShape("last", 23, 23))
-    strategy = Strategy(1, "owners", "owner") if owners else Strategy(1)
+    strategy = (
+        Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
+        if owners
+        else Strategy(MemOpt())
+    )
     plan = make_plan(layers, 4, strategy, OTHERS, solver)
     length = "orthogonal" if solver == "muon" else "adam"
     machine, job = costly(MACHINE), dataclasses.replace(JOB, length=length)
@@ -174,7 +188,11 @@ def test_factors_of_gradients_are_made_behind_the_sum_of_gradients():
     s; its two factors take 8^3 multiplications each.
     """
     plan = make_plan(
-        [LayerShape("only", 8, 8)], 2, Strategy(2).changed(overlap=True), (), "shampoo"
+        [LayerShape("only", 8, 8)],
+        2,
+        Strategy(CommOpt(), transport=Transport(overlap=True)),
+        (),
+        "shampoo",
     )
     machine = dataclasses.replace(costly(MACHINE), inside=Level(1e-15, 1e2))
     machine = dataclasses.replace(machine, decompositions={"shampoo": ((8.0, 1.0),)})
@@ -188,7 +206,7 @@ def test_factors_of_gradients_are_made_behind_the_sum_of_gradients():
 
 def test_without_layers_it_is_data_parallelism():
     """Oracle: the network's times without K-FAC's, and the gradients of 5 elements, aligned."""
-    plan = make_plan([], 2, Strategy(), OTHERS)
+    plan = make_plan([], 2, Strategy(MemOpt()), OTHERS)
     found = mpikfac.predict.simulate(plan, MACHINE, JOB)
     assert found.mean.seconds == pytest.approx(3.0 + 4 * 32 * 1e-9, rel=1e-12)
     assert found.refresh == found.ordinary
@@ -216,7 +234,10 @@ def test_an_overlapped_backward_pass_sends_the_last_layers_first():
 
 def test_where_no_core_is_free_what_is_hidden_is_felt():
     """Oracle: a step with new factors by hand; overlapped messages cost the same, or double."""
-    strategies = Strategy(2).changed(fusion=1, overlap=True), Strategy(2).changed(fusion=1)
+    strategies = (
+        Strategy(transport=Transport(fusion=1, overlap=True)),
+        Strategy(transport=Transport(fusion=1)),
+    )
     beside, plain = (make_plan(LAYERS, 2, strategy, OTHERS) for strategy in strategies)
     step = mpikfac.predict.simulate(plain, MACHINE, JOB).factors
     computed = step.seconds - step.exposed
@@ -232,7 +253,7 @@ def test_overlapped_sums_are_sent_in_pieces_by_the_algorithms_that_do_not_block(
     A sum to an owner has the 3 rounds of a tree, an agreement a tree there and back.
     """
     machine = dataclasses.replace(MACHINE, inside=Level(1.0, 1e30))
-    plan = make_plan(LAYERS, 8, Strategy(8).changed(overlap=True), OTHERS)
+    plan = make_plan(LAYERS, 8, Strategy(CommOpt(), transport=Transport(overlap=True)), OTHERS)
     message, count = plan.messages(0, True, False)[0], 3 * BATCH
     whole = dataclasses.replace(message, primitive="Allreduce", spans=((0, count),), size=4 * count)
     assert costs.overlapped_seconds(whole, plan, 0, machine) == pytest.approx(3 * 6)
@@ -250,7 +271,9 @@ def test_ranks_agree_on_a_message_while_another_one_is_under_way():
 
 def test_an_overlapped_message_waits_for_the_first_of_its_layers():
     """Oracle: 3 layers take a third of the backward pass each; the rest is ready at the end."""
-    plan = make_plan(LAYERS, 2, Strategy(2).changed(fusion=(1, 2), overlap=True), OTHERS)
+    plan = make_plan(
+        LAYERS, 2, Strategy(CommOpt(), transport=Transport(fusion=(1, 2), overlap=True)), OTHERS
+    )
     events = simulator._timed(plan.messages(0, True, False), plan, 0, MACHINE)
     found = {(event.stage, event.kind): [] for event in events}
     for event in events:
@@ -262,7 +285,9 @@ def test_an_overlapped_message_waits_for_the_first_of_its_layers():
 def test_gradients_are_awaited_before_they_are_preconditioned():
     """Oracle: `KFAC.step`; a slow network, and a single worker, which sends directions."""
     machine = dataclasses.replace(MACHINE, inside=Level(1e-15, 1.0))
-    plan = make_plan(LAYERS, 2, Strategy(1).changed(fusion=1, overlap=True), OTHERS)
+    plan = make_plan(
+        LAYERS, 2, Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True)), OTHERS
+    )
     step = mpikfac.predict.simulate(plan, machine, JOB).ordinary
     sums, directions = (step.stages[name] for name in ("reduce gradients", "publish gradients"))
     assert step.seconds == pytest.approx(
@@ -274,14 +299,17 @@ def test_bases_of_curvature_servers_are_awaited_if_they_take_longer_than_their_d
     """Oracle: n^3 of all layers (2312) by hand, times a second; a step computes for 3.6 s."""
     slow = dataclasses.replace(MACHINE, decompositions={"inverse": ((1.0, 1.0), (100.0, 1e6))})
     for machine, waits in ((MACHINE, 0), (slow, 2312 - 2 * 3.6)):
-        strategy = Strategy(2).changed(delay=2, curvature_servers=1)
+        strategy = Strategy(refresh=CurvatureServers(staleness=2))
         found = mpikfac.predict.simulate(make_plan(LAYERS, 2, strategy, OTHERS), machine, JOB)
         assert found.refresh.stages.get("decompose", 0) == pytest.approx(waits, rel=0.01)
 
 
 def test_overlapped_messages_are_hidden():
     """Oracle: the same plan without overlap; overlapped messages take no extra time."""
-    alike = Strategy(2).changed(fusion=1), Strategy(2).changed(fusion=1, overlap=True)
+    alike = (
+        Strategy(transport=Transport(fusion=1)),
+        Strategy(transport=Transport(fusion=1, overlap=True)),
+    )
     plain, beside = (
         mpikfac.predict.simulate(make_plan(LAYERS, 2, strategy, OTHERS), MACHINE, JOB)
         for strategy in alike
@@ -297,7 +325,7 @@ def test_overlapped_messages_are_hidden():
 def test_gradients_without_layers_are_sent_parameter_by_parameter():
     """Oracle: by hand: two parameters take half of the backward pass each, the last one first."""
     others = [("first", (16,)), ("last", (16,))]
-    plan = make_plan([], 2, Strategy(1).changed(fusion=1, overlap=True), others)
+    plan = make_plan([], 2, Strategy(MemOpt(), transport=Transport(fusion=1, overlap=True)), others)
     events = simulator._timed(plan.messages(0, False, False), plan, 0, MACHINE)
     assert sorted(event.ready for event in events) == [0.5, 1.0]
     found = mpikfac.predict.simulate(plan, MACHINE, JOB).mean
@@ -309,7 +337,9 @@ def test_a_staggered_refresh_is_spread():
     job = dataclasses.replace(JOB, inv_update_steps=8)
     once, spread = (
         mpikfac.predict.simulate(
-            make_plan(LAYERS, 2, Strategy(2).changed(stagger=n), OTHERS), MACHINE, job
+            make_plan(LAYERS, 2, Strategy(CommOpt(), refresh=Refresh(stagger=n)), OTHERS),
+            MACHINE,
+            job,
         )
         for n in (1, 2)
     )
@@ -317,12 +347,14 @@ def test_a_staggered_refresh_is_spread():
     assert work == pytest.approx([1248e-9 / 8, (1064e-9 + 1024e-9) / 8])
     assert spread.refresh.stages["decompose"] < once.refresh.stages["decompose"]
     with pytest.raises(ValueError, match="inv_update_steps=4 must be a multiple of stagger=3"):
-        mpikfac.predict.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=3)), MACHINE, JOB)
+        mpikfac.predict.simulate(
+            make_plan(LAYERS, 2, Strategy(CommOpt(), refresh=Refresh(stagger=3))), MACHINE, JOB
+        )
 
 
 def test_copies_of_the_model_travel_at_every_fourth_step():
     """Oracle: by hand: a quarter of the bytes and of the seconds of averaged gradients."""
-    gradients, weights = Strategy(), Strategy().changed(exchanged="weights", sync_every=4)
+    gradients, weights = Strategy(MemOpt()), Strategy(MemOpt(), sync=LocalSGD(sync_every=4))
     plans = (make_plan([], 4, strategy, OTHERS) for strategy in (gradients, weights))
     often, seldom = (mpikfac.predict.simulate(plan, MACHINE, JOB).mean for plan in plans)
     assert seldom.sent == pytest.approx(often.sent / 4) and seldom.sent > 0
@@ -332,11 +364,12 @@ def test_copies_of_the_model_travel_at_every_fourth_step():
 
 def test_leaders_of_nodes_send_copies_more_often():
     """Oracle: by hand: a node's leader sends in six of twelve steps, and the other one in one."""
-    choices = {"exchanged": "weights", "sync_every": 12, "merge": "leader"}
-    strategy = Strategy().changed(**choices, ranks_per_node=2, node_every=2)
+    nodes = Transport(ranks_per_node=2)
     found, rare = (
-        mpikfac.predict.simulate(make_plan([], 4, chosen, OTHERS), MACHINE, JOB).mean.stages
-        for chosen in (strategy, strategy.changed(node_every=None))
+        mpikfac.predict.simulate(
+            make_plan([], 4, Strategy(MemOpt(), sync=sync, transport=nodes), OTHERS), MACHINE, JOB
+        ).mean.stages
+        for sync in (LSGD(sync_every=12, local_sync_every=2), LSGD(sync_every=12))
     )
     assert found["exchange weights in node"] > 0
     assert found["exchange weights in node"] == pytest.approx(6 * rare["exchange weights in node"])
@@ -346,7 +379,7 @@ def test_leaders_of_nodes_send_copies_more_often():
 def test_ranks_that_meet_seldom_wait_less_for_slow_steps():
     """Oracle: the mean of four independent steps has half of their spread."""
     job = dataclasses.replace(JOB, stragglers=0.1)
-    strategy = Strategy().changed(exchanged="weights", sync_every=4)
+    strategy = Strategy(MemOpt(), sync=LocalSGD(sync_every=4))
     mean = mpikfac.predict.simulate(make_plan([], 4, strategy, OTHERS), MACHINE, job).mean
     slowest = costs.expected_slowest(0.05, 4)
     assert mean.waiting == pytest.approx((mean.seconds - mean.exposed) * (1 - 1 / slowest))
@@ -354,7 +387,7 @@ def test_ranks_that_meet_seldom_wait_less_for_slow_steps():
 
 def test_stragglers_stretch_what_is_computed():
     """Oracle: the expected slowest rank's time."""
-    plan = make_plan(LAYERS, 4, Strategy(4), OTHERS)
+    plan = make_plan(LAYERS, 4, Strategy(CommOpt()), OTHERS)
     even = mpikfac.predict.simulate(plan, MACHINE, JOB).mean
     uneven = mpikfac.predict.simulate(plan, MACHINE, dataclasses.replace(JOB, stragglers=0.1)).mean
     slowest = costs.expected_slowest(0.1, 4)
@@ -390,7 +423,7 @@ def test_the_cheapest_plan_is_the_fastest_that_fits():
     ],
 )
 def test_a_job_that_cannot_be_is_refused(change, told):
-    plan = make_plan(LAYERS, 2, Strategy())
+    plan = make_plan(LAYERS, 2, Strategy(MemOpt()))
     with pytest.raises(ValueError, match=re.escape(told)):
         mpikfac.predict.simulate(plan, MACHINE, dataclasses.replace(JOB, **change))
 
@@ -413,12 +446,17 @@ def test_bytes_of_resnet50_on_16_ranks(resnet50):
     alone.
     """
     layers, others = resnet50
-    plan = make_plan(layers, 16, Strategy.comm_opt(16, shards=False), others, "eigen")
+    plan = make_plan(
+        layers, 16, Strategy(CommOpt(), transport=Transport(balanced_shards=False)), others, "eigen"
+    )
     found = sent(plan, True, True)
     assert found["reduce gradients"] == pytest.approx(182, abs=2)
     assert 2 * found["reduce statistics"] == pytest.approx(1100, rel=0.01)
     assert found["publish bases"] == pytest.approx(551, rel=0.01)
-    strategy = Strategy.mem_opt(reduction="owners", update="owner", shards=False)
+    strategy = Strategy(
+        MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True),
+        transport=Transport(balanced_shards=False),
+    )
     found = sent(make_plan(layers, 16, strategy, others), True, True)
     assert found.pop("reduce statistics") == pytest.approx(275, rel=0.01)
     assert sum(found.values()) == pytest.approx(182, abs=2)
@@ -429,7 +467,7 @@ def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
     layers, others = resnet50
     seconds = [
         mpikfac.predict.simulate(
-            make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate_factors=False), others),
+            make_plan(layers, ranks, Strategy(CommOpt(colocate_factors=False)), others),
             MACHINE,
             Job("resnet50", 32),
         ).refresh.stages["decompose"]
@@ -444,8 +482,9 @@ def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, re
     """Oracle: COMM-OPT communicates less than MEM-OPT past 6 steps: 551 against 91 MiB."""
     layers, others = resnet50
     machine = mpikfac.predict.load_machine(name)
-    ways = {"comm": Strategy.comm_opt(16), "mem": Strategy.mem_opt()}
-    plans = {name: way.changed(shards=False) for name, way in ways.items()}  # as published
+    as_published = Transport(balanced_shards=False)
+    ways = {"comm": CommOpt(), "mem": MemOpt()}
+    plans = {name: Strategy(way, transport=as_published) for name, way in ways.items()}
     sent = {
         key: mpikfac.predict.simulate(
             make_plan(layers, 16, strategy, others),
@@ -500,8 +539,7 @@ def test_a_spread_of_computing_times_costs_an_idle_server_nothing():
 
 def test_a_prediction_of_clients_by_hand():
     """Oracle: bytes of the gradients at 1 GB/s, halved by two servers; two batches to a push."""
-    choices = {"servers": 2, "push_every": 2}
-    strategy = mpikfac.plan.get_strategy("downpour", 3, **choices)[0].first_order()
+    strategy = Strategy(sync=ParameterServer(servers=2, push_interval=2)).first_order()
     plan = make_plan([], 3, strategy, OTHERS)
     found = mpikfac.predict.simulate(plan, MACHINE, JOB)
     network = MACHINE.network(JOB.model, JOB.batch)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import KFAC, Coverage, Damping, Estimator, Length, Strategy
+from mpikfac import KFAC, Coverage, Damping, Estimator, Length, MemOpt, Refresh, Strategy
 from mpikfac.layers import KINDS, NORMS
 from support import gradients, inside
 from support.gradients import in_groups
@@ -210,7 +210,10 @@ def test_embeddings_and_norms_have_diagonals(comm):
         ({"length": Length("adam")}, "solver='soap' needs length='rotated', not 'adam'"),
         ({"damping": 0.1}, "solver='soap' needs relative=True, not False"),
         ({"estimator": Estimator(fisher="sampled")}, "solver='soap' needs fisher='empirical'"),
-        ({"strategy": Strategy().changed(tolerance=0.1)}, "solver='soap' needs tolerance=0"),
+        (
+            {"strategy": Strategy(MemOpt(), refresh=Refresh(tolerance=0.1))},
+            "solver='soap' needs refresh.tolerance=0",
+        ),
         ({"solver": "eigen"}, "length='rotated' needs solver='soap', not 'eigen'"),
         ({"solver": "normuon"}, "solver='normuon' needs length='rows', not 'rotated'"),
     ],

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpikfac
+from mpikfac import MemOpt, Strategy, Transport
 from mpikfac.numerics import triangles
 from support import inside, oracles, problem
 
@@ -340,7 +340,9 @@ def test_discarded_parts_leave_no_trace(comm):
 
     def stepped(forget=None):
         kfac = trainer(
-            comm, problem.network().train(), strategy=mpikfac.Strategy().changed(parts=2)
+            comm,
+            problem.network().train(),
+            strategy=Strategy(MemOpt(), transport=Transport(virtual_ranks=2)),
         )
         state = copy.deepcopy(kfac.state_dict())
         for step in ([] if forget is None else [2]) + [0, 1]:
@@ -369,7 +371,9 @@ def test_running_statistics_go_back_to_those_after_a_step_of_the_callers(comm):
 
 
 def test_a_batch_that_is_on_its_way_is_not_discarded(comm):
-    kfac = trainer(comm, problem.network(), strategy=mpikfac.Strategy().changed(overlap=True))
+    kfac = trainer(
+        comm, problem.network(), strategy=Strategy(MemOpt(), transport=Transport(overlap=True))
+    )
     with pytest.raises(ValueError, match="overlap=True a batch is sent as it is made; call step"):
         kfac.discard()
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import CommOpt, Compression, MemOpt, Strategy
+from mpikfac.lab import TopK
 from mpikfac.numerics import orthogonal, orthogonalised
 from mpikfac.solvers import inverse
 from support import inside, oracles, problem
@@ -231,7 +232,7 @@ def test_a_momentum_has_needs(comm):
     with pytest.raises(ValueError, match=r"needs an optimizer without momentum, not with 0.5"):
         mpikfac.KFAC(model, optimizer, comm, length=length)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    top = Strategy.comm_opt(1).changed(gradient_wire="top-k", top_momentum=0.9)
+    top = Strategy(CommOpt(), compression=Compression(gradients=TopK(momentum=0.9)))
     with pytest.raises(ValueError, match="leave one of them out"):
         mpikfac.KFAC(model, plain, comm, top, length=length)
     kfac = mpikfac.KFAC(model, plain, comm, length=length)
@@ -246,7 +247,9 @@ def test_a_momentum_has_needs(comm):
         with pytest.raises(mpikfac.UserError, match=r"the state has momenta of gradients"):
             other.load_state_dict(kfac.state_dict())
     for other in (mpikfac.KFAC, mpikfac.FirstOrderTrainer):
-        with pytest.raises(mpikfac.UserError, match=r"must be 0 with top_momentum=0.9; it is 0.5"):
+        with pytest.raises(
+            mpikfac.UserError, match="must be 0 with compression.gradients.momentum=0.9; it"
+        ):
             other(model, plain, comm, top).load_state_dict(state_of_optimizer)
 
 
@@ -287,7 +290,9 @@ def test_a_layer_without_bases_keeps_the_momentum(comm, length):
 
 
 @pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
-@pytest.mark.parametrize("strategy", [None, Strategy(1, "owners", "owner")])
+@pytest.mark.parametrize(
+    "strategy", [None, Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))]
+)
 def test_uncovered_parameters_take_adams_step(comm, strategy, length):
     """Oracle: torch's Adam, on the gradients of the same steps; a NaN counts nowhere."""
     model, rate = problem.network(), 0.01

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpikfac
-from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac import CommOpt, HybridOpt, LayerShape, Strategy, Transport, make_plan
 from mpikfac.predict import Job, Level, Machine, Network, tuning
 from mpikfac.solvers import forms
 
@@ -76,12 +76,12 @@ def test_small_factors_are_replicated_while_that_takes_less_than_a_message():
 
     n^3 ns is more than 3e-7 n^2 + 2e-3 from n = 320 on: of the orders 32 to 512, from 512 on.
     """
-    strategy = Strategy(4, replicate_below=1)
+    strategy = Strategy(CommOpt(replicate_below=1))
     assert tuning.replicated_below(strategy, LAYERS, 4, MACHINE, FORMS) == 512
     slow = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
     assert tuning.replicated_below(strategy, LAYERS, 4, slow, FORMS) == 513
     found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, FORMS)
-    assert found == strategy.changed(replicate_below=512)
+    assert found == Strategy(CommOpt(replicate_below=512))
 
 
 def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
@@ -96,19 +96,19 @@ def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
         decompositions={"eigen": MACHINE.decompositions["inverse"]},
     )
     found = tuning.replicated_below(
-        Strategy(4, replicate_below=1), layers, 4, machine, forms("eigen")
+        Strategy(CommOpt(replicate_below=1)), layers, 4, machine, forms("eigen")
     )
     assert found == 256
 
 
 def test_overlapped_messages_are_merged_for_the_machine():
     """Oracle: the rule on the plan's own messages; all layers are sent, front to back."""
-    strategy = Strategy(4).changed(overlap=True, fusion=1)
+    strategy = Strategy(transport=Transport(fusion=1, overlap=True))
     found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, FORMS)
     assert sum(found.transport.fusion) == len(LAYERS)
     hopeless = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
     assert tuning.tuned(strategy, LAYERS, (), 4, hopeless, JOB, FORMS).transport.fusion == (4,)
-    assert tuning.tuned(Strategy(4), LAYERS, (), 4, MACHINE, JOB, FORMS) == Strategy(4)
+    assert tuning.tuned(Strategy(), LAYERS, (), 4, MACHINE, JOB, FORMS) == Strategy()
 
 
 def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
@@ -123,8 +123,8 @@ def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
         "sharded-optimizer",
         "deferred-allreduce",
     )
-    rivals = [mpikfac.plan.NAMED[other].make(4) for other in others]
-    for rival in (*rivals, mpikfac.plan.NAMED["hybrid"].make(4, workers=2)):
+    rivals = [mpikfac.plan.NAMED[other].strategy for other in others]
+    for rival in (*rivals, Strategy(HybridOpt(grad_workers=2))):
         plan = make_plan(LAYERS, 4, rival, ())
         assert found <= mpikfac.predict.simulate(plan, MACHINE, JOB).mean.seconds
     assert mpikfac.plan.NAMED[name].same
@@ -135,7 +135,7 @@ def test_only_what_the_solver_can_do_is_chosen_from():
     both = {"eigen": MACHINE.decompositions["inverse"], **MACHINE.decompositions}
     machine = dataclasses.replace(MACHINE, decompositions=both)
     _, strategy = tuning.choose(LAYERS, (), 4, machine, JOB, forms("ekfac"))
-    assert (strategy.workers, strategy.reduction, strategy.update) == (4, "everyone", "everyone")
+    assert strategy.assignment == CommOpt()
     layers = [dataclasses.replace(layer, rank=2) for layer in LAYERS]
     with pytest.raises(ValueError, match="solver='eigen', not 'inverse'"):
         tuning.choose(layers, (), 4, MACHINE, JOB, FORMS)

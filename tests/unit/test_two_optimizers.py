@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Length, Strategy
+from mpikfac import KFAC, Length, MemOpt, Strategy
 
 COMM = mpikfac.world()
 LENGTHS = {
@@ -83,5 +83,10 @@ def test_owners_step_nothing_that_the_optimizer_lacks(kind):
     """Oracle: the line."""
     model = network()
     optimizer = torch.optim.SGD([*model[0].parameters(), *model[3].parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="update='owner' needs '1.weight' in the optimizer"):
-        kind(model, optimizer, COMM, Strategy(1, "owners", "owner"))
+    with pytest.raises(ValueError, match="needs '1.weight' in the optimizer"):
+        kind(
+            model,
+            optimizer,
+            COMM,
+            Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
+        )

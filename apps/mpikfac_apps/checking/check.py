@@ -234,7 +234,7 @@ def plans(subject: Subject, ranks: int) -> list[str]:
             max(sum(message.wire for message in plan.messages(rank, *kind)) for rank in looked)
             for _, *kind in KINDS_OF_STEP
         ]
-        rows.append((name, str(strategy.workers), *map(mib, (min(memory), max(memory), *sent))))
+        rows.append((name, str(plan.grid.workers), *map(mib, (min(memory), max(memory), *sent))))
     return [
         f"Plans for {number(ranks, 'rank')}: MiB in float32. Kept: by a rank for K-FAC. Sent: at",
         "  most by a rank, in a plain step, a step with new factors, a step with new factors and",

@@ -12,7 +12,7 @@ import reprlib
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -21,36 +21,86 @@ import jsonargparse
 
 from mpikfac.files import HUGE
 from mpikfac_apps.options import by_epoch
-from mpikfac_apps.options.documents import check_file, nested, unknown
-from mpikfac_apps.options.fields import REQUIRED, Leaf, build, leaves
+from mpikfac_apps.options.documents import unknown
+from mpikfac_apps.options.fields import REQUIRED, TYPE, Leaf, Types, build, leaves, possible
+from mpikfac_apps.options.joints import is_own
+from mpikfac_apps.options.sources import (
+    CONFIG,
+    Presets,
+    Source,
+    belongs,
+    given,
+    kept_options,
+    keys_of,
+    of_arguments,
+    settled,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Group = TypeVar("Group", bound="DataclassInstance")
 Usual = Callable[[type, Mapping[str, Any]], Mapping[str, Any]]
-HELP = ("-h", "--help", "--help_all", "--print_config")
+HELP = ("-h", "--help", "--print_config")
+HELP_ALL = {"--help_all": "--help"}
+NAME = "NAME"
+"""The name of a type in help."""
 
 
 @dataclass(frozen=True)
 class CommandLine(Generic[Group]):
-    """The command line of a program: the arguments of `read`."""
+    """The command line of a program.
+
+    Attributes:
+        program: the name of the program, such as "mpikfac plan".
+        group: the dataclass of the options.
+        basic: the options that --help shows; --help_all shows all options. Without basic options,
+            --help shows all options.
+        files: whether --config FILE names YAML files of options.
+        usual: returns, for `group` and the values that are given by key, the values that replace
+            defaults, and null.
+        presets: values by name, such as those of named strategies.
+    """
 
     program: str
     group: type[Group]
     basic: Collection[str] = ()
     files: bool = False
     usual: Usual | None = None
+    presets: Presets | None = None
 
-    def read(self, argv: Sequence[str] | None, kept: Mapping[str, Any] | None = None) -> Group:
-        """Return the options of a command line; see `read`."""
-        return read(
-            *(self.program, self.group, argv),
-            basic=self.basic,
-            files=self.files,
-            usual=self.usual,
-            kept=kept,
-        )
+    def read(
+        self, argv: Sequence[str] | None = None, kept: Mapping[str, Any] | None = None
+    ) -> Group:
+        """Return the options of a command line.
+
+        Values come from the defaults, then from `usual`, then from a preset, then from `kept`, then
+        from files, then from the rest of the command line; see `sources`.
+
+        Args:
+            argv: the arguments; None for the arguments of the process.
+            kept: options by key, as in a YAML file; needs `files`.
+
+        Raises:
+            ValueError: an option is wrong; a single line names key, value and the allowed values.
+            SystemExit: code 0, after help.
+        """
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        _check_digits(arguments)
+        sources = of_arguments([HELP_ALL.get(text, text) for text in arguments], self.files)
+        if kept:
+            sources.insert(0, kept_options(kept))
+        usual = self.usual(self.group, given(sources)) if self.usual else {}
+        types, preset = settled(self.group, sources, self.presets)
+        if kept:  # a value that the arguments replace may be wrong
+            sources[0].discard(given(sources[1:]))
+        options = {leaf.key: leaf for leaf in leaves(self.group, types)}
+        parser = self._parser(options, self._hidden(options, arguments))
+        parser.set_defaults({k: v for k, v in {**preset, **usual}.items() if k in options})
+        values = self._parsed(parser, sources, types)
+        values |= {key: value for key, value in usual.items() if values[key] is None}
+        read = {key: _value(leaf, values[key]) for key, leaf in options.items()}
+        return build(self.group, read, keys_of(sources))
 
     def answer(self, arguments: Sequence[str]) -> None:
         """Print help if the arguments ask for help; refuse names of options that do not exist.
@@ -62,14 +112,70 @@ class CommandLine(Generic[Group]):
             SystemExit: code 0, after help.
         """
         names = _names(arguments)
-        if not set(HELP).isdisjoint(names):
+        if not {*HELP, *HELP_ALL}.isdisjoint(names):
             self.read(arguments)
-        options = {leaf.key: leaf for leaf in leaves(self.group)}
+        options = possible(self.group)
+        heads = {leaf.name for leaf in options.values() if leaf.joint}
+        known = {*options, *heads, *([CONFIG.removeprefix("--")] if self.files else [])}
+        of_own = tuple(f"{head}." for head in heads) if any(map(is_own, arguments)) else ()
         for name in names:
             key = name.removeprefix("--").removesuffix("+")  # --key+ adds to a list
-            known = key in options or (self.files and key == "config")
-            if name.startswith("--") and not known:
-                raise ValueError(_unrecognised(name, options))
+            if name.startswith("--") and key not in known and not key.startswith(of_own):
+                raise ValueError(_unrecognised(name, options, unknown(key, options)))
+
+    def _hidden(self, options: Iterable[str], arguments: Sequence[str]) -> list[str]:
+        """Return the options that help leaves out."""
+        brief = self.basic and not {"-h", "--help"}.isdisjoint(arguments)
+        return [key for key in options if brief and key not in self.basic]
+
+    def _parsed(
+        self, parser: jsonargparse.ArgumentParser, sources: Sequence[Source], types: Types
+    ) -> dict[str, Any]:
+        """Return the values of all options by key."""
+        options = {leaf.key: leaf for leaf in leaves(self.group, types)}
+
+        def explain(key: str) -> str:
+            further = possible(self.group)
+            return belongs(self.group, types, key) or unknown(key, options, further)
+
+        for source in sources:
+            source.check(options, explain)
+        try:
+            words = [word for source in sources for word in source.arguments()]
+            return vars(parser.parse_args(words).as_flat())
+        except argparse.ArgumentError as error:
+            raise ValueError(_explained(str(error), options, explain)) from error
+
+    def _parser(
+        self, options: Mapping[str, Leaf], hidden: Collection[str]
+    ) -> jsonargparse.ArgumentParser:
+        about = (self.group.__doc__ or "").partition("\n")[0]
+        named = any(not leaf.positional for leaf in options.values())
+        placeholders = _placeholders(options.values())
+        parser = jsonargparse.ArgumentParser(
+            prog=self.program,
+            usage=" ".join([self.program, *placeholders, *["[--key value ...]"] * named]),
+            description=about,
+            formatter_class=Help,  # types are in words
+            exit_on_error=False,
+            allow_abbrev=False,
+        )
+        if self.files:
+            text = "a YAML file of options; options behind --config FILE override the file"
+            parser.add_argument(CONFIG, action="config", metavar="FILE", help=text)
+            for action in parser._actions:
+                if "--print_config" in action.option_strings:
+                    action.metavar, action.help = "", "print all options as YAML and exit"
+        if hidden:
+            text = f"show this help message with {len(hidden)} more options and exit"
+            parser.add_argument("--help_all", action="store_true", help=text)
+        sections: dict[str, Any] = {about.rstrip("."): parser}
+        for leaf in options.values():
+            if leaf.section not in sections:
+                sections[leaf.section] = parser.add_argument_group(leaf.section)
+            name = leaf.key if leaf.positional else f"--{leaf.key}"
+            sections[leaf.section].add_argument(name, **_settings(leaf, leaf.key in hidden))
+        return parser
 
 
 class Help(argparse.HelpFormatter):
@@ -78,67 +184,17 @@ class Help(argparse.HelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Show `--sync NAME`, which is short for `--sync.type NAME`."""
+        return super()._format_action_invocation(action).replace(f".{TYPE} {NAME}", f" {NAME}")
 
-def read(
-    program: str,
-    group: type[Group],
-    argv: Sequence[str] | None,
-    *,
-    basic: Collection[str] = (),
-    files: bool = False,
-    usual: Usual | None = None,
-    kept: Mapping[str, Any] | None = None,
-) -> Group:
-    """Return the options of a command line as the dataclass `group`.
 
-    Values come from the defaults, then from `usual`, then from `kept`, then from files, then from
-    the rest of the command line.
-
-    Args:
-        program: the name of the program, such as "mpikfac plan".
-        argv: the arguments; None for the arguments of the process.
-        basic: the options that --help shows; --help_all shows all options. Without basic options,
-            --help shows all options.
-        files: whether --config FILE names YAML files of options.
-        usual: returns, for `group` and the values that are given by key, the values that replace
-            defaults.
-        kept: options by key, as in a YAML file; needs `files`.
-
-    Raises:
-        ValueError: an option is wrong; a single line names key, value and the allowed values.
-        SystemExit: code 0, after help.
-    """
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    options = {leaf.key: leaf for leaf in leaves(group)}
-    if "--help_all" in arguments:
-        arguments, basic = ["--help"], ()
-    brief = basic and not {"-h", "--help"}.isdisjoint(arguments)
-    hidden = [key for key in options if brief and key not in basic]
-    parser = _parser(program, group, hidden, files)
+def _check_digits(arguments: Iterable[str]) -> None:
+    """Refuse more digits than a float and a path's name may have."""
     for argument in arguments:
-        if re.search(r"\d{300}", argument):  # more digits than a float and a path's name may have
+        if re.search(r"\d{300}", argument):
             short = reprlib.repr(argument)
             raise ValueError(f"{short}: a number must lie within ±{HUGE:,}")
-    try:
-        for path in _config_files(arguments) if files else ():
-            check_file(path, options)
-        if kept:  # a value that the arguments replace may be wrong
-            left = {key: v for key, v in kept.items() if f"--{key}" not in _names(arguments)}
-            arguments = [f"--config={json.dumps(nested(left))}", *arguments]
-        replaced = usual(group, _given(parser, arguments)) if usual else {}
-        parser.set_defaults(dict(replaced))
-        values = vars(parser.parse_args(arguments).as_flat())
-    except argparse.ArgumentError as error:
-        raise ValueError(_explained(str(error), options)) from error
-    values |= {key: value for key, value in replaced.items() if values[key] is None}
-    return build(group, {key: _value(option, values[key]) for key, option in options.items()})
-
-
-def _given(parser: jsonargparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the values by key that command line and files give; null gives nothing."""
-    asked = [argument for argument in arguments if argument.partition("=")[0] not in HELP]
-    given = vars(parser.parse_args(asked, defaults=False).as_flat())
-    return {key: value for key, value in given.items() if value is not None}
 
 
 def _names(arguments: Sequence[str]) -> list[str]:
@@ -168,40 +224,9 @@ def _value(option: Leaf, raw: Any) -> Any:
     return value
 
 
-def _parser(
-    program: str, group: type, hidden: Collection[str], files: bool
-) -> jsonargparse.ArgumentParser:
-    about = (group.__doc__ or "").partition("\n")[0]
-    named = ["[--key value ...]"] if any(not leaf.positional for leaf in leaves(group)) else []
-    parser = jsonargparse.ArgumentParser(
-        prog=program,
-        usage=" ".join([program, *_placeholders(group), *named]),
-        description=about,
-        formatter_class=Help,  # types are in words
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    if files:
-        text = "a YAML file of options; options behind --config FILE override the file"
-        parser.add_argument("--config", action="config", metavar="FILE", help=text)
-        for action in parser._actions:
-            if "--print_config" in action.option_strings:
-                action.metavar, action.help = "", "print all options as YAML and exit"
-    if hidden:
-        text = f"show this help message with {len(hidden)} more options and exit"
-        parser.add_argument("--help_all", action="store_true", help=text)
-    sections: dict[str, Any] = {about.rstrip("."): parser}
-    for leaf in leaves(group):
-        if leaf.section not in sections:
-            sections[leaf.section] = parser.add_argument_group(leaf.section)
-        name = leaf.key if leaf.positional else f"--{leaf.key}"
-        sections[leaf.section].add_argument(name, **_settings(leaf, leaf.key in hidden))
-    return parser
-
-
-def _placeholders(group: type) -> Iterator[str]:
+def _placeholders(options: Iterable[Leaf]) -> Iterator[str]:
     """Yield the arguments that must be given, for the line of usage."""
-    for leaf in leaves(group):
+    for leaf in options:
         if leaf.positional:
             yield leaf.key.upper() + (" ..." if leaf.is_list else "")
         elif leaf.default is REQUIRED:
@@ -210,7 +235,7 @@ def _placeholders(group: type) -> Iterator[str]:
 
 def _placeholder(leaf: Leaf) -> str:
     """Return the word for an option's value in help."""
-    return leaf.key.rpartition(".")[2].upper()
+    return NAME if leaf.joint else leaf.key.rpartition(".")[2].upper()
 
 
 def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
@@ -226,9 +251,9 @@ def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
         settings |= {"nargs": "?", "const": True}
     elif not (leaf.positional or leaf.is_list or leaf.is_choice):
         settings["metavar"] = _placeholder(leaf)
-    allowed = "" if leaf.kind is str or leaf.is_choice else f"{leaf.allowed}; "
+    allowed = "" if (leaf.kind is str and not leaf.joint) or leaf.is_choice else f"{leaf.allowed}; "
     needed = leaf.default is REQUIRED
-    default = "required" if needed else f"default: {leaf.usual or _word(settings['default'])}"
+    default = "required" if needed else f"default: {_word(settings['default'])}"
     about = f"{leaf.help.rstrip('.')} ({allowed}{default})".replace("%", "%%")
     return settings | {"help": argparse.SUPPRESS if hidden else about}
 
@@ -238,14 +263,12 @@ def _word(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _config_files(arguments: Sequence[str]) -> list[str]:
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", default=[])
-    return parser.parse_known_args(arguments)[0].config
+def _explained(text: str, options: Mapping[str, Leaf], explain: Callable[[str], str]) -> str:
+    """Return the parser's message as one line: key, value, and the allowed values.
 
-
-def _explained(text: str, options: Mapping[str, Leaf]) -> str:
-    """Return the parser's message as one line: key, value, and the allowed values."""
+    Args:
+        explain: returns the message about an unknown key.
+    """
     wrong = re.match(r'Parser key "([^"]+)":.*?(?:Got|Given) value: (.*)', text, re.DOTALL)
     if wrong and wrong[1] in options:
         return f"{wrong[1]}={wrong[2]} must be {options[wrong[1]].allowed}"
@@ -253,12 +276,13 @@ def _explained(text: str, options: Mapping[str, Leaf]) -> str:
         kind = options[bare[1]].allowed if bare[1] in options else "a file of options"
         return f"{bare[1]} is given without a value; it must be {kind}"
     if extra := re.match(r"unrecognized arguments: (\S+)", text):
-        return _unrecognised(extra[1], options)
+        key = extra[1].lstrip("-").partition("=")[0]
+        return _unrecognised(extra[1], options, explain(key))
     return " ".join(text.split())
 
 
-def _unrecognised(argument: str, options: Collection[str]) -> str:
-    """Return the message about an argument that is no option."""
+def _unrecognised(argument: str, options: Collection[str], unknown_key: str) -> str:
+    """Return the message about an argument that is no option; `unknown_key` if it names a key."""
     if not argument.startswith("--"):
         return f"{argument!r} belongs to no option; write --key value"
     key = argument.lstrip("-").partition("=")[0]
@@ -266,4 +290,4 @@ def _unrecognised(argument: str, options: Collection[str]) -> str:
         return f"{argument} needs no name; write the value of {key} alone"
     if inside := [option for option in options if option.startswith(f"{key}.")]:
         return f"{key} is a group of options; give one of them, such as --{inside[0]}"
-    return unknown(key, options)
+    return unknown_key

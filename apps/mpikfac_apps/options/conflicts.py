@@ -9,8 +9,8 @@ from pathlib import Path
 import mpikfac
 from mpikfac.plan import BY_ADAM
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
-from mpikfac_apps.options.options import DataOptions, Options
-from mpikfac_apps.options.strategy import AUTO, dealt_out, make_strategy
+from mpikfac_apps.options.options import AUTO, DataOptions, Options
+from mpikfac_apps.options.strategy import dealt_out, make_strategy
 from mpikfac_apps.problems.datasets import DATASETS, source
 from mpikfac_apps.problems.models import MODELS, network
 from mpikfac_apps.problems.tasks import CLASSIFICATION
@@ -59,20 +59,20 @@ def _check_strategy(options: Options, ranks: int) -> None:
         raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
     if options.accumulate > 1 and strategy.transport.overlap:
         raise ValueError(
-            f"accumulate={options.accumulate} needs overlap=false: sums are sent during the only "
-            f"backward pass of a step"
+            f"accumulate={options.accumulate} needs transport.overlap=false: sums are sent "
+            f"during the only backward pass of a step"
         )
-    exchange = strategy.exchange
-    if exchange.asynchronous and options.optimizer == "kfac":
-        raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")
-    if not (exchange.of_copies or exchange.asynchronous):
+    sync = strategy.sync
+    if not sync.waits_for_all and options.optimizer == "kfac":
+        raise ValueError(f"sync={sync.name} needs another optimizer than kfac, such as sgd")
+    if sync.waits_for_all and not sync.local_steps:
         return
     choices = {name: getattr(options, name) for name in ("average", "shrink", "frozen_epochs")}
     for name, value in {**choices, "split_layers": options.distribution.split}.items():
         if value:
             raise ValueError(
-                f"{name}={str(value).lower()} needs exchanged=gradients, not "
-                f"{exchange.exchanged}: ranks hold different copies of the model"
+                f"{name}={str(value).lower()} needs sync=synchronous, not {sync.name}: ranks hold "
+                f"different copies of the model"
             )
 
 
@@ -97,10 +97,14 @@ def _check_frozen(options: Options, ranks: int) -> None:
     if frozen >= options.epochs:
         raise ValueError(f"frozen_epochs={frozen} must be less than epochs={options.epochs}")
     strategy, _ = make_strategy(choices, options.kfac, ranks, options.parts)
-    spared, model = strategy.refresh.curvature_servers, options.model
+    spared, model = strategy.refresh.servers, options.model
     for wrong, need, why in (
         (model == "airbench94", f"another model, not {model}", "the model freezes layers itself"),
-        (spared, f"curvature_servers=0, not {spared}", "the ranks know the layers of the start"),
+        (
+            spared,
+            f"refresh=owners, not {strategy.refresh.name}",
+            "the ranks know the layers of the start",
+        ),
         (choices.split, f"split_layers=[], not {choices.split}", "layers are split at the start"),
         (
             choices.strategy == AUTO,
@@ -118,13 +122,13 @@ def _check_groups(options: Options, ranks: int) -> None:
     if groups == 1:
         return
     strategy, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
-    exchanged, adapt = strategy.exchange.exchanged, options.kfac.damping_adapt
+    sync, adapt = strategy.sync, options.kfac.damping_adapt
     for wrong, need, why in (
         (options.shrink, "shrink=false, not true", "ranks that are left form no equal groups"),
         (options.patience, f"patience=null, not {options.patience}", "groups end together"),
         (
-            exchanged != "gradients",
-            f"exchanged=gradients, not {exchanged}",
+            sync.local_steps or not sync.waits_for_all,
+            f"sync=synchronous, not {sync.name}",
             "a group has one model",
         ),
         (options.quadratic, "another kfac.length than quadratic", "its model knows no peers"),
@@ -247,14 +251,12 @@ def doubt(options: Options) -> str:
 
 
 def check_parts(options: Options, ranks: int) -> None:
-    """Refuse a number of parts or passes that does not fit the number of ranks or the batch.
+    """Refuse a number of parts or passes that does not fit the batch.
 
     Raises:
         ValueError: the number does not fit; a single line names the options.
     """
     parts, batches = options.parts, numbers_of(options.batch)
-    if parts and parts % ranks:
-        raise ValueError(f"parts={parts} must be a multiple of the number of ranks ({ranks})")
     for batch in filter(None, batches):
         if parts and batch % parts:
             raise ValueError(f"parts={parts} must divide batch={batch}")
@@ -310,11 +312,12 @@ def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
     Raises:
         ValueError: two momenta are given; a single line names the options.
     """
-    top, momentum = strategy.transport.wires.top_momentum, options.momentum
-    if top and momentum and options.momentum_of_gradients:
+    compressor, momentum = strategy.compression.gradients, options.momentum
+    own = getattr(compressor, "momentum", 0.0)
+    if own and momentum and options.momentum_of_gradients:
         raise ValueError(
-            f"top_momentum={top} needs momentum=0, not {momentum} of gradients: a momentum is "
-            f"taken once"
+            f"compression.gradients.momentum={own} needs momentum=0, not {momentum} of gradients: "
+            f"a momentum is taken once"
         )
 
 

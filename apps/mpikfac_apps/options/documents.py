@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import yaml
 
 from mpikfac import files
-from mpikfac_apps.options.bounded import Bounded
+from mpikfac_apps.options.bounded import TAG, Bounded
 
 SYNONYMS = {
     **dict.fromkeys(("batch_size", "bs", "train_batch_size", "global_batch_size"), "batch"),
@@ -36,19 +36,18 @@ MOST_SHOWN = 30  # keys in a message
 MOST_GUESSES = 3  # keys that may be meant
 
 
-def check_file(path: str, keys: Collection[str]) -> None:
-    """Return if a file of options holds only known keys, each key once, and no value for a group.
+def read(path: str) -> str:
+    """Return the text of a file of options.
 
     Raises:
-        ValueError: a key is wrong; a single line names file, line and key.
+        ValueError: the file cannot be read; one line.
     """
     try:
-        document = composed(files.read_text(path, links=True), f"config={path}, ")
+        return files.read_text(path, links=True)
     except OSError as error:
         raise ValueError(f"config={path} cannot be read: {files.why(error)}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"config={path} is no YAML: {error.reason}") from error
-    _check_keys(document, path, "", keys)
 
 
 def composed(text: str, where: str = "") -> yaml.Node | None:
@@ -57,7 +56,7 @@ def composed(text: str, where: str = "") -> yaml.Node | None:
     Raises:
         ValueError: the text is no YAML, or gives a key twice; a single line begins with `where`.
     """
-    return _read(text, where)[0]
+    return _parsed(text, where)[0]
 
 
 def loaded(text: str) -> Any:
@@ -66,10 +65,10 @@ def loaded(text: str) -> Any:
     Raises:
         ValueError: the text is no YAML, or gives a key twice; one line.
     """
-    return _read(text, "")[1]
+    return _parsed(text, "")[1]
 
 
-def _read(text: str, where: str) -> tuple[yaml.Node | None, Any]:
+def _parsed(text: str, where: str) -> tuple[yaml.Node | None, Any]:
     """Return the nodes and the plain data of a document."""
     try:
         loader = Bounded(text)
@@ -92,14 +91,20 @@ def _check_once(document: yaml.Node | None, where: str) -> None:
         seen.add(key)
 
 
-def unknown(key: str, keys: Collection[str]) -> str:
-    """Return the message about an unknown key, with a known key of the same meaning or spelling."""
+def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> str:
+    """Return the message about an unknown key, with a known key of the same meaning or spelling.
+
+    Args:
+        further: keys that may be meant, but are not listed.
+    """
     plain = key.replace("-", "_").lower()
     group, _, last = plain.rpartition(".")
     inside = [name for name in keys if name.rpartition(".")[0] == group]
-    alike = [name for name in keys if name.rpartition(".")[2] == last]
-    meant = [name for name in keys if name == SYNONYMS.get(plain)]
-    spelled = get_close_matches(plain, inside, n=1, cutoff=0.8) if group else []
+    near = dict.fromkeys([*keys, *further])
+    beside = [name for name in near if name.rpartition(".")[0] == group]
+    alike = [name for name in near if name.rpartition(".")[2] == last]
+    meant = [name for name in near if name == SYNONYMS.get(plain)]
+    spelled = get_close_matches(plain, beside, n=1, cutoff=0.8) if group else []
     if guesses := meant or spelled or alike or _near(last, keys):
         return f"unknown key {key}; did you mean {' or '.join(guesses[:MOST_GUESSES])}?"
     if len(shown := inside or keys) <= MOST_SHOWN:
@@ -151,14 +156,53 @@ def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
             yield from _keys(value, f"{key}.")
 
 
-def _check_keys(node: yaml.Node | None, path: str, group: str, keys: Collection[str]) -> None:
+def check_keys(
+    document: yaml.Node | None, path: str, keys: Collection[str], explain: Callable[[str], str]
+) -> None:
+    """Return if a document of options holds only known keys, and no value for a group.
+
+    Args:
+        path: the file that holds the document.
+        keys: the known keys; the name of a group is a key if the group may have a value.
+        explain: returns the message about an unknown key.
+
+    Raises:
+        ValueError: a key is wrong; a single line names file, line and key.
+    """
+    _check_group(document, path, "", keys, explain)
+
+
+def _check_group(
+    node: yaml.Node | None,
+    path: str,
+    group: str,
+    keys: Collection[str],
+    explain: Callable[[str], str],
+) -> None:
     if not isinstance(node, yaml.MappingNode):
         name = group.rstrip(".") or "the file"
         raise ValueError(f"config={path}: {name} must hold lines of the form `key: value`")
     for name, value in node.value:
         key = group + str(name.value)
-        if any(option.startswith(f"{key}.") for option in keys):
-            _check_keys(value, path, f"{key}.", keys)
+        is_group = any(option.startswith(f"{key}.") for option in keys)
+        if is_group and not (key in keys and isinstance(value, yaml.ScalarNode)):
+            _check_group(value, path, f"{key}.", keys, explain)
         elif key not in keys:
             line = name.start_mark.line + 1
-            raise ValueError(f"config={path}, line {line}: {unknown(key, keys)}")
+            raise ValueError(f"config={path}, line {line}: {explain(key)}")
+
+
+def values_of(node: yaml.Node | None, group: str = "") -> dict[str, yaml.Node]:
+    """Return the values of a document by dotted key."""
+    values: dict[str, yaml.Node] = {}
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        key = f"{group}{name.value}"
+        inner = isinstance(value, yaml.MappingNode)
+        values |= values_of(value, f"{key}.") if inner else {key: value}
+    return values
+
+
+def written(values: Mapping[str, yaml.Node]) -> str:
+    """Return a document with values by dotted key as a text."""
+    pairs = [(yaml.ScalarNode(f"{TAG}str", key), value) for key, value in values.items()]
+    return str(yaml.serialize(yaml.MappingNode(f"{TAG}map", pairs), Dumper=yaml.SafeDumper))

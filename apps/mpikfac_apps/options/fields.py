@@ -2,6 +2,9 @@
 
 Dataclasses of the library serve as groups of options. A field may hold a dataclass: the options of
 the inner dataclass have the field's name as a prefix ("data.name"), or no prefix (`inline`).
+
+A field of a type derived from `Choice` is a joint: the option "sync.type" names a type, and the
+type has options of its own ("sync.rho"). So a dataclass has other options with other types.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import operator
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -21,8 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import docstring_parser
 
 from mpikfac import files
-from mpikfac_apps.options import by_epoch
+from mpikfac.plan.choices.choice import Choice, named_types
+from mpikfac_apps.options import by_epoch, joints
 from mpikfac_apps.options.by_epoch import ByEpoch
+from mpikfac_apps.options.joints import alternatives
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +45,10 @@ LISTS = {int: "a list of whole numbers", str: "a list of names", Path: "a list o
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 DTYPES = ("bfloat16",)
 REQUIRED = dataclasses.MISSING
+TYPE = "type"
+"""The last part of the key that names a joint's type."""
+Types = Mapping[str, str | None]
+"""The names of types by key: {"sync.type": "parle"}; joints that are missing have their default."""
 
 Group = TypeVar("Group", bound="DataclassInstance")
 
@@ -62,7 +71,6 @@ class Leaf:
         kind: the type.
         default: the value if the option is not given, as a user writes the value; REQUIRED if the
             option must be given.
-        usual: the default in words, if the default is null and stands for another value.
         help: the text about the field in the docstring of the dataclass.
         section: the heading above the option in help; by default the first line of the docstring
             of the dataclass.
@@ -70,26 +78,38 @@ class Leaf:
         positional: whether the value is given without the name.
         scheduled: whether the value may be numbers by epoch.
         read: the function that makes the value from a text; None if the text is the value.
+        joint: the base of the types that the option names; None if the value is no type.
     """
 
     key: str
     path: tuple[str, ...]
     kind: Any
     default: Any
-    usual: str
     help: str
     section: str
     bounds: tuple[str, ...]
     positional: bool
     scheduled: bool
     read: Callable[[str], Any] | None
+    joint: type[Choice] | None = None
+
+    @property
+    def name(self) -> str:
+        """The key in messages and help: of a type's name, the name of the joint."""
+        return self.key.removesuffix(f".{TYPE}") if self.joint else self.key
 
     @property
     def allowed(self) -> str:
         """The allowed values in words."""
-        first, *alternatives = map(_in_words, _alternatives(self.kind))
-        alternatives += [f'numbers by epoch such as "{by_epoch.EXAMPLE}"'] if self.scheduled else []
-        return " or ".join([" ".join([first, " and ".join(self.bounds)]).strip(), *alternatives])
+        first, *others = map(_in_words, alternatives(self.kind))
+        first = joints.allowed(self.joint) if self.joint else first
+        others += [f'numbers by epoch such as "{by_epoch.EXAMPLE}"'] if self.scheduled else []
+        return " or ".join([" ".join([first, " and ".join(self.bounds)]).strip(), *others])
+
+    @property
+    def nullable(self) -> bool:
+        """Whether the value may be null."""
+        return self.default is None or type(None) in alternatives(self.kind)
 
     @property
     def is_list(self) -> bool:
@@ -99,7 +119,7 @@ class Leaf:
     @property
     def is_flag(self) -> bool:
         """Whether the name without a value means true."""
-        return bool in _alternatives(self.kind)
+        return bool in alternatives(self.kind)
 
     @property
     def is_choice(self) -> bool:
@@ -112,8 +132,7 @@ class Leaf:
         Raises:
             ValueError: one line with key, value and bounds.
         """
-        nullable = self.default is None or type(None) in _alternatives(self.kind)
-        if value is None and not nullable:  # a line `lr:` in a file
+        if value is None and not self.nullable:  # a line `lr:` in a file
             raise ValueError(f"{self.key}=null must be {self.allowed}")
         value = value.numbers if isinstance(value, ByEpoch) else value
         for number in value if isinstance(value, list | tuple) else [value]:
@@ -172,22 +191,6 @@ def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str
     return dataclasses.field(default_factory=group, metadata=metadata)
 
 
-def changes(
-    group: type, usual: str, sections: Mapping[str, str], without: Collection[str] = ()
-) -> Any:
-    """Return a field for a dict with the fields of a dataclass that a user gives.
-
-    Args:
-        group: the dataclass; the options are the fields, and null leaves a field out of the dict.
-        usual: the value of a field that is left out, in words.
-        sections: the heading in help by the name of the field that holds the option's dataclass;
-            "" for the options of the outer dataclass.
-        without: fields that are not options.
-    """
-    metadata = {"changes": group, "usual": usual, "sections": sections}
-    return dataclasses.field(default_factory=dict, metadata=metadata | {"without": without})
-
-
 def section(heading: str, field: Any) -> Any:
     """Return a field that begins a section of help, with a heading.
 
@@ -202,43 +205,138 @@ def section(heading: str, field: Any) -> Any:
 # -- from dataclasses to options, and back ---------------------------------------------------------
 
 
+def leaves(group: type, types: Types | None = None) -> tuple[Leaf, ...]:
+    """Return the options of a dataclass, in the order of the fields.
+
+    Args:
+        types: the types of joints; the default types if None.
+
+    Raises:
+        ValueError: no type of a joint has the name; one line.
+    """
+    return _leaves_with(group, frozenset((types or {}).items()))
+
+
 @functools.cache
-def leaves(group: type) -> tuple[Leaf, ...]:
-    """Return the options of a dataclass, in the order of the fields."""
-    return tuple(_leaves(group))
+def _leaves_with(group: type, types: frozenset[tuple[str, str | None]]) -> tuple[Leaf, ...]:
+    return tuple(_leaves(group, dict(types)))
 
 
-def _leaves(group: type) -> Iterator[Leaf]:
-    hints = typing.get_type_hints(group, localns=ANNOTATIONS)
-    about = docstring_parser.parse(group.__doc__ or "")
-    texts = (docstring_parser.parse(base.__doc__ or "") for base in reversed(group.__mro__))
-    helps = {param.arg_name: param.description or "" for text in texts for param in text.params}
-    heading = (about.short_description or group.__name__).rstrip(".")
+def possible(group: type, within: Collection[type] = ()) -> dict[str, Leaf]:
+    """Return by key the options that a dataclass has with some of the known types.
+
+    Args:
+        within: bases of types that hold the dataclass; their joints are not followed again.
+    """
+    found: dict[str, Leaf] = {}
+    for leaf in leaves(group):
+        found.setdefault(leaf.key, leaf)
+        if leaf.joint and leaf.joint not in within:
+            for kind in named_types(leaf.joint).values():
+                for key, inner in possible(kind, (*within, leaf.joint)).items():
+                    found.setdefault(f"{leaf.name}.{key}", inner)
+    return found
+
+
+def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
+    """Yield the options of a dataclass.
+
+    Args:
+        like: a value of the dataclass, which gives the defaults; None for the dataclass's own.
+    """
+    heading, helps, hints = _described(group)
     for field in dataclasses.fields(group):
         name, kind, meta = field.name, hints[field.name], field.metadata
-        inner = meta.get("changes", kind)
-        if dataclasses.is_dataclass(inner):
-            for leaf in leaves(typing.cast(type, inner)):
+        base = joints.base_of(kind)
+        usual = _default_of(field) if like is None else getattr(like, name)
+        below = types if meta.get("inline") else _inside_of(name, types)
+        if dataclasses.is_dataclass(kind) and not base:
+            within = None if like is None else usual
+            for leaf in _below(typing.cast(type, kind), below, within):
                 if leaf.path[-1] not in meta.get("without", ()):
                     yield _inside(name, leaf, meta)
+        if (dataclasses.is_dataclass(kind) and not base) or "given" in meta:
             continue
         heading = meta.get("section", heading)
-        default = meta.get("written", field.default)
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        yield Leaf(
+        option = Leaf(
             key=name,
             path=(name,),
-            kind=str if meta.get("read") else _plain(kind, meta.get("names")),
-            scheduled=any(typing.get_origin(k) is Callable for k in _alternatives(kind)),
-            default=default,
-            usual="",
+            kind=str if meta.get("read") or base else _plain(kind, meta.get("names")),
+            scheduled=any(typing.get_origin(k) is Callable for k in alternatives(kind)),
+            default=meta.get("written", usual),
             help=_help(helps.get(name, ""), meta.get("listed", ())),
             section=heading,
             bounds=meta.get("bounds", ()),
             positional=meta.get("positional", False),
             read=meta.get("read"),
         )
+        yield from _of_joint(option, kind, base, below) if base else [option]
+
+
+def _below(group: type, types: Types, like: Any) -> Iterable[Leaf]:
+    """Return the options of a dataclass inside of another dataclass."""
+    return leaves(group, types) if like is None else _leaves(group, types, like)
+
+
+@functools.cache
+def _described(group: type) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """Return the first line of a dataclass's docstring, and help and types of its fields."""
+    about = docstring_parser.parse(group.__doc__ or "")
+    texts = (docstring_parser.parse(base.__doc__ or "") for base in reversed(group.__mro__))
+    helps = {param.arg_name: param.description or "" for text in texts for param in text.params}
+    heading = (about.short_description or group.__name__).rstrip(".").replace("None", "null")
+    return heading, helps, _hints(group)
+
+
+def _hints(group: type) -> dict[str, Any]:
+    """Return the types of the fields; other annotations may name what is not imported."""
+    names = {field.name for field in dataclasses.fields(group)}
+    hints: dict[str, Any] = {}
+    for base in reversed(group.__mro__):
+        texts = {k: v for k, v in vars(base).get("__annotations__", {}).items() if k in names}
+        of_fields = type(
+            base.__name__, (), {"__annotations__": texts, "__module__": base.__module__}
+        )
+        hints |= typing.get_type_hints(of_fields, localns=ANNOTATIONS)
+    return hints
+
+
+def _inside_of(name: str, types: Types) -> dict[str, str | None]:
+    """Return the types inside of the field `name`."""
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): kind for k, kind in types.items() if k.startswith(prefix)}
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field; REQUIRED if there is none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _of_joint(option: Leaf, hint: Any, base: type[Choice], types: Types) -> Iterator[Leaf]:
+    """Yield the option that names the type of a joint, and the options of the type.
+
+    The joint's default gives the defaults of its own type.
+    """
+    name, usual = option.key, option.default
+    kind = str | None if type(None) in alternatives(hint) else str
+    default = REQUIRED if usual is REQUIRED else joints.name_of(usual)
+    named: dict[str, Any] = {
+        "key": f"{name}.{TYPE}",
+        "path": (name, TYPE),
+        "kind": kind,
+        "default": default,
+    }
+    yield dataclasses.replace(option, joint=base, **named)
+    chosen = types.get(TYPE, default)
+    if not isinstance(chosen, str):
+        return
+    group = joints.type_of(name, base, chosen)
+    for leaf in _below(group, types, usual if type(usual) is group else None):
+        own = leaf.path[1:] in ((), (TYPE,))
+        section = f"{name}={chosen}: {leaf.section}" if own else leaf.section
+        yield _inside(name, dataclasses.replace(leaf, section=section), {})
 
 
 def _help(text: str, names: Collection[str]) -> str:
@@ -250,23 +348,24 @@ def _help(text: str, names: Collection[str]) -> str:
 def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
     """Return an option of a dataclass that is the field `name` of another dataclass."""
     key, path = leaf.key, (name, *leaf.path)
-    if "changes" in meta:  # choices have no prefixes, as in `Strategy.changed`
-        *holders, key = leaf.path
-        null = {"default": None, "usual": meta["usual"], "kind": leaf.kind | None}
-        heading = meta["sections"][holders[-1] if holders else ""]
-        return dataclasses.replace(leaf, key=key, path=(name, key), section=heading, **null)
     key = meta["renamed"].get(key, key) if meta.get("inline") else f"{name}.{key}"
     return dataclasses.replace(leaf, key=key, path=path, section=meta.get("section", leaf.section))
 
 
-def build(group: type[Group], values: Mapping[str, Any]) -> Group:
+def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] = ()) -> Group:
     """Return a dataclass with the values of options; options without a value have their defaults.
+
+    Args:
+        given: the keys that a user gives.
 
     Raises:
         ValueError: the dataclass refuses a value; one line.
     """
-    tree: dict[str, Any] = {}
-    for leaf in leaves(group):
+    fields = dataclasses.fields(group)
+    chosen = {key: value for key, value in values.items() if key in given}
+    tree: dict[str, Any] = {field.name: chosen for field in fields if "given" in field.metadata}
+    types = {key: value for key, value in values.items() if key.endswith(f".{TYPE}")}
+    for leaf in leaves(group, types):
         if leaf.key in values:
             node = tree
             for name in leaf.path[:-1]:
@@ -275,17 +374,26 @@ def build(group: type[Group], values: Mapping[str, Any]) -> Group:
     return _group_of(group, tree, "")
 
 
-def _group_of(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
-    hints, values = typing.get_type_hints(group, localns=ANNOTATIONS), dict(tree)
+def _group_of(
+    group: type[Group], tree: Mapping[str, Any], prefix: str, like: Group | None = None
+) -> Group:
+    """Return a dataclass with the values of a tree, and the further values of `like`."""
+    (_, _, hints), values = _described(group), dict(tree)
     for field in dataclasses.fields(group):
-        value = tree.get(field.name)
-        if "changes" in field.metadata:
-            values[field.name] = {k: v for k, v in (value or {}).items() if v is not None}
-        elif isinstance(value, Mapping) and dataclasses.is_dataclass(hints[field.name]):
+        value, hint = tree.get(field.name), hints[field.name]
+        if like is not None and field.init:
+            values.setdefault(field.name, getattr(like, field.name))
+        if isinstance(value, Mapping) and (base := joints.base_of(hint)):
+            usual = getattr(like, field.name) if like is not None else _default_of(field)
+            inner = f"{prefix}{field.name}"
+            values[field.name] = _typed(base, value, inner, usual)
+        elif isinstance(value, Mapping) and dataclasses.is_dataclass(hint):
             inner = prefix if field.metadata.get("inline") else f"{prefix}{field.name}."
-            values[field.name] = _group_of(hints[field.name], value, inner)
-        elif isinstance(value, str) and Dtype in _alternatives(hints[field.name]):
+            values[field.name] = _group_of(typing.cast(Any, hint), value, inner)
+        elif isinstance(value, str) and Dtype in alternatives(hint):
             values[field.name] = dtype(value)
+        elif isinstance(value, list) and _takes_tuples(hint):
+            values[field.name] = tuple(value)
     try:
         for name, value in values.items():
             if isinstance(value, ByEpoch):  # a group checks the number of epoch 0
@@ -293,21 +401,55 @@ def _group_of(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group
                     group(**{**values, name: number})
         return group(**values)
     except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from error
+        raise ValueError(f"{prefix}{str(error).removeprefix(prefix)}") from error
+
+
+def _typed(base: type[Choice], tree: Mapping[str, Any], joint: str, usual: Any) -> Choice | None:
+    """Return the value of a joint.
+
+    Args:
+        tree: the name of the type, and values of the type's fields.
+        usual: the default of the joint, whose values stay if the type does.
+    """
+    values = dict(tree)
+    name = values.pop(TYPE, None) if TYPE in values or usual is REQUIRED else joints.name_of(usual)
+    if name is None:
+        return None
+    kind: Any = joints.type_of(joint, base, name)
+    return typing.cast(
+        Choice, _group_of(kind, values, f"{joint}.", usual if type(usual) is kind else None)
+    )
 
 
 def flat(options: DataclassInstance) -> dict[str, Any]:
     """Return the values of the options of a dataclass by key, as texts, numbers and lists."""
-    return {leaf.key: _text(_reached(options, leaf.path)) for leaf in leaves(type(options))}
+    found = leaves(type(options), types_of(options))
+    return {leaf.key: _value_of(options, leaf) for leaf in found}
 
 
-def _reached(value: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
-    return value
+def types_of(options: Any, prefix: str = "") -> dict[str, str | None]:
+    """Return the names of the types in a dataclass by key."""
+    types: dict[str, str | None] = {}
+    group: type = type(options)
+    _, _, hints = _described(group)
+    for field in dataclasses.fields(options):
+        value, inline = getattr(options, field.name), field.metadata.get("inline")
+        below = prefix if inline else f"{prefix}{field.name}."
+        if joints.base_of(hints[field.name]):
+            types[f"{below}{TYPE}"] = joints.name_of(value)
+        if dataclasses.is_dataclass(value):
+            types |= types_of(value, below)
+    return types
 
 
-def _text(value: Any) -> Any:
+def _value_of(options: Any, leaf: Leaf) -> Any:
+    """Return the value of an option as a text, a number, a list or null."""
+    *holders, last = leaf.path
+    for name in holders:
+        options = getattr(options, name)
+    if leaf.joint:
+        return joints.name_of(options)
+    value = getattr(options, last)
     if isinstance(value, ByEpoch):
         return str(value)
     if type(value).__module__ == "torch":  # a dtype
@@ -332,7 +474,7 @@ def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
     """
     words: list[str] = []
     members = []
-    for member in _alternatives(hint):
+    for member in alternatives(hint):
         if member is str and names:
             words += names
         elif member is Dtype:
@@ -345,10 +487,9 @@ def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
     return typing.Union[tuple(members)]  # noqa: UP007 (members are not known here)
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself if the type is no union."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if union else (hint,)
+def _takes_tuples(hint: Any) -> bool:
+    """Return whether a tuple is a value of a type."""
+    return any(typing.get_origin(member) is tuple for member in alternatives(hint))
 
 
 def _in_words(kind: Any) -> str:

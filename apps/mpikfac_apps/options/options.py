@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mpikfac import Damping, Estimator, Length, Strategy
-from mpikfac.plan import FACTOR_EVERY, NAMED
+import mpikfac.lab  # noqa: F401 (its methods are known by name)
+from mpikfac import (
+    CommOpt,
+    Compression,
+    Damping,
+    Estimator,
+    Length,
+    Refresh,
+    Strategy,
+    Synchronous,
+    Transport,
+    get_strategy,
+)
+from mpikfac.plan import FACTOR_EVERY, NAMED, Assignment, Synchronization
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Schedule
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.command_line import CommandLine
-from mpikfac_apps.options.fields import bounded, changes, choice, inline, leaves, listed, section
+from mpikfac_apps.options.fields import (
+    bounded,
+    choice,
+    flat,
+    inline,
+    leaves,
+    listed,
+    section,
+)
 from mpikfac_apps.options.run import END, LENGTH, LOG, RunOptions
+from mpikfac_apps.options.sources import Presets
 
 # The names of tables whose code needs torch; the tests compare the names with the tables.
 SOLVERS = (
@@ -115,20 +136,9 @@ class GroupOptions:
     distill_weight: float = bounded(1.0, ">= 0")
 
 
-PAPERS = "to reproduce papers"
-STRATEGY_SECTIONS = {
-    "": "placement: who decomposes, preconditions and updates",
-    "refresh": "refresh: when factors are decomposed",
-    "transport": "messages",
-    "wires": "compression",
-    "exchange": "exchange",
-    "stream": f"exchange, {PAPERS}: spread over steps [Streaming DiLoCo]",
-    "merging": f"exchange, {PAPERS}: copies that stay different [LSGD, Parle]",
-    "outer": f"exchange, {PAPERS}: the common step of copies [DiLoCo]",
-    "robust": f"exchange, {PAPERS}: ranks that may be wrong [Byzantine]",
-    "asynchrony": f"exchange, {PAPERS}: clients and servers [Dean et al. 2012]",
-}
-"""The headings in help of the choices of a strategy."""
+AUTO = "auto"
+COMM_OPT = "comm-opt"
+HIDDEN = "transport.virtual_ranks"  # an option of its own: `parts`
 
 
 @dataclass(frozen=True)
@@ -138,10 +148,9 @@ class StrategyOptions:
     Without K-FAC, choices about factors and decompositions have no effect.
 
     Args:
-        strategy: the name of a strategy; `mpikfac strategies` lists all names. "auto" takes the
-            strategy of K-FAC with the least predicted time on `machine`.
-        fraction: the workers of a layer as a share of the ranks, in the place of the number of
-            workers.
+        strategy: the name of a strategy; `mpikfac strategies` lists all names. The strategy gives
+            the defaults of the options of assignment, sync, compression, refresh and transport.
+            "auto" takes the strategy of K-FAC with the least predicted time on `machine`.
         machine: a measured machine: a file of `mpikfac calibrate`, or a published machine as for
             `mpikfac simulate`. Overlapped strategies choose their messages for the machine, and
             strategy=auto chooses everything.
@@ -150,22 +159,64 @@ class StrategyOptions:
             layers with the least seconds on `machine`, or without a machine with the fewest bytes.
         ways: the number of ranks of a group that shares out layers; null: all ranks, and of
             split_layers=auto the cheapest number.
-        change: choices that replace the choices of the named strategy.
+        assignment: who decomposes factors, preconditions gradients and steps weights.
+        sync: what ranks exchange to train one model, and when.
+        compression: how numbers are encoded in messages.
+        refresh: when factors are decomposed, and by whom.
+        transport: when numbers travel, and in which messages.
     """
 
-    strategy: str = section("strategy", field(default="comm-opt"))
-    fraction: float | None = bounded(None, "> 0", "<= 1")
+    strategy: str = section("strategy", field(default=COMM_OPT))
     machine: str | None = None
     split_layers: list[str] | str = field(default_factory=list)
     ways: int | None = bounded(None, ">= 2")
-    change: Mapping[str, Any] = changes(
-        Strategy, "as in the strategy", STRATEGY_SECTIONS, without=("parts",)
+    assignment: Assignment = field(default_factory=CommOpt)
+    sync: Synchronization = field(default_factory=Synchronous)
+    compression: Compression = field(default_factory=Compression)
+    refresh: Refresh = field(default_factory=Refresh)
+    transport: Transport = field(
+        default_factory=Transport, metadata={"without": ("virtual_ranks",)}
     )
 
     @property
     def split(self) -> list[str]:
         """The texts of `split_layers`."""
         return [self.split_layers] if isinstance(self.split_layers, str) else self.split_layers
+
+    @property
+    def chosen(self) -> Strategy:
+        """The strategy.
+
+        Raises:
+            ValueError: choices do not fit together.
+        """
+        return Strategy(*(getattr(self, joint) for joint in JOINTS))
+
+    def renamed(self, name: str) -> StrategyOptions:
+        """Return the options with another strategy by name, and without choices of their own."""
+        return replace(self, strategy=name, **vars(get_strategy(name)[0]))
+
+    def own_choices(self) -> list[str]:
+        """Return the keys of the choices that are not those of the strategy by name."""
+        usual, now = preset(self.strategy), flat(self)
+        return [key for key, value in usual.items() if now.get(key, usual) != value]
+
+
+JOINTS = tuple(vars(Strategy()))
+"""The fields of a strategy, which are fields of `StrategyOptions`."""
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Return the options of a strategy by name; none if there is no such strategy.
+
+    Of "auto", the options of COMM-OPT.
+    """
+    if (named := NAMED.get(COMM_OPT if name == AUTO else name)) is None:
+        return {}
+    return {key: value for key, value in flat(named.strategy).items() if key != HIDDEN}
+
+
+PRESETS = Presets("strategy", preset)
 
 
 @dataclass(frozen=True)
@@ -431,7 +482,14 @@ BASIC = (
     *("optimizer", "model", "data.name", "data.path", "data.augment", "batch", "batch_per_rank"),
     *("epochs", "max_steps", "lr", "warmup_epochs", "schedule", "momentum", "weight_decay", "seed"),
     *("run_dir", "resume", "checkpoint_minutes", "max_time", "log_every", "trace_steps", "device"),
-    *("strategy", "workers", "kfac.damping", "kfac.factor_update_steps", "kfac.inv_update_steps"),
+    *(
+        "strategy",
+        "assignment.type",
+        "sync.type",
+        "kfac.damping",
+        "kfac.factor_update_steps",
+        "kfac.inv_update_steps",
+    ),
     *("kfac.relative_damping", "kfac.solver", "kfac.length", "kfac.momentum_of"),
 )
 """The options that a newcomer needs: `--help` shows these options."""
@@ -472,4 +530,6 @@ def _usual_of(solver: str) -> dict[tuple[str, ...], Any]:
     return values
 
 
-TRAIN = CommandLine("mpikfac train", Options, BASIC, files=True, usual=usual_values)
+TRAIN = CommandLine(
+    "mpikfac train", Options, BASIC, files=True, usual=usual_values, presets=PRESETS
+)

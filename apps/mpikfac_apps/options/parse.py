@@ -15,7 +15,7 @@ from mpikfac_apps.options.conflicts import (
 )
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
-from mpikfac_apps.options.options import TRAIN, KfacOptions, Options
+from mpikfac_apps.options.options import AUTO, TRAIN, KfacOptions, Options
 from mpikfac_apps.options.strategy import make_strategy, solver_of, training_ranks
 from mpikfac_apps.problems.models import network
 
@@ -64,10 +64,9 @@ def of_run(options: Options) -> KfacOptions:
 
 
 def resolved(options: Options, ranks: int) -> dict[str, Any]:
-    """Return all options as in a YAML file, with the choices of the strategy in place of null.
+    """Return all options as in a YAML file, with the settings of the strategy in place of null.
 
-    A run with the file is an equal run. The number of workers stays null, because the number
-    depends on the number of ranks. All choices of strategy=auto stay null, too.
+    A run with the file is an equal run.
 
     Args:
         ranks: the ranks that train.
@@ -75,13 +74,9 @@ def resolved(options: Options, ranks: int) -> dict[str, Any]:
     values = flat(options) | {"batch_per_rank": None, "lr": options.rate}
     if options.optimizer == "kfac":
         values["kfac.momentum_of"] = options.momentum_of
-    if options.distribution.strategy != "auto":
-        strategy, settings = make_strategy(options.distribution, options.kfac, ranks)
-        settings = {"solver": solver_of(settings), **settings}
-        if options.optimizer != "kfac":
-            strategy, settings = strategy.first_order(), {}
-        choices = strategy.choices() | {f"kfac.{key}": value for key, value in settings.items()}
-        for key, value in choices.items():
-            if key not in ("workers", "parts") and values[key] is None:
-                values[key] = list(value) if isinstance(value, tuple) else value
+    if options.optimizer == "kfac" and options.distribution.strategy != AUTO:
+        _, settings = make_strategy(options.distribution, options.kfac, ranks)
+        for key, value in {"solver": solver_of(settings), **settings}.items():
+            if values[f"kfac.{key}"] is None:
+                values[f"kfac.{key}"] = value
     return nested(values)

@@ -20,26 +20,27 @@ from mpikfac import (
     LayerShape,
     LevenbergMarquardt,
     Strategy,
-    Wires,
     default_rule,
     get_strategy,
     schedule,
 )
 from mpikfac.layers import Kinds
-from mpikfac.plan import CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
+from mpikfac.plan import CHANNELS, Channels, LayerCall, Plan, forward_only
 from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
 from mpikfac.settings import SETTLED, usual_intervals
 from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
-from mpikfac_apps.options.fields import Group, dtype
-from mpikfac_apps.options.options import KfacOptions, Options, StrategyOptions
+from mpikfac_apps.options.choices import with_choices
+from mpikfac_apps.options.fields import Group, dtype, flat
+from mpikfac_apps.options.options import AUTO, KfacOptions, Options, StrategyOptions
 
 Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
 
-AUTO = "auto"  # among split layers: the cheapest
 ITEMSIZE = 4  # bytes of a number in float32
 OF_STRATEGY = ("solver", "inv_update_steps")
 """Settings of `KFAC` that a strategy may bring."""
+TUNED = ("transport.fusion", "assignment.replicate_below")
+"""The choices that a machine makes."""
 
 
 def solver_of(settings: Mapping[str, Any]) -> str:
@@ -56,16 +57,22 @@ def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) ->
 
 
 def serving_ranks(options: Options) -> tuple[str, int]:
-    """Return the number of ranks that do not train, behind the name of the choice.
+    """Return the number of ranks that do not train, behind the key of the option.
 
     The ranks hold the weights for the ranks that train, or decompose for the ranks that train.
     """
     distribution = options.distribution
-    named = NAMED[distribution.strategy].choices if distribution.strategy in NAMED else {}
-    choices = {**Strategy().choices(), **named, **distribution.change}
-    if choices["exchanged"] == "updates":
-        return "servers", choices["servers"]
-    return "curvature_servers", choices["curvature_servers"] if options.optimizer == "kfac" else 0
+    if not distribution.sync.waits_for_all:
+        return "sync.servers", distribution.sync.server_ranks
+    return "refresh.servers", distribution.refresh.servers if options.optimizer == "kfac" else 0
+
+
+def no_servers(options: Options) -> str:
+    """Return the choice that needs no ranks beside the ranks that train, and the present choice."""
+    distribution = options.distribution
+    if not distribution.sync.waits_for_all:
+        return f"sync=synchronous, not {distribution.sync.name}"
+    return f"refresh=owners, not {distribution.refresh.name}"
 
 
 def training_ranks(options: Options, ranks: int) -> int:
@@ -80,11 +87,11 @@ def training_ranks(options: Options, ranks: int) -> int:
     if ranks % groups:
         raise ValueError(f"groups={groups} must divide the number of ranks ({ranks})")
     if groups > 1 and spared:
-        raise ValueError(f"groups={groups} needs {name}=0, not {spared}")
+        raise ValueError(f"groups={groups} needs {no_servers(options)}")
     if spared >= ranks:
         raise ValueError(f"{name}={spared} must be less than the number of ranks ({ranks})")
     if spared and options.shrink:
-        raise ValueError(f"shrink=true needs {name}=0, not {spared}")
+        raise ValueError(f"shrink=true needs {no_servers(options)}")
     return ranks // groups - spared
 
 
@@ -98,40 +105,29 @@ def make_strategy(
     Raises:
         ValueError: choices do not fit together, or do not fit the number of ranks.
     """
+    if parts is not None and parts % ranks:
+        raise ValueError(f"parts={parts} must be a multiple of the number of ranks ({ranks})")
     given = {key: getattr(kfac, key) for key in OF_STRATEGY}
     overrides = {key: value for key, value in given.items() if value is not None}
-    choices = _choices(distribution, ranks) | ({} if parts is None else {"parts": parts})
-    if distribution.strategy == "auto":
-        if distribution.machine is None or distribution.change or distribution.fraction:
+    transport = dataclasses.replace(distribution.transport, virtual_ranks=parts)
+    distribution = dataclasses.replace(distribution, transport=transport)
+    if distribution.strategy == AUTO:
+        own = distribution.own_choices()
+        if distribution.machine is None or own:
             raise ValueError(
                 f"strategy=auto needs machine, and none of its own choices; machine is "
-                f"{distribution.machine}, choices are {', '.join(distribution.change) or 'none'}"
+                f"{distribution.machine}, choices are {', '.join(own) or 'none'}"
             )
-        # The workers follow once the model is known: see `for_machine`.
-        return Strategy.comm_opt(ranks, **choices), overrides
-    chosen, settings = get_strategy(distribution.strategy, ranks, **choices)
-    settings = {**settings, **overrides}
+        return distribution.chosen, overrides  # see `for_machine` for the choices
+    _, settings = get_strategy(distribution.strategy)
+    chosen, settings = distribution.chosen, {**settings, **overrides}
+    chosen.check_ranks(ranks)
     interval, turns = settings.get("inv_update_steps", 0), chosen.refresh.stagger
     if any(number % turns for number in numbers_of(interval)):
-        raise ValueError(f"inv_update_steps={interval} must be a multiple of stagger={turns}")
-    wires = chosen.transport.wires
-    if wires.top_share != Wires.top_share and wires.gradient_wire != "top-k":
         raise ValueError(
-            f"top_share={wires.top_share} needs gradient_wire=top-k, not {wires.gradient_wire}"
+            f"inv_update_steps={interval} must be a multiple of refresh.stagger={turns}"
         )
     return chosen, settings
-
-
-def _choices(distribution: StrategyOptions, ranks: int) -> dict[str, Any]:
-    """Return the choices that the options ask for."""
-    choices = dict(distribution.change)
-    if isinstance(fusion := choices.get("fusion"), tuple) and len(fusion) == 1:
-        choices["fusion"] = fusion[0]
-    workers = choices.pop("workers", None)
-    explicit = workers is not None or distribution.fraction is not None
-    if explicit or distribution.strategy == "hybrid":
-        choices["workers"] = Strategy.hybrid(ranks, workers, distribution.fraction).workers
-    return choices
 
 
 def job_of(options: Options, ranks: int, inv_update_steps: int) -> Job:
@@ -172,12 +168,12 @@ def for_machine(
     machine = load_machine(distribution.machine)
     solver = solver_of(settings)
     job = job_of(options, ranks, lasting_inv_update_steps(settings, strategy))
-    if distribution.strategy == "auto":
+    if distribution.strategy == AUTO:
         return choose(*shapes, ranks, machine, job, forms(solver))
     chosen = tuned(strategy, *shapes, ranks, machine, job, forms(solver))
-    explicit = [key for key in ("fusion", "replicate_below") if key in distribution.change]
-    choices = strategy.choices()
-    return distribution.strategy, chosen.changed(**{key: choices[key] for key in explicit})
+    usual, now = flat(get_strategy(distribution.strategy)[0]), flat(strategy)
+    explicit = {key: now[key] for key in TUNED if now[key] != usual[key]}
+    return distribution.strategy, with_choices(chosen, explicit)
 
 
 def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
@@ -211,15 +207,6 @@ def layer_distribution(
         machine = load_machine(distribution.machine) if distribution.machine else None
         return choose_distribution(calls, ranks, machine, ITEMSIZE)
     return mpikfac.Distribution(distribution.ways or ranks, dealt_out(distribution.split))
-
-
-def differences(strategy: Strategy) -> str:
-    """Return the workers of a strategy, and the choices that differ from the usual choices."""
-    usual = Strategy.mem_opt().choices()
-    words = {key: value for key, value in strategy.choices().items() if value != usual[key]}
-    return ", ".join(
-        f"{key}={value}" for key, value in {"workers": strategy.workers, **words}.items()
-    )
 
 
 def make_plan(

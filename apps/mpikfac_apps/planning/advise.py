@@ -28,11 +28,12 @@ from mpikfac_apps.planning.predictions import (
     network_of,
     predictions,
 )
-from mpikfac_apps.planning.search import changed, variants
+from mpikfac_apps.planning.search import PER_NODE, changed, variants
 from mpikfac_apps.text import MIB, number, show, table
 
 PASSES = ("forward", "backward")
 FLOAT32 = 4  # bytes
+OVERLAP = "transport.overlap"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,10 +49,7 @@ def advise(options: AdviseOptions) -> int:
         OSError: a file cannot be read or written.
     """
     machine = mpikfac.predict.load_machine(options.machine)
-    distribution = replace(
-        options.distribution, change={"overlap": True} | dict(options.distribution.change)
-    )
-    options = replace(options, distribution=distribution)
+    options = replace(options, given={OVERLAP: True, **options.given})
     rows = [row | needs(row, options) for row in predictions(options, machine)]
     sections = [heading(options, machine)]
     for ranks in dict.fromkeys(options.ranks):
@@ -174,7 +172,7 @@ def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
             overlapped, blocked, *played = map(ms, times)
             lines.append((label(row), overlapped, blocked, str(row["images"]), *played))
     left_out = [row["strategy"] for row in rows if "left_out" in row]
-    words = f"Left out: {', '.join(left_out)}; mpikfac simulate --overlap true says why"
+    words = f"Left out: {', '.join(left_out)}; mpikfac simulate --{OVERLAP} true says why"
     notes = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
     return [number(ranks, "rank"), *intervals_in_words(rows), *table(lines), *notes]
 
@@ -217,11 +215,10 @@ def words_for(row: Row, options: AdviseOptions) -> str:
         _, solver = strategy_of(name, row["ranks"], options.solver)
         usual = mpikfac.plan.NAMED[name].settings.get("solver", "inverse")
         words += [f"--kfac.solver {solver}"] if solver != usual else []
-    words += [f"--workers {row['workers']}"] if name == "hybrid" else []
+    words += [f"--assignment.grad_workers {row['workers']}"] if name == "hybrid" else []
     change = row.get("change", {})
-    words += [f"--{key} {change[key]}" for key in ("ranks_per_node",) if key in change]
-    overlap = options.distribution.change["overlap"]
-    return " ".join([*words, f"--overlap {str(overlap).lower()}"])
+    words += [f"--{PER_NODE} {change[PER_NODE]}"] if PER_NODE in change else []
+    return " ".join([*words, f"--{OVERLAP} {str(options.given[OVERLAP]).lower()}"])
 
 
 def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
@@ -239,7 +236,7 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
         f"  = 2 x {size / MIB:.2f} MiB x {ranks} / "
         f"({bandwidth / 1e9:.2f} GB/s x {ms(computing)} ms) = {least:.1f}: "
         f"{servers}",
-        f"  Take --strategy downpour --optimizer sgd --servers {servers} on {ranks + servers} "
+        f"  Take --strategy downpour --optimizer sgd --sync.servers {servers} on {ranks + servers} "
         f"ranks",
     ]
 

@@ -263,7 +263,8 @@ def hidden_part(
 
     Collective over: comm.
     """
-    ways = [mpikfac.Strategy.comm_opt(comm.size, fusion=3, overlap=way) for way in (True, False)]
+    transports = [mpikfac.Transport(fusion=3, overlap=way) for way in (True, False)]
+    ways = [mpikfac.Strategy(transport=transport) for transport in transports]
     try:
         beside, in_turn = network.together(comm, ways)
     except ValueError:  # threads may not call the MPI: no message is overlapped

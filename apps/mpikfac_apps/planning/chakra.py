@@ -69,13 +69,15 @@ def _check_kinds(plan: Plan) -> None:
     Raises:
         ValueError: refreshes have turns, or ranks exchange something else than gradients.
     """
-    stagger, exchanged = plan.strategy.refresh.stagger, plan.strategy.exchange.exchanged
+    stagger, sync = plan.strategy.refresh.stagger, plan.strategy.sync
     if stagger > 1:
-        raise ValueError(f"export: stagger={stagger} has a refresh for each turn; take stagger=1")
-    if exchanged != "gradients":
         raise ValueError(
-            f"export: exchanged={exchanged!r} has steps with and without an exchange; "
-            f"take a strategy with exchanged='gradients'"
+            f"export: refresh.stagger={stagger} has a refresh for each turn; take refresh.stagger=1"
+        )
+    if sync.local_steps or not sync.waits_for_all:
+        raise ValueError(
+            f"export: sync={sync.name} has steps with and without an exchange; take "
+            f"sync=synchronous"
         )
 
 
@@ -126,8 +128,8 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
         return list(passing(message, team, team.index(rank)))
     if message.rule:
         raise ValueError(
-            f"export: Chakra has no rule to combine {message.stage!r}; take combine='mean' and "
-            f"combine_factors='mean'"
+            f"export: Chakra has no rule to combine {message.stage!r}; take "
+            f"sync.aggregation=mean and sync.factor_aggregation=mean"
         )
     if message.primitive not in COLLECTIVES:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mpikfac
 
@@ -51,15 +52,24 @@ def near_root(ranks: int) -> int:
     return min(mpikfac.plan.divisors(ranks), key=lambda count: abs(count**2 - ranks))
 
 
+def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
+    """Return a strategy with the divisor near the root of the ranks, where it has half as workers.
+
+    Half is no whole number of workers for odd numbers of ranks.
+    """
+    if strategy.assignment != mpikfac.HybridOpt():
+        return strategy
+    return replace(strategy, assignment=mpikfac.HybridOpt(grad_workers=near_root(ranks)))
+
+
 def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, str]:
     """Return a named strategy and its solver: `solver`, unless the strategy's factors are vectors.
 
     "sgd" has no K-FAC; "own" is the solver of the named strategy.
     """
     if name == "sgd":
-        return mpikfac.Strategy.mem_opt(), "inverse"
-    workers = {"workers": near_root(ranks)} if name == "hybrid" else {}
-    strategy, settings = mpikfac.get_strategy(name, ranks, **workers)
+        return mpikfac.Strategy(mpikfac.MemOpt()), "inverse"
+    strategy, settings = mpikfac.get_strategy(name)
     usual_solver = settings.get("solver", "inverse")
     keeps_own = solver == "own" or mpikfac.solvers.SOLVERS[usual_solver].form.vector
-    return strategy, usual_solver if keeps_own else solver
+    return at_ranks(strategy, ranks), usual_solver if keeps_own else solver

@@ -5,21 +5,27 @@ A module of a program imports torch, so the options stand apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import mpikfac
 from mpikfac_apps.cli import picture
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
 from mpikfac_apps.options.options import (
+    COMM_OPT,
+    JOINTS,
     MODELS,
+    PRESETS,
     SOLVERS,
     KfacOptions,
     StrategyOptions,
+    preset,
     usual_values,
 )
+from mpikfac_apps.options.sources import Presets
 from mpikfac_apps.planning.facts import UNPLANNED
 from mpikfac_apps.text import MOST, counts
 
@@ -32,8 +38,8 @@ OWN = (
     "machine",
 )  # K-FAC's options with another meaning here
 PLAN_BASIC = (
-    *("model", "classes", "ranks", "strategy", "workers", "reduction", "update", "delay"),
-    *("overlap", "ranks_per_node", "solver", "skip"),
+    *("model", "classes", "ranks", "strategy", "assignment.type", "sync.type", "solver", "skip"),
+    *("refresh.staleness", "transport.overlap", "transport.ranks_per_node"),
 )
 SIMULATE_BASIC = (
     *("machine", "model", "classes", "ranks", "strategy", "solver", "batch_per_rank", "stragglers"),
@@ -130,6 +136,8 @@ class PredictionOptions:
         stragglers: the spread of the computing times of ranks, as a standard deviation of the
             logarithm; 0.05 for 5 %.
         json: a file to write the predictions to; null for none.
+        given: the values of options that a user gives, by key.
+        distribution: the choices that replace those of each strategy.
     """
 
     machine: str = listed(mpikfac.predict.published_machines())
@@ -144,6 +152,12 @@ class PredictionOptions:
     json: Path | None = read_by(json_file, None)
     distribution: StrategyOptions = inline(StrategyOptions, without=(*OWN, *UNPLANNED))
     kfac: KfacOptions = inline(KfacOptions, without=OWN)
+    given: Mapping[str, Any] = field(default_factory=dict, metadata={"given": True})
+
+    @property
+    def change(self) -> dict[str, Any]:
+        """The choices by key that replace those of each strategy."""
+        return {k: value for k, value in self.given.items() if k.partition(".")[0] in JOINTS}
 
 
 @dataclass(frozen=True)
@@ -216,12 +230,22 @@ class CalibrateOptions:
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
 
 
-PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC, usual=usual_values)
+def first_preset(names: str) -> dict[str, Any]:
+    """Return the options of the first strategy of a text; of "sgd" and "all", of COMM-OPT."""
+    return preset(names.partition(",")[0].strip().removeprefix(SGD)) or preset(COMM_OPT)
+
+
+FIRST = Presets("strategy", first_preset)
+PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC, usual=usual_values, presets=PRESETS)
 SIMULATE = CommandLine(
-    "mpikfac simulate", SimulateOptions, (*SIMULATE_BASIC, *SEARCH), usual=usual_values
+    *("mpikfac simulate", SimulateOptions, (*SIMULATE_BASIC, *SEARCH)),
+    usual=usual_values,
+    presets=FIRST,
 )
 ADVISE = CommandLine(
-    "mpikfac advise", AdviseOptions, (*SIMULATE_BASIC, "efficiency"), usual=usual_values
+    *("mpikfac advise", AdviseOptions, (*SIMULATE_BASIC, "efficiency")),
+    usual=usual_values,
+    presets=FIRST,
 )
 LIST = CommandLine("mpikfac strategies", StrategiesOptions)
 CALIBRATE = CommandLine("mpikfac calibrate", CalibrateOptions)

@@ -1,16 +1,19 @@
 """Print the communication plan of a model: who computes and sends what. No MPI.
 
-mpikfac plan --model resnet50 --ranks 64 --workers 8
+mpikfac plan --model resnet50 --ranks 64 --assignment hybrid-opt --assignment.grad_workers 8
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 import mpikfac
+from mpikfac.plan import names
 from mpikfac_apps import cli
+from mpikfac_apps.options.choices import differences
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     coverage,
@@ -28,6 +31,8 @@ from mpikfac_apps.planning.options import PLAN, PlanOptions
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import in_lines, mib, number, show, table
 
+WIDTH = 96
+EXCHANGES = (names.EXCHANGE_WEIGHTS, names.EXCHANGE_IN_NODE)
 TABLE = 60  # layers; of longer models, a line names several layers
 
 Kind = tuple[str, str, str]
@@ -116,17 +121,15 @@ def run_of(options: PlanOptions) -> Options:
 
 def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     """Return lines with model, solver, strategy and digest of a plan."""
-    strategy, workers = plan.strategy, plan.strategy.workers
+    strategy, workers = plan.strategy, plan.grid.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
-    spared = strategy.refresh.curvature_servers
+    spared = strategy.refresh.servers
     notes = [f"{number(spared, 'more rank')} decompose{'s' * (spared == 1)} for these ranks"]
     return [
         f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
         *(notes if spared else []),
         f"{kind}: {number(workers, 'gradient worker')} per layer",
-        f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
-        f"colocate_factors={strategy.colocate_factors}, parts={strategy.transport.parts}, "
-        f"ranks_per_node={strategy.transport.ranks_per_node}",
+        *textwrap.wrap(differences(strategy), WIDTH, break_on_hyphens=False),
         f"plan {plan.digest()}",
     ]
 
@@ -211,11 +214,12 @@ def memory(plan: mpikfac.plan.Plan, job: mpikfac.predict.Job) -> list[str]:
 
 def messages(plan: mpikfac.plan.Plan) -> list[str]:
     """Return the heading of the tables of collectives."""
-    exchange, apart = plan.strategy.exchange, []
-    if exchange.of_copies:
-        interval, in_node = exchange.sync_every, {exchange.in_node} - {exchange.sync_every}
-        apart = [f"  exchange weights: after every {interval} steps; other steps send no gradients"]
-        apart += [f"  exchange weights in node: after every {n} steps" for n in in_node]
+    sync, apart = plan.strategy.sync, []
+    if sync.local_steps:
+        every, in_node = (round(1 / sync.share_of_steps(stage)) for stage in EXCHANGES)
+        apart = [f"  exchange weights: after every {every} steps; other steps send no gradients"]
+        if in_node != every:
+            apart.append(f"  exchange weights in node: after every {in_node} steps")
     return [
         f"Collectives of a step, MiB{sample_note(plan)}",
         "  buffer: the bytes that a rank passes to MPI; wire: the most bytes that a rank sends",

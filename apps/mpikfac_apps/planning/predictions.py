@@ -9,7 +9,8 @@ from typing import Any
 
 import mpikfac
 from mpikfac.plan import BASIS_EVERY
-from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.choices import with_choices
+from mpikfac_apps.options.options import Options, StrategyOptions
 from mpikfac_apps.options.strategy import (
     Shapes,
     coverage,
@@ -18,7 +19,7 @@ from mpikfac_apps.options.strategy import (
     solver_of,
 )
 from mpikfac_apps.planning.budget import Calls, Foreseen, calls_of, foreseen
-from mpikfac_apps.planning.facts import near_root
+from mpikfac_apps.planning.facts import at_ranks
 from mpikfac_apps.planning.options import SGD, PredictionOptions
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import number
@@ -64,7 +65,7 @@ def predicted(
         "factor_update_steps": run.factor_update_steps,
         "inv_update_steps": run.inv_update_steps,
     }
-    return row | {"workers": run.plan.strategy.workers} | intervals | found
+    return row | {"workers": run.plan.grid.workers} | intervals | found
 
 
 def job_of(
@@ -125,15 +126,10 @@ def foreseen_of(
     """
     usual = options.inv_update_steps or BASIS_EVERY  # whatever the strategy takes
     kfac = replace(options.kfac, inv_update_steps=usual)
-    distribution = options.distribution
     first_order = name.startswith("sgd")
     shapes = network.bare if first_order else network.covered
     name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
-    change = dict(distribution.change)
-    if name == "hybrid" and "workers" not in change and distribution.fraction is None:
-        change["workers"] = near_root(ranks)
-    distribution = replace(distribution, strategy=name, change=change)
-    strategy, settings = make_strategy(distribution, kfac, ranks)
+    strategy, settings = make_strategy(chosen(options, name, ranks), kfac, ranks)
     solver = solver_of(settings)
     if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
         solver = options.solver
@@ -147,6 +143,18 @@ def foreseen_of(
     plan = make_plan(kfac, *shapes, ranks, strategy, solver)
     given = {"inv_update_steps": options.inv_update_steps}
     return foreseen(kfac, given, shapes, plan, network.calls, ranks)
+
+
+def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions:
+    """Return a strategy by name with the choices that replace its own.
+
+    Raises:
+        ValueError: the strategy has no such choice, or choices do not fit together.
+    """
+    strategy, _ = mpikfac.get_strategy(name)
+    if not any(key.startswith("assignment.") for key in options.change):
+        strategy = at_ranks(strategy, ranks)
+    return StrategyOptions(name, **vars(with_choices(strategy, options.change)))
 
 
 def without_factors(options: PredictionOptions) -> bool:

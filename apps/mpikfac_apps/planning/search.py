@@ -30,21 +30,27 @@ from mpikfac_apps.planning.predictions import (
 )
 from mpikfac_apps.text import MIB, NONE, mib, number, table
 
+
+def _compressed(sums: str, inverses: str) -> dict[str, str]:
+    sent = {"gradients": sums, "factors": sums, "inverses": inverses}
+    return {f"compression.{what}.type": name for what, name in sent.items()}
+
+
 WIRES: Mapping[str, Mapping[str, str]] = {
     "": {},
-    "bfloat16": dict.fromkeys(("factor_wire", "basis_wire", "gradient_wire"), "bfloat16"),
-    "int8": {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "int8"},
+    "bfloat16": _compressed("bfloat16", "bfloat16"),
+    "int8": _compressed("int8", "bfloat16"),
 }
 """The choices of wires by name, from the finest numbers to the coarsest."""
 STEP = 1.03  # from a number of a cost to the next; predictions are not more exact
 COST = ("seconds", "sent", "memory")
+PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
 TRAINED = (
     "factor_update_steps",
     "inv_update_steps",
     "wires",
 )  # of a choice, what changes the numbers
-TIMING = ("delay", "stagger", "tolerance")  # choices that change the bases of a step
 
 
 def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
@@ -121,15 +127,13 @@ def variants(
 
 def changed(options: Options, change: Mapping[str, Any]) -> Options:
     """Return options with further choices of a strategy."""
-    distribution = options.distribution
-    choices = {**distribution.change, **change}
-    return replace(options, distribution=replace(distribution, change=choices))
+    return replace(options, given={**options.given, **change})
 
 
 def alike(name: str) -> bool:
     """Return whether a strategy trains like one process with the joined batch and usual timing."""
     way = mpikfac.plan.NAMED.get(name)
-    return way is not None and way.same and not way.choices.keys() & set(TIMING)
+    return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 
 
 def changes(
@@ -143,14 +147,15 @@ def changes(
 
     What the options choose stays.
     """
-    given, per_node = options.distribution.change, machine.ranks_per_node
+    given, per_node = options.change, machine.ranks_per_node
     workers: list[dict[str, Any]] = [{}]
-    if name == "hybrid" and "workers" not in given and options.distribution.fraction is None:
-        workers = [{"workers": count} for count in mpikfac.plan.divisors(ranks)[1:-1]]
+    if name == "hybrid" and not any(key.startswith("assignment.") for key in given):
+        counts = mpikfac.plan.divisors(ranks)[1:-1]
+        workers = [{"assignment.grad_workers": count} for count in counts]
     levels: list[dict[str, Any]] = [{}]
-    if machine.between and per_node and per_node < ranks and "ranks_per_node" not in given:
-        levels.append({"ranks_per_node": per_node})
-    if given.keys() & WIRES["int8"].keys():
+    if machine.between and per_node and per_node < ranks and PER_NODE not in given:
+        levels.append({PER_NODE: per_node})
+    if any(key.startswith("compression.") for key in given):
         wires = {"": {}}
     for rows, level, wire in itertools.product(workers, levels, wires):
         yield wire, {**rows, **level, **wires[wire]}
@@ -164,12 +169,12 @@ def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
     if "left_out" in row:
         return
     given = row["factor_update_steps"], row["inv_update_steps"]
-    stagger = options.distribution.change.get("stagger", 1)
+    stagger = options.change.get("refresh.stagger", 1)
     of_choice = {
         "strategy": row["strategy"],
         "ranks": row["ranks"],
         "workers": row["workers"],
-        "ranks_per_node": row["change"].get("ranks_per_node"),
+        "ranks_per_node": row["change"].get(PER_NODE),
         "wires": row["wires"],
     }
     alone = row["wires"] or without_factors(options)

@@ -9,11 +9,11 @@ import textwrap
 
 import mpikfac
 from mpikfac_apps import cli
+from mpikfac_apps.options.choices import differences
 from mpikfac_apps.planning.options import LIST
 from mpikfac_apps.text import show
 
 WIDTH = 96
-RANKS = 8  # enough for every strategy
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def introduction() -> list[str]:
         "is one of several preconditioners under these plans: shampoo, kl-shampoo and soap "
         "send no factors, the first term; muon and normuon send no bases either, the second. With "
         "the same estimator, the numbers are the numbers of one process that trains on the joined "
-        "batch with the same delay, stagger and tolerance."
+        "batch with the same `refresh`."
     )
     return textwrap.wrap(text, WIDTH)
 
@@ -51,10 +51,10 @@ def paragraph(name: str) -> list[str]:
     """Return lines about a strategy."""
     way = mpikfac.plan.NAMED[name]
     kind = "the same estimator" if way.same else "another estimator"
-    settings = {**way.choices, **way.settings} or {"workers": "as asked"}
-    choices = ", ".join(f"{key}={value}" for key, value in settings.items())
+    settings = [f"{key}={value}" for key, value in way.settings.items()]
+    choices = ", ".join([differences(way.strategy), *settings])
     places = ", ".join(
-        f"{axis}: {place}" for axis, place in mpikfac.plan.axes(way.make(RANKS)).items()
+        f"{axis}: {place}" for axis, place in mpikfac.plan.axes(way.strategy).items()
     )
     parts = [
         f"{way.what} [{way.source}]; {kind}.",

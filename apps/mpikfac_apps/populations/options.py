@@ -10,9 +10,9 @@ from typing import Any
 from mpikfac_apps.options.by_epoch import ByEpoch
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, inline
-from mpikfac_apps.options.options import BASIC, Options, usual_values
+from mpikfac_apps.options.options import BASIC, PRESETS, Options, usual_values
 from mpikfac_apps.options.parse import checked
-from mpikfac_apps.options.strategy import make_strategy, serving_ranks
+from mpikfac_apps.options.strategy import make_strategy, no_servers, serving_ranks
 from mpikfac_apps.problems.datasets import source
 
 OF_ONE_NETWORK = (
@@ -83,6 +83,7 @@ POPULATION = CommandLine(
     [*BASIC, *(f"population.{entry.name}" for entry in dataclasses.fields(Search))],
     files=True,
     usual=usual,
+    presets=PRESETS,
 )
 
 
@@ -118,11 +119,10 @@ def check(options: PopulationOptions, ranks: int) -> None:
             f"least as many"
         )
     strategy, _ = make_strategy(train.distribution, train.kfac, ranks)
-    serving, spared = serving_ranks(train)
-    exchanged, number = strategy.exchange.exchanged, train.kfac.damping.number
+    sync, number = strategy.sync, train.kfac.damping.number
     for wrong, need in (
-        (spared, f"{serving}=0, not {spared}"),
-        (exchanged != "gradients", f"exchanged=gradients, not {exchanged}"),
+        (serving_ranks(train)[1], no_servers(train)),
+        (sync.local_steps or not sync.waits_for_all, f"sync=synchronous, not {sync.name}"),
         (isinstance(number, ByEpoch), f"a single damping, not {number}"),
         (
             not {*(names or ())} <= {*known},

@@ -27,6 +27,7 @@ from torch import Tensor
 from mpikfac import files
 from mpikfac_apps.images import folder, packed
 from mpikfac_apps.images.listing import Listing
+from mpikfac_apps.options.joints import is_own
 from mpikfac_apps.problems import curves, own
 from mpikfac_apps.problems.language import corpus
 from mpikfac_apps.problems.volumes import crops
@@ -465,7 +466,7 @@ def source(name: str) -> Source:
     Raises:
         ValueError: no data set has that name; the text lists all names.
     """
-    if own.is_own(name):
+    if is_own(name):
         own.check_file(name)
         return Source(partial(from_function, name), size=None, classes=None)
     if name not in DATASETS:

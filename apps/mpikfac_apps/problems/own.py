@@ -102,9 +102,17 @@ def function_of(name: str) -> Callable[..., Any]:
     return build
 
 
-def is_own(name: str) -> bool:
-    """Return whether a name has the form FILE.py:FUNCTION."""
-    return ".py:" in name
+def class_of(name: str) -> type:
+    """Return CLASS of FILE.py:CLASS.
+
+    Raises:
+        ValueError: the file or the class does not exist, or the file raises.
+    """
+    path, _, kind = name.rpartition(":")
+    found = getattr(_content(name), kind, None)
+    if not isinstance(found, type):
+        raise ValueError(f"{path} has no class {kind!r}")
+    return found
 
 
 def check_file(name: str) -> Path:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from mpikfac import CommOpt, HybridOpt
+from mpikfac.plan import Assignment
 from mpikfac.settings import MOMENTUM
 from mpikfac_apps.options.fields import bounded, choice
 from mpikfac_apps.options.run import RunOptions
@@ -21,7 +23,7 @@ class Kfac:
         damping: the damping of a layer, in units of the mean eigenvalue of the layer's curvature.
         factor_update_steps: the number of steps from one update of the factors to the next.
         inv_update_steps: the number of steps from one decomposition of the factors to the next.
-        workers: the number of ranks that precondition a layer; null for all ranks (COMM-OPT).
+        grad_workers: the number of ranks that precondition a layer; null for all ranks.
         largest: the largest order of a factor; a larger factor falls into equal blocks. null for no
             limit.
         skip: the names of modules that are trained without K-FAC, such as backbone.
@@ -30,9 +32,14 @@ class Kfac:
     damping: float = bounded(0.1, "> 0")
     factor_update_steps: int = bounded(1, ">= 1")
     inv_update_steps: int = bounded(10, ">= 1")
-    workers: int | None = bounded(None, ">= 1")
+    grad_workers: int | None = bounded(None, ">= 1")
     largest: int | None = bounded(None, ">= 1")
     skip: list[str] = field(default_factory=list)
+
+    @property
+    def assignment(self) -> Assignment:
+        """Who preconditions a layer."""
+        return HybridOpt(grad_workers=self.grad_workers) if self.grad_workers else CommOpt()
 
 
 @dataclass(frozen=True)

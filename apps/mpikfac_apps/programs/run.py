@@ -12,7 +12,7 @@ import torch
 import mpikfac
 from mpikfac import files
 from mpikfac_apps.guard.guard import Guard
-from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.run import RunOptions
@@ -60,7 +60,7 @@ def main(
         return nested(flat(options) | {"lr": options.rate})
 
     def parse(_: int) -> Options:
-        options = read(program, group, argv)
+        options = CommandLine(program, group).read(argv)
         check_trackers(options.trackers)
         return options
 

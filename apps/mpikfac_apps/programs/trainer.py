@@ -44,7 +44,8 @@ def trainer_of(
         return dataclasses.replace(factors_of(layer), largest=kfac.largest)
 
     with mpikfac.comm.together(comm, "options"):
-        strategy = mpikfac.Strategy.hybrid(comm.size, workers=kfac.workers or comm.size)
+        strategy = mpikfac.Strategy(kfac.assignment)
+        strategy.check_ranks(comm.size)
         coverage = dataclasses.replace(coverage, skip=[*coverage.skip, *kfac.skip], rule=rule)
         with skippable():
             mpikfac.layers.cover(model, coverage)

@@ -5,7 +5,6 @@ A run directory may be missing, or hold an interrupted run. Values without a fil
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections import Counter
@@ -21,7 +20,7 @@ import mpikfac
 from mpikfac import files
 from mpikfac.plan import names
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import Options, StrategyOptions
+from mpikfac_apps.options.options import JOINTS, Options, StrategyOptions
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
 from mpikfac_apps.planning.facts import looked_at
 from mpikfac_apps.study import curves, jobs
@@ -312,7 +311,7 @@ def estimators(cells: Sequence[Cell]) -> dict[str, str]:
 def _numbers(cell: Cell) -> dict[str, Any]:
     """Return the options that change a run's numbers, without the seed and the number of ranks."""
     values = flat(cell.options)
-    numbers = {key: value for key, value in values.items() if key not in WRITTEN | RESOLVED}
+    numbers = {key: value for key, value in values.items() if not _of_no_number(key)}
     if numbers["batch_per_rank"]:
         del numbers["batch"]
     distribution, ranks = cell.options.distribution, training_ranks(cell.options, cell.ranks)
@@ -323,14 +322,19 @@ def _numbers(cell: Cell) -> dict[str, Any]:
     return (
         numbers
         | settings
-        | dataclasses.asdict(strategy.refresh)
         | {
-            "own batches": strategy.reduction == "none",
-            "parts": strategy.transport.parts,
-            "wires": dataclasses.asdict(strategy.transport.wires),
-            "exchange": dataclasses.asdict(strategy.exchange),
+            "refresh": repr(strategy.refresh),
+            "own batches": strategy.assignment.factor_reduction == "local",
+            "parts": strategy.transport.virtual_ranks,
+            "compression": repr(strategy.compression),
+            "sync": repr(strategy.sync),
         }
     )
+
+
+def _of_no_number(key: str) -> bool:
+    """Return whether an option changes no number, or is of the strategy."""
+    return key in WRITTEN | RESOLVED or key.partition(".")[0] in JOINTS
 
 
 def other_estimator(options: Options) -> bool:
@@ -339,7 +343,7 @@ def other_estimator(options: Options) -> bool:
     named = mpikfac.plan.NAMED.get(distribution.strategy)  # "auto" chooses no different estimator
     differs = named is not None and not named.same
     return options.optimizer == "kfac" and (
-        differs or distribution.change.get("reduction") == "none"
+        differs or distribution.assignment.factor_reduction == "local"
     )
 
 

@@ -169,17 +169,14 @@ def _steps_at(
 
 
 def distributed(cell: Cell, strategy: str) -> Options:
-    """Return the options of a cell with another strategy, and with the solver of the cell.
-
-    A hybrid strategy has half of the ranks as workers.
-    """
+    """Return the options of a cell with another strategy, and with the solver of the cell."""
     options = cell.options
     distribution, training = options.distribution, training_ranks(options, cell.ranks)
     _, settings = make_strategy(distribution, options.kfac, training, options.parts)
-    fraction = 0.5 if strategy == "hybrid" else None
-    chosen = replace(distribution, strategy=strategy, fraction=fraction, change={})
     settings = {"solver": solver_of(settings), **settings}
-    return replace(options, distribution=chosen, kfac=replace(options.kfac, **settings))
+    return replace(
+        options, distribution=distribution.renamed(strategy), kfac=replace(options.kfac, **settings)
+    )
 
 
 def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> float:

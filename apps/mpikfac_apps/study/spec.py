@@ -22,8 +22,8 @@ from mpikfac.plan import BASIS_EVERY
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.conflicts import pixels
 from mpikfac_apps.options.documents import flattened, loaded, unknown
-from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import Options, StrategyOptions
+from mpikfac_apps.options.fields import TYPE, flat, possible
+from mpikfac_apps.options.options import JOINTS, Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import (
     coverage,
@@ -51,12 +51,10 @@ STOPPED = 75  # exit code of a run that was asked to stop before its end
 
 INTERVALS = ("kfac.factor_update_steps", "kfac.inv_update_steps")
 
-OPTIONS = [leaf.key for leaf in leaves(Options)]
-DISTRIBUTION = {leaf.key for leaf in leaves(StrategyOptions)}
+OPTIONS = possible(Options)
 NAMED: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
     **{name: {"strategy": name} for name in mpikfac.plan.NAMED},
-    "hybrid": {"strategy": "hybrid", "fraction": 0.5},
     "downpour": {"strategy": "downpour", "optimizer": "sgd"},
 }
 """Options of the strategies that a study may name without an entry in `strategies`."""
@@ -100,12 +98,12 @@ class Cell:
         `kfac.inv_update_steps` is an exception: the intervals of the metrics depend on
         `kfac.inv_update_steps`.
         """
-        values, usual = map(flat, (self.options, Options()))
+        values, usual = flat(self.options), flat(Options())
         unused = ("run_dir",) if self.options.optimizer == "kfac" else ("run_dir", "kfac.")
         chosen = {
-            f"kfac.{key}" if key in DISTRIBUTION else key: value  # as older studies name it
+            key: value
             for key, value in values.items()
-            if value != usual[key] and not key.startswith(unused)
+            if (key, value) not in usual.items() and not key.startswith(unused)
         }
         digest = hashlib.sha256(json.dumps([self.ranks, chosen], sort_keys=True).encode())
         return f"{slug(self.strategy)}-{self.ranks}-{digest.hexdigest()[:8]}"
@@ -219,7 +217,7 @@ def _options(where: str, options: Any) -> dict[str, Any]:
 def _check_option(where: str, key: str) -> None:
     if key in OWN:
         raise ValueError(f"{where}{key} is given by the study itself; leave it out")
-    if key not in OPTIONS:
+    if key not in OPTIONS and key.partition(".")[0] not in JOINTS:  # these depend on types
         raise ValueError(f"{where}{unknown(str(key), OPTIONS)}")
 
 
@@ -312,7 +310,8 @@ def _cells_of(
         usable, refused = [], []
         for ranks in matrix["ranks"]:
             variant, label = _labels(several, strategy, ranks, axes)
-            chosen = _chosen(strategy, content["strategies"].get(strategy, {}) | axes)
+            own = content["strategies"].get(strategy, {})
+            chosen = {**NAMED.get(strategy, {}), **own, **axes}
             try:
                 run = _run_of(content, chosen, ranks)
             except ValueError as error:
@@ -332,14 +331,6 @@ def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[s
     others = {key: values for key, values in matrix.items() if key not in ("strategy", "ranks")}
     for strategy, *values in itertools.product(matrix["strategy"], *others.values()):
         yield strategy, dict(zip(others, values))
-
-
-def _chosen(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a strategy; options of the study replace options known by name."""
-    defaults = dict(NAMED.get(strategy, {}))
-    if "workers" in options:
-        defaults.pop("fraction", None)
-    return {**defaults, **options}
 
 
 def _run_of(
@@ -468,5 +459,5 @@ def _labels(
 
 
 def short(key: str) -> str:
-    """Return an option's name without the group."""
-    return key.rpartition(".")[2]
+    """Return an option's name without the group; of the name of a type, the joint's name."""
+    return key.removesuffix(f".{TYPE}").rpartition(".")[2]

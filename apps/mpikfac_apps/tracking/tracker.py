@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from mpikfac_apps.options.joints import is_own
 from mpikfac_apps.problems import own
 from mpikfac_apps.tracking import services
 from mpikfac_apps.tracking.start import Start
@@ -76,7 +77,7 @@ def check(names: Sequence[str]) -> None:
         ValueError: a name is unknown, or a package or file is missing.
     """
     for name in names:
-        if own.is_own(name):
+        if is_own(name):
             own.check_file(name)
         elif name not in SERVICES:
             choices = ", ".join(SERVICES)

@@ -24,10 +24,10 @@ from mpikfac import files
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.documents import flattened, loaded
-from mpikfac_apps.options.fields import flat, leaves
+from mpikfac_apps.options.fields import flat, possible
+from mpikfac_apps.options.joints import is_own
 from mpikfac_apps.options.options import SOLVERS, TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
-from mpikfac_apps.problems.own import is_own
 from mpikfac_apps.running.checkpoints import root
 
 OF_A_START = (
@@ -96,8 +96,14 @@ def _checkpoint(options: Options) -> Path | None:
 
 def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str, Any]:
     """Return the options of a run that a start keeps, without the options of `left`."""
-    keys = {leaf.key for leaf in leaves(Options)} - {*OF_A_START, *left}
-    return {key: value for key, value in options.items() if key in keys}
+    known = possible(Options)
+    of_types = tuple(f"{leaf.name}." for leaf in known.values() if leaf.joint)
+    gone = {*OF_A_START, *left}
+    return {
+        key: value
+        for key, value in options.items()
+        if key not in gone and (key in known or key.startswith(of_types))
+    }
 
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:

@@ -116,7 +116,7 @@ def assist(
 
     Collective over: comm.
     """
-    servers = serving_ranks(options)[0] == "servers"
+    servers = not options.distribution.sync.waits_for_all
     with mpikfac.abort_on_error(comm, lambda: "server" if servers else "curvature"):
         ignore_signals()
         ignore_one_interrupt()

@@ -149,11 +149,11 @@ def _variants(
 def _shared(cells: Sequence[Measured]) -> list[str]:
     """Return options that all cells share and that differ from the program's defaults."""
     usual = flat(Options())
-    options = [_options_of(cell) for cell in cells]
+    options = [_options_of(cell).items() for cell in cells]
     return [
         f"{key}={value}"
-        for key, value in options[0].items()
-        if value != usual[key] and all(cell_options[key] == value for cell_options in options)
+        for key, value in options[0]
+        if (key, value) not in usual.items() and all((key, value) in each for each in options)
     ]
 
 

@@ -11,11 +11,11 @@ from torch import nn
 import mpikfac
 from mpikfac.plan import distribution_table
 from mpikfac_apps.inspecting import weights
+from mpikfac_apps.options.choices import differences
 from mpikfac_apps.options.conflicts import check_momenta
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     coverage,
-    differences,
     for_machine,
     kfac_settings,
     layer_distribution,
@@ -174,7 +174,7 @@ def training_of_group(
     with mpikfac.comm.together(comm, "options"):
         kfac = options.kfac
         strategy, chosen = make_strategy(options.distribution, kfac, comm.size, options.parts)
-        if strategy.exchange.asynchronous:
+        if not strategy.sync.waits_for_all:
             assert team.intercomm, "there is a server"
             mpikfac.comm.announce(team.intercomm, (problem.classes, problem.channels))
             clients = mpikfac.AsyncSGD(model, optimizer, team, strategy)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import mpikfac
+from mpikfac.lab import LSGD
 from mpikfac.trace import Event
 from mpikfac_apps.running.metrics import mean_staleness, staleness_line, staleness_of_all
 from mpikfac_apps.running.votes import AnyTrainer
@@ -41,7 +42,7 @@ class Training:
 
     def __init__(self, problem: Problem, trainer: AnyTrainer) -> None:
         self.problem, self.trainer, self.everyone = problem, trainer, problem.comm
-        self._hears_loss = trainer.plan.strategy.exchange.merging.merge == "leader"
+        self._hears_loss = isinstance(trainer.plan.strategy.sync, LSGD)
 
     def record(self, outputs: Tensor) -> None:
         """Take the outputs of a forward pass, before the backward pass; not collective."""

@@ -22,7 +22,7 @@ from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.inspecting import export, weights
 from mpikfac_apps.options.conflicts import check_data
 from mpikfac_apps.options.fields import flat
-from mpikfac_apps.options.options import TRAIN, Options
+from mpikfac_apps.options.options import JOINTS, TRAIN, Options
 from mpikfac_apps.place import share_cores
 from mpikfac_apps.training import settings
 from mpikfac_apps.training.parts.optimizers import AVERAGED, Average
@@ -107,7 +107,9 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
         raise ValueError(
             f"{checkpoint} has no settings; give a checkpoint in the directory of its run"
         )
-    options = TRAIN.read([], settings.kept_of(before.resolved, ["metrics"]))
+    kept = settings.kept_of(before.resolved, ["metrics", "strategy"])
+    kept = {key: value for key, value in kept.items() if key.partition(".")[0] not in JOINTS}
+    options = TRAIN.read([], kept)
     for key, value, file in settings.code_of(flat(options)):
         if not evaluation.trust:
             raise ValueError(f"{key}={value} would run {file}; if you trust the file, give --trust")

@@ -1,0 +1,43 @@
+"""The choices of a strategy by key, as options name them: "refresh.staleness"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpikfac import Strategy
+from mpikfac_apps.options.documents import unknown
+from mpikfac_apps.options.fields import Leaf, build, flat, leaves, possible, types_of
+from mpikfac_apps.options.sources import Source, belongs, settled
+
+
+def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
+    """Return a strategy with other values of options by key, such as "refresh.staleness".
+
+    Another type of a joint leaves out the options of the type before.
+
+    Raises:
+        ValueError: the strategy has no such option, or choices do not fit together.
+    """
+    sources = [Source(flat(strategy)), Source(given)]
+    types, _ = settled(Strategy, sources)
+    options = [leaf.key for leaf in leaves(Strategy, types)]
+    values = {key: value for source in sources for key, value in source.values.items()}
+    for key in values.keys() - {*options}:
+        raise ValueError(belongs(Strategy, types, key) or unknown(key, options, possible(Strategy)))
+    return build(Strategy, values)
+
+
+def differences(strategy: Strategy) -> str:
+    """Return the assignment of a strategy, and the choices that differ from the usual choices."""
+    return ", ".join(
+        f"{leaf.name}={value}"
+        for leaf, value in values_of(strategy)
+        if value != leaf.default or leaf.name == "assignment"
+    )
+
+
+def values_of(strategy: Strategy) -> list[tuple[Leaf, Any]]:
+    """Return the choices of a strategy with their values; the defaults are those of the types."""
+    values = flat(strategy)
+    return [(leaf, values[leaf.key]) for leaf in leaves(Strategy, types_of(strategy))]

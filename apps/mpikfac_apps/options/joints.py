@@ -1,0 +1,80 @@
+"""Options that choose a type: the types that a joint takes, by name, and the names of types.
+
+A joint is a field of a type derived from `Choice`, such as `sync: Synchronization`. A name selects
+one of the known types; FILE.py:CLASS is a type of a user's own.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from difflib import get_close_matches
+from typing import Any
+
+from mpikfac.plan.choices.choice import Choice, named_types
+
+OWN = "FILE.py:CLASS"
+
+_spelled: dict[type[Choice], str] = {}
+"""Types of users' own by the text that named them."""
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself if the type is no union."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def base_of(hint: Any) -> type[Choice] | None:
+    """Return the base of a joint's types, or None if a field of the annotation is no joint."""
+    members = [member for member in alternatives(hint) if member is not types.NoneType]
+    if len(members) == 1 and isinstance(members[0], type) and issubclass(members[0], Choice):
+        return members[0]
+    return None
+
+
+def allowed(base: type[Choice]) -> str:
+    """Return the types of a joint in words."""
+    return f"one of {', '.join([*named_types(base), OWN])}"
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name names an object in a file, as FILE.py:CLASS."""
+    return ".py:" in name
+
+
+def type_of(joint: str, base: type[Choice], name: str) -> type[Choice]:
+    """Return the type of a name.
+
+    Args:
+        joint: the joint's name in messages, such as "sync".
+
+    Raises:
+        ValueError: no type has the name, or the file holds no such type.
+    """
+    if is_own(name):
+        return _own_type(joint, base, name)
+    known = named_types(base)
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{joint}={name} must be {allowed(base)}{hint}")
+    return known[name]
+
+
+def _own_type(joint: str, base: type[Choice], name: str) -> type[Choice]:
+    from mpikfac_apps.problems.own import class_of  # imports torch
+
+    try:
+        kind = class_of(name)
+    except ValueError as error:
+        raise ValueError(f"{joint}={name}: {error}") from error
+    if not issubclass(kind, base):
+        raise ValueError(f"{joint}={name} must be a class derived from {base.__name__}")
+    _spelled[kind] = name
+    return kind
+
+
+def name_of(value: Choice | None) -> str | None:
+    """Return the name of a value's type, as a user wrote it."""
+    return None if value is None else _spelled.get(type(value)) or value.name
