@@ -132,10 +132,10 @@ def asynchronous(
     strategy = Strategy(MemOpt(), sync=ParameterServer())
     team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
-        mpikfac.run_parameter_server(model, optimizer, team)
+        mpikfac.lab.run_parameter_server(model, optimizer, team)
         return None
     ranks = team.comm
-    trainer = mpikfac.AsyncSGD(model, optimizer, team, strategy)
+    trainer = mpikfac.lab.AsyncSGD(model, optimizer, team, strategy)
     step = stepper(trainer, data, seed, ranks.rank, delay if ranks.rank == ranks.size - 1 else 0.0)
 
     def advance(goal: int) -> int:

@@ -52,7 +52,7 @@ OF_GRADIENTS = KFAC | {"kfac.momentum_of": "gradients"}
 ADAM = KFAC | {"kfac.length": "adam"}
 QUADRATIC = {
     **KFAC,
-    **{"kfac.length": "quadratic", "kfac.fisher": "sampled", "kfac.damping_adapt": "5"},
+    **{"kfac.length": "quadratic", "kfac.fisher_type": "mc", "kfac.damping_adapt": "5"},
     **{"schedule": "constant", "momentum": "0", "kfac.factor_update_steps": "1"},
 }
 WAYS = {  # optimizer, updates, and the values of the tuned option

@@ -31,9 +31,11 @@ Call = tuple[str, str]
 def main() -> None:
     """Print the counts on rank 0; with --list, also the functions of a further layer."""
     words = [word for word in sys.argv[1:] if word[0] != "-"]
-    kind, solver = words + ["conv", "inverse"][len(words) :]
+    kind, preconditioner = words + ["conv", "inverse"][len(words) :]
     comm = mpikfac.world()
-    (one, _), (two, _), (three, owner) = (entered(kind, layers, solver) for layers in (1, 2, 3))
+    (one, _), (two, _), (three, owner) = (
+        entered(kind, layers, preconditioner) for layers in (1, 2, 3)
+    )
     mine = len(three) - len(two), changes(three) - changes(two)
     every = comm.gather(mine)
     more = comm.bcast(collections.Counter(three) - collections.Counter(two), root=owner)
@@ -51,14 +53,16 @@ def told(what: str, calls: int, files: int) -> None:
     print(f"{what}: {calls} calls, {files} changes of file")
 
 
-def entered(kind: str, layers: int, solver: str) -> tuple[list[Call], int]:
+def entered(kind: str, layers: int, preconditioner: str) -> tuple[list[Call], int]:
     """Return file and name of all library functions of a step, and the last layer's owner."""
     comm = mpikfac.world()
     torch.manual_seed(0)
     model = nn.Sequential(*(LAYERS[kind]() for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = Strategy(HybridOpt(grad_workers=max(1, comm.size // 2)))
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, inv_update_steps=1, solver=solver)
+    kfac = mpikfac.KFAC(
+        model, optimizer, comm, strategy, inv_update_steps=1, preconditioner=preconditioner
+    )
     calls: list[Call] = []
     begun: set[types.FrameType] = set()  # a generator goes on in the frame that it began in
 

@@ -115,14 +115,14 @@ class Case:
     workers: int | str = 1
 
 
-SOLVERS = (
-    *("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"),
+PRECONDITIONERS = (
+    *("eigen", "ekfac", "inverse", "unsplit-inverse", "eva"),
     *("shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
 )
 WITH_MOMENTUM = "soap", "muon", "normuon", "newton-muon"
-"""Solvers by whose defaults the momentum is taken before gradients are preconditioned."""
+"""Preconditioners by whose defaults the momentum is taken before gradients are preconditioned."""
 SERVED = "eigen", "ekfac", "inverse", "unsplit-inverse"
-"""Solvers that curvature servers know; for others, the servers of a refused run would wait."""
+"""Preconditioners that curvature servers know; for others, the servers of a refused run would wait."""
 SHORTER: dict[str, dict[str, Any]] = {
     "local-sgd": {"sync.sync_every": 3},
     "post-local-sgd": {"sync.sync_every": 2, "sync.warmup_steps": 2},
@@ -196,10 +196,10 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     },
 }
 ESTIMATORS: dict[str, dict[str, Any]] = {
-    "sampled": {"fisher": "sampled", "samples": 2},
-    "exact": {"fisher": "exact"},
-    "forward-only": {"fisher": "forward-only"},
-    "identity": {"start": "identity"},
+    "mc": {"fisher_type": "mc", "mc_samples": 2},
+    "exact": {"fisher_type": "type-2"},
+    "forward-only": {"fisher_type": "forward-only"},
+    "identity": {"initial_factor": "identity"},
     "bfloat16 factors": {"factor_dtype": "bfloat16"},
     "bfloat16 statistics": {"statistics_dtype": "bfloat16"},
     "sc20": {"normalization": "sc20"},
@@ -211,7 +211,7 @@ def cases() -> Iterator[Case]:
     """Yield all cases."""
     yield from named_cases()
     yield from preconditioned_cases()
-    yield from solver_cases()
+    yield from preconditioner_cases()
     yield from placed_cases()
     yield from transport_cases()
     yield from setting_cases()
@@ -232,18 +232,18 @@ def named_cases() -> Iterator[Case]:
 
 
 def preconditioned_cases() -> Iterator[Case]:
-    """Yield all named strategies with each solver, and further choices of some of them."""
+    """Yield all named strategies with each preconditioner, and further choices of some of them."""
 
     def settings(name: str, **more: Any) -> dict[str, Any]:
         return more | {"inv_update_steps": 5 if name == "staggered" else 3}
 
-    for name, solver in itertools.product(mpikfac.plan.NAMED, SOLVERS):
-        served = name == "curvature-servers" and solver not in SERVED
+    for name, preconditioner in itertools.product(mpikfac.plan.NAMED, PRECONDITIONERS):
+        served = name == "curvature-servers" and preconditioner not in SERVED
         if name != "downpour" and not served:
-            momentum = 0.0 if name == "dgc" or solver in WITH_MOMENTUM else 0.9
+            momentum = 0.0 if name == "dgc" or preconditioner in WITH_MOMENTUM else 0.9
             shorter = SHORTER.get(name, {})
-            own = settings(name, solver=solver)
-            yield Case(f"{name} {solver}", shorter, own, named=name, momentum=momentum)
+            own = settings(name, preconditioner=preconditioner)
+            yield Case(f"{name} {preconditioner}", shorter, own, named=name, momentum=momentum)
     for name, variants in FURTHER.items():
         trainer, momentum = "AsyncSGD" if name == "downpour" else "KFAC", 0.9 * (name != "dgc")
         for variant, choices in variants.items():
@@ -251,25 +251,35 @@ def preconditioned_cases() -> Iterator[Case]:
             yield Case(case, choices, settings(name), trainer, named=name, momentum=momentum)
 
 
-def solver_cases() -> Iterator[Case]:
-    """Yield all solvers with all lengths, and programs of steps."""
-    for solver in SOLVERS:
-        momentum = 0.0 if solver in WITH_MOMENTUM else 0.9
-        of_solver = functools.partial(Case, momentum=momentum, workers="all")
+def preconditioner_cases() -> Iterator[Case]:
+    """Yield all preconditioners with all lengths, and programs of steps."""
+    for preconditioner in PRECONDITIONERS:
+        momentum = 0.0 if preconditioner in WITH_MOMENTUM else 0.9
+        of_preconditioner = functools.partial(Case, momentum=momentum, workers="all")
         for source in ("orthogonal", "adam", "sgd", "own"):
-            settings = {"solver": solver, "length": {"source": source}}
-            yield of_solver(f"{solver} {source}", {}, settings)
-        for kind in ("fisher", "kl", "norm"):
-            settings = {"solver": solver, "length": {kind: 1e-3}}
-            case = f"{solver} {kind}"
-            yield of_solver(case, {}, settings, dtype="float64", workers="half")
-        settings = {"solver": solver, "damping": 0.003}
-        yield of_solver(f"{solver} absolute", {}, settings, workers=1)
+            settings = {"preconditioner": preconditioner, "length": {"source": source}}
+            yield of_preconditioner(f"{preconditioner} {source}", {}, settings)
+        for kind in ("fisher_type", "kl", "norm"):
+            settings = {"preconditioner": preconditioner, "length": {kind: 1e-3}}
+            case = f"{preconditioner} {kind}"
+            yield of_preconditioner(case, {}, settings, dtype="float64", workers="half")
+        settings = {"preconditioner": preconditioner, "damping": 0.003}
+        yield of_preconditioner(f"{preconditioner} absolute", {}, settings, workers=1)
         programs = "scaled", "frozen", "resumed", "bounded", "uneven", "accumulated"
         for program in (*programs, "precondition"):
-            yield of_solver(f"{solver} {program}", {}, {"solver": solver}, program=program)
+            yield of_preconditioner(
+                f"{preconditioner} {program}",
+                {},
+                {"preconditioner": preconditioner},
+                program=program,
+            )
         delayed = {"refresh.staleness": 2}
-        yield of_solver(f"two steps later {solver}", delayed, {"solver": solver}, program="resumed")
+        yield of_preconditioner(
+            f"two steps later {preconditioner}",
+            delayed,
+            {"preconditioner": preconditioner},
+            program="resumed",
+        )
 
 
 def placed_cases() -> Iterator[Case]:
@@ -285,7 +295,7 @@ def placed_cases() -> Iterator[Case]:
             "transport.reduce_factors_at": whens[late],
         }
         name = f"placed {workers} {reduction} {update} {late}"
-        yield Case(name, placed, {"solver": "eigen"}, program="frozen", workers=workers)
+        yield Case(name, placed, {"preconditioner": "eigen"}, program="frozen", workers=workers)
 
 
 def transport_cases() -> Iterator[Case]:
@@ -296,7 +306,7 @@ def transport_cases() -> Iterator[Case]:
         ):
             case = f"{name} {trainer} {program}"
             yield Case(case, choices, {}, trainer, program, workers="all")
-        of_eigen: dict[str, Any] = {"settings": {"solver": "eigen"}, "program": "bounded"}
+        of_eigen: dict[str, Any] = {"settings": {"preconditioner": "eigen"}, "program": "bounded"}
         yield Case(f"{name} eigen", choices, **of_eigen, dtype="float64", workers="all")
 
 
@@ -304,9 +314,11 @@ def setting_cases() -> Iterator[Case]:
     """Yield estimators, momenta, adapted damping and the quadratic model."""
     everyone = functools.partial(Case, workers="all")
     half = functools.partial(Case, workers="half")
-    for (name, estimator), solver in itertools.product(ESTIMATORS.items(), ("eigen", "inverse")):
-        settings = {"solver": solver, "estimator": estimator}
-        yield half(f"{name} {solver}", {}, settings, program="resumed")
+    for (name, estimator), preconditioner in itertools.product(
+        ESTIMATORS.items(), ("eigen", "inverse")
+    ):
+        settings = {"preconditioner": preconditioner, "estimator": estimator}
+        yield half(f"{name} {preconditioner}", {}, settings, program="resumed")
     momentum = {"length": {"momentum": 0.9}}
     yield everyone("momentum", {}, momentum, momentum=0.0, program="resumed")
     yield Case("momentum frozen", {}, momentum, momentum=0.0, program="frozen")
@@ -323,11 +335,11 @@ def setting_cases() -> Iterator[Case]:
 
 def program_cases() -> Iterator[Case]:
     """Yield split layers, codistillation, and what a program may do between steps."""
-    everyone, eigen = functools.partial(Case, workers="all"), {"solver": "eigen"}
+    everyone, eigen = functools.partial(Case, workers="all"), {"preconditioner": "eigen"}
     yield everyone("split", program="split")
     yield Case("split first-order", trainer="FirstOrderTrainer", program="split")
     yield Case("split owner", STEPPED, eigen, program="split")
-    yield everyone("split ekfac", settings={"solver": "ekfac"}, program="split")
+    yield everyone("split ekfac", settings={"preconditioner": "ekfac"}, program="split")
     yield everyone("discarded", settings=eigen, program="discarded")
     yield everyone("not finite", settings=eigen, program="not finite")
     yield Case("codistillation", trainer="FirstOrderTrainer", program="codistillation")
@@ -469,9 +481,9 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
     team = mpikfac.split_comm(comm, apart) if apart else comm
     if apart and team.comm is None:
         if case.trainer == "AsyncSGD":
-            mpikfac.run_parameter_server(model, optimizer, team)
+            mpikfac.lab.run_parameter_server(model, optimizer, team)
         else:
-            mpikfac.run_curvature_server(team)
+            mpikfac.lab.run_curvature_server(team)
         return None, comm
     ranks, trains = comm.size - apart, team.trains if apart else comm
     if case.named == "downpour":
@@ -482,7 +494,7 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
     strategy = changed(strategy, choices)
     strategy.check_ranks(ranks)
     if case.trainer == "AsyncSGD":
-        return mpikfac.AsyncSGD(model, optimizer, team, strategy), trains
+        return mpikfac.lab.AsyncSGD(model, optimizer, team, strategy), trains
     if case.trainer == "FirstOrderTrainer":
         return mpikfac.FirstOrderTrainer(model, optimizer, trains, strategy), trains
     kfac = mpikfac.KFAC(model, optimizer, team, strategy, **settings_of(case, named))
@@ -503,11 +515,11 @@ class Run:
         if case.program == "codistillation":
             groups = 2 if comm.size % 2 == 0 else 1
             settings = {"burn_in": 2, "groups": groups, "every": 2}
-            self.pupils = mpikfac.Codistillation(self.model, comm, **settings)
+            self.pupils = mpikfac.lab.Codistillation(self.model, comm, **settings)
             comm = self.pupils.group
         if case.program == "split":
             split = mpikfac.Distribution(comm.size, {"6": "outputs", "9": "inputs"})
-            mpikfac.split_layers(self.model, comm, split)
+            mpikfac.lab.split_layers(self.model, comm, split)
         self.scaler = None
         if case.program == "scaled":
             self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)

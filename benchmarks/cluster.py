@@ -6,8 +6,8 @@
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/cluster.py --machine 1gbit.json \
         --model resnet20 --data DIRECTORY --json cluster.json
 
-"shampoo:mem-opt" is a solver under a strategy, with the settings that the solver takes by itself;
-strategies without a solver have inverses and a damping of 0.03.
+"shampoo:mem-opt" is a preconditioner under a strategy, with the settings that the preconditioner
+takes by itself; strategies without a preconditioner have inverses and a damping of 0.03.
 
 A round is a refresh interval of each strategy in turn. A strategy's step is the mean over an
 interval, the median over rounds. Communication is the time in communication stages on the rank that
@@ -116,21 +116,21 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
     job = job_of(name, options)
     asked, _, name = name.rpartition(":")
-    momentum = 0.0 if asked else 0.9  # else the solver takes the momentum it likes
+    momentum = 0.0 if asked else 0.9  # else the preconditioner takes the momentum it likes
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum, weight_decay=5e-4)
     machine = mpikfac.predict.load_machine(options.machine)
     trainer: Any
     if name == "sgd":
         trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm)
     else:
-        strategy, solver = strategy_of(name, comm.size, asked or "inverse")
+        strategy, preconditioner = strategy_of(name, comm.size, asked or "inverse")
         layers, others = models.shapes_of(options.model)
-        forms = mpikfac.solvers.forms(solver)
+        forms = mpikfac.preconditioners.forms(preconditioner)
         strategy = mpikfac.predict.tuned(strategy, layers, others, comm.size, machine, job, forms)
         settings: Any = {
             "factor_update_steps": 1,
             "inv_update_steps": options.inv_update_steps,
-            "solver": solver,
+            "preconditioner": preconditioner,
         }
         settings |= {} if asked else {"damping": 0.03}
         trainer = mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
@@ -148,8 +148,8 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
 
 def job_of(name: str, options: argparse.Namespace) -> mpikfac.predict.Job:
     """Return the training that a strategy's prediction is for."""
-    solver = mpikfac.solvers.SOLVERS[name.rpartition(":")[0] or "inverse"]
-    length = solver.usual.get("length", {}).get("source", "orthogonal")
+    preconditioner = mpikfac.preconditioners.PRECONDITIONERS[name.rpartition(":")[0] or "inverse"]
+    length = preconditioner.usual.get("length", {}).get("source", "orthogonal")
     model, batch, interval = options.model, options.batch, options.inv_update_steps
     return mpikfac.predict.Job(model, batch, 1, interval, length=length)
 

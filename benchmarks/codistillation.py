@@ -80,7 +80,7 @@ def trained(
     number = comm.rank * 2 // comm.size
     torch.manual_seed(mixed(seed, number))
     model = models.build("digits_cnn", 10, 1)
-    codistillation = mpikfac.Codistillation(model, comm, **rule)
+    codistillation = mpikfac.lab.Codistillation(model, comm, **rule)
     trainer = trainer_of(optimizer, model, codistillation.group)
     group = codistillation.group
     own = {"seed": mixed(seed, number), "rank": group.rank, "ranks": group.size}

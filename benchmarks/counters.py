@@ -98,9 +98,9 @@ def counted(
 
     Collective over: world.
     """
-    strategy, solver = strategy_of(name, comm.size, "inverse")
+    strategy, preconditioner = strategy_of(name, comm.size, "inverse")
     layers, others = models.shapes_of(options.model)
-    forms = mpikfac.solvers.forms(solver)
+    forms = mpikfac.preconditioners.forms(preconditioner)
     plan = mpikfac.plan.plan_for(layers, comm.size, strategy, others, forms)
     per_node = strategy.transport.ranks_per_node
     grid = Grid(comm, plan.grid.workers, Trace(), per_node, plan.split.distribution)

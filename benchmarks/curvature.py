@@ -21,13 +21,13 @@ from training import CIFAR10, SEEDS, by_epoch, launch
 KNOWN = Path(__file__).parent / "results"
 PLAIN = {
     "lr": "0.1",
-    "kfac.solver": "eigen",
+    "kfac.preconditioner": "eigen",
     "kfac.damping": "0.03",
     "kfac.factor_update_steps": "5",
     "kfac.kl_clip": "0.001",
 }
 RECIPE = {
-    "kfac.solver": "eigen",
+    "kfac.preconditioner": "eigen",
     "kfac.relative_damping": "0.1",
     "kfac.factor_update_steps": "5",
     "kfac.length": "adam",
@@ -74,8 +74,8 @@ WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
         "grafted to SGD": kfac(
             *[{"lr": rate} for rate in ("0.05", "0.1", "0.2")], length="sgd", kl_clip=None
         ),
-        "labels sampled": kfac(*CLIPS, fisher="sampled"),
-        "sharing reduced": kfac(*CLIPS, sharing="reduce"),
+        "labels sampled": kfac(*CLIPS, fisher_type="mc"),
+        "sharing reduced": kfac(*CLIPS, kfac_approx="reduce"),
     },
     "mobilenet_small": {
         "SGD": first_order("sgd", ["0.05", "0.1", "0.2"]),

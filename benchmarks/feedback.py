@@ -31,7 +31,7 @@ from support import inside
 
 WAYS = {"in turn": (False, False), "overlapped": (True, False), "direct feedback": (True, True)}
 """By name, whether messages are overlapped, and whether feedback is direct."""
-FORWARD = mpikfac.Estimator(fisher="forward-only")
+FORWARD = mpikfac.Estimator(fisher_type="forward-only")
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def make(
         }
         trainer = mpikfac.KFAC(model, sgd, comm, strategy, **settings)
     if direct:
-        mpikfac.DirectFeedback(trainer, options.ends)
+        mpikfac.lab.DirectFeedback(trainer, options.ends)
 
     def step() -> None:
         x, y = images.next()

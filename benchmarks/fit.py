@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.numerics import product
-from mpikfac.solvers import damped_inverse, eigenbasis, error_of_inverse, values_in_basis
+from mpikfac.preconditioners import damped_inverse, eigenbasis, error_of_inverse, values_in_basis
 
 ORDERS = (64, 128, 256, 512, 1024)
 DAMPING = 0.1

@@ -286,7 +286,7 @@ def ordinary() -> list[Row]:
     for task in each(USUAL, LITTLE, SMALL):
         cases += [sgd(task), kfac(task)]
         cases += [kfac(task, name=name, choices=choices) for name, choices in PRECISIONS.items()]
-    cases.append(kfac(USUAL, name="K-FAC, eigen", choices=lambda: {"solver": "eigen"}))
+    cases.append(kfac(USUAL, name="K-FAC, eigen", choices=lambda: {"preconditioner": "eigen"}))
     return timed(cases, SCALE.rounds)
 
 
@@ -457,9 +457,9 @@ def orders() -> list[Row]:
 
 
 EIGENVECTORS: dict[str, Choices] = {
-    "K-FAC, eigen": lambda: {"solver": "eigen"},
+    "K-FAC, eigen": lambda: {"preconditioner": "eigen"},
     "K-FAC, eigen by an iteration": lambda: {
-        "solver": mpikfac.Eigen(iterations=1),
+        "preconditioner": mpikfac.Eigen(iterations=1),
         "strategy": Strategy(MemOpt(), refresh=Refresh(tolerance=1e3)),
     },
 }
@@ -540,7 +540,7 @@ def peer() -> list[Row]:
     "as published" is K-FAC with all that kfac-pytorch computes, and nothing else.
     """
     published: Choices = lambda: {  # noqa: E731
-        "solver": "eigen",
+        "preconditioner": "eigen",
         "length": mpikfac.Length(kl=0.001),
         "estimator": mpikfac.Estimator(subsample=1),
     }

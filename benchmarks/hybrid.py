@@ -32,9 +32,11 @@ class Run:
     def __init__(self, options, comm, distribution):
         torch.manual_seed(0)
         self.model = network(options.widths)
-        self.calls = mpikfac.layer_calls(self.model, torch.empty(options.batch, options.widths[0]))
+        self.calls = mpikfac.lab.layer_calls(
+            self.model, torch.empty(options.batch, options.widths[0])
+        )
         self.trace, self.distribution = Trace(), distribution
-        mpikfac.split_layers(self.model, comm, distribution, self.trace)
+        mpikfac.lab.split_layers(self.model, comm, distribution, self.trace)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.trainer = FirstOrderTrainer(self.model, optimizer, comm, trace=self.trace)
         self.seconds, self.parts = [], []
@@ -103,7 +105,7 @@ def main() -> None:
 def distributions(options, comm, machine):
     """Yield names and distributions: none split, all split alike, in pairs, and the choice."""
     model, ranks = network(options.widths), comm.size
-    calls = mpikfac.layer_calls(model, torch.empty(options.batch, options.widths[0]))
+    calls = mpikfac.lab.layer_calls(model, torch.empty(options.batch, options.widths[0]))
     names = [call.name for call in calls]
     yield "data parallel", Distribution()
     yield "outputs", Distribution(ranks, dict.fromkeys(names, "outputs"))

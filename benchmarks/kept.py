@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
-from mpikfac.solvers import named_solver
+from mpikfac.preconditioners import named_preconditioner
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation
@@ -29,33 +29,35 @@ from support import inside
 BF16 = torch.bfloat16
 WAYS = {  # dtypes of averages and of decompositions
     "`factor_dtype`": (BF16, None),
-    "`Solver.dtype`": (None, BF16),
+    "`Preconditioner.dtype`": (None, BF16),
     "both": (BF16, BF16),
 }
 EVERY = 10  # steps between refreshes
 
 
 def main() -> None:
-    """Print a row for each solver, damping and way."""
+    """Print a row for each preconditioner, damping and way."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="directory of CIFAR-10")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| solver | damping | kept in bfloat16 | error | worst layer | averages, bases, MB |")
+    print(
+        "| preconditioner | damping | kept in bfloat16 | error | worst layer | averages, bases, MB |"
+    )
     print("|---|---|---|---|---|---|")
-    for solver in ("eigen", "inverse"):
+    for preconditioner in ("eigen", "inverse"):
         for damping in (0.03, 0.003):
-            for way, row in compared(options, solver, damping).items():
-                print(f"| {solver} | {damping:g} | {way} | {row} |", flush=True)
+            for way, row in compared(options, preconditioner, damping).items():
+                print(f"| {preconditioner} | {damping:g} | {way} | {row} |", flush=True)
 
 
-def compared(options: argparse.Namespace, solver: str, damping: float) -> dict[str, str]:
+def compared(options: argparse.Namespace, preconditioner: str, damping: float) -> dict[str, str]:
     """Return the rest of each way's row: errors, and kept megabytes."""
-    own = trainer(solver=solver, damping=damping)
+    own = trainer(preconditioner=preconditioner, damping=damping)
     others = {
         way: trainer(
-            solver=named_solver(solver, bases),
+            preconditioner=named_preconditioner(preconditioner, bases),
             damping=damping,
             estimator=mpikfac.Estimator(factor_dtype=averages),
         )

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac.numerics import triangles
-from mpikfac.solvers import eigen, eigenbasis
-from mpikfac.solvers.eigen import _by_iteration, leading_eigenbasis
+from mpikfac.preconditioners import eigen, eigenbasis
+from mpikfac.preconditioners.eigen import _by_iteration, leading_eigenbasis
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation

@@ -35,7 +35,7 @@ from training import SEEDS, by_epoch
 
 import mpikfac
 from mpikfac.numerics import multiplying, orthogonalised
-from mpikfac.solvers import Held
+from mpikfac.preconditioners import Held
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import table
 from mpikfac_apps.training import batches
@@ -107,17 +107,17 @@ def of_network(name: str, options: argparse.Namespace) -> None:
     model = trained(name, list(itertools.islice(drawn, options.steps))).double()
     rows = [(name, "damping", "precision", "preconditioned", "orthogonal")]
     batch, other = next(drawn), next(drawn)
-    for solver, damping in itertools.product(("inverse", "eigen"), DAMPINGS):
-        gradients, kfac = state(model, batch, solver, damping)
+    for preconditioner, damping in itertools.product(("inverse", "eigen"), DAMPINGS):
+        gradients, kfac = state(model, batch, preconditioner, damping)
         exact = both(gradients, kfac, torch.float64)
-        beside = both(state(model, other, solver, damping)[0], kfac, torch.float64)
+        beside = both(state(model, other, preconditioner, damping)[0], kfac, torch.float64)
         cells = [shown(*pair) for pair in zip(beside, exact)]
-        rows.append((solver, f"{damping:g}", "another batch", *cells))
+        rows.append((preconditioner, f"{damping:g}", "another batch", *cells))
         for precision in PRECISIONS:
             with multiplying(precision):
                 rounded = both(gradients, kfac, torch.float32)
             cells = [shown(*pair) for pair in zip(rounded, exact)]
-            rows.append((solver, f"{damping:g}", precision, *cells))
+            rows.append((preconditioner, f"{damping:g}", precision, *cells))
     print("\n".join(table(rows)), flush=True)
 
 
@@ -148,13 +148,15 @@ def trained(name: str, examples: list[tuple[Tensor, Tensor]]) -> nn.Module:
 
 
 def state(
-    model: nn.Module, batch: tuple[Tensor, Tensor], solver: str, damping: float
+    model: nn.Module, batch: tuple[Tensor, Tensor], preconditioner: str, damping: float
 ) -> tuple[Directions, mpikfac.KFAC]:
     """Return the gradients of a batch, and K-FAC with the batch's decompositions."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     relative = mpikfac.Damping(relative=damping)
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), damping=relative, solver=solver)
+    kfac = mpikfac.KFAC(
+        model, optimizer, mpikfac.world(), damping=relative, preconditioner=preconditioner
+    )
     F.cross_entropy(model(batch[0].double()), batch[1]).backward()
     kfac.step()
     return {name: inside.gradients(kfac)[name] for name in inside.held(kfac)}, kfac
@@ -165,8 +167,8 @@ def both(
 ) -> tuple[Directions, Directions]:
     """Return directions as preconditioned, and with equal singular values, of rounded values."""
     plain = {
-        name: solver.direction(gradients[name].to(dtype), in_dtype(held, dtype))
-        for name, (solver, held) in inside.held(kfac).items()
+        name: preconditioner.direction(gradients[name].to(dtype), in_dtype(held, dtype))
+        for name, (preconditioner, held) in inside.held(kfac).items()
     }
     matrices = [layer.name for layer in kfac.plan.layers if layer.maps_vectors]
     return plain, dict(zip(matrices, orthogonalised([plain[name] for name in matrices])))

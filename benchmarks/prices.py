@@ -31,8 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mpikfac
 from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY, NAMED
+from mpikfac.preconditioners import PRECONDITIONERS
 from mpikfac.predict import Job, Machine
-from mpikfac.solvers import SOLVERS
 from mpikfac_apps.problems import models
 from support.torchvision import stand_in
 
@@ -44,17 +44,17 @@ class Method(NamedTuple):
     """A method by name.
 
     Attributes:
-        solver: of the layers; None for a first-order method.
+        preconditioner: of the layers; None for a first-order method.
         vectors: as long as the weights, that the optimizer keeps.
     """
 
     name: str
-    solver: str | None = None
+    preconditioner: str | None = None
     vectors: int = 0
 
     def job(self, model: str, batch: int) -> Job:
-        """Return the training, with the intervals and the length that the solver takes."""
-        usual = SOLVERS[self.solver].usual if self.solver else {}
+        """Return the training, with the intervals and the length that the preconditioner takes."""
+        usual = PRECONDITIONERS[self.preconditioner].usual if self.preconditioner else {}
         source = usual.get("length", {}).get("source", "orthogonal")
         every = (
             usual.get("factor_update_steps", FACTOR_EVERY),
@@ -192,13 +192,15 @@ def scaled(machine: Machine, name: str, work: Work, known: Work) -> Machine:
 def price(machine: Machine, name: str, work: Work, method: Method, ranks: int) -> dict[str, Any]:
     """Return the predicted numbers of a method under its best strategy."""
     job = method.job(name, NETWORKS[name].batch)
-    if method.solver is None:
+    if method.preconditioner is None:
         strategy, plan, machine = first_order(machine, work, method, ranks, job)
     else:
-        forms = mpikfac.solvers.forms(method.solver)
+        forms = mpikfac.preconditioners.forms(method.preconditioner)
         arguments = work.matrices, work.uncovered, ranks
         strategy, chosen = mpikfac.predict.choose(*arguments, machine, job, forms)
-        plan = mpikfac.make_plan(work.matrices, ranks, chosen, work.uncovered, solver=method.solver)
+        plan = mpikfac.make_plan(
+            work.matrices, ranks, chosen, work.uncovered, preconditioner=method.preconditioner
+        )
     found = mpikfac.predict.simulate(plan, machine, job)
     counts = plan.of(0).layouts.gradients.counts()
     stepped = max(counts) / sum(counts) if plan.of(0).owner_updates else 1.0
@@ -242,7 +244,9 @@ def prices(name: str, asked: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
     machine = mpikfac.predict.load_machine(asked)
     work, known = work_of(NETWORKS[name]), work_of(NETWORKS[KNOWN])
     machine = scaled(machine, name, work, known)
-    methods = [m for m in METHODS if m.solver is None or m.solver in SOLVERS]
+    methods = [
+        m for m in METHODS if m.preconditioner is None or m.preconditioner in PRECONDITIONERS
+    ]
     return [
         price(machine, name, work, method, count) | {"machine": asked}
         for method in methods

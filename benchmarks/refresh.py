@@ -18,8 +18,8 @@ gained too little for a place in the library.
 
 `along` trains with `eigen` at the default intervals. At every refresh it renews eigenvectors of its
 own by orthogonal iterations, from the first decomposition on, and prints the misfit and the cosine
-with the exact direction over layers. `curves` prints the loss of whole runs by solver and seed,
-and goes on where it was stopped. `orders` times an iteration and eigh for a single factor.
+with the exact direction over layers. `curves` prints the loss of whole runs by preconditioner and
+seed, and goes on where it was stopped. `orders` times an iteration and eigh for a single factor.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from torch import Tensor
 import mpikfac
 from mpikfac import MemOpt, Refresh, Strategy
 from mpikfac.numerics import product, triangles
+from mpikfac.preconditioners import Eigen, damped_inverse, eigenbasis, tikhonov_share
 from mpikfac.settings import RATE
-from mpikfac.solvers import Eigen, damped_inverse, eigenbasis, tikhonov_share
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation
@@ -53,7 +53,7 @@ ITERATIONS = (0, 1, 2)  # of the chains of `along`
 SHARES = (10.0, 0.1)  # dampings of `along`, in mean eigenvalues; 10 is the default
 SEEDS = 0, 1, 2
 LAST = 40  # steps of `curves` with a mean loss
-SOLVERS = {  # of `curves`, with the tolerance
+PRECONDITIONERS = {  # of `curves`, with the tolerance
     "eigh": (Eigen(), 0.0),
     "one iteration": (Eigen(iterations=1), 0.3),
     "eigenvectors kept": (Eigen(), 1e9),
@@ -93,7 +93,7 @@ def main() -> None:
 def record(options: argparse.Namespace) -> dict[str, dict]:
     """Return by layer: `gradient`, factors now and 10 steps before, old bases, exact directions."""
     before: dict[str, Tensor] = {}
-    kfac = made(options, lr=0.05, solver="inverse", damping=0.03)
+    kfac = made(options, lr=0.05, preconditioner="inverse", damping=0.03)
     for step, _ in trained(kfac, options):
         if step == options.steps - INTERVAL:
             before = unfolded(kfac)
@@ -162,7 +162,7 @@ def recorded(
 
 
 def exact_directions(gradient: Tensor, a: Tensor, g: Tensor) -> dict[tuple[str, float], Tensor]:
-    """Return directions by solver and damping."""
+    """Return directions by preconditioner and damping."""
     bases = eigenbasis(a), eigenbasis(g)
     directions = {}
     for damping in DAMPINGS:
@@ -192,7 +192,7 @@ def by_bases(gradient: Tensor, bases: tuple[Basis, Basis], damping: float) -> Te
 
 def along(options: argparse.Namespace) -> None:
     """Train, renew eigenvectors at every refresh, and print and keep misfits and cosines."""
-    kfac = made(options, lr=RATE, solver="eigen")
+    kfac = made(options, lr=RATE, preconditioner="eigen")
     chains: dict[int, dict[str, Basis]] = {}
     rows = []
     for step, _ in trained(kfac, options):
@@ -222,14 +222,14 @@ def along(options: argparse.Namespace) -> None:
 
 
 def curves(options: argparse.Namespace) -> None:
-    """Train with every solver and seed; keep all losses, and print the means of the last steps."""
+    """Train with every preconditioner and seed; keep all losses, and print the means of the last steps."""
     file = options.out / "curves.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-    for name, (solver, tolerance) in SOLVERS.items():
+    for name, (preconditioner, tolerance) in PRECONDITIONERS.items():
         strategy = Strategy(MemOpt(), refresh=Refresh(tolerance=tolerance))
         for seed in SEEDS:
             if (key := f"{name}, seed {seed}") not in found:
-                kfac = made(options, RATE, strategy, seed, solver=solver)
+                kfac = made(options, RATE, strategy, seed, preconditioner=preconditioner)
                 found[key] = [round(loss, 5) for _, loss in trained(kfac, options, seed)]
                 file.write_text(json.dumps(found))
             print(f"| {key} | {statistics.mean(found[key][-LAST:]):.4f} |", flush=True)
@@ -237,10 +237,10 @@ def curves(options: argparse.Namespace) -> None:
 
 def renew(factors: dict[str, Tensor], chain: dict[str, Basis], iterations: int) -> list[float]:
     """Renew all eigenvectors of a chain in place; return the misfits."""
-    solver, misfits = Eigen(iterations=iterations), []
+    preconditioner, misfits = Eigen(iterations=iterations), []
     for name, factor in factors.items():
         vectors = chain[name][1]
-        blocks, misfit = solver.renew(factor, {"vectors": vectors}, None)
+        blocks, misfit = preconditioner.renew(factor, {"vectors": vectors}, None)
         chain[name] = blocks["values"], blocks.get("vectors", vectors)
         misfits.append(round(misfit.item(), 4))
     return misfits
@@ -417,12 +417,12 @@ def synchronise() -> None:
 def print_errors(layers: dict[str, dict], methods: list[str]) -> None:
     """Print median, 90th percentile and worst error by method and damping, for both exact ways."""
     for method in methods:
-        solver = "eigen" if method in EIGEN else "inverse"
+        preconditioner = "eigen" if method in EIGEN else "inverse"
         for damping in DAMPINGS:
             own, eigen = [], []
             for layer in layers.values():
                 found = direction(layer, method, damping)
-                own.append(error(found, layer["exact"][solver, damping]))
+                own.append(error(found, layer["exact"][preconditioner, damping]))
                 eigen.append(error(found, layer["exact"]["eigen", damping]))
             print(f"| {method} | {damping:.0e} | {spread(own)} | {spread(eigen)} |", flush=True)
 

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="images per rank")
     parser.add_argument("--size", type=int, default=32, help="image height and width")
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--solver", default="inverse")
+    parser.add_argument("--preconditioner", default="inverse")
     options = parser.parse_args()
     comm = mpikfac.world()
     torch.manual_seed(comm.rank)
@@ -61,7 +61,12 @@ def main() -> None:
     machine = measured_machine(comm)
     model, optimizer = fresh(options.model)
     kfac = mpikfac.KFAC(
-        model, optimizer, comm, damping=0.03, inv_update_steps=1, solver=options.solver
+        model,
+        optimizer,
+        comm,
+        damping=0.03,
+        inv_update_steps=1,
+        preconditioner=options.preconditioner,
     )
     floors = floors_of(kfac, calls_of(model, kfac, images), machine)
     plain_model, plain_optimizer = fresh(options.model)
@@ -173,18 +178,18 @@ def output_factor(outputs: int, positions: int) -> Work:
     return Work(outputs**2 * positions, FLOAT * (outputs * positions + outputs**2))
 
 
-def decomposition(order: int, solver: str) -> Work:
+def decomposition(order: int, preconditioner: str) -> Work:
     """Return the work of eigenvectors, 4/3 n^3 to a tridiagonal matrix and 2 n^3 back, or Cholesky.
 
     Cholesky for an inverse is n^3. The tridiagonal problem is not counted: deflation can make the
     problem cheap.
     """
-    return Work((10 / 3 if solver == "eigen" else 1) * order**3, 2 * FLOAT * order**2)
+    return Work((10 / 3 if preconditioner == "eigen" else 1) * order**3, 2 * FLOAT * order**2)
 
 
-def preconditioning(outputs: int, inputs: int, solver: str) -> Work:
+def preconditioning(outputs: int, inputs: int, preconditioner: str) -> Work:
     """Return the work of products: with bases from both sides, there and back, or inverses once."""
-    flops = 2 * outputs * inputs * (outputs + inputs) * (2 if solver == "eigen" else 1)
+    flops = 2 * outputs * inputs * (outputs + inputs) * (2 if preconditioner == "eigen" else 1)
     return Work(flops, FLOAT * (outputs**2 + inputs**2 + 2 * outputs * inputs))
 
 
@@ -225,9 +230,9 @@ def floors_of(
         "output factors": outputs,
         "statistics": inputs + outputs,
         "read gradients": [moved(2 * sizes["gradients"])],
-        "decompose": [decomposition(f.order, plan.solver) for f in plan.of(rank).owned],
+        "decompose": [decomposition(f.order, plan.preconditioner) for f in plan.of(rank).owned],
         "precondition": [
-            preconditioning(*shapes[layer.name], plan.solver)
+            preconditioning(*shapes[layer.name], plan.preconditioner)
             for layer in plan.of(rank).preconditioned
         ],
         "write back": [moved(2 * sizes["directions"])],

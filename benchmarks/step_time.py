@@ -39,15 +39,15 @@ KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "factors and bases":
 BF16 = torch.bfloat16
 ROUNDED = {"estimator": mpikfac.Estimator(statistics_dtype=BF16)}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "eigen": {"solver": "eigen"},
+    "eigen": {"preconditioner": "eigen"},
     "inverse": {},
     "inverse, adam": {"length": mpikfac.Length("adam")},
     "momentum before": {"length": mpikfac.Length(momentum=0.9)},
-    "bfloat16": ROUNDED | {"solver": mpikfac.Inverse(dtype=BF16)},
-    "ekfac": {"solver": "ekfac"},
-    "eigen, bfloat16": {"solver": mpikfac.Eigen(dtype=BF16)} | ROUNDED,
+    "bfloat16": ROUNDED | {"preconditioner": mpikfac.Inverse(dtype=BF16)},
+    "ekfac": {"preconditioner": "ekfac"},
+    "eigen, bfloat16": {"preconditioner": mpikfac.Eigen(dtype=BF16)} | ROUNDED,
     "subsample 1": {"estimator": mpikfac.Estimator(subsample=1)},
-    "eigen, delay 1": {"solver": "eigen", "delay": 1},
+    "eigen, delay 1": {"preconditioner": "eigen", "delay": 1},
 }
 
 

@@ -1,7 +1,8 @@
 """Measure how TF32 changes factors, inverses and directions of a ResNet-20.
 
     python tests/emulated/build.py
-    PYTHONPATH=tests:tests/emulated OMP_NUM_THREADS=1 python benchmarks/tf32.py --solver inverse
+    PYTHONPATH=tests:tests/emulated OMP_NUM_THREADS=1 python benchmarks/tf32.py --preconditioner
+    inverse
 
 TF32 rounds the operands of products to mantissas of 10 bits, and adds up in float32. The emulated
 GPU runs the kernels that a GPU would run; here the operands of some kernels are rounded before.
@@ -84,7 +85,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 def main() -> None:
     """Print a row for each way and damping."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--solver", default="inverse", choices=("inverse", "eigen"))
+    parser.add_argument("--preconditioner", default="inverse", choices=("inverse", "eigen"))
     parser.add_argument("--model", default="resnet20")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=64)
@@ -96,11 +97,13 @@ def main() -> None:
         "| directions: median, worst | worst cosine |\n|---|---|---|---|---|---|"
     )
     for damping in DAMPINGS:
-        exact = numbers(model.double(), batches[-1], options.solver, damping, None)
+        exact = numbers(model.double(), batches[-1], options.preconditioner, damping, None)
         gradients = exact["gradients"]
         for name, way in WAYS.items():
             with way():
-                found = numbers(model.float(), batches[-1], options.solver, damping, gradients)
+                found = numbers(
+                    model.float(), batches[-1], options.preconditioner, damping, gradients
+                )
             cells = [shown(found[kind], exact[kind]) for kind in ("factors", "inverses")]
             cells += [shown(found["directions"], exact["directions"])]
             cells += [f"{min(cosines(found['directions'], exact['directions'])):.6f}"]
@@ -138,7 +141,7 @@ def trained(name: str, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
 def numbers(
     model: nn.Module,
     batch: tuple[Tensor, Tensor],
-    solver: str,
+    preconditioner: str,
     damping: float,
     gradients: dict[str, Tensor] | None,
 ) -> Numbers:
@@ -150,7 +153,9 @@ def numbers(
     model = copy.deepcopy(model)
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), damping=damping, solver=solver)
+    kfac = mpikfac.KFAC(
+        model, optimizer, mpikfac.world(), damping=damping, preconditioner=preconditioner
+    )
     images, labels = batch[0].to(device, dtype), batch[1].to(device)
     F.cross_entropy(model(images), labels).backward()
     kfac.step()
@@ -165,8 +170,8 @@ def numbers(
             for side, kinds in (("A", held.a), ("G", held.g))
         },
         "directions": {
-            name: solver.direction(gradients[name].to(device, dtype), held)
-            for name, (solver, held) in of_layers.items()
+            name: preconditioner.direction(gradients[name].to(device, dtype), held)
+            for name, (preconditioner, held) in of_layers.items()
         },
         "gradients": dict(gradients),
     }

@@ -26,31 +26,31 @@ KINDS = {5: "ordinary", 6: "with factors", 4: "with decompositions"}
 
 
 def main() -> None:
-    """Print a line for each solver and kind of step."""
+    """Print a line for each preconditioner and kind of step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("solvers", nargs="+")
+    parser.add_argument("preconditioners", nargs="+")
     parser.add_argument("--size", type=int, default=32, help="pixels of a side of the images")
     parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args()
     count = emulated if "emulated" in sys.modules else profiled
-    for solver in options.solvers:
-        for kind, found in count(options, solver):
-            print(f"{options.model} {solver}, {kind}: {found}", flush=True)
+    for preconditioner in options.preconditioners:
+        for kind, found in count(options, preconditioner):
+            print(f"{options.model} {preconditioner}, {kind}: {found}", flush=True)
 
 
-def emulated(options: argparse.Namespace, solver: str) -> Iterator[tuple[str, str]]:
+def emulated(options: argparse.Namespace, preconditioner: str) -> Iterator[tuple[str, str]]:
     """Yield the kinds of steps and their counts on the emulated GPU."""
     from counting import steps_of  # of tests/emulated
 
-    steps = steps_of(options.model, options.size, options.batch, solver=solver)
+    steps = steps_of(options.model, options.size, options.batch, preconditioner=preconditioner)
     for kind, step in steps.items():
         waits = ", ".join(f"{count} x {where}" for where, count in step.waits.items())
         counts = f"{step.kernels} kernels, {step.of_model} of them in the passes"
         yield kind, f"{counts}; {step.waits.total()} waits: {waits}"
 
 
-def profiled(options: argparse.Namespace, solver: str) -> Iterator[tuple[str, str]]:
+def profiled(options: argparse.Namespace, preconditioner: str) -> Iterator[tuple[str, str]]:
     """Yield the kinds of steps and their counts on a real GPU."""
     comm = mpikfac.world()
     device = mpikfac.device(comm)
@@ -58,7 +58,12 @@ def profiled(options: argparse.Namespace, solver: str) -> Iterator[tuple[str, st
     model = models.build(options.model, classes=10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     kfac = mpikfac.KFAC(
-        model, optimizer, comm, factor_update_steps=2, inv_update_steps=4, solver=solver
+        model,
+        optimizer,
+        comm,
+        factor_update_steps=2,
+        inv_update_steps=4,
+        preconditioner=preconditioner,
     )
     images = torch.randn(options.batch, 3, options.size, options.size, device=device)
     labels = torch.randint(10, (options.batch,), device=device)

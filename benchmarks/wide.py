@@ -41,7 +41,7 @@ FORMS: dict[str, Callable[[LayerShape], LayerShape] | None] = {
     "blocks of 64": lambda layer: replace(layer, largest=64),
     "diagonal of the longer side": lambda layer: replace(layer, diagonal=longer(layer)),
     "the shorter side alone": lambda layer: replace(layer, sides="GA"[longer(layer) == "G"]),
-    "rank 64": lambda layer: replace(layer, rank=64, solver="eigen"),
+    "rank 64": lambda layer: replace(layer, rank=64, preconditioner="eigen"),
 }
 
 

@@ -20,8 +20,8 @@ from mpikfac.plan import (
     shown,
 )
 from mpikfac.plan.choices.compression import NEEDS
+from mpikfac.preconditioners import PRECONDITIONERS
 from mpikfac.settings import SETTINGS
-from mpikfac.solvers import SOLVERS
 
 JOINTS: dict[str, type[Choice]] = {
     "assignment": Assignment,
@@ -51,7 +51,7 @@ NEEDED = """
 
 The code refuses by this table. A dotted name such as `sync.local_steps` may be a property of a
 method: it is true for all methods in which ranks take steps of their own. `handed_on=True` stands
-for two split layers in a row. A refusal ends in `of layer 'NAME'` if a rule chose the solver or the
+for two split layers in a row. A refusal ends in `of layer 'NAME'` if a rule chose the preconditioner or the
 rank.
 
 | choice | needs | because |
@@ -62,8 +62,10 @@ rank.
 def listing() -> str:
     """Return the page of all methods, and of all combinations that the code refuses by."""
     of_methods = [need for _, kind in _methods() for need in kind.needs]
-    of_solvers = [need for solver in SOLVERS.values() for need in solver.form.needs]
-    table = [*STRATEGY, *NEEDS, *of_methods, *SPLIT, *of_solvers, *SETTINGS]
+    of_preconditioners = [
+        need for preconditioner in PRECONDITIONERS.values() for need in preconditioner.form.needs
+    ]
+    table = [*STRATEGY, *NEEDS, *of_methods, *SPLIT, *of_preconditioners, *SETTINGS]
     return HEADING + "".join(_fields()) + NEEDED + "".join(_rows(table))
 
 

@@ -76,7 +76,7 @@ def by_layers(name: str, strategy: Strategy) -> str:
     if not strategy.sync.waits_for_all:
         return "none"
     factors = plan_of(name, strategy).factors.values()
-    work = [] if all(factor.solver.vector for factor in factors) else ["decompositions"]
+    work = [] if all(factor.preconditioner.vector for factor in factors) else ["decompositions"]
     work += ["directions"] if strategy.assignment.workers(RANKS) < RANKS else []
     work += ["steps"] if strategy.assignment.shard_optimizer else []
     return ", ".join(work) or "none"
@@ -93,8 +93,8 @@ def exchanged(name: str, strategy: Strategy) -> str:
 
 def plan_of(name: str, strategy: Strategy) -> Plan:
     """Return the plan of a named strategy for equal layers."""
-    solver = NAMED[name].settings.get("solver", "inverse")
-    return mpikfac.make_plan(LAYERS, RANKS, strategy, solver=solver)
+    preconditioner = NAMED[name].settings.get("preconditioner", "inverse")
+    return mpikfac.make_plan(LAYERS, RANKS, strategy, preconditioner=preconditioner)
 
 
 def table(place: Callable[[str], Mapping[str, str]]) -> Iterator[str]:

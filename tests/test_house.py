@@ -302,7 +302,7 @@ def test_a_mistake_can_be_planted(mistake):
 
 CLASSES = {
     one
-    for trainer in (mpikfac.KFAC, mpikfac.FirstOrderTrainer, mpikfac.AsyncSGD)
+    for trainer in (mpikfac.KFAC, mpikfac.FirstOrderTrainer, mpikfac.lab.AsyncSGD)
     for one in trainer.__mro__
     if one.__module__.startswith("mpikfac.")
 }
@@ -317,10 +317,16 @@ PUBLIC = {
 }
 # Functions of extensions that compute without a trainer, and are tested alone.
 FORMULAS = {
-    *("mpikfac.extensions.codistillation.divergence", "mpikfac.extensions.hybrid.split_forward"),
-    *("mpikfac.extensions.hybrid.rows.layers_before", "mpikfac.extensions.quadratic.Batch"),
-    *("mpikfac.extensions.quadratic.inner_products", "mpikfac.extensions.quadratic.lowest"),
-    "mpikfac.extensions.quadratic.slopes_and_curvatures",
+    *(
+        "mpikfac.lab.codistillation.codistillation.divergence",
+        "mpikfac.lab.tensor_parallel.split_forward",
+    ),
+    *("mpikfac.lab.tensor_parallel.rows.layers_before", "mpikfac.lab.quadratic_model.graft.Batch"),
+    *(
+        "mpikfac.lab.quadratic_model.graft.inner_products",
+        "mpikfac.lab.quadratic_model.graft.lowest",
+    ),
+    "mpikfac.lab.quadratic_model.graft.slopes_and_curvatures",
 }
 # What has a member of the name of a part, and is no trainer: names, and functions' results.
 NO_TRAINERS = {
@@ -407,7 +413,10 @@ def test_one_file_of_tests_knows_the_inside_of_trainers(path):
     [
         *("import mpikfac.engine", "from mpikfac.engine.curvature import Bases"),
         *("from mpikfac import kfac", "from mpikfac.trainer import FirstOrderTrainer"),
-        *("from mpikfac.extensions.scales import Scales", "import mpikfac.extensions.copies"),
+        *(
+            "from mpikfac.engine.curvature.scales import Scales",
+            "import mpikfac.lab.local_sgd.replicas",
+        ),
         'monkeypatch.setattr("mpikfac.engine.curvature.bases.Bases.decompose", None)',
         "kfac.preconditioner.factors.averages['0.A']",
         *("self.trainer.grid.world", "first.preconditioner.bases.pending"),
@@ -427,7 +436,7 @@ def test_a_way_into_a_trainer_is_seen(line):
         *("kfac.state_dict()", "kfac.plan.layers", "trainer.plan.of(0).layouts.gradients"),
         *("inside.factors(kfac)['0.A']", "mpikfac.layers.cover(model)", "options.kfac.estimator"),
         *("kfac.length.batch(inputs, loss)", "trainer.exchange.report_loss(loss)"),
-        "from mpikfac.extensions.quadratic import lowest",
+        "from mpikfac.lab.quadratic_model.graft import lowest",
     ],
 )
 def test_the_public_interface_is_open(line):

@@ -34,6 +34,6 @@ def trained(tmp_path):
     run(kfac, comm)
     root = tmp_path / "run"
     mpikfac.save_checkpoint(comm, root / "checkpoints", kfac.state_dict(), kfac.steps)
-    settings = {key: SETTINGS[key] for key in ("solver", "damping")}
+    settings = {key: SETTINGS[key] for key in ("preconditioner", "damping")}
     (root / "config.yaml").write_text(yaml.safe_dump({"kfac": settings}))
     return kfac

@@ -136,10 +136,17 @@ def test_published_machines_and_strategies_that_cannot_overlap(capsys):
     assert line.endswith(f": {math.ceil(told / per_image)}")
 
 
-@pytest.mark.parametrize(("solver", "seconds"), [("inverse", 7.0), ("shampoo", 3.0), ("muon", 3.0)])
-def test_factors_of_the_gradient_do_not_grow_with_the_batch(solver, seconds):
+@pytest.mark.parametrize(
+    ("preconditioner", "seconds"), [("inverse", 7.0), ("shampoo", 3.0), ("muon", 3.0)]
+)
+def test_factors_of_the_gradient_do_not_grow_with_the_batch(preconditioner, seconds):
     """Oracle: by hand: passes of 1 + 2 s, and 4 s of factors, for 8 images."""
-    asked = ["--machine=none", "--model=resnet20", "--ranks=2", f"--solver={solver}"]
+    asked = [
+        "--machine=none",
+        "--model=resnet20",
+        "--ranks=2",
+        f"--preconditioner={preconditioner}",
+    ]
     options = ADVISE.read([*asked, "--batch_per_rank=8"])
     stages = {"forward": 1.0, "backward": 2.0, "statistics": 4.0}
     found = advise.needs({"mean": {"stages": stages, "overlapped": 1.0}}, options)
@@ -156,12 +163,12 @@ def test_factors_of_the_gradient_do_not_grow_with_the_batch(solver, seconds):
         ("sgd", "--optimizer sgd --transport.overlap true"),
         ("hybrid", "--strategy hybrid --assignment.grad_workers 2 --transport.overlap true"),
         (
-            "comm-opt --solver muon",
-            "--strategy comm-opt --kfac.solver muon --transport.overlap true",
+            "comm-opt --preconditioner muon",
+            "--strategy comm-opt --kfac.preconditioner muon --transport.overlap true",
         ),
         (
-            "kfac-opt --solver inverse --transport.overlap false",
-            "--strategy kfac-opt --kfac.solver inverse",
+            "kfac-opt --preconditioner inverse --transport.overlap false",
+            "--strategy kfac-opt --kfac.preconditioner inverse",
         ),
     ],
 )

@@ -21,7 +21,7 @@ from mpikfac_apps.options.strategy import (
     kfac_settings,
     learning_rate,
     make_strategy,
-    solver_of,
+    preconditioner_of,
     training_ranks,
 )
 from mpikfac_apps.problems import models
@@ -64,7 +64,7 @@ BAD = {
     "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
     "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number of at least 0"),
     "zero": ("--epochs=0", "epochs=0 must be a whole number >= 1"),
-    "decay of 1": ("--kfac.decay=1", "kfac.decay=1.0 must be at least 0 and below 1"),
+    "decay of 1": ("--kfac.factor_decay=1", "kfac.factor_decay=1.0 must be at least 0 and below 1"),
     "epochs that fall": (
         "kfac.damping: 0.1 until 9, 0.2 until 3, 0.3\n",
         "kfac.damping=0.1 until 9, 0.2 until 3, 0.3 must be a finite number or null or numbers by",
@@ -357,10 +357,13 @@ BAD = {
     ),
     "duplicate key": ("lr: 1\nlr: 2\n", "bad.yaml, line 2: lr is given twice; give it once"),
     "dotted duplicate": (
-        "kfac.decay: 0\nkfac:\n  decay: 0\n",
-        "bad.yaml, line 3: kfac.decay is given twice; give it once",
+        "kfac.factor_decay: 0\nkfac:\n  decay: 0\n",
+        "bad.yaml, line 3: kfac.factor_decay is given twice; give it once",
     ),
-    "nested duplicate": ("kfac: {decay: 0, decay: 0}\n", "line 1: kfac.decay is given twice"),
+    "nested duplicate": (
+        "kfac: {decay: 0, decay: 0}\n",
+        "line 1: kfac.factor_decay is given twice",
+    ),
     "value for a group": ("kfac: 3\n", "bad.yaml: kfac must hold lines of the form `key: value`"),
     "list for a file": ("- 1\n", "bad.yaml: the file must hold lines of the form `key: value`"),
     "empty file": ("\n", "bad.yaml: the file must hold lines of the form `key: value`"),
@@ -426,8 +429,10 @@ def test_numbers_by_epoch_are_read_and_written(text, numbers):
 def test_the_schedule_of_sc20_is_written_in_options():
     """Oracle: by hand: damping halves and intervals grow tenfold, at epochs [SC20]."""
     argv = ["--kfac.damping=0.003 until 40, 0.0015 until 80, 0.00075"]
-    options = parse([*argv, "--kfac.inv_update_steps=10 until 40, 100", "--kfac.solver=eigen"], 1)
-    chosen = {"solver": "eigen", "inv_update_steps": options.kfac.inv_update_steps}
+    options = parse(
+        [*argv, "--kfac.inv_update_steps=10 until 40, 100", "--kfac.preconditioner=eigen"], 1
+    )
+    chosen = {"preconditioner": "eigen", "inv_update_steps": options.kfac.inv_update_steps}
     settings = kfac_settings(options.kfac, chosen, epochs=lambda step: step / 7)
     damping = settings["damping"].value
     assert [damping(7 * epoch) for epoch in (0, 40, 80)] == [0.003, 0.0015, 0.00075]
@@ -438,7 +443,7 @@ def test_momentum_of_gradients_is_a_setting_of_kfac():
     """Oracle: by hand: no momentum and 2.5 times the rate for SGD; other optimizers keep both."""
     of_gradients = "--kfac.momentum_of=gradients"
     options = parse([of_gradients, "--momentum=0.8"], 1)
-    chosen = {"solver": "inverse", "inv_update_steps": 10}
+    chosen = {"preconditioner": "inverse", "inv_update_steps": 10}
     assert kfac_settings(options.kfac, chosen, float)["length"].momentum == 0.8
     model = models.build("digits_cnn", classes=10, channels=1)
     (group,) = make_optimizer(options, model).param_groups
@@ -472,7 +477,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
     options = parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
-    assert (options.lr, options.kfac.damping.value, options.kfac.estimator.decay) == (
+    assert (options.lr, options.kfac.damping.value, options.kfac.estimator.factor_decay) == (
         0.01,
         2.0,
         0.5,
@@ -535,7 +540,7 @@ def test_names_in_help_are_the_names_of_the_tables():
     """Oracle: the tables, whose modules import torch."""
     assert tuple(MODELS) == options.MODELS
     assert tuple(DATASETS) == options.DATASETS
-    assert tuple(mpikfac.solvers.SOLVERS) == options.SOLVERS
+    assert tuple(mpikfac.preconditioners.PRECONDITIONERS) == options.PRECONDITIONERS
 
 
 def test_help_has_a_heading_for_each_kind_of_choice(capsys):
@@ -623,7 +628,7 @@ def test_a_resolved_configuration_starts_the_same_run(tmp_path):
     given = parse(["--batch_per_rank=2", "--transport.overlap=true", "--transport.fusion=3"], RANKS)
     values = resolved(given, RANKS)
     assert (values["batch"], values["batch_per_rank"]) == (12, None)
-    assert values["kfac"]["solver"] == "inverse"
+    assert values["kfac"]["preconditioner"] == "inverse"
     assert values["refresh"] == {"type": "owners", "staleness": 0, "stagger": 1, "tolerance": 0.0}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(values))
@@ -649,7 +654,7 @@ def test_every_strategy_is_resolved_to_itself(name):
     )
     assert strategies[0] == strategies[1]
     if given.optimizer == "kfac":
-        assert {"solver": solver_of(settings[0]), **settings[0]} == settings[1]
+        assert {"preconditioner": preconditioner_of(settings[0]), **settings[0]} == settings[1]
     assert flat(again) == flattened(resolved(again, training))
 
 

@@ -16,7 +16,7 @@ QUICK = (
 KINDS = {
     "sgd": ("--optimizer=sgd",),
     "kfac": (
-        "--kfac.fisher=forward-only",
+        "--kfac.fisher_type=forward-only",
         "--kfac.inv_update_steps=2",
         "--kfac.factor_update_steps=1",
     ),
@@ -54,7 +54,7 @@ def test_ranks_and_restarts_change_no_bit(job, name):
     ("options", "line"),
     [
         (["--optimizer=sgd", "--feedback=[conv9]"], "must be a module of the model, not 'conv9'"),
-        ([], "direct feedback needs Estimator(fisher='forward-only')"),
+        ([], "direct feedback needs Estimator(fisher_type='forward-only')"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(tmp_path, capfd, options, line):

@@ -59,12 +59,12 @@ def test_curvature_is_as_published():
     damping = options.damping.number
     assert [damping(epoch) for epoch in (0, 39.9, 40, 54.9)] == [1e-3, 1e-3, 5e-4, 5e-4]
     assert numbers_of(damping) == (1e-3, 5e-4)
-    assert (options.factor_update_steps, options.inv_update_steps, options.solver) == (
+    assert (options.factor_update_steps, options.inv_update_steps, options.preconditioner) == (
         10,
         100,
         "eigen",
     )
-    assert (options.length.kl, options.estimator.decay) == (1e-3, 0.95)
+    assert (options.length.kl, options.estimator.factor_decay) == (1e-3, 0.95)
 
 
 def test_the_recipe_plans_for_32_ranks():
@@ -72,8 +72,8 @@ def test_the_recipe_plans_for_32_ranks():
     options = chosen("imagenet_resnet50_kfac")
     shapes = models.shapes_of(options.model, 1000, coverage(options.kfac))
     strategy, settings = make_strategy(options.distribution, options.kfac, RANKS)
-    plan = make_plan(options.kfac, *shapes, RANKS, strategy, settings["solver"])
-    assert (len(plan.layers), plan.grid.workers, plan.solver) == (54, RANKS, "eigen")
+    plan = make_plan(options.kfac, *shapes, RANKS, strategy, settings["preconditioner"])
+    assert (len(plan.layers), plan.grid.workers, plan.preconditioner) == (54, RANKS, "eigen")
     assert len(set(plan.owners.values())) == RANKS
 
 

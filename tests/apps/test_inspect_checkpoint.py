@@ -38,7 +38,7 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
     """Oracle: NumPy on the factors of the running K-FAC, and on their damped Kronecker product."""
     assert inspect.main([str(tmp_path / "run")]) == 0
     heading, found = table_of_layers(capsys.readouterr().out)
-    assert "damping 0.01 and solver eigen" in heading
+    assert "damping 0.01 and preconditioner eigen" in heading
     assert list(found) == ["0", "3", "5"]
     for layer, words in found.items():
         packed = (inside.factors(trained)[f"{layer}.{side}"] for side in "AG")
@@ -53,35 +53,37 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
 
 
 @pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse", "shampoo", "kl-shampoo"])
-def test_conditions_are_those_of_what_each_solver_inverts(solver, relative):
+@pytest.mark.parametrize(
+    "preconditioner", ["eigen", "inverse", "unsplit-inverse", "shampoo", "kl-shampoo"]
+)
+def test_conditions_are_those_of_what_each_preconditioner_inverts(preconditioner, relative):
     """Oracle: NumPy's condition number of the dense matrix, the damping shared as documented.
 
     Shampoo takes fourth roots of each factor, KL-Shampoo square roots.
     """
-    power = {"shampoo": 1 / 4, "kl-shampoo": 1 / 2}.get(solver, 1)
+    power = {"shampoo": 1 / 4, "kl-shampoo": 1 / 2}.get(preconditioner, 1)
     generator = torch.Generator().manual_seed(0)
     a, g = (torch.randn(n, 3 * n, generator=generator).double() for n in (6, 4))
     a, g = (a @ a.T).numpy(), (g @ g.T).numpy() / 100
     means = np.trace(a) / 6, np.trace(g) / 4
-    share = (0, 0) if solver == "eigen" else (0.1, 0.1)
-    if solver == "inverse":
+    share = (0, 0) if preconditioner == "eigen" else (0.1, 0.1)
+    if preconditioner == "inverse":
         pi = 1 if relative else np.sqrt(means[0] / means[1])
         share = pi * np.sqrt(0.1), np.sqrt(0.1) / pi
     if relative:
         share = share[0] * means[0], share[1] * means[1]
     dense = np.kron(a + share[0] * np.eye(6), g + share[1] * np.eye(4))
-    if solver == "eigen":
+    if preconditioner == "eigen":
         dense += 0.1 * (means[0] * means[1] if relative else 1) * np.eye(24)
     spectrum = spectra.Spectrum("layer", *map(spectra.eigenvalues, map(torch.from_numpy, (a, g))))
     expected = np.linalg.cond(dense) ** power
-    assert spectrum.condition(solver, 0.1, relative) == pytest.approx(expected)
+    assert spectrum.condition(preconditioner, 0.1, relative) == pytest.approx(expected)
 
 
 def test_factors_of_the_gradient_are_factors():
     """Oracle: the state of the trainer."""
     model, (inputs, labels) = network(), problem.batch(0)
-    kfac = mpikfac.KFAC(model, sgd(model), solver="shampoo")
+    kfac = mpikfac.KFAC(model, sgd(model), preconditioner="shampoo")
     torch.nn.functional.cross_entropy(model(inputs), labels).backward()
     kfac.step()
     state, kind = kfac.state_dict(), "kfac/gradient-factors/"
@@ -110,24 +112,24 @@ def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
         mpikfac.Length("own"),
     )
     settings = {"damping": mpikfac.Damping(relative=damping), "length": length}
-    kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), solver="eigen", **settings)
+    kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), preconditioner="eigen", **settings)
     run(kfac, mpikfac.world(), [0])
     kfac.update_damping(1.0, -100.0)
     mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
-    settings = "{solver: eigen, damping: null, relative_damping: 0.01}"
+    settings = "{preconditioner: eigen, damping: null, relative_damping: 0.01}"
     (tmp_path / "config.yaml").write_text(f"kfac: {settings}\n")
     assert inspect.main([str(tmp_path)]) == 0
     assert damping.damping != 0.01
-    expected = f"with relative damping {damping.damping:g} and solver eigen"
+    expected = f"with relative damping {damping.damping:g} and preconditioner eigen"
     assert expected in table_of_layers(capsys.readouterr().out)[0]
 
 
-def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
-    """Oracle: the condition of the running K-FAC's factors, by solver; vectors have none."""
-    model, solvers = network(), {"3": "inverse", "5": "rank-one"}
+def test_a_layer_is_judged_by_its_own_preconditioner(tmp_path, capsys):
+    """Oracle: the condition of the running K-FAC's factors, by preconditioner; vectors have none."""
+    model, preconditioners = network(), {"3": "inverse", "5": "eva"}
 
     def rule(layer):
-        return dataclasses.replace(layer, solver=solvers.get(layer.name))
+        return dataclasses.replace(layer, preconditioner=preconditioners.get(layer.name))
 
     kfac = problem.kfac(model, sgd(model), mpikfac.world(), **SETTINGS, rule=rule)
     run(kfac, mpikfac.world(), [0])
@@ -135,12 +137,12 @@ def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(f"kfac: {{damping: {SETTINGS['damping']}}}\n")
     assert inspect.main([str(tmp_path)]) == 0
     heading, found = table_of_layers(capsys.readouterr().out)
-    assert heading.endswith("solver eigen, 3: inverse, 5: rank-one")
+    assert heading.endswith("preconditioner eigen, 3: inverse, 5: eva")
     assert list(found) == ["0", "3"]
-    for layer, solver in (("0", "eigen"), ("3", "inverse")):
+    for layer, preconditioner in (("0", "eigen"), ("3", "inverse")):
         packed = (inside.factors(kfac)[f"{layer}.{side}"] for side in "AG")
         values = (spectra.eigenvalues(mpikfac.numerics.unfold_triangle(one)) for one in packed)
-        expected = spectra.Spectrum(layer, *values).condition(solver, SETTINGS["damping"])
+        expected = spectra.Spectrum(layer, *values).condition(preconditioner, SETTINGS["damping"])
         assert float(found[layer][-1]) == close(expected)
 
 
@@ -153,7 +155,9 @@ def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path,
 @pytest.mark.parametrize("damping", [f"{10**400}", ".nan", "-1", "[1]", "text"])
 def test_a_damping_that_no_run_has_is_none(trained, tmp_path, capsys, damping):
     """Oracle: the heading of the table."""
-    (tmp_path / "run" / "config.yaml").write_text(f"kfac: {{solver: eigen, damping: {damping}}}\n")
+    (tmp_path / "run" / "config.yaml").write_text(
+        f"kfac: {{preconditioner: eigen, damping: {damping}}}\n"
+    )
     assert inspect.main([str(tmp_path / "run")]) == 0
     assert "no damping (none is known)" in table_of_layers(capsys.readouterr().out)[0]
 

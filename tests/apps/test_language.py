@@ -226,10 +226,10 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, folder, job):
     assert parts == whole
 
 
-@pytest.mark.parametrize("solver", ["shampoo", "soap", "muon"])
-def test_solvers_of_the_gradient_learn_a_text(tmp_path, folder, solver):
-    """Oracle: the loss falls; positions of a loss say nothing to solvers without statistics."""
-    chosen = (f"--kfac.solver={solver}", "--kfac.skip=[embedding]", "--max_steps=6")
+@pytest.mark.parametrize("preconditioner", ["shampoo", "soap", "muon"])
+def test_preconditioners_of_the_gradient_learn_a_text(tmp_path, folder, preconditioner):
+    """Oracle: the loss falls; positions of a loss say nothing to preconditioners without statistics."""
+    chosen = (f"--kfac.preconditioner={preconditioner}", "--kfac.skip=[embedding]", "--max_steps=6")
     assert train.main(arguments(tmp_path, folder, "--model=gpt_small", *chosen)) == 0
     losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
     assert losses[-1] < losses[0]

@@ -154,13 +154,13 @@ QUICK = (
 )
 KINDS = {
     "kfac": ("--parts=4",),
-    "sampled": ("--parts=4", "--kfac.fisher=sampled"),
+    "mc": ("--parts=4", "--kfac.fisher_type=mc"),
     "adapted": ("--parts=4", "--kfac.length=own", "--kfac.damping_adapt=2"),
     "sgd": ("--parts=4", "--optimizer=sgd"),
 }
 QUADRATIC = (
     *("--kfac.length=quadratic", "--schedule=constant", "--momentum=0", "--weight_decay=0"),
-    *("--lr=1", "--kfac.fisher=exact", "--kfac.damping=0.02"),
+    *("--lr=1", "--kfac.fisher_type=type-2", "--kfac.damping=0.02"),
 )
 
 

@@ -29,11 +29,11 @@ from support.launch import run_each
 
 TIMES = ("seconds", "images_per_second", "communication")
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=2", "--log_every=2", "--threads=1")
-SOLVERS = {
+PRECONDITIONERS = {
     "sgd": ("--optimizer=sgd",),
     "kfac": ("--kfac.inv_update_steps=2",),
-    "ekfac": ("--kfac.solver=ekfac", "--kfac.damping=0.01", "--kfac.inv_update_steps=2"),
-    "exact": ("--kfac.fisher=exact", "--kfac.subsample=2"),
+    "ekfac": ("--kfac.preconditioner=ekfac", "--kfac.damping=0.01", "--kfac.inv_update_steps=2"),
+    "exact": ("--kfac.fisher_type=type-2", "--kfac.subsample=2"),
 }
 FILE = """
 import mpikfac
@@ -426,7 +426,7 @@ def test_a_file_of_weights_has_a_largest_size(tmp_path, make, suffix, message):
 def runs(root):
     """Yield ranks and options of runs on several ranks."""
     for passes in (1, 4):
-        chosen = (*SOLVERS["kfac"], "--model=plain", f"--accumulate={passes}")
+        chosen = (*PRECONDITIONERS["kfac"], "--model=plain", f"--accumulate={passes}")
         yield 2, arguments(root / f"{passes} passes", *chosen)
     torch.save(plain(10, 1).state_dict(), root / "donor.pt")
     still = ("--optimizer=sgd", "--lr=1e-30", "--model=plain", "--max_steps=1")
@@ -461,7 +461,7 @@ def test_several_passes_are_one_step(tmp_path, monkeypatch, name):
     """Oracle: the whole batch in one pass; no BatchNorm."""
     monkeypatch.setattr(models, "MODELS", {**models.MODELS, **NETWORKS})
     for passes in (1, 5):
-        chosen = (*SOLVERS[name], "--model=plain", f"--accumulate={passes}")
+        chosen = (*PRECONDITIONERS[name], "--model=plain", f"--accumulate={passes}")
         assert train.main(arguments(tmp_path / str(passes), *chosen)) == 0
     assert_same_training(rows(tmp_path / "5"), rows(tmp_path / "1"))
 
@@ -514,7 +514,7 @@ def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
     monkeypatch.setitem(models.MODELS, "net", models.NetworkEntry(rounding((nn.Conv2d, nn.Linear))))
     for run, more in {"hand": "by hand", "cast": "net", "float32": "net"}.items():
         cast = ("--autocast=bfloat16",) if run == "cast" else ()
-        chosen = arguments(tmp_path / run, *SOLVERS[name], f"--model={more}", *cast)
+        chosen = arguments(tmp_path / run, *PRECONDITIONERS[name], f"--model={more}", *cast)
         assert train.main(chosen) == 0
     assert_same_training(rows(tmp_path / "cast"), rows(tmp_path / "hand"))
     losses = [rows(tmp_path / run)[-1]["test_loss"] for run in ("cast", "float32")]

@@ -77,7 +77,7 @@ def test_layers_come_from_one_of_two_parents():
     """Oracle: by hand; all items of a layer are of one parent, all else of the first."""
     names = [
         *("model/3.weight", "kfac/factors/3.A", "kfac/graft/3#", "optimizer/state/3.weight/m"),
-        *("model/31.weight", "kfac/momentum/31", "trainer/steps", "kfac/solver"),
+        *("model/31.weight", "kfac/momentum/31", "trainer/steps", "kfac/preconditioner"),
     ]
     first, second = ({name: f"{name} of {side}" for name in names} for side in "ab")
     sides = set()
@@ -85,7 +85,7 @@ def test_layers_come_from_one_of_two_parents():
         child = selection.crossed(first, second, ["3", "31"], generator(seed))
         assert child.keys() == first.keys()
         of = {name: value[-1] for name, value in child.items()}
-        assert of["trainer/steps"] == of["kfac/solver"] == "a"
+        assert of["trainer/steps"] == of["kfac/preconditioner"] == "a"
         assert len({of[name] for name in names[:4]}) == len({of[name] for name in names[4:6]}) == 1
         sides.add((of["model/3.weight"], of["model/31.weight"]))
     assert sides == {("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")}

@@ -31,8 +31,13 @@ OWNERS = ("--strategy=mem-opt", "--assignment.factor_reduction=reduce_scatter")
 STRATEGIES = {
     "sgd": ("--optimizer=sgd",),
     "delay": DELAY,
-    "eigen": ("--kfac.solver=eigen", "--kfac.inv_update_steps=3"),
-    "low rank": ("--kfac.solver=eigen", "--kfac.rank=8", "--kfac.inv_update_steps=3", *DELAY),
+    "eigen": ("--kfac.preconditioner=eigen", "--kfac.inv_update_steps=3"),
+    "low rank": (
+        "--kfac.preconditioner=eigen",
+        "--kfac.rank=8",
+        "--kfac.inv_update_steps=3",
+        *DELAY,
+    ),
     "owners": (*OWNERS, *DELAY),
     "owner updates": ("--assignment.shard_optimizer=true", "--assignment.colocate_factors=false"),
     "copies": ("--optimizer=sgd", *COPIES),

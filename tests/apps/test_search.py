@@ -176,13 +176,13 @@ def test_the_table_and_the_picture_hold_the_best_choices(tmp_path, capsys):
     )
 
 
-def test_a_solver_without_factors_has_no_other_intervals():
+def test_a_preconditioner_without_factors_has_no_other_intervals():
     """Oracle: by hand: intervals of factors change nothing for Muon."""
     asked = [
         *ASK,
         "--search",
         "--ranks=7,16",
-        "--solver=muon",
+        "--preconditioner=muon",
         "--strategy=hybrid,sharded-optimizer",
     ]
     machine = mpikfac.predict.load_machine("v100-edr")
@@ -214,7 +214,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
     [
         ("--picture=x.svg", "picture=x.svg needs search=true"),
         ("--search --picture=x.txt", "x.txt must end in .pdf, .png or .svg"),
-        ("--search --solver=own", "give solver, not own"),
+        ("--search --preconditioner=own", "give preconditioner, not own"),
         ("--search --strategy=dp-kfac,sgd,stale-inverse", "trains like one process on all images"),
         ("--search --strategy=hybrid --ranks=7", "hybrid needs a divisor of the ranks above 1"),
         ("--search --strategy=spd-kfac --parts=4", "unknown key parts"),

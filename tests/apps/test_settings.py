@@ -23,12 +23,12 @@ UNUSUAL = (
     *(
         "--kfac.length=adam",
         "--kfac.subsample=1",
-        "--kfac.solver=eigen",
+        "--kfac.preconditioner=eigen",
         "--kfac.inv_update_steps=2",
     ),
     *(
         "--kfac.relative_damping=0.2",
-        "--kfac.decay=0.9",
+        "--kfac.factor_decay=0.9",
         "--label_smoothing=0.1",
         "--refresh.staleness=1",
     ),
@@ -158,9 +158,9 @@ def test_a_strategy_brings_its_own_choices(run):
 
 NAMED = {
     "kfac.relative_damping": ("0.2", "kfac.relative_damping 10.0 -> 0.2"),
-    "kfac.solver": ("eigen", "kfac.solver inverse -> eigen"),
+    "kfac.preconditioner": ("eigen", "kfac.preconditioner inverse -> eigen"),
     "kfac.length": ("adam", "kfac.length orthogonal -> adam"),
-    "kfac.decay": ("0.9", "kfac.decay 0.95 -> 0.9"),
+    "kfac.factor_decay": ("0.9", "kfac.factor_decay 0.95 -> 0.9"),
     "label_smoothing": ("0.1", "label_smoothing 0.0 -> 0.1"),
     "schedule": ("cosine", "schedule linear -> cosine"),
     "data.test_images": ("100", "data.test_images null -> 100"),
@@ -190,7 +190,7 @@ def test_a_file_of_the_command_line_names_options(run, tmp_path):
     """Oracle: by hand."""
     (tmp_path / "more.yaml").write_text("kfac: {decay: 0.9}\nlog_every: 2\n")
     text = go_on(run, "--max_steps=3", f"--config={tmp_path / 'more.yaml'}", "--log_every=1")
-    assert "changed since the checkpoint: kfac.decay 0.95 -> 0.9\n" in text
+    assert "changed since the checkpoint: kfac.factor_decay 0.95 -> 0.9\n" in text
 
 
 @pytest.mark.parametrize("key", [leaf.key for leaf in leaves(Options)])
@@ -292,7 +292,10 @@ def test_a_checkpoint_without_settings_is_said(run):
         ({"settings": [1]}, "item 'run/data' has settings of another form"),
         ({"settings": {"lr": "x"}, "open": {}}, "lr=x must be a finite number > 0"),
         ({"settings": {"lr": {"a": 1}}, "open": {}}, "must be a finite number > 0"),
-        ({"settings": {"kfac.solver": ["eigen"]}, "open": {}}, "kfac.solver=['eigen'] must be one"),
+        (
+            {"settings": {"kfac.preconditioner": ["eigen"]}, "open": {}},
+            "kfac.preconditioner=['eigen'] must be one",
+        ),
         ({"settings": {"lr": 1e999}, "open": {}}, "finite"),
     ],
 )
@@ -304,7 +307,7 @@ def test_settings_of_another_form_are_refused_in_one_line(run, capfd, items, mes
 
 def test_a_wrong_value_of_the_checkpoint_can_be_replaced(run):
     """Oracle: by hand."""
-    options = config(run) | {"strategy": "comm-opt", "kfac.solver": "of old"}
+    options = config(run) | {"strategy": "comm-opt", "kfac.preconditioner": "of old"}
     change(run, settings=options, open={})
-    text = go_on(run, "--max_steps=3", "--kfac.solver=eigen")
-    assert "kfac.solver 'of old' -> eigen" in text
+    text = go_on(run, "--max_steps=3", "--kfac.preconditioner=eigen")
+    assert "kfac.preconditioner 'of old' -> eigen" in text

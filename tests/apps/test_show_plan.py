@@ -92,15 +92,17 @@ def test_memory_of_lengths_is_printed(choices, averages, momenta, capsys):
     assert found == pytest.approx([averages * numbers, momenta * numbers], rel=0.01)
 
 
-def test_a_solver_without_factors_has_one_kind_of_step(capsys):
+def test_a_preconditioner_without_factors_has_one_kind_of_step(capsys):
     """Oracle: by hand: ResNet-20 has 20 layers; Muon's ranks send gradients and directions."""
-    assert main(["--model=resnet20", "--ranks=4", "--solver=muon", "--strategy=mem-opt"]) == 0
+    assert (
+        main(["--model=resnet20", "--ranks=4", "--preconditioner=muon", "--strategy=mem-opt"]) == 0
+    )
     text = capsys.readouterr().out
     owners = text.partition("Layers without factors")[2].partition("Load")[0]
     assert len(re.findall(r"\b(?:layer\d\S+|conv1|fc) c[0-3]\b", owners)) == 20
     assert text.count("reduce gradients") == text.count("publish gradients") == 1
     assert "Every step" in text and "statistics" not in text and "bases" not in text
-    assert main(["--model=resnet20", "--ranks=4", "--solver=shampoo"]) == 0
+    assert main(["--model=resnet20", "--ranks=4", "--preconditioner=shampoo"]) == 0
     assert "Step with new factors: the messages of 'Ordinary step'" in capsys.readouterr().out
 
 
@@ -364,7 +366,7 @@ def test_exchanges_of_weights_are_told_apart_from_other_steps(capsys):
 
 def test_low_rank_is_planned(capsys):
     """Oracle: by hand: 144 inputs in blocks of 72; eight eigenvectors per block, and of outputs."""
-    options = ["--model", "resnet20", "--ranks", "2", "--solver", "eigen", "--rank", "8"]
+    options = ["--model", "resnet20", "--ranks", "2", "--preconditioner", "eigen", "--rank", "8"]
     assert main([*options, "--largest", "100"]) == 0
     text = capsys.readouterr().out
     assert words(text, "layer1.1.conv1")[1:3] == ["72:8+72:8", "16:8"]
@@ -387,6 +389,6 @@ def test_a_machine_makes_the_choices_that_the_options_leave_open():
     plan = plan_of(PLAN.read(asked))
     machine = mpikfac.predict.load_machine("v100-edr")
     job = mpikfac.predict.Job("resnet50", 32)
-    forms = mpikfac.solvers.forms("inverse")
+    forms = mpikfac.preconditioners.forms("inverse")
     _, strategy = mpikfac.predict.choose(*shapes_of("resnet50"), 4, machine, job, forms)
     assert plan.strategy == strategy

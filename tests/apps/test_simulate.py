@@ -81,7 +81,7 @@ def test_a_model_of_ones_own_is_predicted_once_it_is_measured(capsys, tmp_path):
         4,
         machine,
         job,
-        mpikfac.solvers.forms("inverse"),
+        mpikfac.preconditioners.forms("inverse"),
     )
     found = mpikfac.predict.simulate(mpikfac.make_plan(layers, 4, strategy, others), machine, job)
     rows = rows_of(capsys.readouterr().out)
@@ -95,7 +95,7 @@ def test_the_machine_of_sc20_knows_networks_and_eigenbases(model, capsys):
 
     SC20's figures are of these three networks; the intervals are those of the authors' job.
     """
-    asked = [f"--model={model}", "--machine=v100-edr", "--solver=own", "--length=own"]
+    asked = [f"--model={model}", "--machine=v100-edr", "--preconditioner=own", "--length=own"]
     asked += [
         "--ranks=64",
         "--strategy=sgd,kfac-opt",
@@ -150,12 +150,12 @@ def test_work_that_is_not_predicted_is_named(capsys):
     """Oracle: the line; and the numbers without the options."""
     asked = ["--model=resnet50", "--machine=v100-edr", "--ranks=2,2", "--strategy=comm-opt"]
     found = []
-    for more in ([], ["--fisher=sampled"], ["--length=adam"]):
+    for more in ([], ["--fisher_type=mc"], ["--length=adam"]):
         assert simulate.main([*asked, *more]) == 0
         found.append(capsys.readouterr().out.splitlines())
     plain, sampled, adam = found
     assert [line for line in sampled if line not in plain] == [
-        "Not counted: the backward passes of fisher=sampled"
+        "Not counted: the backward passes of fisher_type=mc"
     ]
     assert sum(line.startswith("2 ranks") for line in plain) == 1
     (with_products,), (without,) = (
@@ -178,9 +178,9 @@ def test_work_that_is_not_predicted_is_named(capsys):
         ("--model resnet50 --machine v100-edr --ranks 2 --strategy best", "mem-opt"),
         ("--model resnet50 --machine v100-edr --ranks 2 --stragglers 2", "between 0 and 1"),
         (
-            "--model resnet50 --machine v100-edr --ranks 2 --solver rank-one "
+            "--model resnet50 --machine v100-edr --ranks 2 --preconditioner eva "
             "--strategy deferred-allreduce",
-            "no times of solver='rank-one'",
+            "no times of preconditioner='eva'",
         ),
         ("--model resnet50 --machine v100-edr --ranks 2 --json /nowhere/x", "/nowhere/x"),
         ("--model resnet50 --ranks 2", "--machine"),

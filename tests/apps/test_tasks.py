@@ -21,9 +21,14 @@ SMALL = ("--model=autoencoder_small", "--batch=120", "--data.train_images=360", 
 CHOSEN = {
     "sgd": ("--optimizer=sgd", "--lr=10"),
     "adamw": ("--optimizer=adamw", "--lr=0.003"),
-    "kfac": ("--kfac.fisher=exact", "--kfac.damping=0.003"),
+    "kfac": ("--kfac.fisher_type=type-2", "--kfac.damping=0.003"),
     "quadratic": (
-        *("--kfac.fisher=exact", "--kfac.length=quadratic", "--schedule=constant", "--momentum=0"),
+        *(
+            "--kfac.fisher_type=type-2",
+            "--kfac.length=quadratic",
+            "--schedule=constant",
+            "--momentum=0",
+        ),
         *("--weight_decay=0", "--kfac.damping=0.02", "--kfac.damping_adapt=2"),
     ),
 }

@@ -131,9 +131,9 @@ def runs(root):
     yield 3, plain(root / "parts", *chosen, "--resume=auto")
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1")
     yield 1, plain(root / "batch of 5", *chosen)
-    yield 1, plain(root / "neither", "--kfac.solver=eigen", "--kfac.damping=0.1")
+    yield 1, plain(root / "neither", "--kfac.preconditioner=eigen", "--kfac.damping=0.1")
     for name, chosen in LENGTHS.items():
-        options = [f"--kfac.{option}" for option in ("solver=eigen", *chosen)]
+        options = [f"--kfac.{option}" for option in ("preconditioner=eigen", *chosen)]
         for ranks in (1, 2):
             yield ranks, plain(root / f"{name} {ranks}", *options)
     chosen = ("--log_every=1", "--kfac.inv_update_steps=4", "--kfac.kl_clip=0.1")

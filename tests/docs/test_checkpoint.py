@@ -35,10 +35,12 @@ def test_items_that_the_page_names_exist():
     assert len(names) >= 5
     known = [
         items_of(damping=mpikfac.LevenbergMarquardt()),
-        items_of(solver="ekfac", length="adam"),
+        items_of(preconditioner="ekfac", length="adam"),
         items_of(own=0, length="orthogonal", momentum=0.9),
-        items_of(solver="shampoo"),
-        items_of(own=0, solver="soap", length="rotated", relative_damping=True, damping=0.001),
+        items_of(preconditioner="shampoo"),
+        items_of(
+            own=0, preconditioner="soap", length="rotated", relative_damping=True, damping=0.001
+        ),
         items_of(own=0, length="rows"),
     ]
     exchanges = DiLoCo(sync_every=2, outer_lr=1.0), Parle(sync_every=2, outer_momentum=0.9)

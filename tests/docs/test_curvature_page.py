@@ -133,14 +133,16 @@ def test_a_layer_of_ones_own(tmp_path):
     assert job.stdout.splitlines() == ["as the module sees it"] * 2, job.stderr
 
 
-def test_a_solver_of_ones_own(tmp_path):
+def test_a_preconditioner_of_ones_own(tmp_path):
     """Oracle: the gradient divided by the products of both diagonals and the damping, by hand."""
     setup = (
         "model = torch.nn.Sequential(torch.nn.Linear(6, 2))\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     )
     own = code("class Diagonal(")
-    plain = own.replace("solver=Diagonal()", 'solver=Diagonal(), length=mpikfac.Length("adam")')
+    plain = own.replace(
+        "preconditioner=Diagonal()", 'preconditioner=Diagonal(), length=mpikfac.Length("adam")'
+    )
     (tmp_path / "program.py").write_text(f"{BEFORE}{setup}{plain}{SOLVED}")
     job = launch(2, str(tmp_path / "program.py"))
     assert job.stdout.splitlines() == ["divided by the diagonals"] * 2, job.stderr

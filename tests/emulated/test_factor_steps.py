@@ -25,10 +25,10 @@ COMM = mpikfac.world()
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=str)
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_a_step_with_factors_starts_few_kernels(solver, stored):
+@pytest.mark.parametrize("preconditioner", ["inverse", "eigen"])
+def test_a_step_with_factors_starts_few_kernels(preconditioner, stored):
     """Oracle: the counts of the emulated device, by kind of step of ResNet-20."""
-    steps = steps_of("resnet20", 32, solver=solver, stored=stored)
+    steps = steps_of("resnet20", 32, preconditioner=preconditioner, stored=stored)
     assert all(steps[kind].kernels <= most for kind, most in MOST.items())
     assert steps["with factors"].kernels - steps["ordinary"].kernels <= MOST_OF_FACTORS
 

@@ -23,7 +23,7 @@ CALIBRATE = str(Path(TRAIN).with_name("calibrate.py"))
 PLAIN = ["--optimizer", "kfac", "--epochs", "2", "--kfac.length", "adam"]
 STRATEGIES = {
     "plain": [],
-    "sharded-optimizer": ["--strategy", "sharded-optimizer", "--kfac.solver", "eigen"],
+    "sharded-optimizer": ["--strategy", "sharded-optimizer", "--kfac.preconditioner", "eigen"],
     "overlapped": ["--strategy", "spd-kfac"],
     "curvature servers": ["--strategy", "curvature-servers", "--refresh.servers", "1"],
     "averaged in parts": ["--transport.virtual_ranks", "2"],

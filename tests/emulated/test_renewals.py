@@ -16,12 +16,14 @@ MOST_WAITS = 3  # of a refresh that renews all factors: one for all misfits
 
 
 @pytest.mark.parametrize(
-    "solver", [Eigen(iterations=1), Eigen(), Inverse()], ids=["iterated", "kept", "inverse"]
+    "preconditioner", [Eigen(iterations=1), Eigen(), Inverse()], ids=["iterated", "kept", "inverse"]
 )
-def test_a_refresh_waits_once_for_all_misfits(solver):
+def test_a_refresh_waits_once_for_all_misfits(preconditioner):
     """Oracle: the counts of the emulated device; nothing is decomposed, as all factors fit."""
     strategy = Strategy(MemOpt(), refresh=Refresh(tolerance=1e9))
-    step = steps_of("resnet20", 32, solver=solver, strategy=strategy)["with decompositions"]
+    step = steps_of("resnet20", 32, preconditioner=preconditioner, strategy=strategy)[
+        "with decompositions"
+    ]
     assert not [where for where in step.waits if "eigh" in where or "cholesky" in where]
     assert sum(step.waits.values()) <= MOST_WAITS, step.waits
 
@@ -32,9 +34,9 @@ def test_orders_are_iterated_together():
         steps_of(
             "resnet20",
             32,
-            solver=solver,
+            preconditioner=preconditioner,
             strategy=Strategy(MemOpt(), refresh=Refresh(tolerance=1e9)),
         )["with decompositions"].kernels
-        for solver in (Eigen(), Eigen(iterations=1))
+        for preconditioner in (Eigen(), Eigen(iterations=1))
     ]
     assert kernels[1] - kernels[0] <= 10 * 12, kernels

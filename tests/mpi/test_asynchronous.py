@@ -41,7 +41,7 @@ def on_both(comm, model, optimizer, strategy, train):
     """Return what `train(trainer, ranks)` returns, and on servers what their function returns."""
     team = mpikfac.split_comm(comm, strategy.sync.servers)
     if team.comm is None:
-        return mpikfac.run_parameter_server(model, optimizer, team)
+        return mpikfac.lab.run_parameter_server(model, optimizer, team)
     trainer = AsyncSGD(model, optimizer, team, strategy)
     found = train(trainer, team.comm)
     for _ in range(2):  # a second call does nothing
@@ -436,7 +436,7 @@ def test_a_client_of_split_layers_is_a_client_of_one_rank(comm, push_every):
 
     team = mpikfac.split_comm(comm, 1)
     if team.comm is not None:
-        layers = mpikfac.split_layers(model, team.comm, Distribution(ways, IN_SLICES))
+        layers = mpikfac.lab.split_layers(model, team.comm, Distribution(ways, IN_SLICES))
     kept = on_both(comm, model, optimizer, strategy, split)
     if team.comm is not None:
         layers.detach()
@@ -574,7 +574,7 @@ def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):
         with pytest.raises(ValueError, match=said):
             AsyncSGD(model, make(model), team, asynchronous(**choices))
         with pytest.raises(ValueError, match="run_parameter_server.. is for ranks that split"):
-            mpikfac.run_parameter_server(model, make(model), team)
+            mpikfac.lab.run_parameter_server(model, make(model), team)
     comm.Barrier()
 
 
@@ -582,7 +582,7 @@ def test_other_trainers_refuse_updates(comm):
     """Oracle: the message."""
     model = network()
     for make in (FirstOrderTrainer, mpikfac.KFAC):
-        with pytest.raises(ValueError, match="needs the trainer mpikfac.AsyncSGD"):
+        with pytest.raises(ValueError, match="needs the trainer mpikfac.lab.AsyncSGD"):
             make(model, problem.sgd(model), comm, asynchronous())
 
 

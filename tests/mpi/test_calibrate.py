@@ -75,8 +75,8 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     assert [order for order, _ in machine.decompositions["shampoo"]] == orders
     assert [order for order, _ in machine.products] == calibrate.CUBES
     assert min(rate for _, rate in machine.products) > 0
-    for solver in ("inverse", "rank-one", "shampoo", "soap", "muon"):
-        plan = mpikfac.make_plan(layers, comm.size, strategy, others, solver)
+    for preconditioner in ("inverse", "eva", "shampoo", "soap", "muon"):
+        plan = mpikfac.make_plan(layers, comm.size, strategy, others, preconditioner)
         prediction = mpikfac.predict.simulate(plan, machine, mpikfac.predict.Job("digits_cnn", 4))
         assert prediction.mean.seconds > prediction.mean.exposed > 0
 

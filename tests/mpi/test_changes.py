@@ -212,8 +212,8 @@ def trained_once(model, comm):
 def test_labels_of_the_model_leave_frozen_layers_alone(comm):
     """Oracle: the weights of the layer that was frozen between two steps."""
     model = network()
-    sampled = mpikfac.Estimator(fisher="sampled")
-    kfac = mpikfac.KFAC(model, sgd(model), comm, damping=0.01, estimator=sampled)
+    sampled = mpikfac.Estimator(fisher_type="mc")
+    kfac = mpikfac.KFAC(model, sgd(model), comm, damping=0.01, estimator=mc)
     for step in range(3):
         if step == 1:
             freeze(model, kfac.optimizer, 0)
@@ -460,19 +460,22 @@ def test_uneven_shards_are_weighed_by_their_examples(comm, make):
     torch.testing.assert_close(steps(comm), steps(own), rtol=1e-7, atol=1e-9)
 
 
-SOLVERS = {
-    **{solver: {"solver": solver} for solver in ("inverse", "ekfac", "rank-one")},
-    "sampled": {"estimator": mpikfac.Estimator(fisher="exact", subsample=1)},
+PRECONDITIONERS = {
+    **{
+        preconditioner: {"preconditioner": preconditioner}
+        for preconditioner in ("inverse", "ekfac", "eva")
+    },
+    "mc": {"estimator": mpikfac.Estimator(fisher_type="type-2", subsample=1)},
 }
 PASSES = ["ignored labels", "no pass", "discard", "not finite", "twice as much"]
 
 
 @pytest.mark.skipif(RANKS == 1, reason="needs a rank beside the last")
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 @pytest.mark.parametrize("last", PASSES)
-def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, solver):
+def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, preconditioner):
     """Oracle: one process, without the last rank's rows, or with the rows twice."""
-    if last == "twice as much" and solver == "sampled":  # `record` counts the rows of a pass
+    if last == "twice as much" and preconditioner == "mc":  # `record` counts the rows of a pass
         return
     own, shared = comm.Split(comm.rank), 12 // comm.size
     estimator = mpikfac.Estimator(subsample=1, decay=0.5)
@@ -490,7 +493,9 @@ def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, solver):
         model = nn.Sequential(norm, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         length = mpikfac.Length("own")
-        trainer = mpikfac.KFAC(model, optimizer, on, length=length, **settings | SOLVERS[solver])
+        trainer = mpikfac.KFAC(
+            model, optimizer, on, length=length, **settings | PRECONDITIONERS[preconditioner]
+        )
         for step in range(3):
             x, y = batch(step, own)
             begins = range(0, 12 - shared * (last != "twice as much"), shared)
@@ -507,7 +512,7 @@ def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, solver):
             optimizer.zero_grad()
             if not (silent and last == "no pass"):
                 outputs = model(x * torch.nan if silent and last == "not finite" else x)
-                if solver == "sampled":
+                if preconditioner == "mc":
                     trainer.record(outputs)
                 labels = torch.full_like(y, -100) if silent else y
                 F.cross_entropy(outputs, labels, reduction="sum").div(len(x)).backward()

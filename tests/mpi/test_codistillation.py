@@ -11,7 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Codistillation, FirstOrderTrainer
-from mpikfac.extensions.codistillation import divergence
+from mpikfac.lab.codistillation.codistillation import divergence
 from mpikfac.numerics import Arena
 from mpikfac.plan import divisors
 from support import inside, problem

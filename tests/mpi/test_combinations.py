@@ -1,4 +1,4 @@
-"""All combinations of solvers, Fishers, placements and weight sharing: one process's numbers."""
+"""All combinations of preconditioners, Fishers, placements and weight sharing: one process's numbers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ SETTINGS = problem.SETTINGS | {"inv_update_steps": 2}
 STEPS = range(3)  # factors and decompositions at 0 and 2
 SHARING = "expand", "reduce"
 ESTIMATORS = [
-    *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("sampled", "exact"), SHARING),
+    *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("mc", "exact"), SHARING),
     *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("empirical",), ("reduce",)),
-    ("unsplit-inverse", "forward-only", "reduce"),  # a single damped factor: equal for all solvers
-    *itertools.product(("rank-one",), ("empirical", "forward-only"), ("reduce",)),
+    (
+        "unsplit-inverse",
+        "forward-only",
+        "reduce",
+    ),  # a single damped factor: equal for all preconditioners
+    *itertools.product(("eva",), ("empirical", "forward-only"), ("reduce",)),
 ]
-"""Combinations missing in test_kinds.py; "rank-one" takes no labels from the model."""
+"""Combinations missing in test_kinds.py; "eva" takes no labels from the model."""
 PLACEMENTS = {
     "comm-opt": Strategy(CommOpt()),
     "mem-opt": Strategy(MemOpt()),
@@ -54,14 +58,14 @@ def network():
     return Tokens().double()
 
 
-def train(comm, strategy, shares, solver, fisher, sharing):
+def train(comm, strategy, shares, preconditioner, fisher, sharing):
     """Train with the given shares of the ranks, a share after a share; return the state."""
 
     def rule(layer):
         return replace(mpikfac.default_rule(layer), sharing=sharing)
 
     model = network()
-    choices = {**SETTINGS, "solver": solver, "fisher": fisher, "rule": rule}
+    choices = {**SETTINGS, "preconditioner": preconditioner, "fisher_type": fisher, "rule": rule}
     kfac = problem.kfac(model, problem.sgd_all(model), comm, strategy, **choices)
     for step in STEPS:
         kfac.optimizer.zero_grad()
@@ -84,7 +88,7 @@ def alone(own, *estimator):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids="-".join)
-def test_each_estimator_and_solver_under_each_placement(comm, estimator, placement):
+def test_each_estimator_and_preconditioner_under_each_placement(comm, estimator, placement):
     """Oracle: a single process that takes all shares, with every share's drawn labels."""
     expected = alone(*estimator)
     found = train(comm, PLACEMENTS[placement], [comm.rank], *estimator)

@@ -59,12 +59,12 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, shards: bool, aware: str 
     if aware is not None:
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
     cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")
-    for workers, solver, delay in itertools.product(
+    for workers, preconditioner, delay in itertools.product(
         mpikfac.plan.divisors(comm.size), ("inverse", "eigen"), (0, 1)
     ):
         placed = assigned(workers, comm.size, factor_reduction=reduction, shard_optimizer=shards)
         strategy = Strategy(placed, refresh=Refresh(staleness=delay))
-        settings = {"solver": solver}
+        settings = {"preconditioner": preconditioner}
         expected = train(comm, trainer(comm, cpu, strategy, **settings), cpu)
         found = train(comm, trainer(comm, cuda, strategy, **settings), cuda)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
@@ -88,11 +88,11 @@ def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, shards, aware) ->
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_later_steps_allocate_no_device_memory(comm, solver: str) -> None:
+@pytest.mark.parametrize("preconditioner", ["inverse", "eigen"])
+def test_later_steps_allocate_no_device_memory(comm, preconditioner: str) -> None:
     """Oracle: the allocator's count of calls to the driver."""
     device = mpikfac.device(comm, "cuda")
-    kfac = trainer(comm, device, Strategy(CommOpt()), solver=solver)
+    kfac = trainer(comm, device, Strategy(CommOpt()), preconditioner=preconditioner)
     train(comm, kfac, device, 4)
     before = torch.accelerator.memory_stats()["num_device_alloc"]
     train(comm, kfac, device, 4)

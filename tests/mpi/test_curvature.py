@@ -15,12 +15,12 @@ from mpikfac import CommOpt, Refresh, Trace
 from mpikfac.comm import curvature_servers as intercomm
 from mpikfac.lab import CurvatureServers
 from mpikfac.plan import NAMED
-from mpikfac.solvers import eigen, inverse
+from mpikfac.preconditioners import eigen, inverse
 from support import inside, problem
 from support.strategies import changed, strategy_of
 
 RANKS = mpikfac.world().size
-SOLVERS = "eigen", "inverse", "unsplit-inverse"
+PRECONDITIONERS = "eigen", "inverse", "unsplit-inverse"
 STEPS = range(10)  # decompositions at 0, 3, 6 and 9
 OWNERS = {"assignment.factor_reduction": "reduce_scatter", "assignment.shard_optimizer": True}
 # Choices of strategies, by the number of training ranks.
@@ -47,7 +47,7 @@ def on_both(comm, curvature_servers, train, **serving):
     """Return the result of `train(training, curvature)`, and None on curvature servers."""
     team = mpikfac.split_comm(comm, curvature_servers)
     if team.comm is None:
-        return mpikfac.run_curvature_server(team, **serving)
+        return mpikfac.lab.run_curvature_server(team, **serving)
     return train(team.comm, team.intercomm)
 
 
@@ -96,10 +96,12 @@ def assert_same(comm, curvature_servers, steps=STEPS, **settings):
 def test_curvature_servers_change_no_bit(comm, curvature_servers, name):
     """Oracle: see `assert_same`.
 
-    Each number of ranks of both kinds takes another solver.
+    Each number of ranks of both kinds takes another preconditioner.
     """
-    solver = SOLVERS[(list(CHOICES).index(name) + curvature_servers + RANKS) % len(SOLVERS)]
-    assert_same(comm, curvature_servers, choices=CHOICES[name], solver=solver)
+    preconditioner = PRECONDITIONERS[
+        (list(CHOICES).index(name) + curvature_servers + RANKS) % len(PRECONDITIONERS)
+    ]
+    assert_same(comm, curvature_servers, choices=CHOICES[name], preconditioner=preconditioner)
 
 
 @pytest.mark.parametrize("name", ["all workers", "two owners of a layer", "staggered"])
@@ -112,10 +114,10 @@ def test_of_low_rank(comm, name):
     assert_same(comm, 1, choices=CHOICES[name], rule=rule)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_in_single_precision_the_damping_is_not_rounded(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
+def test_in_single_precision_the_damping_is_not_rounded(comm, preconditioner):
     """Oracle: see `assert_same`; 0.01 is no float32."""
-    assert_same(comm, 1, solver=solver, dtype=torch.float32)
+    assert_same(comm, 1, preconditioner=preconditioner, dtype=torch.float32)
 
 
 def test_in_messages_of_limited_size(comm, monkeypatch):
@@ -124,10 +126,10 @@ def test_in_messages_of_limited_size(comm, monkeypatch):
     assert_same(comm, 1)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_relative_damping(comm, solver):
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_relative_damping(comm, preconditioner):
     """Oracle: see `assert_same`."""
-    assert_same(comm, 1, solver=solver, relative_damping=True)
+    assert_same(comm, 1, preconditioner=preconditioner, relative_damping=True)
 
 
 def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
@@ -143,8 +145,8 @@ def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
     assert_same(comm, 1)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_owners_note_what_curvature_servers_cannot_decompose(comm, solver, monkeypatch):
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
+def test_owners_note_what_curvature_servers_cannot_decompose(comm, preconditioner, monkeypatch):
     """Oracle: see `assert_same`; a factor fails at 0, 3 and 6, whose decompositions are used."""
     for module, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
         make = getattr(module, name)
@@ -155,7 +157,7 @@ def test_owners_note_what_curvature_servers_cannot_decompose(comm, solver, monke
             return make(factor, *damping)
 
         monkeypatch.setattr(module, name, failing)
-    assert assert_same(comm, 1, solver=solver) in (3, None)
+    assert assert_same(comm, 1, preconditioner=preconditioner) in (3, None)
 
 
 @every_number
@@ -263,7 +265,7 @@ def test_a_state_is_loaded_over_bases_on_their_way(comm):
     """Oracle: the run from the state on; decompositions pending from before are not used."""
 
     def train(training, curvature):
-        kfac = trainer(training, curvature, solver="eigen")
+        kfac = trainer(training, curvature, preconditioner="eigen")
         run(kfac, range(3))
         state = {name: copied(value) for name, value in kfac.state_dict().items()}
         expected = run(kfac, range(3, 10))

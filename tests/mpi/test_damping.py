@@ -32,21 +32,21 @@ def textbook(**settings):
     return problem.state(model), scales
 
 
-def refused(strategy, solver):
-    """Return whether the solver's plan needs different owners."""
+def refused(strategy, preconditioner):
+    """Return whether the preconditioner's plan needs different owners."""
     return (
-        solver == "inverse"
+        preconditioner == "inverse"
         and not strategy.assignment.colocate_factors
         and strategy.assignment.factor_reduction == "reduce_scatter"
     )
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
-def test_relative_damping_is_the_textbooks(comm, strategy, solver):
+def test_relative_damping_is_the_textbooks(comm, strategy, preconditioner):
     """Oracle: K-FAC by im2col and dense solves on the joined batch."""
-    if not refused(strategy, solver):
-        choices = {"solver": solver, "relative_damping": True}
+    if not refused(strategy, preconditioner):
+        choices = {"preconditioner": preconditioner, "relative_damping": True}
         found = problem.run(trainer(comm, strategy, **choices), comm)
         torch.testing.assert_close(found, textbook(**choices)[0], rtol=0, atol=1e-10)
 
@@ -104,9 +104,9 @@ def run_adaptive(comm, kfac, steps):
 
 
 @problem.by_one_process
-def adapted_alone(own, solver, steps):
+def adapted_alone(own, preconditioner, steps):
     """Return the results of `run_adaptive` in one process on the joined batches."""
-    return run_adaptive(own, adaptive(own, None, solver=solver), steps)
+    return run_adaptive(own, adaptive(own, None, preconditioner=preconditioner), steps)
 
 
 def assert_same_run(found, expected):
@@ -115,15 +115,15 @@ def assert_same_run(found, expected):
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-7)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
-def test_adapted_damping_is_one_processs_and_the_same_on_all_ranks(comm, strategy, solver):
+def test_adapted_damping_is_one_processs_and_the_same_on_all_ranks(comm, strategy, preconditioner):
     """Oracle: a single process on the joined batches; among ranks, to the last bit."""
-    if refused(strategy, solver):
+    if refused(strategy, preconditioner):
         return
     steps = range(6)
-    found = run_adaptive(comm, adaptive(comm, strategy, solver=solver), steps)
-    assert_same_run(found, adapted_alone(solver, steps))
+    found = run_adaptive(comm, adaptive(comm, strategy, preconditioner=preconditioner), steps)
+    assert_same_run(found, adapted_alone(preconditioner, steps))
     assert len(set(map(str, comm.allgather(found[1])))) == 1
     assert len({damping for _, damping in found[1]}) > 1
 

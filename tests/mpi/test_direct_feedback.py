@@ -17,7 +17,7 @@ from support.strategies import changed
 
 RANKS = mpikfac.world().size
 PRIME = 2_654_435_761
-FORWARD = Estimator(fisher="forward-only", subsample=1)
+FORWARD = Estimator(fisher_type="forward-only", subsample=1)
 
 
 def signs(seed, number, classes, size):
@@ -147,7 +147,9 @@ def test_what_does_not_fit_is_refused_in_a_line(comm):
     """Oracle: the message."""
     model = problem.network()
     kfac = mpikfac.KFAC(model, problem.sgd(model), comm, Strategy())
-    with pytest.raises(ValueError, match=r"needs Estimator\(fisher='forward-only'\), or a solver"):
+    with pytest.raises(
+        ValueError, match=r"needs Estimator\(fisher_type='forward-only'\), or a preconditioner"
+    ):
         DirectFeedback(kfac, ["2"])
     kfac.close()
     trainer = FirstOrderTrainer(model, problem.sgd(model), comm)

@@ -15,10 +15,10 @@ from support import inside, problem
 
 STORED = Path(__file__).parents[1] / "golden" / "kfac_pytorch.npz"
 CASES = [
-    (world, scaling, solver, clip)
+    (world, scaling, preconditioner, clip)
     for world in (1, 2)
     for scaling in ("main", "sc20")
-    for solver in ("eigen", "inverse")
+    for preconditioner in ("eigen", "inverse")
     for clip in ("0.001", "none")
     if world == 1 or clip != "none"
 ]
@@ -45,8 +45,10 @@ def close(found: torch.Tensor, stored: np.ndarray) -> None:
     )
 
 
-@pytest.mark.parametrize(("world", "scaling", "solver", "clip"), CASES)
-def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: str) -> None:
+@pytest.mark.parametrize(("world", "scaling", "preconditioner", "clip"), CASES)
+def test_equals_kfac_pytorch(
+    comm, world: int, scaling: str, preconditioner: str, clip: str
+) -> None:
     """Oracle: three stored steps of kfac-pytorch at 1 and 2 ranks, to 1e-9."""
     if comm.size < world:
         pytest.skip(f"needs {world} ranks")
@@ -65,9 +67,9 @@ def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: 
         damping=0.001,
         inv_update_steps=1,
         kl_clip=None if clip == "none" else float(clip),
-        solver="eigen" if solver == "eigen" else "unsplit-inverse",
+        preconditioner="eigen" if preconditioner == "eigen" else "unsplit-inverse",
         normalization="kfac-pytorch" if scaling == "main" else "sc20",
-        start="identity",
+        initial_factor="identity",
     )
     x, y = (
         torch.from_numpy(stored[f"{inputs}/{name}"][:, sub.rank]).to(problem.DEVICE)
@@ -77,7 +79,7 @@ def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: 
         net.zero_grad()
         F.cross_entropy(net(x[step]), y[step]).backward()
         kfac.step()
-        at = f"world{world}/{scaling}/decay0.95/{solver}/klclip_{clip}/step{step + 1}"
+        at = f"world{world}/{scaling}/decay0.95/{preconditioner}/klclip_{clip}/step{step + 1}"
         for layer in ("conv1", "conv2", "fc"):
             for factor in "AG":
                 found = triangles.unfold_triangle(inside.factors(kfac)[f"{layer}.{factor}"])

@@ -22,11 +22,15 @@ STRATEGIES = [
 OVERLAPPED = Strategy(CommOpt(replicate_below=5), transport=Transport(fusion=2, overlap=True))
 
 
-def train(comm, strategy, ranks, kind, fisher="empirical", solver="eigen"):
+def train(comm, strategy, ranks, kind, fisher_type="empirical", preconditioner="eigen"):
     """Train on the rank's shards of `ranks` shards; return all numbers of the network."""
     network, _ = inner.pair(kind)
     optimizer = problem.sgd_all(network)
-    settings = problem.SETTINGS | {"damping": 0.1, "solver": solver, "fisher": fisher}
+    settings = problem.SETTINGS | {
+        "damping": 0.1,
+        "preconditioner": preconditioner,
+        "fisher_type": fisher,
+    }
     kfac = problem.kfac(network, optimizer, comm, strategy, **settings)
     problem.train_on_shards(kfac, comm, ranks, map(problem.batch, range(problem.STEPS)))
     return inner.weights(network)
@@ -56,13 +60,15 @@ def test_each_placement(comm, strategy, kind):
 def test_overlapped_statistics_wait_for_all_groups(comm, kind):
     """Oracle: one process on the joined batches."""
     assert_as_one_process(comm, OVERLAPPED, kind)
-    assert_as_one_process(comm, OVERLAPPED, kind, fisher="exact")
+    assert_as_one_process(comm, OVERLAPPED, kind, fisher_type="type-2")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "settings", [{"solver": "inverse"}, {"solver": "unsplit-inverse", "fisher": "exact"}], ids=str
+    "settings",
+    [{"preconditioner": "inverse"}, {"preconditioner": "unsplit-inverse", "fisher_type": "type-2"}],
+    ids=str,
 )
-def test_other_solvers(comm, kind, settings):
+def test_other_preconditioners(comm, kind, settings):
     """Oracle: one process on the joined batches."""
     assert_as_one_process(comm, Strategy(CommOpt()), kind, **settings)

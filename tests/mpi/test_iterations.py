@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpikfac
 from mpikfac import CommOpt, Eigen, HybridOpt, MemOpt
-from mpikfac.solvers import Ekfac
+from mpikfac.preconditioners import EKFAC
 from support import inside, problem
 from support.strategies import strategy_of
 
@@ -48,18 +48,18 @@ OVER_TIME = "refresh.stagger", "refresh.staleness"
 STEPS = range(10)  # three refreshes, or a refresh of every share
 
 
-def trainer(comm, placement, solver=ONCE, tolerance=1e9):
+def trainer(comm, placement, preconditioner=ONCE, tolerance=1e9):
     """Return K-FAC for the layers with factors of full rank, whose eigenvectors are no choice."""
     model = problem.network()
     strategy = strategy_of(placement, {"refresh.tolerance": tolerance})
-    settings = problem.SETTINGS | {"solver": solver, "skip": ["5"]}
+    settings = problem.SETTINGS | {"preconditioner": preconditioner, "skip": ["5"]}
     return problem.kfac(model, problem.sgd_all(model), comm, strategy, **settings)
 
 
 @problem.by_one_process
-def alone(own, over_time, solver=ONCE):
+def alone(own, over_time, preconditioner=ONCE):
     """Return the states after each step of one process with the joined batches."""
-    serial = trainer(own, dict(over_time), solver)
+    serial = trainer(own, dict(over_time), preconditioner)
     return [problem.run(serial, own, [step]) for step in STEPS]
 
 
@@ -80,9 +80,9 @@ def test_ranks_train_as_one_process_does(comm, name):
 
 def test_ekfac_trains_as_one_process_does(comm):
     """Oracle: a single process with the joined batch, to rounding."""
-    placement, solver = {"assignment": CommOpt()}, Ekfac(iterations=2)
-    kfac = trainer(comm, placement, solver)
-    for step, expected in zip(STEPS, alone((), solver)):
+    placement, preconditioner = {"assignment": CommOpt()}, EKFAC(iterations=2)
+    kfac = trainer(comm, placement, preconditioner)
+    for step, expected in zip(STEPS, alone((), preconditioner)):
         torch.testing.assert_close(problem.run(kfac, comm, [step]), expected, rtol=0, atol=1e-10)
 
 

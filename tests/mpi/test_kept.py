@@ -44,26 +44,28 @@ def trainer(comm, placement, **settings):
 
 
 @problem.by_one_process
-def alone(own, solver, kept, **of_time):
+def alone(own, preconditioner, kept, **of_time):
     """Return the states after each step of a process with the joined batches."""
-    serial = trainer(own, of_time, solver=solver, **KEPT[kept])
+    serial = trainer(own, of_time, preconditioner=preconditioner, **KEPT[kept])
     return [problem.run(serial, own, [step]) for step in STEPS]
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 @pytest.mark.parametrize("kept", KEPT)
-def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, placement, solver):
+def test_they_train_as_one_process_does_and_send_what_is_planned(
+    comm, kept, placement, preconditioner
+):
     """Oracle: a single process with the same dtypes, on the joined batch; the plan.
 
     The numbers agree to rounding in bfloat16: with few examples, eigenvectors of eigenvalue 0 are
     arbitrary.
     """
     start = problem.state(problem.network())
-    kfac = trainer(comm, placement, solver=solver, **KEPT[kept])
+    kfac = trainer(comm, placement, preconditioner=preconditioner, **KEPT[kept])
     of_time = {name: placement[name] for name in OVER_TIME if name in placement}
     sent = collections.Counter()
-    for step, expected in zip(STEPS, alone(solver, kept, **of_time)):
+    for step, expected in zip(STEPS, alone(preconditioner, kept, **of_time)):
         found = problem.run(kfac, comm, [step])
         sent += problem.planned(kfac, step)
         assert (found - expected).norm() < 0.05 * (expected - start).norm()

@@ -16,7 +16,7 @@ from support import inside, problem
 RANKS = mpikfac.world().size
 COVERS = {**mpikfac.KINDS, **mpikfac.NORMS}
 SETTINGS = problem.SETTINGS | {"covers": COVERS, "damping": 0.1}
-SOLVERS = "eigen", "inverse", "unsplit-inverse", "rank-one"
+PRECONDITIONERS = "eigen", "inverse", "unsplit-inverse", "eva"
 STRATEGIES = [
     *problem.strategies(RANKS, ["allreduce", "reduce_scatter"]),
     Strategy(CommOpt(), transport=Transport(packing="square", fusion=1)),
@@ -68,7 +68,7 @@ def forms(layer):
         "transposed": {"diagonal": "A"},
         "tokens": {"largest": 5},
         "layer_norm": {"diagonal": "A"},
-        "rare": {"sharing": "reduce", "largest": 4},
+        "rare": {"kfac_approx": "reduce", "largest": 4},
         "head": {"sides": "A"},
     }
     return replace(mpikfac.default_rule(layer), **chosen.get(layer.name, {}))
@@ -107,36 +107,36 @@ def assert_as_one_process(comm, strategy, **settings):
     assert (expected - problem.state(network())).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_all_kinds_of_layers_under_each_placement(comm, strategy, solver):
+def test_all_kinds_of_layers_under_each_placement(comm, strategy, preconditioner):
     """Oracle: one process on the joined batches.
 
-    Each strategy takes whole factors for two solvers and other forms for the other two.
+    Each strategy takes whole factors for two preconditioners and other forms for the other two.
     """
     rules = mpikfac.default_rule, forms
-    rule = rules[(STRATEGIES.index(strategy) + SOLVERS.index(solver)) % 2]
+    rule = rules[(STRATEGIES.index(strategy) + PRECONDITIONERS.index(preconditioner)) % 2]
     apart = (
         not strategy.assignment.colocate_factors
         and strategy.assignment.factor_reduction != "allreduce"
     )
-    if (solver == "inverse" and apart) or (
-        solver == "rank-one" and strategy.transport.packing == "square"
+    if (preconditioner == "inverse" and apart) or (
+        preconditioner == "eva" and strategy.transport.packing == "square"
     ):
         return  # refused: test_plan.py
-    assert_as_one_process(comm, strategy, solver=solver, rule=rule)
+    assert_as_one_process(comm, strategy, preconditioner=preconditioner, rule=rule)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
-def test_relative_damping_under_each_placement(comm, strategy, solver):
+def test_relative_damping_under_each_placement(comm, strategy, preconditioner):
     """Oracle: a single process on the joined batches; factors in blocks may have several owners."""
     if (
-        solver != "inverse"
+        preconditioner != "inverse"
         or strategy.assignment.colocate_factors
         or strategy.assignment.factor_reduction == "allreduce"
     ):
-        choices = {"solver": solver, "rule": forms, "relative_damping": True}
+        choices = {"preconditioner": preconditioner, "rule": forms, "relative_damping": True}
         assert_as_one_process(comm, strategy, **choices)
 
 
@@ -144,14 +144,14 @@ def test_relative_damping_under_each_placement(comm, strategy, solver):
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_lengths_of_adam_under_each_placement(comm, strategy, length):
     """Oracle: a single process on the joined batches."""
-    assert_as_one_process(comm, strategy, solver="eigen", length=length, kl_clip=None)
+    assert_as_one_process(comm, strategy, preconditioner="eigen", length=length, kl_clip=None)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_momenta_under_each_placement(comm, strategy):
     """Oracle: a single process on the joined batches."""
     choices = {"length": "orthogonal", "kl_clip": None, "momentum": 0.8}
-    assert_as_one_process(comm, strategy, solver="eigen", **choices)
+    assert_as_one_process(comm, strategy, preconditioner="eigen", **choices)
 
 
 def low_rank(layer):
@@ -163,7 +163,7 @@ def low_rank(layer):
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_low_rank_under_each_placement(comm, strategy, relative):
     """Oracle: a single process on the joined batches."""
-    choices = {"solver": "eigen", "rule": low_rank, "relative_damping": relative}
+    choices = {"preconditioner": "eigen", "rule": low_rank, "relative_damping": relative}
     assert_as_one_process(comm, strategy, **choices)
 
 
@@ -171,7 +171,7 @@ def test_low_rank_under_each_placement(comm, strategy, relative):
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_each_fisher_under_each_placement(comm, strategy, chosen):
     """Oracle: a single process on the joined batches."""
-    assert_as_one_process(comm, strategy, solver="eigen", fisher=chosen)
+    assert_as_one_process(comm, strategy, preconditioner="eigen", fisher_type=chosen)
 
 
 def averages(comm, images, labels):

@@ -12,7 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import MemOpt, Refresh, Strategy, UserError
-from mpikfac.solvers import eigen, inverse
+from mpikfac.preconditioners import eigen, inverse
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -103,7 +103,7 @@ def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
 def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
     """Oracle: 0, and hence the gradient divided by the damping."""
-    kfac = trainer(comm, strategy, solver="rank-one", damping=0.5, kl_clip=None)
+    kfac = trainer(comm, strategy, preconditioner="eva", damping=0.5, kl_clip=None)
     backward(kfac, comm, 0)
     if "0.A" in inside.statistics(kfac):
         inside.statistics(kfac)["0.A"][0] = math.nan
@@ -118,11 +118,13 @@ def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
     assert_alike(comm, kfac)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["allreduce"]), ids=problem.label)
-def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, monkeypatch):
+def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, preconditioner, monkeypatch):
     """Oracle: the bases before; layers whose decompositions work get new ones."""
-    kfac = trainer(comm, strategy, solver=solver, inv_update_steps=1, factor_update_steps=1)
+    kfac = trainer(
+        comm, strategy, preconditioner=preconditioner, inv_update_steps=1, factor_update_steps=1
+    )
     problem.run(kfac, comm, [0])
     before = {name: block.clone() for name, block in inside.bases(kfac).items()}
     fail_at(monkeypatch, order=kfac.plan.factors["3.A"].order)
@@ -133,12 +135,14 @@ def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, mo
     assert_alike(comm, kfac)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["allreduce"]), ids=problem.label)
-def test_a_layer_without_any_decomposition_takes_its_gradient(comm, strategy, solver, monkeypatch):
+def test_a_layer_without_any_decomposition_takes_its_gradient(
+    comm, strategy, preconditioner, monkeypatch
+):
     """Oracle: the layer's averaged gradient, times the step's KL clip factor."""
     fail_at(monkeypatch, order=82)  # 3.A: 9 channels of 3 x 3, and the bias
-    kfac = trainer(comm, strategy, solver=solver)
+    kfac = trainer(comm, strategy, preconditioner=preconditioner)
     backward(kfac, comm, 0)
     kfac.step()
     if "3" in inside.directions(kfac):
@@ -160,14 +164,14 @@ def fail_at(monkeypatch, order):
 
         return decomposed
 
-    for solver, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
-        monkeypatch.setattr(solver, name, failing(getattr(solver, name)))
+    for preconditioner, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
+        monkeypatch.setattr(preconditioner, name, failing(getattr(preconditioner, name)))
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("works", [(torch.float64, 0.0), (torch.float64, 0.05)])
 def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
-    comm, solver, works, monkeypatch
+    comm, preconditioner, works, monkeypatch
 ):
     """Oracle: nothing is counted if a later attempt works; damping as documented."""
     seen = []
@@ -183,13 +187,16 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
 
         monkeypatch.setattr(module, name, picky)
     model = problem.network().float()
-    settings = problem.SETTINGS | {"solver": solver}
+    settings = problem.SETTINGS | {"preconditioner": preconditioner}
     kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
     images, labels = problem.shards(0, comm.size)[comm.rank]
     F.cross_entropy(model(images.float()), labels).backward()
     kfac.step()
     assert {dtype for dtype, *_ in seen} <= {torch.float32, torch.float64}
-    assert total(comm, kfac, "decomposition") == 0 or (solver, works[1]) == ("inverse", 0.05)
+    assert total(comm, kfac, "decomposition") == 0 or (preconditioner, works[1]) == (
+        "inverse",
+        0.05,
+    )
     assert_alike(comm, kfac)
 
 

@@ -26,7 +26,7 @@ FEW = 5
 STEPS = range(8)  # factors at 0, 2, 4 and 6; decompositions at 0 and 5, or by turns from 5 on
 SETTINGS = problem.SETTINGS | {"inv_update_steps": 5}
 ALL = {"subsample": 1}  # uneven shards weigh by their examples only if all examples count
-SOLVERS = "eigen", "inverse", "unsplit-inverse"
+PRECONDITIONERS = "eigen", "inverse", "unsplit-inverse"
 
 if RANKS < FEW:
     pytest.skip("other files test 1 to 4 ranks", allow_module_level=True)
@@ -165,7 +165,7 @@ def test_the_numbers_of_one_process(comm, name, network):
     """Oracle: a single process with the joined batch and the same refreshes; the plan's bytes."""
     strategy, settings = SAME_WAYS[name]
     turn = list(SAME_WAYS).index(name) + RANKS
-    settings = {"solver": SOLVERS[turn % len(SOLVERS)]} | settings
+    settings = {"preconditioner": PRECONDITIONERS[turn % len(PRECONDITIONERS)]} | settings
     kfac = trainer(comm, network, strategy, **settings)
     sent = collections.Counter()
     for step, expected in zip(STEPS, trained(network, alone(strategy), **settings)):
@@ -185,11 +185,11 @@ def test_curvature_servers(comm, serving, network):
     """Oracle: a single process with the joined batch, and decompositions one step later."""
     team = mpikfac.split_comm(comm, serving)
     strategy = changed(NAMED["curvature-servers"].strategy, {"refresh.servers": serving})
-    expected = trained(network, alone(strategy), solver="eigen")
+    expected = trained(network, alone(strategy), preconditioner="eigen")
     if team.comm is None:
-        mpikfac.run_curvature_server(team)
+        mpikfac.lab.run_curvature_server(team)
         return
-    kfac = trainer(team, network, strategy, solver="eigen")
+    kfac = trainer(team, network, strategy, preconditioner="eigen")
     for step in STEPS:
         found = learn(kfac, team.comm, [step])
         torch.testing.assert_close(found, expected[step], rtol=0, atol=1e-10)

@@ -192,11 +192,11 @@ def learn_scaled(comm, optimizer, steps):
 
 
 @pytest.mark.parametrize("strategy", [None, "comm-opt"])
-@pytest.mark.parametrize("solver", NAMED)
-def test_a_named_optimizer_is_its_solver_stepped_by_owners(comm, solver, strategy):
+@pytest.mark.parametrize("preconditioner", NAMED)
+def test_a_named_optimizer_is_its_preconditioner_stepped_by_owners(comm, preconditioner, strategy):
     """Oracle: `KFACOptimizer` with the choices by hand, to the last bit, also after a restart."""
-    by_name, again = (NAMED[solver](problem.network(), strategy=strategy) for _ in range(2))
-    chosen = {"solver": solver, "strategy": strategy or "sharded-optimizer"}
+    by_name, again = (NAMED[preconditioner](problem.network(), strategy=strategy) for _ in range(2))
+    chosen = {"preconditioner": preconditioner, "strategy": strategy or "sharded-optimizer"}
     by_hand = KFACOptimizer(problem.network(), **chosen)
     for optimizer in (by_name, by_hand):
         learn_scaled(comm, optimizer, range(4))
@@ -211,11 +211,11 @@ def test_a_named_optimizer_is_its_solver_stepped_by_owners(comm, solver, strateg
     assert by_name.trainer.plan.strategy.assignment.shard_optimizer == (not strategy)
 
 
-@pytest.mark.parametrize("solver", NAMED)
-def test_a_named_optimizer_trains_all_ranks_as_one_process(comm, solver):
+@pytest.mark.parametrize("preconditioner", NAMED)
+def test_a_named_optimizer_trains_all_ranks_as_one_process(comm, preconditioner):
     """Oracle: the same optimizer on a single process, with the batches of all ranks."""
-    alone = NAMED[solver](problem.network(), comm=comm.Split(comm.rank))
-    together = NAMED[solver](problem.network())
+    alone = NAMED[preconditioner](problem.network(), comm=comm.Split(comm.rank))
+    together = NAMED[preconditioner](problem.network())
     for step in range(problem.STEPS):
         shard = problem.shards(step, comm.size)[comm.rank]
         for optimizer, (images, labels) in ((alone, problem.batch(step)), (together, shard)):

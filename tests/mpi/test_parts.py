@@ -17,7 +17,7 @@ from support import inside, problem
 from support.strategies import assigned
 
 PARTS = 12  # every tested number of ranks divides 12
-SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_update_steps": 1}
+SETTINGS = problem.SETTINGS | {"preconditioner": "inverse", "factor_update_steps": 1}
 
 
 def network(momentum=0.1):

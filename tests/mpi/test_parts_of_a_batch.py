@@ -45,7 +45,11 @@ def learned(comm, shard, parts=1, **settings):
     """Return K-FAC after a step on a shard of the batch of all ranks."""
     model = Experts().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"solver": "inverse", "subsample": 1, "part_of_batch": ["experts"]} | settings
+    settings = {
+        "preconditioner": "inverse",
+        "subsample": 1,
+        "part_of_batch": ["experts"],
+    } | settings
     kfac = problem.kfac(model, optimizer, comm, **settings)
     for x, y, first in zip(*(part.chunk(parts) for part in shard)):
         outputs = model(x, first)
@@ -59,9 +63,9 @@ def learned(comm, shard, parts=1, **settings):
     ("strategy", "settings"),
     [
         ("comm-opt", {}),
-        ("mem-opt", {"fisher": "exact"}),
-        ("comm-opt", {"solver": "rank-one"}),
-        ("comm-opt", {"solver": "ekfac"}),
+        ("mem-opt", {"fisher_type": "type-2"}),
+        ("comm-opt", {"preconditioner": "eva"}),
+        ("comm-opt", {"preconditioner": "ekfac"}),
         ("overlap", {}),
     ],
 )

@@ -23,7 +23,7 @@ STEPS = range(5)
 STOP = 3
 
 
-def trainer(comm, strategy, solver="eigen"):
+def trainer(comm, strategy, preconditioner="eigen"):
     model = problem.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = {
@@ -32,7 +32,7 @@ def trainer(comm, strategy, solver="eigen"):
         ),
         "inv_update_steps": 2,
     }
-    settings |= {"kl_clip": None, "length": "quadratic", "solver": solver}
+    settings |= {"kl_clip": None, "length": "quadratic", "preconditioner": preconditioner}
     return problem.kfac(model, optimizer, comm, strategy, **problem.SETTINGS | settings)
 
 
@@ -63,10 +63,10 @@ def train(kfac, comm, steps=STEPS, cut=None):
 
 
 @problem.by_one_process
-def alone(own, stagger, solver, cut):
+def alone(own, stagger, preconditioner, cut):
     """Return the results of a single process on the joined batches."""
     strategy = Strategy(MemOpt(), refresh=Refresh(staleness=stagger - 1, stagger=stagger))
-    return train(trainer(own, strategy, solver), own, cut=slice(None) if cut else None)
+    return train(trainer(own, strategy, preconditioner), own, cut=slice(None) if cut else None)
 
 
 def assert_same(comm, found, expected):
@@ -77,18 +77,18 @@ def assert_same(comm, found, expected):
     assert all(torch.equal(found[0], other) for other in comm.allgather(found[0]))
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("strategy", EVERYONE, ids=problem.label)
-def test_steps_are_one_processs(comm, strategy, solver):
+def test_steps_are_one_processs(comm, strategy, preconditioner):
     """Oracle: a single process on the joined batches; among ranks, to the last bit."""
     if (
-        solver == "inverse"
+        preconditioner == "inverse"
         and not strategy.assignment.colocate_factors
         and strategy.assignment.factor_reduction == "reduce_scatter"
     ):
         return  # the plan needs different owners
-    found = train(trainer(comm, strategy, solver), comm)
-    assert_same(comm, found, alone(strategy.refresh.stagger, solver, False))
+    found = train(trainer(comm, strategy, preconditioner), comm)
+    assert_same(comm, found, alone(strategy.refresh.stagger, preconditioner, False))
     assert len(set(found[1][1::2])) > 1  # the damping
 
 

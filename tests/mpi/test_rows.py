@@ -42,7 +42,7 @@ def test_rows_go_to_members_in_order(comm, dtype, shape):
     def rows_of(source):
         return torch.from_numpy(100 * sent_by(source, counts, shape)).to(dtype)
 
-    received = mpikfac.exchange_rows(
+    received = mpikfac.lab.exchange_rows(
         rows_of(comm.rank).to(DEVICE), group_of(comm), counts[comm.rank], counts[:, comm.rank]
     )
     parts = [part(r, comm.rank, counts, rows_of(r)) for r in range(comm.size)]
@@ -54,7 +54,9 @@ def test_the_backward_pass_is_the_transposed_exchange(comm):
     """Oracle: numpy: the sum over all ranks of squares of received rows, times weights."""
     counts = counts_of(comm.size)
     mine = torch.from_numpy(sent_by(comm.rank, counts, (4,))).to(DEVICE).requires_grad_()
-    received = mpikfac.exchange_rows(mine, group_of(comm), counts[comm.rank], counts[:, comm.rank])
+    received = mpikfac.lab.exchange_rows(
+        mine, group_of(comm), counts[comm.rank], counts[:, comm.rank]
+    )
     ((comm.rank + 1) * received.square()).sum().backward()
     factors = np.repeat(np.arange(1, comm.size + 1), counts[comm.rank])[:, None]
     expected = 2 * factors * sent_by(comm.rank, counts, (4,))
@@ -68,8 +70,8 @@ def test_derivatives_are_those_of_finite_differences(comm):
 
     def exchanged(step):
         mine = torch.from_numpy(sent_by(comm.rank, counts, (4,))).to(DEVICE)
-        theirs = mpikfac.exchange_rows((mine * step).sin(), group, *sides)
-        there_and_back = mpikfac.exchange_rows(theirs.exp(), group, *sides[::-1])
+        theirs = mpikfac.lab.exchange_rows((mine * step).sin(), group, *sides)
+        there_and_back = mpikfac.lab.exchange_rows(theirs.exp(), group, *sides[::-1])
         return there_and_back.sum(0)
 
     step = torch.tensor([0.3, -0.2, 0.5, 0.9], dtype=torch.float64, device=DEVICE)
@@ -82,7 +84,7 @@ def test_bytes_of_trace_and_plan_are_equal(comm):
     counts = counts_of(comm.size)
     group = group_of(comm)
     mine = torch.from_numpy(sent_by(comm.rank, counts, (4,))).to(DEVICE).requires_grad_()
-    mpikfac.exchange_rows(mine, group, counts[comm.rank], counts[:, comm.rank]).sum().backward()
+    mpikfac.lab.exchange_rows(mine, group, counts[comm.rank], counts[:, comm.rank]).sum().backward()
     sent = group.trace.sent
     there = rows(names.EXCHANGE_ACTIVATIONS, counts.tolist(), 32, comm.rank)
     back = rows(names.EXCHANGE_ACTIVATION_GRADIENTS, counts.T.tolist(), 32, comm.rank)
@@ -99,14 +101,14 @@ def test_counts_that_do_not_fit_are_refused(comm):
     group, some = group_of(comm), torch.zeros(2 * comm.size, 3, device=DEVICE)
     right = [2] * comm.size
     with pytest.raises(ValueError, match="counts of at least 0"):
-        mpikfac.exchange_rows(some, group, [*right, 2], right)
+        mpikfac.lab.exchange_rows(some, group, [*right, 2], right)
     with pytest.raises(ValueError, match="counts of at least 0"):
-        mpikfac.exchange_rows(some, group, right, [-1] * comm.size)
+        mpikfac.lab.exchange_rows(some, group, right, [-1] * comm.size)
     ones = np.ones(comm.size, np.int64)
     said = re.escape(f"counts_out={ones.tolist()} and counts_in={ones.tolist()} must fit")
     with pytest.raises(ValueError, match=said):
-        mpikfac.exchange_rows(some, group, ones, ones)
+        mpikfac.lab.exchange_rows(some, group, ones, ones)
     with pytest.raises(TypeError, match="'float'"):
-        mpikfac.exchange_rows(some, group, [2.0] * comm.size, right)
+        mpikfac.lab.exchange_rows(some, group, [2.0] * comm.size, right)
     with pytest.raises(ValueError, match=f"on member {comm.rank}"):
-        mpikfac.exchange_rows(some, group, right, [1] * comm.size)
+        mpikfac.lab.exchange_rows(some, group, right, [1] * comm.size)

@@ -18,7 +18,7 @@ from support.strategies import changed
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {
-    **{"solver": "ekfac", "inv_update_steps": 6, "kl_clip": 0.1, "damping": 0.1},
+    **{"preconditioner": "ekfac", "inv_update_steps": 6, "kl_clip": 0.1, "damping": 0.1},
     "covers": {**mpikfac.KINDS, **mpikfac.NORMS},
 }
 STEPS = range(14)  # statistics at every second, bases or shares at 0, 6 and 12
@@ -95,9 +95,12 @@ def learn(kfac, step, shard, shards):
 
 
 @problem.by_one_process
-def alone(own, network, solver, refresh):
+def alone(own, network, preconditioner, refresh):
     """Return the states after each step of one process on the joined batches."""
-    kfac, states = trainer(own, Strategy(MemOpt(), refresh=refresh), network, solver=solver), []
+    kfac, states = (
+        trainer(own, Strategy(MemOpt(), refresh=refresh), network, preconditioner=preconditioner),
+        [],
+    )
     for step in STEPS:
         learn(kfac, step, 0, 1)
         states.append(problem.state(kfac.model))
@@ -207,7 +210,7 @@ def test_curvature_servers_change_no_bit(comm):
     """Oracle: training ranks that decompose in their own background."""
     team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
-        mpikfac.run_curvature_server(team)
+        mpikfac.lab.run_curvature_server(team)
         return
     training = team.comm
     ends = []

@@ -23,8 +23,8 @@ from mpikfac import (
     Transport,
     UserError,
 )
-from mpikfac.extensions.hybrid import split_forward
 from mpikfac.lab import LocalSGD, Median
+from mpikfac.lab.tensor_parallel import split_forward
 from mpikfac.plan import activation_messages, divisors, places, split_layers
 from support import problem
 
@@ -104,7 +104,7 @@ def trainer_of(kind, model, comm, trace=None):
     optimizer = problem.adam(model) if kind == "adam" else problem.sgd_all(model)
     if kind in ("sgd", "adam"):
         return FirstOrderTrainer(model, optimizer, comm, trace=trace)
-    settings = {**problem.SETTINGS, "solver": "inverse" if kind == "inverse" else "eigen"}
+    settings = {**problem.SETTINGS, "preconditioner": "inverse" if kind == "inverse" else "eigen"}
     strategy = None
     if kind == "owners":
         strategy = Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
@@ -124,7 +124,7 @@ def one_step(trainer, comm, step=0, **given):
 def train(comm, make, kind, distribution=None):
     """Return losses, the last gradients, weights and factors of a run."""
     model = model_of(make)
-    split = distribution and mpikfac.split_layers(model, comm, distribution)
+    split = distribution and mpikfac.lab.split_layers(model, comm, distribution)
     trainer = trainer_of(kind, model, comm)
     losses = [one_step(trainer, comm, step) for step in range(problem.STEPS)]
     found = {"losses": torch.tensor(losses), "weights": problem.state(model)}
@@ -162,7 +162,7 @@ def first_order(comm, strategy=None, distribution=None, steps=3, make=multilayer
     """Return the weights after a few steps of SGD."""
     model = model_of(make)
     if distribution:
-        mpikfac.split_layers(model, comm, distribution)
+        mpikfac.lab.split_layers(model, comm, distribution)
     trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     for step in range(steps):
         one_step(trainer, comm, step, **given)
@@ -196,8 +196,8 @@ def test_the_bytes_are_the_plan(comm, make, kind):
     """Oracle: the bytes handed to MPI, counted at the calls."""
     for distribution in distributions(comm, AXES[make][0]):
         model, trace = model_of(make), Trace()
-        calls = mpikfac.layer_calls(model, shard(0, comm)[0])
-        mpikfac.split_layers(model, comm, distribution, trace)
+        calls = mpikfac.lab.layer_calls(model, shard(0, comm)[0])
+        mpikfac.lab.split_layers(model, comm, distribution, trace)
         trainer = trainer_of(kind, model, comm, trace)
         at, ways = places(calls, distribution.layers), distribution.ways
         for step in range(3):
@@ -220,7 +220,7 @@ def test_slices_save_bytes_of_gradients(comm):
     for distribution in distributions(comm, {"1": "outputs"}):
         model, ranks, ways = model_of(multilayer), comm.size, distribution.ways
         numbers = sum(p.numel() for p in model[1].parameters())
-        mpikfac.split_layers(model, comm, distribution)
+        mpikfac.lab.split_layers(model, comm, distribution)
         plan = FirstOrderTrainer(model, problem.sgd_all(model), comm).plan
         of_rank = plan.of(comm.rank)
         wire = sum(one.wire for one in split_layers.reduce_slices(of_rank)) / 8
@@ -236,7 +236,7 @@ def test_without_gradients_a_rank_is_alone(comm):
     """Oracle: the ordinary model; only rank 0 calls the model, so a message would hang."""
     for distribution in distributions(comm, ROW):
         model, ordinary = model_of(multilayer), model_of(multilayer)
-        split = mpikfac.split_layers(model, comm, distribution)
+        split = mpikfac.lab.split_layers(model, comm, distribution)
         images, _ = shard(0, comm)
         if comm.rank == 0:
             with torch.no_grad():
@@ -258,7 +258,7 @@ def test_accumulated_and_scaled_steps(comm):
     def trained(distribution=None):
         model = model_of(multilayer)
         if distribution:
-            mpikfac.split_layers(model, comm, distribution)
+            mpikfac.lab.split_layers(model, comm, distribution)
         trainer = trainer_of("eigen", model, comm)
         scaler = torch.amp.GradScaler(problem.DEVICE.type, init_scale=8.0)
         for step in range(3):
@@ -281,7 +281,7 @@ def test_gradients_of_gradients(comm):
     def trained(distribution=None):
         model = model_of(convolutions)
         if distribution:
-            mpikfac.split_layers(model, comm, distribution)
+            mpikfac.lab.split_layers(model, comm, distribution)
         trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
         images, labels = shard(0, comm)
         loss = F.cross_entropy(model(images.requires_grad_()), labels)
@@ -301,7 +301,7 @@ def test_autocast(comm):
     def trained(distribution=None):
         model = model_of(multilayer).float().cpu()
         if distribution:
-            mpikfac.split_layers(model, comm, distribution)
+            mpikfac.lab.split_layers(model, comm, distribution)
         trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
         images, labels = shard(0, comm)
         with torch.autocast("cpu", torch.bfloat16):
@@ -315,15 +315,15 @@ def test_autocast(comm):
         torch.testing.assert_close(trained(distribution), expected, rtol=0.02, atol=2e-3)
 
 
-@pytest.mark.parametrize("fisher", ["exact", "forward-only"])
+@pytest.mark.parametrize("fisher_type", ["type-2", "forward-only"])
 def test_further_estimators(comm, fisher):
     """Oracle: the ordinary model."""
 
     def trained(distribution=None):
         model = model_of(multilayer)
         if distribution:
-            mpikfac.split_layers(model, comm, distribution)
-        settings = {**problem.SETTINGS, "fisher": fisher}
+            mpikfac.lab.split_layers(model, comm, distribution)
+        settings = {**problem.SETTINGS, "fisher_type": fisher}
         trainer = problem.kfac(model, problem.sgd_all(model), comm, None, **settings)
         for step in range(2):
             images, labels = shard(step, comm)
@@ -344,7 +344,7 @@ def test_further_estimators(comm, fisher):
 
 def refused(comm, model, axes, text, error=ValueError):
     with pytest.raises(error, match=text):
-        mpikfac.split_layers(model, comm, Distribution(comm.size, axes))
+        mpikfac.lab.split_layers(model, comm, Distribution(comm.size, axes))
 
 
 def test_refusals_of_layers(comm):
@@ -370,7 +370,7 @@ def test_refusals_of_layers(comm):
     refused(comm, normed, {"0": "inputs"}, "layer '0': ")
     refused(comm, torch.compile(model), ROW, "the model is compiled")
     with pytest.raises(ValueError, match=f"ways={comm.size + 1} must divide the {comm.size} ranks"):
-        mpikfac.split_layers(model, comm, Distribution(comm.size + 1, ROW))
+        mpikfac.lab.split_layers(model, comm, Distribution(comm.size + 1, ROW))
     with pytest.raises(ValueError, match="layer '1': channels='rows' must be"):
         Distribution(2, {"1": "rows"})
     trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
@@ -379,7 +379,7 @@ def test_refusals_of_layers(comm):
     axes = {"1": "outputs" if comm.rank else "inputs"}
     refused(comm, model_of(multilayer), axes, "ranks disagree on distribution", UserError)
     other = model_of(multilayer)
-    mpikfac.split_layers(other, comm, Distribution(comm.size, ROW))
+    mpikfac.lab.split_layers(other, comm, Distribution(comm.size, ROW))
     refused(comm, other, ROW, "the model has split layers already")
 
 
@@ -388,7 +388,7 @@ def test_refusals_of_strategies(comm):
     if comm.size == 1:
         return
     model = model_of(multilayer)
-    mpikfac.split_layers(model, comm, Distribution(comm.size, ROW))
+    mpikfac.lab.split_layers(model, comm, Distribution(comm.size, ROW))
     optimizer = problem.sgd_all(model)
     for sync in (LocalSGD(sync_every=2), Synchronous(aggregation=Median())):
         with pytest.raises(ValueError, match=f"ways={comm.size} needs "):
@@ -404,7 +404,7 @@ def test_refusals_of_batches(comm):
     if comm.size == 1:
         return
     model = model_of(Branches)
-    mpikfac.split_layers(model, comm, Distribution(comm.size, AXES[Branches][0]))
+    mpikfac.lab.split_layers(model, comm, Distribution(comm.size, AXES[Branches][0]))
     images, _ = shard(0, comm)
     with pytest.raises(
         UserError, match=r"layer 'left' gets \[\d+, 96\] .* on member 0, layer 'left'"

@@ -49,13 +49,15 @@ def continued(comm, state, strategy, optimizer=problem.sgd, **settings):
     return problem.run(kfac, comm, range(STOP, problem.STEPS))
 
 
-@pytest.mark.parametrize(("solver", "kind"), [("eigen", "factors"), ("rank-one", "vectors")])
+@pytest.mark.parametrize(("preconditioner", "kind"), [("eigen", "factors"), ("eva", "vectors")])
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
-def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind):
+def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, preconditioner, kind):
     """Oracle: the uninterrupted run."""
     optimizer = problem.sgd if strategy.assignment.colocate_factors else problem.adam
-    state, expected = interrupted(comm, strategy, optimizer, solver=solver)
-    assert torch.equal(continued(comm, state, strategy, optimizer, solver=solver), expected)
+    state, expected = interrupted(comm, strategy, optimizer, preconditioner=preconditioner)
+    assert torch.equal(
+        continued(comm, state, strategy, optimizer, preconditioner=preconditioner), expected
+    )
     factors = {name for name in state if name.startswith(("kfac/factors/", "kfac/vectors/"))}
     assert factors == {f"kfac/{kind}/{layer}.{side}" for layer in (0, 3, 5) for side in "AG"}
 
@@ -66,7 +68,7 @@ def test_averages_that_begin_at_the_identity_go_on(comm, workers, reduce_at):
     """Oracle: the uninterrupted run, and a run whose averages never move to the owners."""
     strategy, settings = (
         Strategy(HybridOpt(grad_workers=workers), transport=Transport(reduce_factors_at=reduce_at)),
-        {"start": "identity"},
+        {"initial_factor": "identity"},
     )
     kfac = trainer(comm, strategy, **settings)
     unmoved = problem.run(kfac, comm)
@@ -114,13 +116,13 @@ def test_all_ranks_miss_the_same(comm):
     assert kfac.missing(names - lost) == lost
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "rank-one"])
-def test_any_strategy_goes_on_with_anothers_state(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "eva"])
+def test_any_strategy_goes_on_with_anothers_state(comm, preconditioner):
     """Oracle: the uninterrupted run, except for rounding. The next strategy resumes every run."""
     strategies = [s for s in EXACT if s.colocate_factors]
     for before, after in zip(strategies, [*strategies[1:], strategies[0]]):
-        state, expected = interrupted(comm, before, solver=solver)
-        found = continued(comm, state, after, solver=solver)
+        state, expected = interrupted(comm, before, preconditioner=preconditioner)
+        found = continued(comm, state, after, preconditioner=preconditioner)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 

@@ -18,7 +18,7 @@ from support import inside, problem
 from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
-SOLVERS = "eigen", "unsplit-inverse", "rank-one"
+PRECONDITIONERS = "eigen", "unsplit-inverse", "eva"
 SETTINGS = problem.SETTINGS | {"inv_update_steps": 6}
 STEPS = range(14)  # all kinds of step, with every share of a staggered refresh
 OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
@@ -149,9 +149,9 @@ STRATEGIES["staggered by name"] = replace(NAMED["staggered"].strategy, refresh=R
 del STRATEGIES["staggered"]  # five turns do not divide the interval
 
 
-def trainer(comm, strategy, solver, **settings):
+def trainer(comm, strategy, preconditioner, **settings):
     model = problem.network()
-    choices = SETTINGS | {"solver": solver} | settings
+    choices = SETTINGS | {"preconditioner": preconditioner} | settings
     return problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
 
 
@@ -161,9 +161,9 @@ def alone(strategy):
 
 
 @problem.by_one_process
-def trained(own, strategy, solver):
+def trained(own, strategy, preconditioner):
     """Return the states after each step of one process with the joined batches."""
-    serial = trainer(own, strategy, solver)
+    serial = trainer(own, strategy, preconditioner)
     return [problem.run(serial, own, [step]) for step in STEPS]
 
 
@@ -176,19 +176,19 @@ def decompositions(comm, kfac):
 def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name):
     """Oracle: a single process with the joined batch and the same refreshes; the plan.
 
-    Every number of ranks tests another solver.
+    Every number of ranks tests another preconditioner.
     """
     strategy = STRATEGIES[name]
-    solver = SOLVERS[(list(STRATEGIES).index(name) + RANKS) % len(SOLVERS)]
-    if solver == "rank-one" and (
+    preconditioner = PRECONDITIONERS[(list(STRATEGIES).index(name) + RANKS) % len(PRECONDITIONERS)]
+    if preconditioner == "eva" and (
         strategy.transport.packing == "square" or strategy.refresh.tolerance
     ):
         with pytest.raises(ValueError, match="vectors are neither squares nor decomposed"):
-            trainer(comm, strategy, solver)
+            trainer(comm, strategy, preconditioner)
         return
-    kfac = trainer(comm, strategy, solver)
+    kfac = trainer(comm, strategy, preconditioner)
     sent = collections.Counter()
-    for step, expected in zip(STEPS, trained(alone(strategy), solver)):
+    for step, expected in zip(STEPS, trained(alone(strategy), preconditioner)):
         found = problem.run(kfac, comm, [step])
         sent += problem.planned(kfac, step)
         if strategy.refresh.staleness == 0 and not strategy.transport.overlap:
@@ -287,12 +287,12 @@ def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     assert torch.equal(problem.run(second, comm, range(3, 9)), expected)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse"])
-def test_owners_decide_alike_what_is_decomposed_anew(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "unsplit-inverse"])
+def test_owners_decide_alike_what_is_decomposed_anew(comm, preconditioner):
     """Oracle: a single process, which decomposes some factors again and keeps some, by number."""
     strategy = Strategy(CommOpt(), refresh=Refresh(tolerance=0.3))
-    kfac = trainer(comm, strategy, solver)
-    serial = trainer(comm.Split(comm.rank), alone(strategy), solver)
+    kfac = trainer(comm, strategy, preconditioner)
+    serial = trainer(comm.Split(comm.rank), alone(strategy), preconditioner)
     made = []
     for step in STEPS:
         problem.run(kfac, comm, [step])
@@ -355,7 +355,7 @@ def test_a_copy_of_a_strategy_by_name_is_that_strategy(comm):
     assert strategy == Strategy(
         CommOpt(colocate_factors=False), transport=Transport(packing="square", fusion=1)
     )
-    assert settings == {"solver": "eigen"}
+    assert settings == {"preconditioner": "eigen"}
     assert mpikfac.get_strategy("deferred-allreduce")[0] == Strategy(
         CommOpt(), transport=Transport(reduce_factors_at="inverses")
     )

@@ -55,7 +55,7 @@ def whole_batch():
 def factors(comm, strategy=None, parts=1, shard=None, **settings):
     """Return the factors after a step on the rank's shard of a large batch, by name."""
     model = problem.network()
-    choices = problem.SETTINGS | {"solver": "inverse"} | settings
+    choices = problem.SETTINGS | {"preconditioner": "inverse"} | settings
     kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
     number, count = shard or (comm.rank, comm.size)
     mine = (tensor.chunk(count)[number].chunk(parts) for tensor in whole_batch())
@@ -124,10 +124,13 @@ def test_an_owner_alone_takes_enough_of_the_owners_own_batch(comm):
         torch.testing.assert_close(factor, expected[name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("solver", ["rank-one", "ekfac"])
-def test_vectors_and_rescaled_bases_take_all_examples(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eva", "ekfac"])
+def test_vectors_and_rescaled_bases_take_all_examples(comm, preconditioner):
     """Oracle: the same with every example, by number."""
-    found, expected = factors(comm, solver=solver), factors(comm, solver=solver, subsample=1)
+    found, expected = (
+        factors(comm, preconditioner=preconditioner),
+        factors(comm, preconditioner=preconditioner, subsample=1),
+    )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -13,14 +13,14 @@ from support import inside, problem
 
 RANKS = mpikfac.world().size
 STRATEGIES = problem.strategies(RANKS)
-SOLVER = {"solver": "unsplit-inverse"}
+PRECONDITIONER = {"preconditioner": "unsplit-inverse"}
 
 
 def recorded(comm, strategy):
     """Return K-FAC that has recorded all steps, and the events of every step."""
     model = problem.network()
     trace = mpikfac.Trace(events=True)
-    settings = problem.SETTINGS | SOLVER
+    settings = problem.SETTINGS | PRECONDITIONER
     kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **settings, trace=trace)
     steps = []
     for step in range(problem.STEPS):

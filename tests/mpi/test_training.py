@@ -59,20 +59,20 @@ def assert_trained(comm, trainer, found, expected):
     assert trainer.steps == problem.STEPS
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse", "rank-one"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse", "eva"])
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
-def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
+def test_every_strategy_trains_as_one_process_does(comm, strategy, preconditioner):
     """Oracle: K-FAC by im2col and dense solves on the joined batch; the plan's messages."""
     if (
-        solver == "inverse"
+        preconditioner == "inverse"
         and not strategy.assignment.colocate_factors
         and strategy.assignment.factor_reduction == "reduce_scatter"
     ):
         with pytest.raises(ValueError, match="needs assignment.colocate_factors=True"):
-            trainer(comm, strategy, solver=solver)
+            trainer(comm, strategy, preconditioner=preconditioner)
         return
-    expected, scales = textbook(solver=solver)
-    kfac = trainer(comm, strategy, solver=solver)
+    expected, scales = textbook(preconditioner=preconditioner)
+    kfac = trainer(comm, strategy, preconditioner=preconditioner)
     assert_trained(comm, kfac, run_as_planned(comm, kfac), expected)
     assert kfac.kl_scale.item() == pytest.approx(scales[-1])
     assert max(scales) < 1  # else the clip would not be tested
@@ -105,14 +105,18 @@ def test_unclipped_steps(comm, workers, shards):
     assert_trained(comm, kfac, run_as_planned(comm, kfac), textbook(**choices)[0])
 
 
-@pytest.mark.parametrize("solver", ["eigen", "rank-one"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "eva"])
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["local"]), ids=problem.label)
-def test_owners_may_use_their_own_batch_only(comm, strategy, solver):
+def test_owners_may_use_their_own_batch_only(comm, strategy, preconditioner):
     """Oracle: K-FAC in one process, every factor from the owner's shard [DP-KFAC]."""
-    start = "identity" if strategy.assignment.colocate_factors and solver == "eigen" else "first"
-    kfac = trainer(comm, strategy, start=start, solver=solver)
+    start = (
+        "identity"
+        if strategy.assignment.colocate_factors and preconditioner == "eigen"
+        else "first"
+    )
+    kfac = trainer(comm, strategy, start=start, preconditioner=preconditioner)
     sources = tuple(kfac.plan.owners.items())
-    expected, _ = textbook(sources=sources, start=start, solver=solver)
+    expected, _ = textbook(sources=sources, start=start, preconditioner=preconditioner)
     assert_trained(comm, kfac, run_as_planned(comm, kfac), expected)
 
 
@@ -135,15 +139,15 @@ def test_adam_on_owners_keeps_state_of_what_it_steps_only(comm, workers, reducti
     assert {name.split("/")[2] for name in saved} == stepped
 
 
-@pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse", "rank-one"])
-def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "unsplit-inverse", "eva"])
+def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, preconditioner):
     """Oracle: the strategies, compared in pairs."""
     placements = [(w, b, c) for w in WORKERS for b, c in (("compute", False), ("memory", True))]
     strategies = [
         Strategy(HybridOpt(grad_workers=w, assignment_strategy=b, colocate_factors=c))
         for w, b, c in [*placements, (1, "compute", True)]
     ]
-    runs = [problem.run(trainer(comm, s, solver=solver), comm) for s in strategies]
+    runs = [problem.run(trainer(comm, s, preconditioner=preconditioner), comm) for s in strategies]
     assert len({bits(run) for run in runs}) == 1
 
 

@@ -25,11 +25,11 @@ model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 team = mpikfac.split_comm(comm, 1)
 if team.comm is None:
-    counts = mpikfac.run_parameter_server(model, optimizer, team)
+    counts = mpikfac.lab.run_parameter_server(model, optimizer, team)
     print("served", *(sum(count.values()) for count in counts), flush=True)
 else:
     strategy = Strategy(MemOpt(), sync=ParameterServer())
-    trainer = mpikfac.AsyncSGD(model, optimizer, team, strategy)
+    trainer = mpikfac.lab.AsyncSGD(model, optimizer, team, strategy)
     for step in range(STEPS):
         if (team.comm.rank, step) == (lost, last):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -106,10 +106,10 @@ def forms(draw):
     return rule
 
 
-def step(model, x, rule, solver="eigen"):
+def step(model, x, rule, preconditioner="eigen"):
     """Return K-FAC after a step, and the loss's gradient at the outputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    choices = {"covers": COVERS, "rule": rule, "solver": solver}
+    choices = {"covers": COVERS, "rule": rule, "preconditioner": preconditioner}
     kfac = problem.kfac(model, optimizer, mpikfac.world(), **choices)
     y = model(x)
     gradient = torch.randn(y.shape).to(y)
@@ -136,7 +136,7 @@ def in_form(shape, side, whole):
 def by_definition(shape, uses, of_vectors):
     """Return factors or vectors, from every call's `a` and `g` `[batch, shared, groups, n]`."""
     batch = len(uses[0][0])
-    if shape.sharing == "reduce":
+    if shape.kfac_approx == "reduce":
         uses = [(a.mean(1, keepdim=True), g.sum(1, keepdim=True)) for a, g in uses]
     a, g = (torch.cat([vectors.flatten(0, 1) for vectors in side]) for side in zip(*uses))
     whole = {
@@ -198,7 +198,7 @@ def test_layers_that_multiply_by_a_weight(data, batch, rule, dtype):
     model = Watched(module, calls=data.draw(small), tied=data.draw(st.booleans())).to(dtype)
     if x.dim() in LAST and data.draw(st.booleans()):
         model, x = model.to(memory_format=LAST[x.dim()]), x.to(memory_format=LAST[x.dim()])
-    kfac, _ = step(model, x, rule, data.draw(st.sampled_from(["eigen", "rank-one"])))
+    kfac, _ = step(model, x, rule, data.draw(st.sampled_from(["eigen", "eva"])))
     (layer,) = inside.layers(kfac)
     uses = [(brute.vectors(layer, x), brute.rows(layer, y.grad)) for x, y in model.seen]
     assert_as_defined(kfac, layer, uses, dtype)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mpikfac.numerics import triangles
 from mpikfac.plan.layout import triangle_shape
-from mpikfac.solvers import eigen
+from mpikfac.preconditioners import eigen
 from support import oracles
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpikfac.plan import LayerShape
-from mpikfac.solvers import eigen
+from mpikfac.preconditioners import eigen
 from support import oracles
 
 

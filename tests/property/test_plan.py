@@ -32,11 +32,11 @@ def plans(draw):
     """Draw any plan that `make_plan` accepts, for up to 12 ranks."""
     ranks = draw(st.integers(1, 12))
     sizes = draw(st.lists(shapes(), max_size=8))
-    solver = draw(st.sampled_from(["eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"]))
-    everywhere = solver == "ekfac"
+    preconditioner = draw(st.sampled_from(["eigen", "ekfac", "inverse", "unsplit-inverse", "eva"]))
+    everywhere = preconditioner == "ekfac"
     reductions = ["allreduce"] if everywhere else ["allreduce", "reduce_scatter", "local"]
     reduction = draw(st.sampled_from(reductions))
-    separate = solver != "inverse" or reduction == "allreduce"
+    separate = preconditioner != "inverse" or reduction == "allreduce"
     strategy = Strategy(
         assigned(
             ranks if everywhere else draw(st.sampled_from(divisors(ranks))),
@@ -48,15 +48,17 @@ def plans(draw):
         ),
         transport=Transport(ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)]))),
     )
-    own = st.sampled_from([None, None, "eigen", "unsplit-inverse", "rank-one"])
-    layers = [LayerShape(f"layer{i}", *size, solver=draw(own)) for i, size in enumerate(sizes)]
+    own = st.sampled_from([None, None, "eigen", "unsplit-inverse", "eva"])
     layers = [
-        layer if (layer.solver or solver) == "eigen" else replace(layer, rank=None)
+        LayerShape(f"layer{i}", *size, preconditioner=draw(own)) for i, size in enumerate(sizes)
+    ]
+    layers = [
+        layer if (layer.preconditioner or preconditioner) == "eigen" else replace(layer, rank=None)
         for layer in layers  # inverses and vectors keep no eigenvectors
     ]
     rest = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=5))
     others = [(f"other{i}", shape) for i, shape in enumerate(rest)]
-    return make_plan(layers, ranks, strategy, others, solver)
+    return make_plan(layers, ranks, strategy, others, preconditioner)
 
 
 def layouts(plan, rank):
@@ -112,7 +114,7 @@ def test_load_stays_near_the_mean(plan):
     if not plan.strategy.assignment.colocate_factors and plan.grid.columns > 1:
         return
     cubes = {name: factor.work() for name, factor in plan.factors.items()}
-    vectors = {name for name, factor in plan.factors.items() if factor.solver.vector}
+    vectors = {name for name, factor in plan.factors.items() if factor.preconditioner.vector}
     costs = {n: plan.factors[n].size if n in vectors else cube for n, cube in cubes.items()}
     jobs = list(costs.values())
     if plan.strategy.assignment.colocate_factors:
@@ -209,7 +211,7 @@ def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
 def test_a_rank_changes_what_is_decomposed_alone(plan):
     """Oracle: the plan without a kept rank: fewer eigenvectors of n, and no further change."""
     layers = [replace(layer, rank=None) for layer in plan.layers]
-    whole = make_plan(layers, plan.ranks, plan.strategy, plan.uncovered, plan.solver)
+    whole = make_plan(layers, plan.ranks, plan.strategy, plan.uncovered, plan.preconditioner)
     same = replace(whole, owners=plan.owners, columns_of=plan.columns_of, updaters=plan.updaters)
     for rank in range(plan.ranks):
         own, other = plan.of(rank), same.of(rank)

@@ -1,4 +1,4 @@
-"""A solver that the library does not have: the diagonals of A and G alone, and a dense oracle."""
+"""A preconditioner that the library does not have: the diagonals of A and G alone, and a dense oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import oracles
 
 
 @dataclass(frozen=True)
-class Diagonal(mpikfac.solvers.Solver):
+class Diagonal(mpikfac.preconditioners.Preconditioner):
     """Gradients divided by `g a + damping`, with the diagonals g of G and a of A."""
 
     form = Form("diagonal", {"diagonal": 1}, work=1)

@@ -1,4 +1,4 @@
-"""Networks and steps of solvers whose factors come from the averaged gradient, in numpy."""
+"""Networks and steps of preconditioners whose factors come from the averaged gradient, in numpy."""
 
 from __future__ import annotations
 

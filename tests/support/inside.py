@@ -22,17 +22,16 @@ from mpikfac.engine import Bases, Directions, Gradients, Nonfinite
 from mpikfac.engine.curvature import capture, preconditioner
 from mpikfac.engine.curvature.directions import clip_scale
 from mpikfac.engine.curvature.recording import Recorder, Together, together
+from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.extensions import curvature_servers
 from mpikfac.extensions import scales as scales_of_examples
-from mpikfac.extensions.copies import Copies
-from mpikfac.extensions.copies.copies import of_copies
-from mpikfac.extensions.scales import Scales
+from mpikfac.lab.local_sgd.replicas import Copies, of_copies
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena
 from mpikfac.plan import PlannedLayer
+from mpikfac.preconditioners import Held, Preconditioner
 from mpikfac.settings import Estimator, Settings
-from mpikfac.solvers import Held, Solver
 
 __all__ = [
     "PLACES",
@@ -176,7 +175,7 @@ def memory(trainer: Trainer) -> dict[str, int]:
         }
         sizes |= {name: arena.flat.nbytes for name, arena in of_kfac.items()}
         sizes["squares"] = 0 if squares is None else made.factors.sender.arena.flat.nbytes
-        sizes["scale sums"] = sum(part.sums.flat.nbytes for part in made.of_solver)
+        sizes["scale sums"] = sum(part.sums.flat.nbytes for part in made.of_preconditioner)
         parts += made.factors.sender.nbytes
     optional = {"parts": parts, "wires": losses}
     return sizes | {name: size for name, size in optional.items() if size}
@@ -184,7 +183,7 @@ def memory(trainer: Trainer) -> dict[str, int]:
 
 def _scales(kfac: KFAC) -> Scales:
     """Return the part of EKFAC's scales."""
-    (scales,) = kfac.preconditioner.of_solver
+    (scales,) = kfac.preconditioner.of_preconditioner
     return scales
 
 
@@ -236,7 +235,7 @@ def due(kfac: KFAC, step: int) -> tuple[bool, bool, int | None]:
 
 def records_scales(kfac: KFAC) -> bool:
     """Return whether the hooks of layers record EKFAC's scales."""
-    return bool(kfac.preconditioner.of_solver)
+    return bool(kfac.preconditioner.of_preconditioner)
 
 
 def decompositions(kfac: KFAC) -> Bases:
@@ -244,11 +243,11 @@ def decompositions(kfac: KFAC) -> Bases:
     return kfac.preconditioner.bases
 
 
-def held(kfac: KFAC) -> dict[str, tuple[Solver, Held]]:
-    """Return the solver and the decompositions of every layer to precondition on the rank."""
+def held(kfac: KFAC) -> dict[str, tuple[Preconditioner, Held]]:
+    """Return the preconditioner and the decompositions of every layer to precondition on the rank."""
     bases = decompositions(kfac)
     layers = bases.plan.preconditioned
-    return {x.name: (bases.solvers[x.solver.name], bases.hold([x])) for x in layers}
+    return {x.name: (bases.preconditioners[x.preconditioner.name], bases.hold([x])) for x in layers}
 
 
 def replicas(trainer: Trainer) -> Copies:
@@ -304,7 +303,7 @@ RECORDERS = {"at once": Recorder, "together": Together}
 def record(monkeypatch: MonkeyPatch, way: str) -> None:
     """Let further trainers compute moments "at once" or "together", also on a CPU."""
     chosen = dict.fromkeys((True, False), RECORDERS[way])
-    monkeypatch.setattr(preconditioner.Preconditioner, "RECORDERS", chosen)
+    monkeypatch.setattr(preconditioner.DistributedPreconditioner, "RECORDERS", chosen)
 
 
 def stack(monkeypatch: MonkeyPatch) -> None:

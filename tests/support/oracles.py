@@ -122,12 +122,14 @@ def rank_one_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Te
     return kronecker_solve(gradient, torch.outer(a, a), torch.outer(g, g), damping)
 
 
-def relative_solve(solver: str, gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """Return a solver's direction, damped in units of mean eigenvalues."""
+def relative_solve(
+    preconditioner: str, gradient: Tensor, a: Tensor, g: Tensor, damping: float
+) -> Tensor:
+    """Return a preconditioner's direction, damped in units of mean eigenvalues."""
     means = a.trace() / len(a), g.trace() / len(g)
-    if solver == "eigen":
+    if preconditioner == "eigen":
         return kronecker_solve(gradient, a, g, damping * means[0] * means[1])
-    share = damping**0.5 if solver == "inverse" else damping
+    share = damping**0.5 if preconditioner == "inverse" else damping
     damped = (m + share * mean * torch.eye(len(m), dtype=m.dtype) for m, mean in zip((a, g), means))
     damped_a, damped_g = damped
     return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
@@ -137,7 +139,7 @@ SOLVES: dict[str, Callable[..., Tensor]] = {
     "eigen": kronecker_solve,
     "inverse": tikhonov_solve,
     "unsplit-inverse": unsplit_solve,
-    "rank-one": rank_one_solve,
+    "eva": rank_one_solve,
 }
 
 
@@ -170,7 +172,7 @@ def train(
     norm_clip: float | None = None,
     fisher_clip: float | None = None,
     length: str = "own",
-    solver: str = "eigen",
+    preconditioner: str = "eigen",
     start: str = "first",
     relative_damping: bool = False,
     sources: Mapping[str, int] | None = None,
@@ -183,8 +185,8 @@ def train(
     history: list[dict[str, Tensor]] = []
     used: dict[str, Tensor] = {}
     scales = []
-    solve = partial(relative_solve, solver) if relative_damping else SOLVES[solver]
-    estimate = vectors if solver == "rank-one" else factors
+    solve = partial(relative_solve, preconditioner) if relative_damping else SOLVES[preconditioner]
+    estimate = vectors if preconditioner == "eva" else factors
     for step, shards in enumerate(steps):
         if step % factor_update_steps == 0:
             history.append(_factors_of(estimate, model, shards, sources))
@@ -194,7 +196,7 @@ def train(
             names = history[0]
             used = {n: running_average([h[n] for h in history], decay, start) for n in names}
         solve_now = partial(_grafted, solve) if length == "sgd" else solve
-        bounds = {"kl": kl_clip, "norm": norm_clip, "fisher": fisher_clip}
+        bounds = {"kl": kl_clip, "norm": norm_clip, "fisher_type": fisher_clip}
         scales.append(_precondition(model, optimizer, used, damping, bounds, solve_now))
         optimizer.step()
     return scales
@@ -242,7 +244,7 @@ def _precondition(
         divergence += along * lr_of[id(module.weight)] ** 2
         square += along
     whole = torch.cat([direction.flatten() for direction in directions.values()])
-    found = {"kl": abs(divergence), "norm": float(whole.norm()), "fisher": square**0.5}
+    found = {"kl": abs(divergence), "norm": float(whole.norm()), "fisher_type": square**0.5}
     shares = {n: bound / found[n] for n, bound in bounds.items() if bound is not None}
     scale = min([1.0, *(share**0.5 if n == "kl" else share for n, share in shares.items())])
     for name, module in modules.items():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mpikfac import KFAC, Coverage, Damping, Estimator, Length, Strategy, world
 from mpikfac.lab import LSGD
 from mpikfac.plan import divisors
-from mpikfac.solvers import named_solver
+from mpikfac.preconditioners import named_preconditioner
 from support import inside
 from support.strategies import assigned
 
@@ -29,10 +29,10 @@ SETTINGS = {
         "damping": 0.01,
         "factor_update_steps": 2,
         "inv_update_steps": 3,
-        "decay": 0.8,
+        "factor_decay": 0.8,
         "kl_clip": 0.001,
     },
-    "solver": "eigen",
+    "preconditioner": "eigen",
 }
 DEVICE = torch.device(os.environ.get("MPIKFAC_TEST_DEVICE", "cpu"))
 STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
@@ -40,7 +40,7 @@ EXAMPLES = world().size * max(1, 12 // world().size)  # equal shards; 12 of 1 to
 
 
 LENGTH = {
-    **{"kl_clip": "kl", "norm_clip": "norm", "fisher_clip": "fisher", "length": "source"},
+    **{"kl_clip": "kl", "norm_clip": "norm", "fisher_clip": "fisher_type", "length": "source"},
     **{"momentum": "momentum", "trust": "trust"},
     **{"precision": "precision", "capture": "capture"},
 }
@@ -50,8 +50,10 @@ def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
     """Return a `KFAC` for settings by name, without the values that group settings."""
     values = {}
     if "basis_dtype" in settings:
-        solver = settings.get("solver", "inverse")
-        settings["solver"] = named_solver(solver, settings.pop("basis_dtype"))
+        preconditioner = settings.get("preconditioner", "inverse")
+        settings["preconditioner"] = named_preconditioner(
+            preconditioner, settings.pop("basis_dtype")
+        )
     if "relative_damping" in settings:
         kind = "relative" if settings.pop("relative_damping") else "value"
         values["damping"] = Damping(**{kind: settings.pop("damping")})

@@ -30,9 +30,9 @@ mpikfac.KFAC(
     mpikfac.split_comm(comm, curvature_servers=1),
     replace(strategy, refresh=CurvatureServers(servers=1)),
     damping=Damping(relative=0.1),
-    solver=mpikfac.Eigen(dtype=torch.bfloat16),
+    preconditioner=mpikfac.Eigen(dtype=torch.bfloat16),
     length=Length(norm=1.0),
-    estimator=Estimator(decay=0.9, subsample=2),
+    estimator=Estimator(factor_decay=0.9, subsample=2),
     coverage=Coverage(skip=["0"]),
 )
 mpikfac.KFAC(model, optimizer, comm, length=None)
@@ -43,7 +43,7 @@ like_torch.step()
 torch.optim.lr_scheduler.StepLR(like_torch, 3)
 
 mpikfac.KFAC(model, optimizer, comm, nonsense=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-mpikfac.KFAC(model, optimizer, comm, solver=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+mpikfac.KFAC(model, optimizer, comm, preconditioner=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 mpikfac.KFAC(model, optimizer, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 mpikfac.Optimizer(optimizer)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Strategy(staleness=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

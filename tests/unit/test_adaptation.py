@@ -31,7 +31,7 @@ def batch(model):
 
 def trainer(comm, model, rates, **settings):
     groups = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), rates)]
-    choices = {"fisher": "exact", "kl_clip": None, "solver": "eigen"} | settings
+    choices = {"fisher_type": "type-2", "kl_clip": None, "preconditioner": "eigen"} | settings
     return problem.kfac(model, torch.optim.SGD(groups, lr=0.1), comm, **choices)
 
 
@@ -71,16 +71,17 @@ def damped_product(kfac, name):
     return torch.kron(g, a)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("max_norm", [None, 1e-3, 0.0])
 @pytest.mark.parametrize(
     "clip", [{}, {"kl_clip": 1e-4}, {"kl_clip": None, "norm_clip": 0.1}], ids=["", "kl", "norm"]
 )
-def test_the_ratio_is_that_of_autograds_gauss_newton_matrix(comm, solver, clip, max_norm):
+def test_the_ratio_is_that_of_autograds_gauss_newton_matrix(comm, preconditioner, clip, max_norm):
     """Oracle: the quadratic model of the taken step, with dense matrices.
 
-    The eigen solver's matrix is autograd's Gauss-Newton matrix with damping. The inverse solver's
-    matrix is the solver's own damped product. In a deep linear net both have the same factors.
+    The eigen preconditioner's matrix is autograd's Gauss-Newton matrix with damping. The inverse
+    preconditioner's matrix is the preconditioner's own damped product. In a deep linear net both
+    have the same factors.
     """
     model = deep_linear(6, 5, 4, 3)
     x, y = batch(model)
@@ -88,7 +89,9 @@ def test_the_ratio_is_that_of_autograds_gauss_newton_matrix(comm, solver, clip, 
     blocks = [gauss_newton(model, index, x) for index in range(3)]
     gradients = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
     damping = LevenbergMarquardt(DAMPING)
-    kfac = trainer(comm, model, [0.1, 0.2, 0.3], damping=damping, solver=solver, **clip)
+    kfac = trainer(
+        comm, model, [0.1, 0.2, 0.3], damping=damping, preconditioner=preconditioner, **clip
+    )
     ratio, change = adapted_step(kfac, x, y, max_norm=max_norm)
     if max_norm == 0:
         assert math.isnan(ratio)  # nothing was stepped
@@ -97,7 +100,7 @@ def test_the_ratio_is_that_of_autograds_gauss_newton_matrix(comm, solver, clip, 
     for name, module, old, block, gradient in zip("012", model, before, blocks, gradients):
         delta = (module.weight.detach() - old).flatten()
         damped = block + DAMPING * torch.eye(len(block))
-        matrix = damped if solver == "eigen" else damped_product(kfac, name)
+        matrix = damped if preconditioner == "eigen" else damped_product(kfac, name)
         predicted += (gradient.flatten() @ delta + delta @ matrix @ delta / 2).item()
     assert (kfac.kl_scale.item() < 1) == (bool(clip) and max_norm is None)
     assert ratio == pytest.approx(change / predicted, rel=1e-6 if max_norm else 1e-9)

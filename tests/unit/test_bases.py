@@ -39,7 +39,7 @@ def standing(comm, **settings):
     return seen
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize(
     ("delay", "inv_update_steps", "made_at"),
     [
@@ -48,21 +48,29 @@ def standing(comm, **settings):
         (5, 2, [0, 0, 0, 0, 2, 2, 4, 4, 6]),  # the next decomposition waits for the last one
     ],
 )
-def test_a_delayed_decomposition_is_used_on_its_day(comm, solver, delay, inv_update_steps, made_at):
+def test_a_delayed_decomposition_is_used_on_its_day(
+    comm, preconditioner, delay, inv_update_steps, made_at
+):
     """Oracle: decompositions at every step without a delay, of the same factors."""
-    at_once = standing(comm, solver=solver, inv_update_steps=1)
-    delayed = standing(comm, solver=solver, inv_update_steps=inv_update_steps, delay=delay)
+    at_once = standing(comm, preconditioner=preconditioner, inv_update_steps=1)
+    delayed = standing(
+        comm, preconditioner=preconditioner, inv_update_steps=inv_update_steps, delay=delay
+    )
     for bases, made in zip(delayed, made_at):
         assert torch.equal(bases, at_once[made])
 
 
-@pytest.mark.parametrize("solver", ["eigen", "ekfac", "inverse", "rank-one"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "ekfac", "inverse", "eva"])
 @pytest.mark.parametrize("tolerance", [0.0, 0.3])
 def test_a_run_stopped_before_a_decomposition_is_used_goes_on_to_the_last_bit(
-    comm, solver, tolerance
+    comm, preconditioner, tolerance
 ):
     """Oracle: the uninterrupted run; decompositions begun at step 3 are due at step 5."""
-    choices = {"delay": 2, "solver": solver, "tolerance": tolerance * (solver != "rank-one")}
+    choices = {
+        "delay": 2,
+        "preconditioner": preconditioner,
+        "tolerance": tolerance * (preconditioner != "eva"),
+    }
     first, second = trainer(comm, **choices), trainer(comm, **choices)
     problem.run(first, comm, range(4))
     state = first.state_dict()
@@ -91,10 +99,12 @@ def test_a_state_is_not_intact_once_a_refresh_has_begun(comm, monkeypatch, stop,
     assert kfac.is_consistent == is_consistent
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_bases_kept_in_bfloat16(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
+def test_bases_kept_in_bfloat16(comm, preconditioner):
     """Oracle: bases in the model's dtype, rounded; directions differ by rounding only."""
-    exact, rounded = (trainer(comm, solver=solver, basis_dtype=d) for d in (None, torch.bfloat16))
+    exact, rounded = (
+        trainer(comm, preconditioner=preconditioner, basis_dtype=d) for d in (None, torch.bfloat16)
+    )
     for kfac in (exact, rounded):
         problem.run(kfac, comm, [0])
     assert torch.equal(inside.bases(rounded).flat, inside.bases(exact).flat.bfloat16())
@@ -102,12 +112,12 @@ def test_bases_kept_in_bfloat16(comm, solver):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"relative_damping": True, "damping": 0.3}, {"start": "identity"}]
+    "settings", [{}, {"relative_damping": True, "damping": 0.3}, {"initial_factor": "identity"}]
 )
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_averages_kept_in_bfloat16(comm, solver, settings):
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
+def test_averages_kept_in_bfloat16(comm, preconditioner, settings):
     """Oracle: averages in the model's dtype, each number rounded once at every step."""
-    settings = {"solver": solver, "decay": 0.5, **settings}
+    settings = {"preconditioner": preconditioner, "factor_decay": 0.5, **settings}
     exact, rounded = (trainer(comm, factor_dtype=d, **settings) for d in (None, torch.bfloat16))
     for kfac in (exact, rounded):
         problem.run(stopped(kfac), comm, range(4))
@@ -123,20 +133,26 @@ def dense(kfac, name):
     return triangles.unfold_triangle(inside.factors(kfac)[name])
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
-def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, preconditioner):
     """Oracle: the run without a tolerance, which decomposes everything at every refresh."""
-    settings = {"solver": solver, "inv_update_steps": 1, "factor_update_steps": 1}
+    settings = {"preconditioner": preconditioner, "inv_update_steps": 1, "factor_update_steps": 1}
     always, never = trainer(comm, **settings), trainer(comm, tolerance=1e-300, **settings)
     assert torch.equal(problem.run(never, comm), problem.run(always, comm))
     for kfac in (always, never):
         assert kfac.trace.calls["decompositions"] == problem.STEPS * len(kfac.plan.owners)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
-def test_with_a_huge_tolerance_all_is_decomposed_once(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+def test_with_a_huge_tolerance_all_is_decomposed_once(comm, preconditioner):
     """Oracle: the first step's eigenvectors or inverses; in these, present factors' values."""
-    kfac = trainer(comm, tolerance=1e9, solver=solver, inv_update_steps=1, factor_update_steps=1)
+    kfac = trainer(
+        comm,
+        tolerance=1e9,
+        preconditioner=preconditioner,
+        inv_update_steps=1,
+        factor_update_steps=1,
+    )
     problem.run(kfac, comm, [0])
     first = {name: block.clone() for name, block in inside.bases(kfac).items()}
     problem.run(kfac, comm, range(1, 4))
@@ -180,7 +196,7 @@ def refreshed(kfac):
 
 def test_an_inverse_is_made_anew_when_its_factor_has_grown_by_the_tolerance(comm):
     """Oracle: by hand: M's inverse is off by c - 1 for c M; small steps add up."""
-    kfac = full_rank(comm, solver="unsplit-inverse")
+    kfac = full_rank(comm, preconditioner="unsplit-inverse")
     averages = inside.factors(kfac)
     assert refreshed(kfac) == {"0.A", "0.G"}
     assert refreshed(kfac) == set()
@@ -196,7 +212,9 @@ def test_an_inverse_is_made_anew_when_its_factor_has_grown_by_the_tolerance(comm
 def test_a_new_damping_counts_as_a_change_of_the_factor(comm):
     """Oracle: by hand: a damping far above the factor; eigenvectors do not hold the damping."""
     settings = {"damping": lambda step: 1e-12 if step < 2 else 1e6}
-    inverse, eigen = (full_rank(comm, solver=s, **settings) for s in ("unsplit-inverse", "eigen"))
+    inverse, eigen = (
+        full_rank(comm, preconditioner=s, **settings) for s in ("unsplit-inverse", "eigen")
+    )
     for kfac, expected in ((inverse, {"0.A", "0.G"}), (eigen, set())):
         assert len(refreshed(kfac)) == 2
         assert refreshed(kfac) == set()
@@ -206,7 +224,7 @@ def test_a_new_damping_counts_as_a_change_of_the_factor(comm):
 @pytest.mark.parametrize(("angle", "fits"), [(0.02, True), (0.2, False)])
 def test_eigenvectors_are_made_anew_when_the_factor_has_turned(comm, angle, fits):
     """Oracle: a turn's elements off the diagonal, by the dense product, against the tolerance."""
-    kfac = full_rank(comm, solver="eigen")
+    kfac = full_rank(comm, preconditioner="eigen")
     refreshed(kfac)
     vectors, values = (inside.bases(kfac)[f"0.A.{part}"] for part in ("vectors", "values"))
     values = torch.arange(1.0, 7).double()

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import mpikfac
 from mpikfac import KFACOptimizer, LayerShape
 from mpikfac.plan import Operations, Seen, operations
+from mpikfac.preconditioners import forms
 from mpikfac.settings import Budget, Intervals, seen_in, usual_intervals
-from mpikfac.solvers import forms
 
 
 def network() -> nn.Module:
@@ -147,9 +147,9 @@ def test_factors_fall_into_blocks_after_the_first_batch():
         {"factor_update_steps": 5},
         {"inv_update_steps": 5},
         {"coverage": mpikfac.Coverage(rule=lambda layer: layer)},
-        {"solver": "ekfac"},
-        {"solver": "rank-one"},
-        {"solver": "muon"},
+        {"preconditioner": "ekfac"},
+        {"preconditioner": "eva"},
+        {"preconditioner": "muon"},
     ],
 )
 def test_choices_by_hand_are_left_alone(choices):

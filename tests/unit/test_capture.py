@@ -13,7 +13,7 @@ import mpikfac
 from support import inside, problem
 from support.replay import Recorder
 
-SOLVERS = "inverse", "unsplit-inverse", "eigen", "ekfac", "rank-one"
+PRECONDITIONERS = "inverse", "unsplit-inverse", "eigen", "ekfac", "eva"
 LENGTHS = "own", "sgd", "adam", "orthogonal", "rows"
 OF_GRADIENT = [
     ("shampoo", "adam"),
@@ -35,7 +35,7 @@ def recorder(monkeypatch):
 def trained(comm, capture, happen=lambda step, kfac, scaler: None, scaler=None, **settings):
     """Return the state after steps with statistics, refreshes and what `happen` does before."""
     model = problem.network()
-    relative = settings.get("solver") != "rank-one"
+    relative = settings.get("preconditioner") != "eva"
     choices = {
         "damping": 0.1,
         "relative_damping": relative,
@@ -60,10 +60,12 @@ def trained(comm, capture, happen=lambda step, kfac, scaler: None, scaler=None, 
     return problem.state(model)
 
 
-@pytest.mark.parametrize(("solver", "length"), [*itertools.product(SOLVERS, LENGTHS), *OF_GRADIENT])
-def test_replays_change_no_bit(comm, recorder, solver, length):
+@pytest.mark.parametrize(
+    ("preconditioner", "length"), [*itertools.product(PRECONDITIONERS, LENGTHS), *OF_GRADIENT]
+)
+def test_replays_change_no_bit(comm, recorder, preconditioner, length):
     """Oracle: the same training without replays."""
-    settings = {"solver": solver, "length": length}
+    settings = {"preconditioner": preconditioner, "length": length}
     found = trained(comm, True, **settings)
     assert recorder.recordings == 1 and recorder.replays == STEPS - 2
     assert torch.equal(found, trained(comm, False, **settings))
@@ -74,7 +76,7 @@ def test_replays_change_no_bit(comm, recorder, solver, length):
     [
         {"length": "orthogonal", "momentum": 0.9},
         {"length": "rows", "momentum": 0.9},
-        {"length": "rotated", "momentum": 0.9, "solver": "soap"},
+        {"length": "rotated", "momentum": 0.9, "preconditioner": "soap"},
         {"length": "adam", "momentum": 0.9, "trust": 0.01},
         {"length": "own", "kl_clip": 0.001},
         {"length": "orthogonal", "norm_clip": 0.1},
@@ -83,7 +85,7 @@ def test_replays_change_no_bit(comm, recorder, solver, length):
 )
 def test_momentum_and_bounds_are_right_in_replays(comm, recorder, settings):
     """Oracle: the same training without replays."""
-    settings = {"solver": "eigen"} | settings
+    settings = {"preconditioner": "eigen"} | settings
     found = trained(comm, True, **settings)
     assert recorder.replays == STEPS - 2
     assert torch.equal(found, trained(comm, False, **settings))
@@ -121,11 +123,12 @@ def overflows(step, kfac, scaler):
 
 @pytest.mark.parametrize("happen", [breaks, freezes, loads, moves])
 @pytest.mark.parametrize(
-    ("solver", "length"), [("inverse", "adam"), ("inverse", "orthogonal"), *OF_GRADIENT[1::2]]
+    ("preconditioner", "length"),
+    [("inverse", "adam"), ("inverse", "orthogonal"), *OF_GRADIENT[1::2]],
 )
-def test_unusual_steps_run_beside_replays(comm, recorder, happen, solver, length):
+def test_unusual_steps_run_beside_replays(comm, recorder, happen, preconditioner, length):
     """Oracle: the same training without replays."""
-    settings = {"solver": solver, "length": length, "trust": 0.01}
+    settings = {"preconditioner": preconditioner, "length": length, "trust": 0.01}
     found = trained(comm, True, happen, **settings)
     assert 0 < recorder.replays < STEPS - 2 or happen is loads
     assert torch.equal(found, trained(comm, False, happen, **settings))
@@ -147,21 +150,21 @@ def schedule(step):
 
 
 @pytest.mark.parametrize(("damping", "momentum"), [(schedule, 0.9), (0.1, schedule)])
-@pytest.mark.parametrize("solver", ["eigen", "rank-one", "soap"])
-def test_schedules_are_in_force(comm, recorder, solver, damping, momentum):
+@pytest.mark.parametrize("preconditioner", ["eigen", "eva", "soap"])
+def test_schedules_are_in_force(comm, recorder, preconditioner, damping, momentum):
     """Oracle: the same training without replays; a number of the host is part of no replay."""
     model_states = []
     for capture in (True, False):
         model = problem.network()
-        source = "rotated" if solver == "soap" else "adam"
+        source = "rotated" if preconditioner == "soap" else "adam"
         length = mpikfac.Length(source, momentum=momentum, capture=capture)
         kfac = mpikfac.KFAC(
             model,
             problem.plain_sgd(model),
             comm,
-            solver=solver,
+            preconditioner=preconditioner,
             length=length,
-            damping=mpikfac.Damping(relative=damping) if solver == "soap" else damping,
+            damping=mpikfac.Damping(relative=damping) if preconditioner == "soap" else damping,
         )
         model_states.append(problem.run(kfac, comm, range(STEPS)))
     assert recorder.replays > 0

@@ -258,7 +258,7 @@ def freeze(network, call):
 
 def sample(network, call):
     """Estimate the Fisher by sampled labels."""
-    optimizer = SMALL.kfac(network, estimator=mpikfac.Estimator(fisher="sampled"))
+    optimizer = SMALL.kfac(network, estimator=mpikfac.Estimator(fisher_type="mc"))
     for _ in range(STEPS):
         optimizer.zero_grad()
         outputs = call(IMAGES)

@@ -201,7 +201,7 @@ def test_preconditioning_is_a_share_of_what_was_measured_or_products():
     found = costs.precondition_seconds(plan, 0, MACHINE, network, orthogonal=False)
     assert found == pytest.approx(24 * 560 / 10664)
     network = dataclasses.replace(network, precondition=None)
-    eigen = make_plan(LAYERS, 2, Strategy(MemOpt()), solver="eigen")
+    eigen = make_plan(LAYERS, 2, Strategy(MemOpt()), preconditioner="eigen")
     assert costs.precondition_seconds(plan, 0, MACHINE, network) == pytest.approx(560 + 1152)
     assert costs.precondition_seconds(eigen, 0, MACHINE, network) == pytest.approx(2 * 560 + 1152)
 
@@ -215,7 +215,7 @@ def test_low_rank_costs_less_by_its_work():
     whole = LayerShape("l", 64, 32)
     thin = dataclasses.replace(whole, rank=4)
     plan, of_whole = (
-        make_plan([layer], 1, Strategy(MemOpt()), solver="eigen") for layer in (thin, whole)
+        make_plan([layer], 1, Strategy(MemOpt()), preconditioner="eigen") for layer in (thin, whole)
     )
     n = {name: factor.order for name, factor in plan.factors.items()}
     seconds = [MACHINE.decomposition("eigen", order) * 8 / order for order in n.values()]
@@ -255,7 +255,7 @@ def test_shares_of_a_rank():
 
 def test_vectors_have_times_of_their_own():
     """Oracle: nothing to decompose; orders 16 of 38 on one rank; a refusal without known times."""
-    plan = make_plan(LAYERS, 2, Strategy(MemOpt()), solver="rank-one")
+    plan = make_plan(LAYERS, 2, Strategy(MemOpt()), preconditioner="eva")
     network = dataclasses.replace(
         MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
     )
@@ -264,11 +264,11 @@ def test_vectors_have_times_of_their_own():
     found = [costs.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
     assert sorted(found) == pytest.approx([16, 22])
     for part in (costs.statistics_seconds, costs.precondition_seconds):
-        with pytest.raises(ValueError, match="has no times of solver='rank-one'"):
+        with pytest.raises(ValueError, match="has no times of preconditioner='eva'"):
             part(plan, 0, MACHINE, MACHINE.networks[0])
 
 
-def test_layers_have_the_times_of_their_solvers():
+def test_layers_have_the_times_of_their_preconditioners():
     """Oracle: by hand: fc has vectors, 16 of 38 elements; conv has eigenbases, out has inverses.
 
     A decomposition takes n^3 seconds, for the orders 10, 4, 6 and 2. Products are as above.
@@ -276,11 +276,11 @@ def test_layers_have_the_times_of_their_solvers():
     """
     conv, fc, out = LAYERS
     layers = [
-        dataclasses.replace(conv, solver="eigen"),
-        dataclasses.replace(fc, solver="rank-one"),
+        dataclasses.replace(conv, preconditioner="eigen"),
+        dataclasses.replace(fc, preconditioner="eva"),
         out,
     ]
-    plan = make_plan(layers, 1, Strategy(MemOpt()), solver="inverse")
+    plan = make_plan(layers, 1, Strategy(MemOpt()), preconditioner="inverse")
     network = dataclasses.replace(
         MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
     )
@@ -291,7 +291,7 @@ def test_layers_have_the_times_of_their_solvers():
     seconds = costs.statistics_seconds(plan, 0, MACHINE, network)
     assert seconds == pytest.approx(2 * 16 / 38 + 0.5 * (116 + 40) / 284)
     for part in (costs.statistics_seconds, costs.precondition_seconds):
-        with pytest.raises(ValueError, match="has no times of solver='rank-one'"):
+        with pytest.raises(ValueError, match="has no times of preconditioner='eva'"):
             part(plan, 0, MACHINE, MACHINE.networks[0])
 
 
@@ -395,8 +395,8 @@ def test_factors_of_the_gradient_take_products_and_no_statistics():
     """
     layer, network = LayerShape("fc", 4, 3), MACHINE.networks[0]
 
-    def seconds(layer, solver):
-        plan = make_plan([layer], 1, Strategy(MemOpt()), solver=solver)
+    def seconds(layer, preconditioner):
+        plan = make_plan([layer], 1, Strategy(MemOpt()), preconditioner=preconditioner)
         assert costs.statistics_seconds(plan, 0, MACHINE, network) == 0
         return costs.moment_seconds(plan, 0, MACHINE)
 
@@ -406,13 +406,13 @@ def test_factors_of_the_gradient_take_products_and_no_statistics():
     assert seconds(blocks, "shampoo") == pytest.approx(of_a / 2 + of_g)
     assert seconds(layer, "kl-shampoo") == pytest.approx(2 * (of_a + of_g))
     assert seconds(layer, "muon") == 0
-    plan = make_plan([layer], 1, Strategy(MemOpt()), solver="shampoo")
+    plan = make_plan([layer], 1, Strategy(MemOpt()), preconditioner="shampoo")
     without = dataclasses.replace(MACHINE, products=(), decompositions={})
     with pytest.raises(ValueError, match="no rates of products"):
         costs.moment_seconds(plan, 0, without)
-    with pytest.raises(ValueError, match="no times of solver="):
+    with pytest.raises(ValueError, match="no times of preconditioner="):
         costs.decompose_seconds(plan, 0, without)
-    plan = make_plan([layer], 1, Strategy(MemOpt()), solver="muon")
+    plan = make_plan([layer], 1, Strategy(MemOpt()), preconditioner="muon")
     orthogonal, kfac = sum(layer.orthogonalising()), sum(layer.products())
     found = costs.precondition_seconds(plan, 0, MACHINE, network)
     assert found == pytest.approx(24 * orthogonal / (orthogonal + kfac))
@@ -424,13 +424,13 @@ COUNTED = (
 
 
 @pytest.mark.parametrize("kind", gradients.NETWORKS)
-@pytest.mark.parametrize("solver", COUNTED)
-def test_products_of_a_step_are_those_that_run(comm, solver, kind):
+@pytest.mark.parametrize("preconditioner", COUNTED)
+def test_products_of_a_step_are_those_that_run(comm, preconditioner, kind):
     """Oracle: torch's counter of operations, in a step with new factors, without a refresh."""
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     kfac = mpikfac.KFAC(
-        model, sgd, comm, solver=solver, factor_update_steps=1, inv_update_steps=100
+        model, sgd, comm, preconditioner=preconditioner, factor_update_steps=1, inv_update_steps=100
     )
     gradients.train(kfac, kind, range(1), comm)
     inputs, labels = gradients.batch(kind, 1)
@@ -444,7 +444,7 @@ def test_products_of_a_step_are_those_that_run(comm, solver, kind):
 
 def test_a_machine_without_rates_of_products_makes_no_factors_of_gradients():
     """Oracle: the text of the error, of a machine as older calibrations wrote it."""
-    plan = make_plan(LAYERS, 1, Strategy(MemOpt()), solver="shampoo")
+    plan = make_plan(LAYERS, 1, Strategy(MemOpt()), preconditioner="shampoo")
     older = dataclasses.replace(MACHINE, products=())
     with pytest.raises(ValueError, match="'made up' has no rates of products; measure them with"):
         costs.moment_seconds(plan, 0, older)

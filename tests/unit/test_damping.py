@@ -54,24 +54,26 @@ def side(kfac, layer, name, group):
     return torch.block_diag(*blocks), torch.stack(means)
 
 
-def solved(gradient, sides, solver, damping, both):
+def solved(gradient, sides, preconditioner, damping, both):
     """Return the direction by dense solves."""
     (a, a_means), (g, g_means) = sides
-    if solver == "eigen":
+    if preconditioner == "eigen":
         damped = torch.kron(g, a) + damping * torch.kron(g_means, a_means).diag()
         return torch.linalg.solve(damped, gradient.reshape(-1)).view_as(gradient)
-    share = damping**0.5 if solver == "inverse" and both else damping
+    share = damping**0.5 if preconditioner == "inverse" and both else damping
     a, g = (m + share * means.diag() for m, means in sides)
     return torch.linalg.solve(g, gradient) @ torch.linalg.inv(a)
 
 
-@pytest.mark.parametrize("solver", ["eigen", *INVERSES])
-def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", *INVERSES])
+def test_damping_is_relative_to_mean_eigenvalues(comm, preconditioner):
     """Oracle: dense solves group by group, every block damped by the block's own mean."""
     model = network()
     damping = {"damping": 0.1, "relative_damping": True, "kl_clip": None}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = problem.kfac(model, optimizer, comm, solver=solver, rule=forms, **damping)
+    kfac = problem.kfac(
+        model, optimizer, comm, preconditioner=preconditioner, rule=forms, **damping
+    )
     loss = model[1](model[0](torch.randn(7, 4, 6).double())).transpose(1, 2)
     F.cross_entropy(model[2:](loss).mean(1), torch.arange(7) % 4).backward()
     kfac.precondition()
@@ -80,21 +82,26 @@ def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
         found = inside.directions(kfac)[name].view(groups)
         for group, gradient in enumerate(inside.gradients(kfac)[name].view(groups)):
             sides = [side(kfac, layer, which, group) for which in "AG"]
-            if solver != "eigen":  # the identity is not damped
+            if preconditioner != "eigen":  # the identity is not damped
                 for which, (_, means) in zip("AG", sides):
                     means *= which in layer.sides
-            expected = solved(gradient, sides, solver, 0.1, layer.sides == "AG")
+            expected = solved(gradient, sides, preconditioner, 0.1, layer.sides == "AG")
             torch.testing.assert_close(found[group], expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("solver", ["eigen", *INVERSES])
-def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", *INVERSES])
+def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, preconditioner):
     """Oracle: by hand: at 1/100 of the loss, G is 1/10,000 and the gradient 1/100."""
 
     def direction(weight):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4)).double()
-        settings = {"damping": 0.1, "relative_damping": True, "kl_clip": None, "solver": solver}
+        settings = {
+            "damping": 0.1,
+            "relative_damping": True,
+            "kl_clip": None,
+            "preconditioner": preconditioner,
+        }
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         kfac = problem.kfac(model, optimizer, comm, **settings)
         (weight * model(torch.randn(10, 6).double()).square().mean()).backward()
@@ -104,13 +111,13 @@ def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver
     torch.testing.assert_close(direction(0.01), 100 * direction(1), rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("solver", ["eigen", *INVERSES])
-def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", *INVERSES])
+def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, preconditioner):
     """Oracle: by hand: G is 0 behind weights of zeros, and the gradient is 0 too."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
     nn.init.zeros_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"damping": 0.1, "relative_damping": True, "solver": solver}
+    settings = {"damping": 0.1, "relative_damping": True, "preconditioner": preconditioner}
     kfac = problem.kfac(model, optimizer, comm, **settings)
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
     kfac.step()
@@ -118,14 +125,14 @@ def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
     assert not inside.directions(kfac)["0"].any()
     assert inside.directions(kfac)["1"].isfinite().all()
     assert not kfac.nonfinite.counts
-    if solver != "eigen":
-        share = 0.1**0.5 if solver == "inverse" else 0.1
+    if preconditioner != "eigen":
+        share = 0.1**0.5 if preconditioner == "inverse" else 0.1
         expected = torch.eye(5).double() / share
         torch.testing.assert_close(inside.bases(kfac)["0.G.inverse"], expected)
 
 
 def test_relative_damping_needs_matrices(comm):
     model = problem.network()
-    choices = {"damping": 0.1, "relative_damping": True, "solver": "rank-one"}
-    with pytest.raises(ValueError, match="solver='rank-one' needs relative=False, not True"):
+    choices = {"damping": 0.1, "relative_damping": True, "preconditioner": "eva"}
+    with pytest.raises(ValueError, match="preconditioner='eva' needs relative=False, not True"):
         problem.kfac(model, problem.sgd(model), comm, **choices)

@@ -5,7 +5,7 @@ import torch
 
 from mpikfac import LayerShape, MemOpt, Strategy, make_plan
 from mpikfac.numerics import add_triangle
-from mpikfac.solvers import SOLVERS, decomposed, decomposed_together, eigen, inverse
+from mpikfac.preconditioners import PRECONDITIONERS, decomposed, decomposed_together, eigen, inverse
 
 LEAF = inverse.LEAF
 
@@ -119,36 +119,38 @@ def test_a_factors_own_basis_fits(order):
     assert misfit < 1e-5
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("order", [3, LEAF + 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_decomposed(order, bad, solver):
+def test_what_is_not_finite_is_not_decomposed(order, bad, preconditioner):
     """Oracle: NaN; LAPACK finds an inverse if the diagonal has infinity."""
     layer = LayerShape("0", order, order)
-    factor = make_plan([layer], 1, Strategy(MemOpt()), solver=solver).factors["0.A"]
+    factor = make_plan([layer], 1, Strategy(MemOpt()), preconditioner=preconditioner).factors["0.A"]
     packed = torch.zeros(factor.packed)
     matrix = torch.eye(order)
     matrix[1, 1] = bad
     add_triangle(packed, matrix)
-    added = torch.tensor(0.1) if solver == "inverse" else None
-    made = decomposed(factor, SOLVERS[solver], packed, added)
+    added = torch.tensor(0.1) if preconditioner == "inverse" else None
+    made = decomposed(factor, PRECONDITIONERS[preconditioner], packed, added)
     assert all(block.isnan().all() for block in made.values())
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("order", [3, 4])
-def test_factors_of_one_order_are_decomposed_together(order, solver):
+def test_factors_of_one_order_are_decomposed_together(order, preconditioner):
     """Oracle: each factor alone."""
     layers = [LayerShape(name, order, order) for name in "01"]
-    plan = make_plan(layers, 1, Strategy(MemOpt()), solver=solver)
+    plan = make_plan(layers, 1, Strategy(MemOpt()), preconditioner=preconditioner)
     factors = [plan.factors[f"{name}.A"] for name in "01"]
     packed = torch.zeros(2, *factors[0].packed)
     add_triangle(packed, torch.stack([spectrum(torch.rand(order)) for _ in factors]))
-    added = torch.tensor([0.1, 0.2]) if solver == "inverse" else None
-    found = decomposed_together(factors, SOLVERS[solver], packed, added)
+    added = torch.tensor([0.1, 0.2]) if preconditioner == "inverse" else None
+    found = decomposed_together(factors, PRECONDITIONERS[preconditioner], packed, added)
     for place, factor in enumerate(factors):
         more = None if added is None else added[place]
-        for name, block in decomposed(factor, SOLVERS[solver], packed[place], more).items():
+        for name, block in decomposed(
+            factor, PRECONDITIONERS[preconditioner], packed[place], more
+        ).items():
             torch.testing.assert_close(found[name], block, rtol=1e-5, atol=1e-6)
 
 
@@ -166,12 +168,12 @@ def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
 
 
 @pytest.mark.parametrize(
-    ("solver", "tried"),
+    ("preconditioner", "tried"),
     [("eigen", [torch.float32, torch.float64]), ("inverse", [torch.float32] + 2 * [torch.float64])],
 )
 @pytest.mark.parametrize("own", [torch.float32, torch.float64])
-def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, solver, tried, own):
-    """Oracle: by hand: another dtype, and more damping for solvers with damping."""
+def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, preconditioner, tried, own):
+    """Oracle: by hand: another dtype, and more damping for preconditioners with damping."""
     seen = []
 
     def failing(factor, *damping):
@@ -180,9 +182,13 @@ def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, solver, tried, own
 
     for name in ("eigenbasis", "damped_inverse"):
         monkeypatch.setattr(eigen if name == "eigenbasis" else inverse, name, failing)
-    factor = make_plan([LayerShape("0", 2, 2)], 1, Strategy(MemOpt()), solver=solver).factors["0.A"]
-    added = None if solver == "eigen" else torch.tensor(0.1, dtype=own)
-    made = decomposed(factor, SOLVERS[solver], torch.ones(factor.packed, dtype=own), added)
+    factor = make_plan(
+        [LayerShape("0", 2, 2)], 1, Strategy(MemOpt()), preconditioner=preconditioner
+    ).factors["0.A"]
+    added = None if preconditioner == "eigen" else torch.tensor(0.1, dtype=own)
+    made = decomposed(
+        factor, PRECONDITIONERS[preconditioner], torch.ones(factor.packed, dtype=own), added
+    )
     assert all(block.isnan().all() for block in made.values())
     assert len(set(seen)) == len(seen)
     assert [dtype for dtype, *_ in seen] == tried[own == torch.float64 :]

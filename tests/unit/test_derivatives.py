@@ -116,7 +116,7 @@ def test_a_loss_with_derivatives_is_told_where_labels_are_the_models(caplog):
         optimizer.trainer.record(u, "squared-error")
         return loss
 
-    trained(network(), loss_of, estimator=mpikfac.Estimator(fisher="exact"))
+    trained(network(), loss_of, estimator=mpikfac.Estimator(fisher_type="type-2"))
     assert caplog.text.count(TOLD) == 1
 
 
@@ -203,7 +203,7 @@ def test_passes_of_record_are_not_told(caplog):
         optimizer.trainer.record(u, "squared-error")
         return u.square().mean()
 
-    trained(network(), loss_of, estimator=mpikfac.Estimator(fisher="exact"))
+    trained(network(), loss_of, estimator=mpikfac.Estimator(fisher_type="type-2"))
     assert TOLD not in caplog.text
 
 

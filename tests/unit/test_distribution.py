@@ -12,7 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Distribution
-from mpikfac.extensions.hybrid.rows import layers_before
+from mpikfac.lab.tensor_parallel.rows import layers_before
 from mpikfac.plan import CHANNELS, LayerCall, distribution_table, divisors, layer_messages, places
 from mpikfac.predict import Level, Machine, choose_distribution, distribution_seconds
 
@@ -140,7 +140,7 @@ def test_layers_hand_on_slices_only_over_modules_by_channel():
 def test_calls_have_the_numbers_of_the_batch():
     """Oracle: shapes by hand; the model is not changed and may be large."""
     body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 4, 10))
-    calls = mpikfac.layer_calls(body, torch.empty(5, 3, 4, 4))
+    calls = mpikfac.lab.layer_calls(body, torch.empty(5, 3, 4, 4))
     assert calls == [
         LayerCall("0", (8, 3, 3, 3), True, 5 * 3 * 16, 5 * 8 * 4, False),
         LayerCall("3", (10, 32), True, 5 * 32, 5 * 10, True, "0"),

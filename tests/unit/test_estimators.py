@@ -69,7 +69,7 @@ def blocks(model, loss):
 def test_in_deep_linear_nets_all_labels_give_the_gauss_newton_matrix(comm):
     """Oracle: J^T H J by autograd; exact, because the squared error has a constant Hessian."""
     model = linear_net()
-    found = step(comm, model, "squared-error", fisher="exact")
+    found = step(comm, model, "squared-error", fisher_type="type-2")
     for name, block in blocks(model, "squared-error").items():
         product = torch.kron(found[f"{name}.G"], found[f"{name}.A"])
         torch.testing.assert_close(product, block, rtol=1e-10, atol=1e-10)
@@ -78,7 +78,7 @@ def test_in_deep_linear_nets_all_labels_give_the_gauss_newton_matrix(comm):
 def test_where_hessians_differ_the_product_is_not_the_gauss_newton_matrix(comm):
     """Oracle: J^T H J by autograd. A mean of products is not the product of means."""
     model = linear_net()
-    found = step(comm, model, "cross-entropy", fisher="exact")
+    found = step(comm, model, "cross-entropy", fisher_type="type-2")
     for name, block in blocks(model, "cross-entropy").items():
         product = torch.kron(found[f"{name}.G"], found[f"{name}.A"])
         assert 0.01 < (product - block).norm() / block.norm() < 1
@@ -88,13 +88,13 @@ def test_where_hessians_differ_the_product_is_not_the_gauss_newton_matrix(comm):
 @pytest.mark.parametrize("loss", fisher.LOSSES)
 @pytest.mark.parametrize("samples", [1, 3])
 def test_drawn_labels_give_on_average_what_all_labels_give(comm, loss, samples):
-    """Oracle: fisher="exact", within six standard errors; A is the same at every draw."""
-    expected = step(comm, tanh_net(), loss, fisher="exact")
+    """Oracle: fisher_type="type-2", within six standard errors; A is the same at every draw."""
+    expected = step(comm, tanh_net(), loss, fisher_type="type-2")
     draws = []
     for seed in range(100):
         model = tanh_net()
         torch.manual_seed(seed)
-        draws.append(step(comm, model, loss, fisher="sampled", samples=samples))
+        draws.append(step(comm, model, loss, fisher_type="mc", mc_samples=samples))
     for name, factor in expected.items():
         drawn = torch.stack([draw[name] for draw in draws])
         error = drawn.std(0) / len(draws) ** 0.5 + 1e-12
@@ -102,14 +102,16 @@ def test_drawn_labels_give_on_average_what_all_labels_give(comm, loss, samples):
         assert (drawn.std(0).max() < 1e-12) == (name in ("0.A", "3.A"))
 
 
-@pytest.mark.parametrize("chosen", ["sampled", "exact"])
+@pytest.mark.parametrize("chosen", ["mc", "exact"])
 def test_gradients_stay_those_of_the_loss(comm, chosen):
     """Oracle: autograd without K-FAC."""
     model = tanh_net()
     (3 * LOSSES["cross-entropy"](model(inputs()))).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher=chosen)
+    kfac = problem.kfac(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher_type=chosen
+    )
     outputs = model(inputs())
     kfac.record(outputs)
     (3 * LOSSES["cross-entropy"](outputs)).backward()
@@ -121,7 +123,7 @@ def test_normalisations_take_all_labels_too(comm):
     """Oracle: the mean of J^T H J of scale and shift, by autograd, unit by unit."""
     model = tanh_net()
     covers = {**mpikfac.KINDS, **mpikfac.NORMS}
-    found = step(comm, model, "cross-entropy", fisher="exact", covers=covers)["2.A"]
+    found = step(comm, model, "cross-entropy", fisher_type="type-2", covers=covers)["2.A"]
     outputs = model(inputs())
     hessian = torch.autograd.functional.hessian(LOSSES["cross-entropy"], outputs.detach())
     rows = [
@@ -139,7 +141,7 @@ def test_forward_only_has_no_output_factors(comm):
     model = linear_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"damping": 0.1, "kl_clip": None}
-    kfac = problem.kfac(model, optimizer, comm, fisher="forward-only", **settings)
+    kfac = problem.kfac(model, optimizer, comm, fisher_type="forward-only", **settings)
     LOSSES["cross-entropy"](model(inputs())).backward()
     gradient = oracles.gradient_matrix(model[0])
     kfac.precondition()
@@ -150,22 +152,22 @@ def test_forward_only_has_no_output_factors(comm):
     assert list(kfac.plan.factors) == ["0.A", "1.A", "2.A"]
 
 
-@pytest.mark.parametrize("settings", [{"fisher": "true"}, {"samples": 0}])
+@pytest.mark.parametrize("settings", [{"fisher_type": "true"}, {"mc_samples": 0}])
 def test_what_is_no_fisher_is_refused(comm, settings):
     (name, value) = next(iter(settings.items()))
     with pytest.raises(ValueError, match=f"{name}={value!r} must be"):
         step(comm, linear_net(), "cross-entropy", **settings)
 
 
-@pytest.mark.parametrize("chosen", ["sampled", "exact"])
+@pytest.mark.parametrize("chosen", ["mc", "exact"])
 def test_vectors_have_no_mean_at_the_models_own_labels(comm, chosen):
-    with pytest.raises(ValueError, match=f"needs fisher='empirical' or .* not {chosen!r}"):
-        step(comm, linear_net(), "cross-entropy", fisher=chosen, solver="rank-one")
+    with pytest.raises(ValueError, match=f"needs fisher_type='empirical' or .* not {chosen!r}"):
+        step(comm, linear_net(), "cross-entropy", fisher_type=chosen, preconditioner="eva")
 
 
 def test_without_a_record_there_are_no_statistics(comm):
     kfac = problem.kfac(
-        model := linear_net(), torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher="sampled"
+        model := linear_net(), torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher_type="mc"
     )
     LOSSES["cross-entropy"](model(inputs())).backward()
     with pytest.raises(RuntimeError, match=r"call record\(outputs\) before the loss's backward"):
@@ -181,7 +183,7 @@ def test_micro_batches_that_are_recorded_add_up_to_the_joined_batch(comm, chosen
     for sizes in ((7,), (1, 4, 2)):
         model = tanh_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        choices = {"fisher": chosen, "normalization": normalization, "covers": covers}
+        choices = {"fisher_type": chosen, "normalization": normalization, "covers": covers}
         kfac = problem.kfac(model, optimizer, comm, **choices)
         for x in inputs().split(sizes):
             outputs = model(x)
@@ -196,7 +198,7 @@ def test_micro_batches_that_are_recorded_add_up_to_the_joined_batch(comm, chosen
 def test_outputs_without_their_dimension_are_refused(comm, loss):
     model = linear_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = problem.kfac(model, optimizer, comm, fisher="sampled")
+    kfac = problem.kfac(model, optimizer, comm, fisher_type="mc")
     outputs = model(inputs())[:, 0]
     with pytest.raises(ValueError, match=r"outputs \[batch, outputs, ...\], not \[7\]"):
         kfac.record(outputs, loss)
@@ -219,30 +221,37 @@ class Words(torch.nn.Module):
         return self.head(h + h.mean(1, keepdim=True) if self.mixes else h)
 
 
-def factors_at(make, loss="cross-entropy", outputs=3, mixes=True, parts=1, solver="eigen"):
+def factors_at(make, loss="cross-entropy", outputs=3, mixes=True, parts=1, preconditioner="eigen"):
     """Return the averages after steps whose recorded outputs are `make(outputs)`."""
     model = Words(outputs, mixes)
-    estimator = mpikfac.Estimator(fisher="sampled", samples=2, subsample=1)
+    estimator = mpikfac.Estimator(fisher_type="mc", mc_samples=2, subsample=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     comm = mpikfac.world()
-    kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, estimator=estimator, solver=solver)
+    kfac = mpikfac.KFAC(
+        model, optimizer, comm, damping=0.03, estimator=estimator, preconditioner=preconditioner
+    )
     for x in torch.randn(2, 8, 10, 4).double():
         for part in x.chunk(parts):
             torch.manual_seed(1)
             kfac.record(make(model(part)), loss)
             model(part).square().mean().backward()
         kfac.precondition()
-    return {**dict(inside.factors(kfac)), **(inside.scales(kfac) if solver == "ekfac" else {})}
+    return {
+        **dict(inside.factors(kfac)),
+        **(inside.scales(kfac) if preconditioner == "ekfac" else {}),
+    }
 
 
 @pytest.mark.parametrize(
     ("loss", "outputs"), [("cross-entropy", 3), ("squared-error", 1), ("logistic", 1)]
 )
-@pytest.mark.parametrize(("solver", "parts"), [("eigen", 1), ("eigen", 4), ("ekfac", 1)])
-def test_rows_of_words_count_as_positions(loss, outputs, solver, parts):
+@pytest.mark.parametrize(("preconditioner", "parts"), [("eigen", 1), ("eigen", 4), ("ekfac", 1)])
+def test_rows_of_words_count_as_positions(loss, outputs, preconditioner, parts):
     """Oracle: the same outputs as positions; both forms draw the same labels."""
-    found = factors_at(lambda out: out.flatten(0, 1), loss, outputs, True, parts, solver)
-    expected = factors_at(lambda out: out.transpose(1, 2), loss, outputs, True, parts, solver)
+    found = factors_at(lambda out: out.flatten(0, 1), loss, outputs, True, parts, preconditioner)
+    expected = factors_at(
+        lambda out: out.transpose(1, 2), loss, outputs, True, parts, preconditioner
+    )
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-14)
 
@@ -260,7 +269,7 @@ def test_words_that_a_mask_leaves_out_do_not_count():
 def test_all_labels_of_rows_of_words_are_refused():
     """Oracle: the line; nothing has been recorded."""
     model = Words(3, True)
-    kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), 0.1), None, fisher="exact")
+    kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), 0.1), None, fisher_type="type-2")
     out = model(torch.randn(8, 10, 4).double())
     with pytest.raises(ValueError, match="has 80 rows, and layer 'head' saw 8 examples; "):
         kfac.record(out.flatten(0, 1))
@@ -274,7 +283,7 @@ def trainer_of(**settings):
 
 
 OTHER_FACTORS = {
-    "forward-only": {"fisher": "forward-only"},
+    "forward-only": {"fisher_type": "forward-only"},
     "one side": {"rule": lambda layer: dataclasses.replace(layer, sides="A")},
     "blocks": {"rule": lambda layer: dataclasses.replace(layer, largest=2)},
 }
@@ -314,10 +323,10 @@ class ActorCritic(nn.Module):
 TWO = ["cross-entropy", "squared-error"]
 
 
-def of_heads(chosen, taken, samples=1, rows=7):
+def of_heads(chosen, taken, mc_samples=1, rows=7):
     """Return the factors of a step at the labels of the taken heads."""
     model = ActorCritic().double()
-    settings = {"fisher": chosen, "samples": samples}
+    settings = {"fisher_type": chosen, "mc_samples": samples}
     kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), 0.1), None, **settings)
     actor, critic = model(inputs())
     torch.manual_seed(3)
@@ -338,7 +347,7 @@ def test_heads_that_are_recorded_together_add_up():
 
 def test_drawn_labels_of_heads_are_independent():
     """Oracle: all labels at once; the mean of 4,000 draws, whose cross terms vanish."""
-    exact, drawn = of_heads("exact", (0, 1)), of_heads("sampled", (0, 1), samples=4000)
+    exact, drawn = of_heads("exact", (0, 1)), of_heads("mc", (0, 1), mc_samples=4000)
     for name in exact:
         torch.testing.assert_close(drawn[name], exact[name], rtol=0.15, atol=0.02)
 
@@ -349,7 +358,7 @@ def test_a_second_record_and_uneven_heads_are_refused_with_the_remedy():
         model := ActorCritic().double(),
         torch.optim.SGD(model.parameters(), 0.1),
         None,
-        fisher="sampled",
+        fisher_type="mc",
     )
     actor, critic = model(inputs())
     with pytest.raises(ValueError, match=r"has 1 losses, and heads with \[7, 7\] rows"):

@@ -28,7 +28,9 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 def train(comm, network, steps=4, call=None, **settings):
     """Train on a network's pair of batches; return all numbers of the network."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    kfac = problem.kfac(network, optimizer, comm, **{**SETTINGS, "solver": "eigen", **settings})
+    kfac = problem.kfac(
+        network, optimizer, comm, **{**SETTINGS, "preconditioner": "eigen", **settings}
+    )
     for step in range(steps):
         images, labels = problem.batch(step)
         optimizer.zero_grad()
@@ -59,12 +61,12 @@ def test_directions_are_those_of_linear_layers(comm, case):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"solver": "inverse"},
-        {"solver": "ekfac", "inv_update_steps": 3},
-        {"solver": "eigen", "fisher": "sampled"},
-        {"solver": "eigen", "fisher": "exact"},
-        {"solver": "eigen", "normalization": "sc20"},
-        {"solver": "unsplit-inverse", "fisher": "forward-only"},
+        {"preconditioner": "inverse"},
+        {"preconditioner": "ekfac", "inv_update_steps": 3},
+        {"preconditioner": "eigen", "fisher_type": "mc"},
+        {"preconditioner": "eigen", "fisher_type": "type-2"},
+        {"preconditioner": "eigen", "normalization": "sc20"},
+        {"preconditioner": "unsplit-inverse", "fisher_type": "forward-only"},
     ],
     ids=str,
 )
@@ -80,8 +82,8 @@ def test_other_estimators(comm, kind, settings):
         {"diagonal": "A"},
         {"diagonal": "G"},
         {"largest": 3},
-        {"sharing": "reduce"},
-        {"sides": "A", "sharing": "reduce"},
+        {"kfac_approx": "reduce"},
+        {"sides": "A", "kfac_approx": "reduce"},
         {"rank": 2},
     ],
     ids=str,
@@ -102,7 +104,7 @@ def test_means_of_vectors(comm, kind):
     for network in inner.pair(kind, False):
         images, labels = problem.batch(0)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        kfac = problem.kfac(network, optimizer, comm, **SETTINGS, solver="rank-one")
+        kfac = problem.kfac(network, optimizer, comm, **SETTINGS, preconditioner="eva")
         F.cross_entropy(network(images), labels).backward()
         kfac.precondition()
         found.append(torch.cat([average.flatten() for average in inside.factors(kfac).values()]))
@@ -154,14 +156,14 @@ def test_autocast(comm, kind):
 
 
 @pytest.mark.parametrize("kind", ["others", "sizes", "lstm"])
-@pytest.mark.parametrize("solver", ["eigen", "ekfac", "rank-one"])
-def test_a_scaled_loss(comm, kind, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "ekfac", "eva"])
+def test_a_scaled_loss(comm, kind, preconditioner):
     """Oracle: the same step without a scale."""
     found = []
     for scaled in (False, True):
         network, _ = inner.pair(kind)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        kfac = problem.kfac(network, optimizer, comm, **SETTINGS, solver=solver)
+        kfac = problem.kfac(network, optimizer, comm, **SETTINGS, preconditioner=preconditioner)
         for step in range(2):
             images, labels = problem.batch(step)
             optimizer.zero_grad()
@@ -204,7 +206,7 @@ def test_a_direction_solves_the_dense_fisher(comm, kind):
     cell = inner.CELLS[kind](3, 2).double()
     x, h = torch.randn(1, 3).double(), torch.randn(1, 2).double()
     optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
-    kfac = problem.kfac(cell, optimizer, comm, solver="eigen", damping=0.1, kl_clip=None)
+    kfac = problem.kfac(cell, optimizer, comm, preconditioner="eigen", damping=0.1, kl_clip=None)
     y = cell(x, (h, h)) if kind == "lstm" else cell(x, h)
     (y[0] if kind == "lstm" else y).square().sum().backward()
     expected = []

@@ -80,10 +80,10 @@ def test_an_interrupted_pass_is_told_or_discarded(where, discards, by_parts, cap
     assert torch.allclose(weights(kfac), weights(expected), rtol=1e-12) != harmed
 
 
-@pytest.mark.parametrize("kind", ["exact", "sampled"])
+@pytest.mark.parametrize("kind", ["exact", "mc"])
 def test_labels_of_the_model_that_were_interrupted_are_told(kind, monkeypatch, caplog):
     """Oracle: the log; the interruption comes between two passes of a record."""
-    kfac = kfac_of(network(), estimator=mpikfac.Estimator(fisher=kind, samples=3))
+    kfac = kfac_of(network(), estimator=mpikfac.Estimator(fisher_type=kind, mc_samples=3))
     right = getattr(fisher, kind)
     learn(kfac, record=True)
     kfac.step()
@@ -91,7 +91,7 @@ def test_labels_of_the_model_that_were_interrupted_are_told(kind, monkeypatch, c
 
     def stopped(*given):
         calls.append(given)
-        if kind == "sampled":
+        if kind == "mc":
             if len(calls) == 2:
                 raise KeyboardInterrupt
             return right(*given)

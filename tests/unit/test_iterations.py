@@ -10,7 +10,7 @@ import torch
 
 from mpikfac import Eigen, LayerShape, MemOpt, Refresh, Strategy, make_plan
 from mpikfac.numerics import add_triangle, unfold_triangle
-from mpikfac.solvers import Ekfac, Inverse, eigen, renewed_together
+from mpikfac.preconditioners import EKFAC, Inverse, eigen, renewed_together
 from support import inside, problem
 from support.strategies import changed
 
@@ -113,18 +113,20 @@ def test_what_is_not_finite_fits_nothing(bad):
     assert not renew(factor, torch.eye(4))[2] <= 1e9
 
 
-@pytest.mark.parametrize("solver", [ONCE, Eigen(), Inverse()], ids=["iterated", "kept", "inverse"])
+@pytest.mark.parametrize(
+    "preconditioner", [ONCE, Eigen(), Inverse()], ids=["iterated", "kept", "inverse"]
+)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("count", [1, 3])
-def test_factors_are_renewed_together(solver, groups, count):
+def test_factors_are_renewed_together(preconditioner, groups, count):
     """Oracle: each matrix alone; the misfit of several groups is the largest."""
     order = 6
     layers = [LayerShape(str(n), order, order, groups=groups) for n in range(count)]
-    plan = make_plan(layers, 1, Strategy(MemOpt()), solver=solver)
+    plan = make_plan(layers, 1, Strategy(MemOpt()), preconditioner=preconditioner)
     factors = [plan.factors[f"{n}.A"] for n in range(count)]
     matrices = torch.stack([with_spectrum(torch.rand(order)) for _ in range(count * groups)])
     older = torch.stack([orthonormal(order) for _ in range(count * groups)])
-    added = torch.rand(count * groups).double() if solver.form.damped else None
+    added = torch.rand(count * groups).double() if preconditioner.form.damped else None
     packed = torch.zeros(count, *factors[0].packed).double()
     add_triangle(packed, matrices.view(count, *([groups] if groups > 1 else []), order, order))
     kinds = {b.kind: b.shape for b in factors[0].blocks}
@@ -134,11 +136,11 @@ def test_factors_are_renewed_together(solver, groups, count):
         for place in range(count)
     ]
     shaped = None if added is None else added.view(count, *factors[0].damping)
-    found, misfits = renewed_together(factors, solver, packed, held, shaped)
+    found, misfits = renewed_together(factors, preconditioner, packed, held, shaped)
     for place, factor in enumerate(factors):
         parts = range(place * groups, (place + 1) * groups)
         alone = [
-            solver.renew(
+            preconditioner.renew(
                 matrices[part],
                 {kind: blocks[kind][part] for kind in kinds},
                 None if added is None else added[part],
@@ -157,10 +159,10 @@ def test_factors_are_renewed_together(solver, groups, count):
 # -- in a run --------------------------------------------------------------------------------------
 
 
-def trainer(comm, solver=ONCE, tolerance=1e9, model=None, strategy=None, **settings):
+def trainer(comm, preconditioner=ONCE, tolerance=1e9, model=None, strategy=None, **settings):
     model = problem.network() if model is None else model
     strategy = changed(strategy or Strategy(MemOpt()), {"refresh.tolerance": tolerance})
-    choices = problem.SETTINGS | {"solver": solver} | settings
+    choices = problem.SETTINGS | {"preconditioner": preconditioner} | settings
     return problem.kfac(model, problem.sgd_all(model), comm, strategy, **choices)
 
 
@@ -176,7 +178,7 @@ def standing(kfac):
 
 
 def test_a_refresh_iterates_from_the_vectors_in_use(comm):
-    """Oracle: the solver, of the factor and the vectors before the refresh."""
+    """Oracle: the preconditioner, of the factor and the vectors before the refresh."""
     kfac = trainer(comm)
     problem.run(kfac, comm, range(3))
     before = bases(kfac)
@@ -223,10 +225,13 @@ def test_a_tolerance_divides_factors(comm):
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("solver", [ONCE, Ekfac(iterations=2)], ids=["eigen", "ekfac"])
-def test_a_resumed_run_goes_on_to_the_last_bit(comm, solver, delay):
+@pytest.mark.parametrize("preconditioner", [ONCE, EKFAC(iterations=2)], ids=["eigen", "ekfac"])
+def test_a_resumed_run_goes_on_to_the_last_bit(comm, preconditioner, delay):
     """Oracle: the uninterrupted run; with a delay, iterations begun at step 3 are due at step 5."""
-    choices = {"solver": solver, "strategy": Strategy(MemOpt(), refresh=Refresh(staleness=delay))}
+    choices = {
+        "preconditioner": preconditioner,
+        "strategy": Strategy(MemOpt(), refresh=Refresh(staleness=delay)),
+    }
     first, second = trainer(comm, **choices), trainer(comm, **choices)
     problem.run(first, comm, range(4))
     state = first.state_dict()
@@ -237,7 +242,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(comm, solver, delay):
 
 
 def test_a_run_of_decompositions_goes_on_by_iterations(comm):
-    """Oracle: the solver, of the vectors that the state of the other run holds."""
+    """Oracle: the preconditioner, of the vectors that the state of the other run holds."""
     first, second = trainer(comm, "eigen"), trainer(comm)
     problem.run(first, comm, range(3))
     second.load_state_dict(first.state_dict())
@@ -264,7 +269,10 @@ def test_a_broken_factor_keeps_its_vectors(comm):
 
 def test_scales_begin_anew_in_iterated_vectors(comm):
     """Oracle: EKFAC with a refresh at each step with factors gives directions of eigenbases."""
-    runs = [trainer(comm, solver, inv_update_steps=2) for solver in (Ekfac(iterations=1), ONCE)]
+    runs = [
+        trainer(comm, preconditioner, inv_update_steps=2)
+        for preconditioner in (EKFAC(iterations=1), ONCE)
+    ]
     assert torch.equal(*(problem.run(kfac, comm, range(6)) for kfac in runs))
 
 
@@ -295,9 +303,9 @@ def test_few_vectors_are_iterated_in_a_run(comm):
 
 def test_refusals(comm):
     """Oracle: by hand: without a tolerance no misfit is small enough."""
-    for solver in (ONCE, Ekfac(iterations=1)):
-        needs = rf"{solver.name}\.iterations=1 needs refresh.tolerance > 0, not 0\.0"
+    for preconditioner in (ONCE, EKFAC(iterations=1)):
+        needs = rf"{preconditioner.name}\.iterations=1 needs refresh.tolerance > 0, not 0\.0"
         with pytest.raises(ValueError, match=needs):
-            trainer(comm, solver, tolerance=0.0)
+            trainer(comm, preconditioner, tolerance=0.0)
     with pytest.raises(ValueError, match="iterations=-1"):
         Eigen(iterations=-1)

@@ -42,16 +42,16 @@ def factor(kfac, name):
 
 
 @pytest.mark.parametrize(
-    ("solver", "start"),
+    ("preconditioner", "start"),
     [
         *itertools.product(["eigen", "inverse", "unsplit-inverse"], ["first", "identity"]),
-        ("rank-one", "first"),
+        ("eva", "first"),
     ],
 )
 @pytest.mark.parametrize("clip", [{"kl_clip": 0.001}, {"kl_clip": None, "damping": 1.0}])
-def test_training_is_the_textbooks(comm, solver, start, clip):
+def test_training_is_the_textbooks(comm, preconditioner, start, clip):
     """Oracle: im2col factors, written-out averages, dense solves and the clip's formula."""
-    settings = problem.SETTINGS | {"solver": solver, "start": start} | clip
+    settings = problem.SETTINGS | {"preconditioner": preconditioner, "start": start} | clip
     expected = problem.network()
     steps = [problem.shards(step, 1) for step in range(problem.STEPS)]
     scales = oracles.train(expected, problem.sgd(expected), steps, **settings)
@@ -73,7 +73,7 @@ def test_new_damping_needs_no_new_basis(comm):
         "inv_update_steps": 100,
         "factor_update_steps": 100,
         "kl_clip": None,
-        "solver": "eigen",
+        "preconditioner": "eigen",
     }
     kfac = problem.kfac(model, sgd(model, lr=0), comm, damping=damping, **settings)
     for step in range(4):
@@ -93,7 +93,7 @@ def test_new_damping_of_inverses_waits_for_the_next_decomposition(comm):
         "inv_update_steps": 2,
         "factor_update_steps": 100,
         "kl_clip": None,
-        "solver": "inverse",
+        "preconditioner": "inverse",
     }
     kfac = problem.kfac(model, sgd(model), comm, damping=lambda step: 0.1 + step, **settings)
     for step in range(4):
@@ -185,10 +185,10 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(comm):
     assert second.steps == problem.STEPS
 
 
-def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
+def test_another_preconditioner_makes_its_own_bases_of_loaded_factors(comm):
     """Oracle: the dense solve with the loaded factors; only decompositions are repeated."""
     model = linear()
-    kfac = problem.kfac(model, sgd(model), comm, kl_clip=None, solver="eigen")
+    kfac = problem.kfac(model, sgd(model), comm, kl_clip=None, preconditioner="eigen")
     learn(kfac, 0)
     kfac.step()
     settings = {
@@ -198,7 +198,7 @@ def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
         "damping": 0.01,
     }
     model = linear()
-    other = problem.kfac(model, sgd(model), comm, solver="inverse", **settings)
+    other = problem.kfac(model, sgd(model), comm, preconditioner="inverse", **settings)
     other.load_state_dict(kfac.state_dict())
     gradient = learn(other, 1)
     other.precondition()
@@ -220,7 +220,7 @@ def test_another_estimators_factors_are_left_where_they_are(comm):
         "damping": 0.01,
     }
     model = linear()
-    eva = problem.kfac(model, sgd(model), comm, solver="rank-one", **settings)
+    eva = problem.kfac(model, sgd(model), comm, preconditioner="eva", **settings)
     eva.load_state_dict(kfac.state_dict())
     gradient = learn(eva, 1)
     eva.precondition()
@@ -340,7 +340,7 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ),
         ({"damping": 0}, "damping=0 must be positive"),
         ({"kl_clip": 0.0}, "kl_clip=0.0 must be positive"),
-        ({"decay": 1.0}, "decay=1.0 must be at least 0 and below 1"),
+        ({"factor_decay": 1.0}, "decay=1.0 must be at least 0 and below 1"),
         (
             {"factor_update_steps": 0},
             "factor_update_steps=0 at step 0 must be a whole number of at least 1",
@@ -351,8 +351,8 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ),
         ({"damping": lambda step: -1.0}, "schedule damping at step 0=-1.0 must be"),
         (
-            {"solver": "cg"},
-            "solver='cg' must be one of 'eigen', 'ekfac', 'inverse', 'unsplit-inverse'",
+            {"preconditioner": "cg"},
+            "preconditioner='cg' must be one of 'eigen', 'ekfac', 'inverse', 'unsplit-inverse'",
         ),
         ({"normalization": "x"}, "normalization='x' must be one of 'expand', 'sc20', "),
         ({"start": "zero"}, "start='zero' must be one of 'first', 'identity'"),
@@ -370,18 +370,18 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ),
         *(
             (
-                {"solver": "rank-one", **more},
-                f"solver='rank-one' needs {next(iter(more))}=",
+                {"preconditioner": "eva", **more},
+                f"preconditioner='eva' needs {next(iter(more))}=",
             )
             for more in (
-                {"start": "identity"},
+                {"initial_factor": "identity"},
                 {"statistics_dtype": torch.bfloat16},
                 {"factor_dtype": torch.bfloat16},
             )
         ),
         (
-            {"solver": "rank-one", "basis_dtype": torch.bfloat16},
-            "solver='rank-one' has no decompositions to keep in torch.bfloat16",
+            {"preconditioner": "eva", "basis_dtype": torch.bfloat16},
+            "preconditioner='eva' has no decompositions to keep in torch.bfloat16",
         ),
         ({"skip": ["1"]}, "skip names '1', which is no module of the model"),
         (
@@ -414,7 +414,10 @@ def test_a_schedule_that_turns_bad_is_named_with_its_step(comm):
             {"damping": mpikfac.schedule.linear(0.1, 0.0, 1)},
             "damping at step 1=0.0 must be positive",
         ),
-        ({"decay": lambda step: 0.5 + step}, "decay at step 1=1.5 must be at least 0 and below 1"),
+        (
+            {"factor_decay": lambda step: 0.5 + step},
+            "decay at step 1=1.5 must be at least 0 and below 1",
+        ),
         ({"kl_clip": lambda step: 0.1 * (step < 1)}, "kl_clip at step 1=0.0 must be positive"),
     ],
 )
@@ -429,8 +432,8 @@ def test_a_schedule_is_checked_at_every_step(comm, settings, text):
         kfac.step()
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen", "ekfac", "rank-one"])
-def test_later_steps_keep_no_more_than_earlier_ones(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["inverse", "eigen", "ekfac", "eva"])
+def test_later_steps_keep_no_more_than_earlier_ones(comm, preconditioner):
     """Oracle: the bytes behind all existing tensors, after one and after three intervals."""
 
     def held():
@@ -440,7 +443,7 @@ def test_later_steps_keep_no_more_than_earlier_ones(comm, solver):
         return sum(storage.nbytes() for storage in storages.values())
 
     model = problem.network()
-    settings = problem.SETTINGS | {"solver": solver}
+    settings = problem.SETTINGS | {"preconditioner": preconditioner}
     kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
     problem.run(kfac, comm, range(6))
     gc.collect()

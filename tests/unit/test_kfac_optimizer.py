@@ -181,9 +181,9 @@ def test_wrong_arguments_are_refused_in_one_line(arguments, text):
         *(("dampng", "did you mean damping?"), ("momentun", "did you mean momentum?")),
         ("skip", "did you mean coverage=mpikfac.Coverage(skip=...)?"),
         (
-            "fisher",
-            "did you mean estimator=mpikfac.Estimator(fisher=...) or "
-            "length=mpikfac.Length(fisher=...)?",
+            "fisher_type",
+            "did you mean estimator=mpikfac.Estimator(fisher_type=...) or "
+            "length=mpikfac.Length(fisher_type=...)?",
         ),
         ("nesterov", "see help(mpikfac.KFAC)"),
     ],
@@ -195,14 +195,14 @@ def test_an_unknown_argument_is_named(wrong, right):
         KFACOptimizer(network(), **{wrong: 0.1})
 
 
-def test_a_named_optimizer_takes_no_solver_and_its_own_momentum():
+def test_a_named_optimizer_takes_no_preconditioner_and_its_own_momentum():
     """Oracle: the lines; Muon's momentum of 0.95 [Jordan 2024], and a number that is given."""
-    line = r"solver='eigen' is no argument of DistributedMuon, which is solver='muon'; leave it"
+    line = r"preconditioner='eigen' is no argument of DistributedMuon, which is preconditioner='muon'; leave it"
     with pytest.raises(ValueError, match=line):
-        DistributedMuon(network(), solver="eigen")
+        DistributedMuon(network(), preconditioner="eigen")
     with pytest.raises(TypeError, match="DistributedShampoo has no argument 'dampng'; did you"):
         DistributedShampoo(network(), dampng=0.1)
-    made = [DistributedMuon(network()), KFACOptimizer(network(), solver="muon")]
+    made = [DistributedMuon(network()), KFACOptimizer(network(), preconditioner="muon")]
     made += [DistributedShampoo(network()), DistributedMuon(network(), momentum=0.5)]
     lengths = [Length("orthogonal", trust=4.0), Length("orthogonal", momentum=0.8)]
     made += [DistributedMuon(network(), length=length) for length in lengths]
@@ -219,12 +219,12 @@ def test_parameters_are_no_model():
 def test_a_name_brings_the_settings_of_the_strategy():
     """Oracle: the table of names."""
     model = network()
-    assert KFACOptimizer(model).trainer.plan.solver == "inverse"
+    assert KFACOptimizer(model).trainer.plan.preconditioner == "inverse"
     published = KFACOptimizer(model, strategy="kfac-opt").trainer
-    assert published.plan.solver == "eigen"
-    assert KFACOptimizer(model, strategy="kfac-opt", solver="inverse").trainer.plan.solver == (
-        "inverse"
-    )
+    assert published.plan.preconditioner == "eigen"
+    assert KFACOptimizer(
+        model, strategy="kfac-opt", preconditioner="inverse"
+    ).trainer.plan.preconditioner == ("inverse")
 
 
 def test_intervals_grow_until_step_160():
@@ -306,16 +306,16 @@ def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
     assert len(texts) == bool(warning)
 
 
-@pytest.mark.parametrize("solver", ["shampoo", "kl-shampoo"])
+@pytest.mark.parametrize("preconditioner", ["shampoo", "kl-shampoo"])
 @pytest.mark.parametrize("bound", [None, 1.0])
-def test_the_first_roots_of_one_gradient_make_long_directions(caplog, solver, bound):
+def test_the_first_roots_of_one_gradient_make_long_directions(caplog, preconditioner, bound):
     """Oracle: the warning, and what it warns of: the second direction, beside the first; a bound.
 
     The first roots are of the first gradient alone, and stretch all of the second that is new.
     """
     model = network()
     length, sgd = Length("own", norm=bound), torch.optim.SGD(model.parameters(), 0.0)
-    kfac = KFAC(model, sgd, solver=solver, length=length, inv_update_steps=5)
+    kfac = KFAC(model, sgd, preconditioner=preconditioner, length=length, inv_update_steps=5)
     norms = []
     for step in range(2):
         loss_of(model, step).backward()
@@ -323,7 +323,7 @@ def test_the_first_roots_of_one_gradient_make_long_directions(caplog, solver, bo
         gradients = [p.grad for p in model.parameters()]
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
         kfac.optimizer.zero_grad()
-    line = f"the factors of '{solver}' begin with a single gradient"
+    line = f"the factors of '{preconditioner}' begin with a single gradient"
     assert (line in caplog.text) == (bound is None)
     if bound is None:
         assert norms[1] > 2 * norms[0]
@@ -343,12 +343,12 @@ def test_an_optimizer_is_neither_copied_nor_pickled(taken):
         optimizer.step()
 
 
-@pytest.mark.parametrize("fisher", ["sampled", "exact", "forward-only"])
+@pytest.mark.parametrize("fisher_type", ["mc", "type-2", "forward-only"])
 def test_other_fishers_may_have_their_own_length(caplog, fisher):
     """Oracle: no warning."""
     model = network()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    KFAC(model, sgd, length=Length("own"), estimator=Estimator(fisher=fisher))
+    KFAC(model, sgd, length=Length("own"), estimator=Estimator(fisher_type=fisher))
     assert not caplog.records
 
 

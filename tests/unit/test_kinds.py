@@ -124,7 +124,7 @@ def test_moments_of_positions(make, shape):
 def test_moments_of_examples(make, shape):
     """Oracle: the same, inputs averaged and gradients added up over an example's positions."""
     layer, x, g = case(make, shape)
-    layer.shape = replace(layer.shape, sharing="reduce", diagonal="")
+    layer.shape = replace(layer.shape, kfac_approx="reduce", diagonal="")
     assert layer.positions(g) == BATCH
     if "A" in layer.shape.sides:
         means = vectors(layer, x).mean(1)

@@ -77,7 +77,7 @@ def trained(kind, whole, scheduled: bool = False) -> torch.Tensor:
         factor_update_steps=setting(whole(2)),
         inv_update_steps=setting(whole(4)),
         length=Length("adam", momentum=setting(kind(HALF)), trust=kind(HALF)),
-        estimator=Estimator(decay=setting(kind(HALF)), subsample=whole(2)),
+        estimator=Estimator(factor_decay=setting(kind(HALF)), subsample=whole(2)),
     )
     learn(trainer, range(4), max_norm=kind(HALF), examples=whole(8))
     return weights(trainer)

@@ -5,7 +5,7 @@ import torch
 
 from mpikfac.numerics import products, triangles
 from mpikfac.plan.layout import triangle_shape
-from mpikfac.solvers import Held, eigen, inverse, rank_one
+from mpikfac.preconditioners import Held, eigen, inverse, rank_one
 from support import inside, oracles
 
 

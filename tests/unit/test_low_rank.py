@@ -10,7 +10,7 @@ import torch
 import mpikfac
 from mpikfac import CommOpt, Compression, Int8, LayerShape, MemOpt, Refresh, Strategy, make_plan
 from mpikfac.numerics import triangles
-from mpikfac.solvers import SOLVERS, decomposed, eigen
+from mpikfac.preconditioners import PRECONDITIONERS, decomposed, eigen
 from support import inside, problem
 
 
@@ -111,10 +111,10 @@ def test_what_is_not_finite_is_neither_decomposed_nor_fits(order, rank, bad):
     factor[1, 1] = bad
     assert not eigen.values_in_basis(factor, torch.eye(order)[:, :rank])[1] <= 1e9
     layer = LayerShape("0", order, order, rank=rank)
-    shape = make_plan([layer], 1, Strategy(MemOpt()), solver="eigen").factors["0.A"]
+    shape = make_plan([layer], 1, Strategy(MemOpt()), preconditioner="eigen").factors["0.A"]
     packed = torch.zeros(shape.packed)
     triangles.add_triangle(packed, factor)
-    made = decomposed(shape, SOLVERS["eigen"], packed)
+    made = decomposed(shape, PRECONDITIONERS["eigen"], packed)
     assert made["0.A.vectors"].shape == shape.part(2)
     assert made["0.A.values"].shape == shape.part(1)
     assert all(block.isnan().all() for block in made.values())
@@ -214,12 +214,15 @@ def test_vectors_that_are_rounded_are_refused(comm):
             [layer],
             2,
             Strategy(CommOpt(), compression=Compression(inverses=Int8())),
-            solver="eigen",
+            preconditioner="eigen",
         )
     make_plan(
-        [layer], 2, Strategy(CommOpt(), compression=Compression(factors=Int8())), solver="eigen"
+        [layer],
+        2,
+        Strategy(CommOpt(), compression=Compression(factors=Int8())),
+        preconditioner="eigen",
     )
-    rounded = {"solver": mpikfac.Eigen(dtype=torch.bfloat16)}
+    rounded = {"preconditioner": mpikfac.Eigen(dtype=torch.bfloat16)}
     with pytest.raises(ValueError, match="rank=3 of layer '0' needs basis_dtype=None, not torch"):
         trainer(comm, 3, **rounded)
 
@@ -234,24 +237,26 @@ def test_within_blocks_each_keeps_its_own(comm):
         assert len(inside.bases(kfac)[f"{name}.values"]) == min(4, factor.order)
 
 
-@pytest.mark.parametrize("solver", ["inverse", "unsplit-inverse", "rank-one"])
-def test_other_solvers_keep_no_eigenvectors(solver):
+@pytest.mark.parametrize("preconditioner", ["inverse", "unsplit-inverse", "eva"])
+def test_other_preconditioners_keep_no_eigenvectors(preconditioner):
     """Oracle: a single line with name, value and remedy."""
-    with pytest.raises(ValueError, match=f"rank=2 of layer 'l' .*, not '{solver}'"):
-        make_plan([LayerShape("l", 8, 8, rank=2)], 1, Strategy(MemOpt()), solver=solver)
+    with pytest.raises(ValueError, match=f"rank=2 of layer 'l' .*, not '{preconditioner}'"):
+        make_plan(
+            [LayerShape("l", 8, 8, rank=2)], 1, Strategy(MemOpt()), preconditioner=preconditioner
+        )
 
 
 @pytest.mark.parametrize("rank", [0, -1])
 def test_no_eigenvector_at_all_is_refused(rank):
     """Oracle: a single line with name, value and remedy."""
     with pytest.raises(ValueError, match=f"rank={rank} of layer 'l' must be at least 1, or None"):
-        make_plan([LayerShape("l", 8, 8, rank=rank)], 1, Strategy(MemOpt()), solver="eigen")
+        make_plan([LayerShape("l", 8, 8, rank=rank)], 1, Strategy(MemOpt()), preconditioner="eigen")
 
 
 def test_bytes_and_products_shrink_with_the_rank():
     """Oracle: by hand, for factors of orders 64 and 32 with 4 kept eigenvectors."""
     layer = LayerShape("l", 64, 32, rank=4)
-    plan = make_plan([layer], 1, Strategy(MemOpt()), solver="eigen")
+    plan = make_plan([layer], 1, Strategy(MemOpt()), preconditioner="eigen")
     assert plan.of(0).layouts.bases.shapes == {
         "l.A.vectors": (64, 4),
         "l.A.values": (5,),

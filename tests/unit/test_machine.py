@@ -89,7 +89,7 @@ def test_published_machines_name_the_source_of_every_number(name):
         *("networks.vector_statistics", "networks.vector_precondition"),
     }
     keys |= {f"{level}.{part}" for level in ("inside", "between") for part in Level.__annotations__}
-    keys |= {f"decompositions.{solver}" for solver in machine.decompositions}
+    keys |= {f"decompositions.{preconditioner}" for preconditioner in machine.decompositions}
     assert set(machine.sources) == keys | {"products", "ranks_per_node"}
     assert all(len(source) > 10 for source in machine.sources.values())
     assert machine.between and all(network.precondition is None for network in machine.networks)
@@ -99,7 +99,7 @@ def test_published_machines_name_the_source_of_every_number(name):
 BARE = {"model": "a", "batch": 1} | dict.fromkeys(
     ("forward", "backward", "statistics", "gradients", "optimizer"), 1.0
 )
-SAMPLE = {"primitive": "Bcast", "ranks": 2, "nodes": 1, "sharing": 1, "points": [[1, 1]]}
+SAMPLE = {"primitive": "Bcast", "ranks": 2, "nodes": 1, "kfac_approx": 1, "points": [[1, 1]]}
 
 
 def changed(**values):
@@ -123,7 +123,7 @@ def changed(**values):
         (changed(hidden=2), "hidden=2 must be a number from -10 to 1"),
         (changed(networks=None), "networks is None, not a list"),
         (changed(networks=[BARE | {"batch": 0}]), "networks.batch=0 must be a whole number"),
-        (changed(decompositions=[]), "decompositions is [], not an object by solver"),
+        (changed(decompositions=[]), "decompositions is [], not an object by preconditioner"),
         (changed(between=None), "ranks_per_node=4 and between=None go together"),
         (changed(samples=[SAMPLE | {"ranks": "4"}]), "samples.ranks='4' must be a whole number"),
         (changed(samples=[SAMPLE | {"primitive": "AllReduce"}]), "must be one of Allreduce, "),
@@ -154,7 +154,10 @@ def test_a_bad_number_of_a_network_is_named():
             lambda: MACHINE.network("resnet50", 32),
             "no times of model='resnet50', only of: resnet20",
         ),
-        (lambda: MACHINE.decomposition("svd", 3), "no times of solver='svd', only of: inverse"),
+        (
+            lambda: MACHINE.decomposition("svd", 3),
+            "no times of preconditioner='svd', only of: inverse",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_with_what_is(ask, told):

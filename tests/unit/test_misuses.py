@@ -17,7 +17,7 @@ from torch import nn
 import mpikfac
 from support import inside, problem
 
-SETTINGS = {"damping": 0.1, "inv_update_steps": 2, "solver": "eigen", "kl_clip": None}
+SETTINGS = {"damping": 0.1, "inv_update_steps": 2, "preconditioner": "eigen", "kl_clip": None}
 CHANNELS, SIZE, CLASSES = 4, 6, 3
 
 

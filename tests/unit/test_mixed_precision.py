@@ -93,12 +93,12 @@ def test_factors_under_autocast_are_those_of_what_layers_multiplied(comm, loss_t
             torch.testing.assert_close(found.double(), factor, rtol=1e-5, atol=1e-6 * scale)
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen", "ekfac", "rank-one"])
-def test_a_step_under_autocast_is_taken_in_float32(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["inverse", "eigen", "ekfac", "eva"])
+def test_a_step_under_autocast_is_taken_in_float32(comm, preconditioner):
     """Oracle: the same step outside autocast, to the last bit."""
     states = []
     for under in (False, True):
-        kfac = trainer(comm, network(), solver=solver)
+        kfac = trainer(comm, network(), preconditioner=preconditioner)
         images, labels = batch(0)
         with BFLOAT16:
             outputs = kfac.model(images)
@@ -119,13 +119,13 @@ class Words(nn.Module):
         return self.out(self.norm(self.words(x)).mean(1))
 
 
-@pytest.mark.parametrize("fisher", ["empirical", "exact", "sampled"])
+@pytest.mark.parametrize("fisher_type", ["empirical", "type-2", "mc"])
 def test_other_layers_and_fishers_follow_autocast(comm, fisher):
     """Oracle: the pass in float32, to the rounding of bfloat16 in sums of 12 examples."""
     found = []
     for under in (False, True):
         covers = {**mpikfac.KINDS, **mpikfac.NORMS}
-        kfac = trainer(comm, Words(), fisher=fisher, covers=covers)
+        kfac = trainer(comm, Words(), fisher_type=fisher, covers=covers)
         words = torch.randint(9, (12, 4), generator=torch.Generator().manual_seed(3))
         torch.manual_seed(4)  # for the drawn labels
         with torch.autocast("cpu", torch.bfloat16, enabled=under):
@@ -257,11 +257,11 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"solver": "inverse"},
-        {"solver": "rank-one"},
-        {"fisher": "exact"},
-        {"fisher": "sampled"},
-        {"fisher": "forward-only"},
+        {"preconditioner": "inverse"},
+        {"preconditioner": "eva"},
+        {"fisher_type": "type-2"},
+        {"fisher_type": "mc"},
+        {"fisher_type": "forward-only"},
         {"covers": {**mpikfac.KINDS, **mpikfac.NORMS}, "normalization": "sc20"},
         {
             "strategy": Strategy(
@@ -458,10 +458,10 @@ def average(kfac, step, scale=None, spoil=None):
     scale.update()
 
 
-@pytest.mark.parametrize("solver", ["inverse", "ekfac", "rank-one"])
-def test_averaged_gradients_of_a_scaled_loss(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["inverse", "ekfac", "eva"])
+def test_averaged_gradients_of_a_scaled_loss(comm, preconditioner):
     """Oracle: the run without scale, as the scale is a power of two; overflow skips the batch."""
-    settings = {"solver": solver, "factor_update_steps": 1, "inv_update_steps": 2}
+    settings = {"preconditioner": preconditioner, "factor_update_steps": 1, "inv_update_steps": 2}
     plain, kfac = (trainer(comm, network(), **settings) for _ in range(2))
     scale = scaler()
     for step in range(4):

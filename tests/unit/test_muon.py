@@ -1,4 +1,4 @@
-"""Muon, a solver without factors."""
+"""Muon, a preconditioner without factors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mpikfac
 from mpikfac import KFAC, Coverage, Length, MemOpt, Refresh, Strategy, Transport
 from mpikfac.lab import LocalSGD
 from mpikfac.plan import LayerShape
-from mpikfac.solvers import Muon, named_solver
+from mpikfac.preconditioners import Muon, named_preconditioner
 from support import gradients, inside
 
 STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
@@ -21,7 +21,7 @@ STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
 def muon(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     length = Length("orthogonal", momentum=MOMENTUM, trust=math.inf)
-    return KFAC(model, sgd, comm, strategy, solver="muon", **{"length": length} | choices)
+    return KFAC(model, sgd, comm, strategy, preconditioner="muon", **{"length": length} | choices)
 
 
 @pytest.mark.parametrize("kind", gradients.NETWORKS)
@@ -43,7 +43,7 @@ def test_muon_steps_as_the_formulas_do(comm, kind):
 def test_muon_takes_momentum_of_gradients_by_default(comm):
     """Oracle: the defaults of Muon's authors."""
     model = gradients.network("linear")
-    usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="muon")
+    usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, preconditioner="muon")
     assert inside.settings(usual).length == Length("orthogonal", momentum=0.95)
 
 
@@ -55,16 +55,16 @@ def test_nothing_is_kept_of_a_layer_but_the_lengths(comm):
     empty = {"statistics", "averages", "bases", "denominators"}
     assert {kind for kind in empty if memory[kind]} == set()
     names = {name.split("/")[1] for name in kfac.state_dict() if name.startswith("kfac/")}
-    assert names == {"graft", "momentum", "learned", "solver"}
+    assert names == {"graft", "momentum", "learned", "preconditioner"}
 
 
 def test_owners_share_out_the_work_of_polar_products():
     """Oracle: the least largest load of two ranks, by hand: the wide layer against all others."""
     layers = [LayerShape("a", 64, 64), LayerShape("wide", 128, 96), LayerShape("b", 64, 64)]
-    plan = mpikfac.make_plan(layers, 2, Strategy(MemOpt()), solver="muon")
+    plan = mpikfac.make_plan(layers, 2, Strategy(MemOpt()), preconditioner="muon")
     assert plan.owners == {"a": 1, "wide": 0, "b": 1}
     updates = Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))
-    plan = mpikfac.make_plan(layers, 2, updates, solver="muon")
+    plan = mpikfac.make_plan(layers, 2, updates, preconditioner="muon")
     assert {name: plan.updaters[name] for name in ("a", "wide", "b")} == plan.owners
     stages = [message.stage for message in plan.messages(0, True, True, False)]
     assert stages == ["reduce gradients", "publish weights"]
@@ -84,7 +84,7 @@ def test_owners_share_out_the_work_of_polar_products():
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):
     """Oracle: the text of the error names the need."""
-    with pytest.raises(ValueError, match="solver='muon' needs .*") as refusal:
+    with pytest.raises(ValueError, match="preconditioner='muon' needs .*") as refusal:
         muon(gradients.network("linear"), comm, **choices)
     assert needs in str(refusal.value) and "\n" not in str(refusal.value)
 
@@ -101,5 +101,5 @@ def test_a_table_of_entries_is_left_out_by_name(comm):
 
 def test_no_decomposition_has_a_dtype():
     """Oracle: the text of the error."""
-    with pytest.raises(ValueError, match="solver='muon' has no decompositions"):
-        named_solver(Muon(), torch.bfloat16)
+    with pytest.raises(ValueError, match="preconditioner='muon' has no decompositions"):
+        named_preconditioner(Muon(), torch.bfloat16)

@@ -40,14 +40,14 @@ class Inverses:
 def newton_muon(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     length = Length("orthogonal", momentum=MOMENTUM, trust=math.inf)
-    estimator = Estimator(fisher="forward-only", decay=DECAY)
+    estimator = Estimator(fisher_type="forward-only", decay=DECAY)
     usual = {
         "length": length,
         "estimator": estimator,
         "factor_update_steps": 1,
         "inv_update_steps": EVERY,
     }
-    return KFAC(model, sgd, comm, strategy, solver="newton-muon", **usual | choices)
+    return KFAC(model, sgd, comm, strategy, preconditioner="newton-muon", **usual | choices)
 
 
 @pytest.mark.parametrize("kind", gradients.NETWORKS)
@@ -72,22 +72,26 @@ def test_newton_muon_takes_the_published_values_by_default(comm, make):
     model = gradients.network("linear")
     if make is KFAC:
         sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-        usual = KFAC(model, sgd, comm, solver="newton-muon")
+        usual = KFAC(model, sgd, comm, preconditioner="newton-muon")
         assert inside.settings(usual).length == Length("orthogonal", momentum=0.95)
     else:  # the momentum is the optimizer's
-        usual = KFACOptimizer(model, comm=comm, solver="newton-muon").trainer
+        usual = KFACOptimizer(model, comm=comm, preconditioner="newton-muon").trainer
     assert inside.settings(usual).damping == Damping(relative=0.2)
     assert not any(factor.name.endswith(".G") for factor in usual.plan.factors.values())
 
 
 def test_a_plan_has_no_factors_of_outputs():
     """Oracle: the names of factors; the layer has both."""
-    plan = mpikfac.make_plan([LayerShape("a", 6, 4)], 2, Strategy(MemOpt()), solver="newton-muon")
+    plan = mpikfac.make_plan(
+        [LayerShape("a", 6, 4)], 2, Strategy(MemOpt()), preconditioner="newton-muon"
+    )
     assert [*plan.factors] == ["a.A"]
 
 
 def test_gradients_of_outputs_are_refused(comm):
     """Oracle: the line names the need."""
-    with pytest.raises(ValueError, match="needs fisher='forward-only', not 'empirical'") as refusal:
+    with pytest.raises(
+        ValueError, match="needs fisher_type='forward-only', not 'empirical'"
+    ) as refusal:
         newton_muon(gradients.network("linear"), comm, estimator=Estimator())
     assert "\n" not in str(refusal.value)

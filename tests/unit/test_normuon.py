@@ -1,4 +1,4 @@
-"""NorMuon, a solver without factors whose directions have rows of about equal lengths."""
+"""NorMuon, a preconditioner without factors whose directions have rows of about equal lengths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Rows:
 def normuon(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     length = Length("rows", momentum=MOMENTUM, trust=math.inf)
-    return KFAC(model, sgd, comm, strategy, solver="normuon", **{"length": length} | choices)
+    return KFAC(
+        model, sgd, comm, strategy, preconditioner="normuon", **{"length": length} | choices
+    )
 
 
 @pytest.mark.parametrize("kind", gradients.NETWORKS)
@@ -53,7 +55,9 @@ def test_normuon_steps_as_the_formulas_do(comm, kind):
 def test_normuon_takes_momentum_of_gradients_by_default(comm):
     """Oracle: the defaults of NorMuon's authors."""
     model = gradients.network("linear")
-    usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="normuon")
+    usual = KFAC(
+        model, torch.optim.SGD(model.parameters(), lr=RATE), comm, preconditioner="normuon"
+    )
     assert inside.settings(usual).length == Length("rows", momentum=0.95)
 
 
@@ -85,13 +89,15 @@ def test_rows_without_a_gradient_do_not_move(comm):
     assert moved.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen", "newton-muon"])
-def test_directions_of_kfac_have_rows_of_equal_lengths_at_first(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["inverse", "eigen", "newton-muon"])
+def test_directions_of_kfac_have_rows_of_equal_lengths_at_first(comm, preconditioner):
     """Oracle: by hand: the first average of a row is a share of the row's own mean square."""
     model = gradients.network("linear")
     before = gradients.stacked(list(model[0].parameters()), 1)
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    kfac = KFAC(model, sgd, comm, solver=solver, length=Length("rows", trust=math.inf))
+    kfac = KFAC(
+        model, sgd, comm, preconditioner=preconditioner, length=Length("rows", trust=math.inf)
+    )
     gradients.train(kfac, "linear", range(1), comm)
     moves = gradients.stacked(list(model[0].parameters()), 1)[0] - before[0]
     rows = np.linalg.norm(moves, axis=1)
@@ -106,12 +112,15 @@ def test_directions_of_kfac_have_rows_of_equal_lengths_at_first(comm, solver):
             {"strategy": Strategy(MemOpt(), refresh=Refresh(staleness=1))},
             "needs refresh.staleness=0, not 1",
         ),
-        ({"solver": "muon"}, "solver='muon' needs length='orthogonal', not 'rows'"),
+        ({"preconditioner": "muon"}, "preconditioner='muon' needs length='orthogonal', not 'rows'"),
     ],
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):
     """Oracle: the text of the error names the need."""
-    model, usual = gradients.network("linear"), {"solver": "normuon", "length": Length("rows")}
+    model, usual = (
+        gradients.network("linear"),
+        {"preconditioner": "normuon", "length": Length("rows")},
+    )
     with pytest.raises(ValueError, match=needs) as refusal:
         KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, **usual | choices)
     assert "\n" not in str(refusal.value)

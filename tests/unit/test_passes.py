@@ -269,10 +269,10 @@ def transformed(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 @pytest.mark.parametrize("other", [attack, saliency, inner, penalty, twice, transformed])
-@pytest.mark.parametrize("solver", ["inverse", "rank-one", "ekfac"])
-def test_a_pass_without_a_gradient_of_a_parameter_is_not_recorded(other, solver):
+@pytest.mark.parametrize("preconditioner", ["inverse", "eva", "ekfac"])
+def test_a_pass_without_a_gradient_of_a_parameter_is_not_recorded(other, preconditioner):
     """Oracle: the same steps without the pass, to the last bit."""
-    kfac, expected = (trainer(network(), solver=solver) for _ in range(2))
+    kfac, expected = (trainer(network(), preconditioner=preconditioner) for _ in range(2))
     for step in range(2):
         x, y = batch(step + 5)
         other(kfac.model, x.requires_grad_(), y)
@@ -328,7 +328,7 @@ def test_a_pass_counts_for_the_layers_whose_gradients_it_makes():
 
 def test_labels_of_the_model_count_also_behind_other_passes():
     """Oracle: the same without the passes; `record` runs passes of its own."""
-    estimator = mpikfac.Estimator(fisher="exact")
+    estimator = mpikfac.Estimator(fisher_type="type-2")
     kfac, expected = (trainer(network(), estimator=estimator) for _ in range(2))
     attack(kfac.model, batch(4)[0].requires_grad_(), batch(4)[1])
     for each in (kfac, expected):
@@ -441,13 +441,13 @@ SPARSE = {
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", SPARSE)
-@pytest.mark.parametrize("solver", ["inverse", "rank-one", "ekfac"])
-def test_sparse_inputs_count_as_dense_inputs(layout, solver):
+@pytest.mark.parametrize("preconditioner", ["inverse", "eva", "ekfac"])
+def test_sparse_inputs_count_as_dense_inputs(layout, preconditioner):
     """Oracle: the same inputs, dense."""
     x, y = batch()
     found = []
     for inputs in (SPARSE[layout](x.where(x > 0, 0)), x.where(x > 0, 0)):
-        kfac = trainer(network(), solver=solver)
+        kfac = trainer(network(), preconditioner=preconditioner)
         for _ in range(2):
             F.cross_entropy(kfac.model(inputs), y).backward()
             kfac.precondition()

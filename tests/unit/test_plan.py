@@ -205,9 +205,9 @@ def test_statistics_are_aligned_triangles():
     assert list(apart.offsets)[6:] == [f"{name}#" for name in offsets]
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+@pytest.mark.parametrize("preconditioner", ["inverse", "eigen"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_equal_layers_lie_at_even_distances(ranks, solver):
+def test_equal_layers_lie_at_even_distances(ranks, preconditioner):
     """Oracle: distances between first elements, in every layout that a direction reads or writes.
 
     Layers of four shapes alternate, as in a network of blocks.
@@ -223,7 +223,7 @@ def test_equal_layers_lie_at_even_distances(ranks, solver):
     for strategy, *values in itertools.product(strategies(ranks), *choices.values()):
         try:
             strategy = changed(strategy, dict(zip(choices, values)))
-            p = make_plan(layers, ranks, strategy, OTHERS, solver=solver)
+            p = make_plan(layers, ranks, strategy, OTHERS, preconditioner=preconditioner)
         except ValueError:  # two choices that need each other
             continue
         for rank in range(ranks):
@@ -251,26 +251,26 @@ def check_stacks(rank):
 
 def test_gradients_and_bases_by_hand():
     """Oracle: element counts by hand, rounded up to 16."""
-    p = plan(2, 2, solver="eigen")
+    p = plan(2, 2, preconditioner="eigen")
     assert p.of(0).layouts.gradients.shapes["conv"] == (4, 10)
     assert p.of(0).layouts.gradients.size == 48 + 64 + 16 + 3 * 16
     bases = p.of(0).layouts.bases
     assert bases.counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16, 0)
-    inverse = make_plan(LAYERS, 2, Strategy(CommOpt()), solver="inverse")
+    inverse = make_plan(LAYERS, 2, Strategy(CommOpt()), preconditioner="inverse")
     assert inverse.of(0).layouts.bases.shapes["out.A.inverse"] == (6, 6)
     assert p.memory(0)["bases"] == 4 * p.of(0).layouts.bases.size
 
 
 def test_vectors_by_hand():
     """Oracle: vectors of 10, 4, 8, 8, 6 and 2 elements, in pieces of 16, in bytes of 4."""
-    everywhere = plan(2, 2, solver="rank-one")
+    everywhere = plan(2, 2, preconditioner="eva")
     assert everywhere.of(0).layouts.statistics.size == 2 * 6 * 16  # with the counts
     for layout in (everywhere.of(0).layouts.averages, everywhere.of(0).layouts.bases):
         assert layout.size == 6 * 16
     assert everywhere.of(0).layouts.bases.shapes["conv.A.vector"] == (10,)
     sizes = [(m.stage, m.bytes) for m in everywhere.messages(0, True, True)]
     assert sizes == [("reduce statistics", 4 * 192), ("reduce gradients", 4 * 176)]
-    to_owners = plan(2, 2, "reduce_scatter", solver="rank-one")
+    to_owners = plan(2, 2, "reduce_scatter", preconditioner="eva")
     (bases,) = stages.publish_bases(to_owners.of(1))
     assert (bases.primitive, bases.bytes) == ("Allgatherv", 4 * 4 * 16)
     assert [p.load(0) for p in (everywhere, to_owners)] == [0, 0]
@@ -385,7 +385,7 @@ def test_a_default_step_has_no_messages_of_extensions(choices, extended):
 
 def test_sizes_of_messages():
     """Oracle: 2 ranks, conv on 0 and the rest on 1; elements by hand, in bytes of 4."""
-    p = plan(2, 2, "reduce_scatter", solver="eigen")
+    p = plan(2, 2, "reduce_scatter", preconditioner="eigen")
     statistics, bases, gradients = p.messages(1, True, True)
     assert (statistics.bytes, statistics.wire) == (4 * 320, 4 * 320 // 2)
     assert (bases.bytes, bases.wire) == (4 * 256, 4 * (160 + 256) // 2)
@@ -402,7 +402,7 @@ def test_sizes_of_encoded_messages():
     Layers have 40, 64 and 12 numbers of their own; padding has no quarter.
     """
     wires = Compression(factors=Int8(), inverses=BFloat16(), gradients=TopK(ratio=0.25))
-    p = make_plan(LAYERS, 2, Strategy(CommOpt(), compression=wires), OTHERS, solver="eigen")
+    p = make_plan(LAYERS, 2, Strategy(CommOpt(), compression=wires), OTHERS, preconditioner="eigen")
     statistics, counts, bases, covered, others = p.messages(1, True, True)
     assert statistics.primitive == "Alltoall, Allgather"
     assert (statistics.bytes, statistics.wire) == (3 * 119, 2 * 119)  # shards of 112 elements
@@ -455,7 +455,7 @@ def test_the_digest_tells_any_two_plans_apart():
             Strategy(MemOpt(), refresh=Refresh(tolerance=0.1)),
         ],
         "others": [[], OTHERS, OTHERS[:2]],
-        "solver": ["eigen", "inverse", "rank-one"],
+        "preconditioner": ["eigen", "inverse", "eva"],
         "itemsize": [4, 8],
     }
     base = {name: values[0] for name, values in choices.items()}
@@ -500,26 +500,29 @@ def mib(elements):
             "grad_workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
         ),
         (lambda: plan(0), "ranks=0 must be at least 1"),
-        (lambda: plan(2, solver="svd"), "solver='svd' must be one of 'eigen', 'ekfac', 'inverse'"),
+        (
+            lambda: plan(2, preconditioner="svd"),
+            "preconditioner='svd' must be one of 'eigen', 'ekfac', 'inverse'",
+        ),
         (
             lambda: make_plan(
                 LAYERS,
                 2,
                 Strategy(CommOpt(colocate_factors=False, factor_reduction="reduce_scatter")),
-                solver="inverse",
+                preconditioner="inverse",
             ),
             "needs assignment.colocate_factors=True or assignment.factor_reduction='allreduce', "
             "not False and 'reduce_scatter'",
         ),
         (
             lambda: make_plan(
-                LAYERS, 2, Strategy(transport=Transport(packing="square")), solver="rank-one"
+                LAYERS, 2, Strategy(transport=Transport(packing="square")), preconditioner="eva"
             ),
             "needs transport.packing='triangle', not 'square'",
         ),
         (
             lambda: make_plan(
-                LAYERS, 2, Strategy(refresh=Refresh(tolerance=0.1)), solver="rank-one"
+                LAYERS, 2, Strategy(refresh=Refresh(tolerance=0.1)), preconditioner="eva"
             ),
             "needs refresh.tolerance=0, not 0.1",
         ),

@@ -222,10 +222,10 @@ def directions(comm, precision, dtype=torch.float32, **settings):
 
 
 @pytest.mark.parametrize("length", ["own", "orthogonal"])
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_a_step_rounds_as_its_precision_says(comm, solver, length):
+@pytest.mark.parametrize("preconditioner", ["inverse", "eigen"])
+def test_a_step_rounds_as_its_precision_says(comm, preconditioner, length):
     """Oracle: the step in float64, and the size of the last kept bit."""
-    settings = {"solver": solver, "length": length}
+    settings = {"preconditioner": preconditioner, "length": length}
     exact = directions(comm, None, torch.float64, **settings)
     errors = {}
     for precision in products.PRECISIONS:

@@ -1,4 +1,4 @@
-"""Solvers of the averaged gradient beside published optimizers, on a layer in one process."""
+"""Preconditioners of the averaged gradient beside published optimizers, on a layer in one process."""
 
 from __future__ import annotations
 
@@ -42,10 +42,14 @@ def moves(model: nn.Module, optimizer, steps) -> list[torch.Tensor]:
     return found
 
 
-def ours(solver: str, length: Length, columns: int = ORDER, **settings) -> list[torch.Tensor]:
+def ours(
+    preconditioner: str, length: Length, columns: int = ORDER, **settings
+) -> list[torch.Tensor]:
     model = layer(columns)
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    kfac = KFAC(model, sgd, mpikfac.world(), solver=solver, length=length, **settings)
+    kfac = KFAC(
+        model, sgd, mpikfac.world(), preconditioner=preconditioner, length=length, **settings
+    )
     return moves(model, kfac, range(STEPS))
 
 
@@ -63,15 +67,18 @@ def test_soap_in_fixed_bases_is_the_published_soap():
     expected = moves(model, soap, range(STEPS))
     length = Length("rotated", trust=math.inf)
     choices = {"damping": Damping(relative=1e-9), "inv_update_steps": 1000}
-    found = ours("soap", length, estimator=Estimator(decay=0.95), **choices)
+    found = ours("soap", length, estimator=Estimator(factor_decay=0.95), **choices)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("columns", [4, 9])
 @pytest.mark.parametrize(
-    ("solver", "name", "length"), [("muon", "Muon", "orthogonal"), ("normuon", "NorMuon", "rows")]
+    ("preconditioner", "name", "length"),
+    [("muon", "Muon", "orthogonal"), ("normuon", "NorMuon", "rows")],
 )
-def test_directions_without_factors_are_the_published(monkeypatch, solver, name, length, columns):
+def test_directions_without_factors_are_the_published(
+    monkeypatch, preconditioner, name, length, columns
+):
     """Oracle: Muon and NorMuon of pytorch_optimizer with our polynomials; any length.
 
     Theirs leave singular values between 0.7 and 1.2 and multiply in bfloat16; test_orthogonal.py
@@ -88,6 +95,6 @@ def test_directions_without_factors_are_the_published(monkeypatch, solver, name,
     group = {"params": list(model.parameters()), "use_muon": True, "weight_decay": 0.0}
     optimizer = getattr(published, name)([group], lr=RATE, momentum=0.95)
     expected = moves(model, optimizer, range(STEPS))
-    found = ours(solver, Length(length, momentum=0.95, trust=math.inf), columns)
+    found = ours(preconditioner, Length(length, momentum=0.95, trust=math.inf), columns)
     for move, right in zip(found, expected):
         torch.testing.assert_close(move / move.norm(), right / right.norm(), rtol=0, atol=1e-6)

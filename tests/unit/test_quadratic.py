@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpikfac import CommOpt, Length, LevenbergMarquardt, MemOpt, Strategy, Transport, UserError
-from mpikfac.extensions.quadratic import Batch, inner_products, lowest, slopes_and_curvatures
+from mpikfac.lab.quadratic_model.graft import Batch, inner_products, lowest, slopes_and_curvatures
 from support import inside, problem
 
 DAMPING = 0.05
@@ -80,7 +80,9 @@ def dense(model, x, loss):
 
 def trainer(comm, model, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return problem.kfac(model, optimizer, comm, **(QUADRATIC | {"solver": "eigen"} | settings))
+    return problem.kfac(
+        model, optimizer, comm, **(QUADRATIC | {"preconditioner": "eigen"} | settings)
+    )
 
 
 def take_step(kfac, x, loss, **more):
@@ -171,15 +173,15 @@ def parts(plain, loss, x):
     return flat(directions), flat(uncovered)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_steps_minimise_the_model_over_their_directions(comm, network, solver):
+def test_steps_minimise_the_model_over_their_directions(comm, network, preconditioner):
     """Oracle: the dense Gauss-Newton matrix, and directions of K-FAC without a quadratic model."""
     make, of = NETWORKS[network]
     model, twin, x = make().double(), make().double(), of()
     loss = functools.partial(F.cross_entropy, target=labels())
-    kfac = trainer(comm, model, solver=solver)
-    plain = trainer(comm, twin, solver=solver, length="own")
+    kfac = trainer(comm, model, preconditioner=preconditioner)
+    plain = trainer(comm, twin, preconditioner=preconditioner, length="own")
     last = torch.zeros(0)
     for _ in range(4):
         twin.load_state_dict(model.state_dict())
@@ -203,7 +205,7 @@ def test_one_step_of_a_linear_regression_is_newtons(comm):
     model, x = nn.Linear(4, 3).double(), torch.randn(30, 4).double()
     y = torch.randn(30, 3).double()
     kfac = trainer(
-        comm, model, damping=LevenbergMarquardt(1e-12, min_damping=1e-12), fisher="exact"
+        comm, model, damping=LevenbergMarquardt(1e-12, min_damping=1e-12), fisher_type="type-2"
     )
     loss = functools.partial(F.mse_loss, target=y)
     outputs = model(x)

@@ -86,7 +86,7 @@ def test_scales_go_on_wherever_bases_are_on_their_way(comm, stop):
             learn(kfac, step)
 
     strategy = Strategy(MemOpt(), refresh=Refresh(staleness=1, stagger=2))
-    settings = {"solver": "ekfac", "factor_update_steps": 1, "inv_update_steps": 4}
+    settings = {"preconditioner": "ekfac", "factor_update_steps": 1, "inv_update_steps": 4}
     assert_goes_on(comm, words, first, range(stop, stop + 4), strategy=strategy, **settings)
 
 
@@ -102,7 +102,9 @@ def test_the_identity_weighs_alike_in_layers_that_come_later(comm):
         def forward(self, x):
             return self.body(x) + (0 * self.later(x) if self.used else 0)
 
-    kfac = trainer(comm, Late().double(), start="identity", factor_update_steps=1, decay=0.9)
+    kfac = trainer(
+        comm, Late().double(), initial_factor="identity", factor_update_steps=1, decay=0.9
+    )
     for step in range(3):
         kfac.model.used = step > 0
         kfac.optimizer.zero_grad()
@@ -181,7 +183,7 @@ def test_what_a_layer_does_not_have_cannot_be_kept(comm, case):
 
     covers = {**mpikfac.KINDS, **mpikfac.NORMS}
     with pytest.raises(ValueError, match=f"the rule makes {message}"):
-        trainer(comm, model, covers=covers, rule=rule, solver="ekfac")
+        trainer(comm, model, covers=covers, rule=rule, preconditioner="ekfac")
 
 
 def test_momenta_that_a_scheduler_moves_are_part_of_the_state(comm):

@@ -12,15 +12,15 @@ from torch import nn
 import mpikfac
 from mpikfac import CommOpt, MemOpt, Refresh, Strategy, Transport
 from mpikfac.plan import count_of
-from mpikfac.solvers import ekfac, products_of_values
+from mpikfac.preconditioners import ekfac, products_of_values
 from support import inside, oracles, problem
 
 DAMPING = 0.02
 SETTINGS = {
     **{
-        "solver": "ekfac",
+        "preconditioner": "ekfac",
         "damping": DAMPING,
-        "decay": 0.0,
+        "factor_decay": 0.0,
         "kl_clip": None,
         "inv_update_steps": 100,
     },
@@ -56,7 +56,7 @@ FORMS = {
     "blocks": {"largest": 2},
     "A alone": {"sides": "A"},
     "G alone": {"sides": "G"},
-    "reduce": {"sharing": "reduce"},
+    "reduce": {"kfac_approx": "reduce"},
 }
 
 
@@ -225,7 +225,7 @@ def test_either_vectors_or_matrices_are_rotated(shared):
 def test_exact_labels(comm):
     """Oracle: a dense solve with the gradients of sqrt(p_c) times label c's log-probability."""
     model, x = network("strided")
-    kfac = trainer(comm, model, fisher="exact")
+    kfac = trainer(comm, model, fisher_type="type-2")
     for flip in (False, True):
         x = x.flip(0) * 1.5 if flip else x
         kfac.optimizer.zero_grad()
@@ -275,13 +275,13 @@ def test_calls_of_one_pass_are_squared_apart(comm):
 
 @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])
 def test_bases_made_anew_with_each_factor_leave_the_eigenvalues(comm, rounded_to):
-    """Oracle: solver="eigen"; scales recorded in bases that are replaced at once have no effect."""
+    """Oracle: preconditioner="eigen"; scales recorded in bases that are replaced at once have no effect."""
     ends = []
-    for solver in ("eigen", "ekfac", "ekfac"):
+    for preconditioner in ("eigen", "ekfac", "ekfac"):
         model = problem.network()
         every = 2 if len(ends) < 2 else 4
         settings = problem.SETTINGS | {
-            "solver": solver,
+            "preconditioner": preconditioner,
             "factor_update_steps": 2,
             "inv_update_steps": every,
         }
@@ -346,7 +346,7 @@ def test_passes_of_one_step_are_one_batch(comm, chosen):
     found = []
     for parts in (1, 3):
         model, x = network("strided")
-        kfac = trainer(comm, model, fisher=chosen)
+        kfac = trainer(comm, model, fisher_type=chosen)
         for labels in (labels_of(x), labels_of(x, 1)):
             kfac.optimizer.zero_grad()
             for some_x, some in zip(x.chunk(parts), labels.chunk(parts)):
@@ -365,7 +365,7 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
     """
     model = problem.network()
     settings = problem.SETTINGS | {
-        "solver": "ekfac",
+        "preconditioner": "ekfac",
         "factor_update_steps": 2,
         "inv_update_steps": 3,
     }
@@ -390,15 +390,15 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
 def test_embeddings_keep_products(comm):
     """Oracle: the plan has no scales for embeddings; an embedding's step is the step of "eigen"."""
     found = {}
-    for solver in ("eigen", "ekfac"):
+    for preconditioner in ("eigen", "ekfac"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3)).double()
-        kfac = trainer(comm, model, solver=solver)
+        kfac = trainer(comm, model, preconditioner=preconditioner)
         for seed in (1, 2):
             x = torch.randint(0, 5, (6, 2), generator=torch.Generator().manual_seed(seed))
             learn(kfac, x, labels_of(x))
             kfac.precondition()
-        found[solver] = [p.grad for p in model.parameters()]
+        found[preconditioner] = [p.grad for p in model.parameters()]
     assert list(inside.scales(kfac)) == ["2"]
     assert torch.equal(found["ekfac"][0], found["eigen"][0])
     assert not torch.allclose(found["ekfac"][1], found["eigen"][1])
@@ -488,14 +488,14 @@ def test_forgotten_passes_leave_no_sums(comm):
     assert set(inside.scale_sums(kfac)) == {"0", "3", count_of("0"), count_of("3")}
 
 
-def test_another_solvers_state_starts_anew(comm):
+def test_another_preconditioners_state_starts_anew(comm):
     """Oracle: the products of the next step's bases."""
     first, second = problem.network(), problem.network()
     settings = problem.SETTINGS | {"factor_update_steps": 1}
     eigen = problem.kfac(first, problem.sgd(first), comm, **settings)
     problem.run(eigen, comm, range(2))
     state = eigen.state_dict()
-    kfac = problem.kfac(second, problem.sgd(second), comm, **settings | {"solver": "ekfac"})
+    kfac = problem.kfac(second, problem.sgd(second), comm, **settings | {"preconditioner": "ekfac"})
     kfac.load_state_dict(state)
     kinds = "scales", "scale-weights"
     assert kfac.missing(state) == {f"kfac/{kind}/{layer}" for kind in kinds for layer in "035"}
@@ -507,7 +507,7 @@ def test_another_solvers_state_starts_anew(comm):
     assert not kfac.missing(kfac.state_dict())
 
 
-def test_other_solvers_have_no_scales(comm):
+def test_other_preconditioners_have_no_scales(comm):
     """Oracle: no memory, and no hook for scales."""
     model = problem.network()
     kfac = problem.kfac(model, problem.sgd(model), comm, **problem.SETTINGS)
@@ -518,7 +518,7 @@ def test_other_solvers_have_no_scales(comm):
 
 REFUSED = {
     "normalization": ({"normalization": "sc20"}, "needs normalization='expand', not 'sc20'"),
-    "forward-only": ({"fisher": "forward-only"}, "not 'forward-only'"),
+    "forward-only": ({"fisher_type": "forward-only"}, "not 'forward-only'"),
     "owners": (
         {"strategy": Strategy(CommOpt(factor_reduction="reduce_scatter"))},
         "assignment.factor_reduction='allreduce', not",

@@ -1,4 +1,4 @@
-"""Shampoo, a solver whose factors come from the averaged gradient."""
+"""Shampoo, a preconditioner whose factors come from the averaged gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpikfac import (
 )
 from mpikfac.lab import LocalSGD
 from mpikfac.layers import KINDS, NORMS
-from mpikfac.solvers import Shampoo
+from mpikfac.preconditioners import Shampoo
 from support import gradients, inside
 from support.gradients import in_groups
 
@@ -79,15 +79,25 @@ class KLByHand(ByHand):
         return left @ g @ right
 
 
-def shampoo(model, comm, *, solver="shampoo", strategy=None, relative=False, rate=RATE, **choices):
+def shampoo(
+    model, comm, *, preconditioner="shampoo", strategy=None, relative=False, rate=RATE, **choices
+):
     sgd = torch.optim.SGD(model.parameters(), lr=rate)
     damping = Damping(**{"relative" if relative else "value": DAMPING})
     usual = {
         "length": Length("own"),
-        "estimator": Estimator(decay=DECAY),
+        "estimator": Estimator(factor_decay=DECAY),
         "inv_update_steps": EVERY,
     }
-    return KFAC(model, sgd, comm, strategy, solver=solver, damping=damping, **usual | choices)
+    return KFAC(
+        model,
+        sgd,
+        comm,
+        strategy,
+        preconditioner=preconditioner,
+        damping=damping,
+        **usual | choices,
+    )
 
 
 def vector(model: nn.Module) -> torch.Tensor:
@@ -101,8 +111,10 @@ def test_shampoo_steps_as_the_formulas_do(comm, kind, exponent, relative):
     """Oracle: the formulas in numpy, with own eigenvalues and bias corrections, for 20 steps."""
     rate = RATE if exponent == 0.25 else RATE / 50  # directions grow as gradients shrink
     expected = gradients.by_hand(kind, STEPS, in_groups(ByHand(exponent, relative)), rate)
-    solver = Shampoo(exponent)
-    kfac = shampoo(gradients.network(kind), comm, solver=solver, relative=relative, rate=rate)
+    preconditioner = Shampoo(exponent)
+    kfac = shampoo(
+        gradients.network(kind), comm, preconditioner=preconditioner, relative=relative, rate=rate
+    )
     gradients.train(kfac, kind, range(STEPS), comm)
     torch.testing.assert_close(vector(kfac.model), vector(expected), rtol=1e-8, atol=1e-9)
 
@@ -113,7 +125,7 @@ def test_kl_shampoo_steps_as_the_formulas_do(comm, kind, relative):
     """Oracle: the formulas in numpy, with moments whitened by the roots before, for 20 steps."""
     expected = gradients.by_hand(kind, STEPS, in_groups(KLByHand(0.5, relative)), RATE / 50)
     network, settings = gradients.network(kind), {"relative": relative, "rate": RATE / 50}
-    kfac = shampoo(network, comm, solver="kl-shampoo", **settings)
+    kfac = shampoo(network, comm, preconditioner="kl-shampoo", **settings)
     gradients.train(kfac, kind, range(STEPS), comm)
     torch.testing.assert_close(vector(kfac.model), vector(expected), rtol=1e-8, atol=1e-9)
 
@@ -139,7 +151,9 @@ def test_shampoo_takes_the_momentum_and_the_length_of_adams_step_by_default(comm
     gradients.train(kfac, "linear", range(STEPS), comm)
     torch.testing.assert_close(vector(kfac.model), vector(expected), rtol=1e-8, atol=1e-9)
     model = gradients.network("linear")
-    usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="shampoo")
+    usual = KFAC(
+        model, torch.optim.SGD(model.parameters(), lr=RATE), comm, preconditioner="shampoo"
+    )
     assert inside.settings(usual).length == Length("adam", trust=trust)
     assert inside.settings(usual).damping == Damping(relative=1e-3)
     assert inside.settings(usual).factor_update_steps == 1
@@ -153,7 +167,7 @@ def test_no_hook_and_no_statistics(comm):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     memory = kfac.plan.memory(0)
     assert memory["statistics"] == 0 and memory["averages"] > 0
-    plan = mpikfac.make_plan(kfac.plan.layers, 4, Strategy(MemOpt()), solver="shampoo")
+    plan = mpikfac.make_plan(kfac.plan.layers, 4, Strategy(MemOpt()), preconditioner="shampoo")
     stages = {m.stage for rank in range(4) for m in plan.messages(rank, True, True)}
     assert stages == {"reduce gradients", "publish gradients"}
 
@@ -238,8 +252,8 @@ def test_embeddings_and_norms_have_diagonals(comm):
 @pytest.mark.parametrize(
     ("choices", "needs"),
     [
-        ({"estimator": Estimator(fisher="sampled")}, "fisher='empirical'"),
-        ({"estimator": Estimator(start="identity")}, "start='first'"),
+        ({"estimator": Estimator(fisher_type="mc")}, "fisher_type='empirical'"),
+        ({"estimator": Estimator(initial_factor="identity")}, "initial_factor='first'"),
         ({"length": Length("orthogonal")}, "length='adam'"),
         (
             {"strategy": Strategy(MemOpt(), transport=Transport(reduce_factors_at="inverses"))},
@@ -267,7 +281,7 @@ def test_embeddings_and_norms_have_diagonals(comm):
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):
     """Oracle: the text of the error names the need."""
-    with pytest.raises(ValueError, match="solver='shampoo' needs .*") as refusal:
+    with pytest.raises(ValueError, match="preconditioner='shampoo' needs .*") as refusal:
         shampoo(gradients.network("linear"), comm, **choices)
     assert needs in str(refusal.value) and "\n" not in str(refusal.value)
 
@@ -276,10 +290,12 @@ def test_factors_of_a_run_are_of_one_kind(comm):
     """Oracle: the text of the error."""
 
     def rule(layer):
-        return replace(layer, solver="shampoo")
+        return replace(layer, preconditioner="shampoo")
 
-    with pytest.raises(ValueError, match="layer '0': solver='shampoo' needs a run"):
-        shampoo(gradients.network("linear"), comm, solver="eigen", coverage=Coverage(rule=rule))
+    with pytest.raises(ValueError, match="layer '0': preconditioner='shampoo' needs a run"):
+        shampoo(
+            gradients.network("linear"), comm, preconditioner="eigen", coverage=Coverage(rule=rule)
+        )
 
 
 def test_an_exponent_is_positive():
@@ -288,8 +304,10 @@ def test_an_exponent_is_positive():
         Shampoo(0)
 
 
-def test_the_optimizer_of_a_script_takes_the_solvers_usual_values(comm):
-    """Oracle: the values of the solver; the momentum is that of the optimizer."""
-    kfac = mpikfac.KFACOptimizer(gradients.network("linear"), comm=comm, solver="shampoo").trainer
+def test_the_optimizer_of_a_script_takes_the_preconditioners_usual_values(comm):
+    """Oracle: the values of the preconditioner; the momentum is that of the optimizer."""
+    kfac = mpikfac.KFACOptimizer(
+        gradients.network("linear"), comm=comm, preconditioner="shampoo"
+    ).trainer
     assert inside.settings(kfac).length.source == "adam"
     assert inside.settings(kfac).at(0).momentum == 0.9

@@ -152,9 +152,11 @@ def test_few_ranks_stand_for_all(strategy, monkeypatch):
     assert found.memory == everyone.memory
 
 
-@pytest.mark.parametrize("solver", ["muon", "shampoo", "kl-shampoo"])
+@pytest.mark.parametrize("preconditioner", ["muon", "shampoo", "kl-shampoo"])
 @pytest.mark.parametrize("owners", [False, True])
-def test_few_ranks_stand_for_all_that_make_factors_of_gradients(solver, owners, monkeypatch):
+def test_few_ranks_stand_for_all_that_make_factors_of_gradients(
+    preconditioner, owners, monkeypatch
+):
     """Oracle: the same simulation with all ranks; the rank with most work is not the first."""
     layers = [LayerShape(f"layer{order}", order, order) for order in (27, 26, 23, 22)]
     layers.append(LayerShape("last", 23, 23))
@@ -163,8 +165,8 @@ def test_few_ranks_stand_for_all_that_make_factors_of_gradients(solver, owners, 
         if owners
         else Strategy(MemOpt())
     )
-    plan = make_plan(layers, 4, strategy, OTHERS, solver)
-    length = "orthogonal" if solver == "muon" else "adam"
+    plan = make_plan(layers, 4, strategy, OTHERS, preconditioner)
+    length = "orthogonal" if preconditioner == "muon" else "adam"
     machine, job = costly(MACHINE), dataclasses.replace(JOB, length=length)
     found = mpikfac.predict.simulate(plan, machine, job)
     monkeypatch.setattr(simulator, "representatives", lambda plan: list(range(plan.ranks)))

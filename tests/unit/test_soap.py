@@ -56,9 +56,9 @@ def means(squares: np.ndarray, axis: int) -> np.ndarray:
 def soap(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     length = Length("rotated", momentum=MOMENTUM, trust=math.inf)
-    usual = {"damping": Damping(relative=DAMPING), "estimator": Estimator(decay=DECAY)}
+    usual = {"damping": Damping(relative=DAMPING), "estimator": Estimator(factor_decay=DECAY)}
     usual |= {"length": length, "inv_update_steps": EVERY}
-    return KFAC(model, sgd, comm, strategy, solver="soap", **usual | choices)
+    return KFAC(model, sgd, comm, strategy, preconditioner="soap", **usual | choices)
 
 
 def vector(model: nn.Module) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_soap_steps_as_the_formulas_do(comm, kind, damping):
 def test_soap_takes_the_published_values_by_default(comm):
     """Oracle: betas of 0.95 [SOAP]; factors at every step; the damping is Shampoo's."""
     model = gradients.network("linear")
-    usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, solver="soap")
+    usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, preconditioner="soap")
     settings = inside.settings(usual)
     assert settings.length == Length("rotated", momentum=0.95, precision="float32")
     assert (settings.damping, settings.factor_update_steps) == (Damping(relative=1e-3), 1)
@@ -207,20 +207,26 @@ def test_embeddings_and_norms_have_diagonals(comm):
 @pytest.mark.parametrize(
     ("choices", "needs"),
     [
-        ({"length": Length("adam")}, "solver='soap' needs length='rotated', not 'adam'"),
-        ({"damping": 0.1}, "solver='soap' needs relative=True, not False"),
-        ({"estimator": Estimator(fisher="sampled")}, "solver='soap' needs fisher='empirical'"),
+        ({"length": Length("adam")}, "preconditioner='soap' needs length='rotated', not 'adam'"),
+        ({"damping": 0.1}, "preconditioner='soap' needs relative=True, not False"),
+        (
+            {"estimator": Estimator(fisher_type="mc")},
+            "preconditioner='soap' needs fisher_type='empirical'",
+        ),
         (
             {"strategy": Strategy(MemOpt(), refresh=Refresh(tolerance=0.1))},
-            "solver='soap' needs refresh.tolerance=0",
+            "preconditioner='soap' needs refresh.tolerance=0",
         ),
-        ({"solver": "eigen"}, "length='rotated' needs solver='soap', not 'eigen'"),
-        ({"solver": "normuon"}, "solver='normuon' needs length='rows', not 'rotated'"),
+        ({"preconditioner": "eigen"}, "length='rotated' needs preconditioner='soap', not 'eigen'"),
+        (
+            {"preconditioner": "normuon"},
+            "preconditioner='normuon' needs length='rows', not 'rotated'",
+        ),
     ],
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):
     """Oracle: the text of the error names the need."""
-    usual = {"solver": "soap", "length": Length("rotated")} | choices
+    usual = {"preconditioner": "soap", "length": Length("rotated")} | choices
     model = gradients.network("linear")
     with pytest.raises(ValueError, match=needs) as refusal:
         KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, **usual)
@@ -228,16 +234,18 @@ def test_choices_without_sense_are_refused(comm, choices, needs):
 
 
 @pytest.mark.parametrize(("first", "second"), [("shampoo", "soap"), ("soap", "shampoo")])
-def test_another_solver_takes_momenta_and_begins_averages_anew(comm, first, second):
+def test_another_preconditioner_takes_momenta_and_begins_averages_anew(comm, first, second):
     """Oracle: the items; a normalisation is uncovered, so both lengths have averages of Adam."""
     torch.manual_seed(0)
     before, after = (
         KFAC(
             *(model, torch.optim.SGD(model.parameters(), lr=RATE), comm),
-            solver=solver,
-            length=Length({"soap": "rotated", "shampoo": "adam"}[solver], momentum=MOMENTUM),
+            preconditioner=preconditioner,
+            length=Length(
+                {"soap": "rotated", "shampoo": "adam"}[preconditioner], momentum=MOMENTUM
+            ),
         )
-        for solver in (first, second)
+        for preconditioner in (first, second)
         for model in [nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).double()]
     )
     for _ in range(2):

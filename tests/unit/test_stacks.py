@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpikfac import KFAC
-from mpikfac.solvers import SOLVERS
+from mpikfac.preconditioners import PRECONDITIONERS
 from support import inside
 
 STEPS = 6
-OF_GRADIENT = [name for name, solver in SOLVERS.items() if solver.form.of == "gradient"]
+OF_GRADIENT = [
+    name for name, preconditioner in PRECONDITIONERS.items() if preconditioner.form.of == "gradient"
+]
 
 
 def network() -> nn.Module:
@@ -25,11 +27,11 @@ def network() -> nn.Module:
     ).double()
 
 
-def trained(comm, solver: str) -> tuple[torch.Tensor, list[int]]:
+def trained(comm, preconditioner: str) -> tuple[torch.Tensor, list[int]]:
     """Return the weights after steps, and the number of layers in each stack."""
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    kfac = KFAC(model, sgd, comm, solver=solver, inv_update_steps=2)
+    kfac = KFAC(model, sgd, comm, preconditioner=preconditioner, inv_update_steps=2)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         images = torch.randn(8, 4, 3, 3, generator=generator, dtype=torch.float64)
@@ -42,11 +44,11 @@ def trained(comm, solver: str) -> tuple[torch.Tensor, list[int]]:
     return nn.utils.parameters_to_vector(model.parameters()).detach(), sizes
 
 
-@pytest.mark.parametrize("solver", [*OF_GRADIENT, "newton-muon"])
-def test_stacks_step_as_single_layers_do(comm, monkeypatch, solver):
+@pytest.mark.parametrize("preconditioner", [*OF_GRADIENT, "newton-muon"])
+def test_stacks_step_as_single_layers_do(comm, monkeypatch, preconditioner):
     """Oracle: the run without stacks; products of several matrices may round otherwise."""
-    expected, alone = trained(comm, solver)
+    expected, alone = trained(comm, preconditioner)
     inside.stack(monkeypatch)
-    found, together = trained(comm, solver)
+    found, together = trained(comm, preconditioner)
     assert (set(alone), together) == ({1}, [2, 3, 1])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

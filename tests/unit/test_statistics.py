@@ -155,7 +155,7 @@ def test_vectors_are_means(comm, model, batch):
     model = model().double()
     expected = oracles.vectors(model, batch)
     model.zero_grad()
-    kfac = trainer(comm, model, solver="rank-one")
+    kfac = trainer(comm, model, preconditioner="eva")
     learn(kfac, batch)
     kfac.step()
     assert_same(factors(kfac), expected)
@@ -197,7 +197,7 @@ def test_behind_a_layer_batch_normalisation_leaves_no_mean_gradient(comm):
     """Oracle: the norm removes any constant added to a channel; hence the loss does not change."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 5)]
-    kfac = trainer(comm, nn.Sequential(*layers).double(), solver="rank-one", damping=0.5)
+    kfac = trainer(comm, nn.Sequential(*layers).double(), preconditioner="eva", damping=0.5)
     learn(kfac, problem.batch(0))
     kfac.precondition()
     zero, head = factors(kfac)["0.G"], factors(kfac)["4.G"]
@@ -208,14 +208,16 @@ def test_behind_a_layer_batch_normalisation_leaves_no_mean_gradient(comm):
     torch.testing.assert_close(direction, kfac.kl_scale * gradient / 0.5)
 
 
-@pytest.mark.parametrize("solver", ["inverse", "rank-one"])
-def test_micro_batches_add_up_to_the_joined_batch(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["inverse", "eva"])
+def test_micro_batches_add_up_to_the_joined_batch(comm, preconditioner):
     """Oracle: the joined batch in one pass; the loss of every micro-batch is divided by 3."""
     torch.manual_seed(0)
     x, y = vectors()
     joined, split = Twice().double(), Twice().double()
     split.load_state_dict(joined.state_dict())
-    joined, split = (trainer(comm, model, solver=solver) for model in (joined, split))
+    joined, split = (
+        trainer(comm, model, preconditioner=preconditioner) for model in (joined, split)
+    )
     learn(joined, (x, y))
     for micro_batch in zip(x.split((2, 4, 6)), y.split((2, 4, 6))):
         learn(split, micro_batch, lambda f, t: F.cross_entropy(f, t, reduction="sum") / len(x))

@@ -14,10 +14,10 @@ import mpikfac
 from mpikfac import CommOpt, Compression, MemOpt, Strategy
 from mpikfac.lab import TopK
 from mpikfac.numerics import orthogonal, orthogonalised
-from mpikfac.solvers import inverse
+from mpikfac.preconditioners import inverse
 from support import inside, oracles, problem
 
-SOLVERS = ["eigen", "ekfac", "inverse", "rank-one"]
+PRECONDITIONERS = ["eigen", "ekfac", "inverse", "eva"]
 
 
 def directions(comm, **settings):
@@ -33,11 +33,11 @@ def directions(comm, **settings):
     return gradients, {n: oracles.gradient_matrix(module) for n, module in names}, kfac
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, solver):
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, preconditioner):
     """Oracle: norms by hand, and the direction without grafting."""
-    gradients, found, _ = directions(comm, solver=solver, length="sgd")
-    _, plain, _ = directions(comm, solver=solver)
+    gradients, found, _ = directions(comm, preconditioner=preconditioner, length="sgd")
+    _, plain, _ = directions(comm, preconditioner=preconditioner)
     for name, gradient in gradients.items():
         unit = plain[name] / plain[name].norm()
         torch.testing.assert_close(found[name], unit * gradient.norm(), rtol=1e-10, atol=1e-14)
@@ -327,14 +327,14 @@ def test_the_norm_of_a_step_is_bounded(comm, graft, bound, length):
         torch.testing.assert_close(found[name], scale * direction)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 @pytest.mark.parametrize("bound", ["kl_clip", "norm_clip"])
-def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
+def test_a_direction_of_zeros_stays_where_it_is(comm, preconditioner, bound):
     """Oracle: the bits before: no gradient arrives behind weights of zeros, or anywhere."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
     nn.init.zeros_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"length": "sgd", "kl_clip": None, bound: 0.1, "solver": solver}
+    settings = {"length": "sgd", "kl_clip": None, bound: 0.1, "preconditioner": preconditioner}
     kfac = problem.kfac(model, optimizer, comm, **settings)
     before = model[0].weight.clone()
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
@@ -348,7 +348,7 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
     assert torch.equal(problem.state(model), before)
 
 
-@pytest.mark.parametrize("fisher", [0.01, 1e6])
+@pytest.mark.parametrize("fisher_type", [0.01, 1e6])
 def test_the_fisher_norm_of_a_direction_is_bounded(comm, fisher):
     """Oracle: `sqrt(sum <direction, gradient>)` over all layers by hand."""
     gradients, free, _ = directions(comm)
@@ -385,7 +385,7 @@ def test_without_a_choice_directions_are_orthogonal(comm):
     kfac = mpikfac.KFAC(model, problem.sgd(model), comm)
     chosen = inside.settings(kfac)
     assert (chosen.length.source, chosen.damping.is_relative) == ("orthogonal", True)
-    vectors = mpikfac.KFAC(model, problem.sgd(model), comm, solver="rank-one")
+    vectors = mpikfac.KFAC(model, problem.sgd(model), comm, preconditioner="eva")
     assert inside.settings(vectors).damping == mpikfac.Damping(0.003)
 
 
@@ -398,7 +398,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
 
     with monkeypatch.context() as patch:
         patch.setattr(inverse, "damped_inverse", failing)
-        settings = {"solver": "inverse", "length": graft, "trust": math.inf}
+        settings = {"preconditioner": "inverse", "length": graft, "trust": math.inf}
         gradients, found, kfac = directions(comm, **settings)
     assert kfac.nonfinite.counts["decomposition"] == 6
     for name, gradient in gradients.items():

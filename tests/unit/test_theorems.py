@@ -40,7 +40,7 @@ class Over(nn.Module):
 
 def trainer(comm, model, lr=1.0, **settings):
     """Return K-FAC with negligible damping."""
-    settings = {"damping": 1e-30, "kl_clip": None, "solver": "eigen"} | settings
+    settings = {"damping": 1e-30, "kl_clip": None, "preconditioner": "eigen"} | settings
     return problem.kfac(model, torch.optim.SGD(model.parameters(), lr), comm, **settings)
 
 
@@ -50,7 +50,7 @@ def factors(kfac):
 
 def recorded(comm, model, x, loss):
     """Return the factors of a batch with the exact Fisher."""
-    kfac = trainer(comm, model, fisher="exact")
+    kfac = trainer(comm, model, fisher_type="type-2")
     outputs = model(x)
     kfac.record(outputs, loss)
     outputs.sum().backward()
@@ -166,17 +166,17 @@ def test_the_error_of_the_product_is_the_covariance_of_its_sides(comm, loss):
         torch.testing.assert_close(block, expected, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "rank-one"])
-def test_of_one_example_the_product_is_the_outer_product_of_its_gradient(comm, solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "eva"])
+def test_of_one_example_the_product_is_the_outer_product_of_its_gradient(comm, preconditioner):
     """Oracle: autograd's gradient; `(v v^T + damping I)^-1 v = v / (|v|^2 + damping)`."""
     front = nn.Conv2d(2, 3, (2, 3)), nn.Tanh(), nn.Flatten()  # of one position
     model = nn.Sequential(*front, nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3, bias=False)).double()
-    kfac = trainer(comm, model, solver=solver, damping=0.3)
+    kfac = trainer(comm, model, preconditioner=preconditioner, damping=0.3)
     F.cross_entropy(model(torch.randn(1, 2, 2, 3).double()), torch.tensor([2])).backward()
     modules = oracles.kfac_modules(model)
     gradients = {name: oracles.gradient_matrix(module) for name, module in modules.items()}
     kfac.precondition()
-    if solver == "eigen":
+    if preconditioner == "eigen":
         found = products(factors(kfac))
         for name, gradient in gradients.items():
             v = gradient.reshape(-1)
@@ -291,9 +291,9 @@ REGRESSIONS = {  # models linear in the parameters, and 30 inputs
 }
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
 @pytest.mark.parametrize("name", REGRESSIONS)
-def test_one_step_of_a_linear_regression_reaches_its_least_squares(comm, name, solver):
+def test_one_step_of_a_linear_regression_reaches_its_least_squares(comm, name, preconditioner):
     """Oracle: `torch.linalg.lstsq` of the outputs' derivatives by the parameters."""
     make, shape = REGRESSIONS[name]
     model = nn.Sequential(*make()).double()
@@ -303,7 +303,7 @@ def test_one_step_of_a_linear_regression_reaches_its_least_squares(comm, name, s
 
     def rule(layer):  # "reduce" takes whole matrices of words, which appear together
         whole = mpikfac.default_rule(layer)
-        return replace(whole, sharing="reduce", diagonal="") if len(shape) else whole
+        return replace(whole, kfac_approx="reduce", diagonal="") if len(shape) else whole
 
     y, parameters = torch.randn_like(model(x)), list(model.parameters())
     design = [
@@ -312,7 +312,9 @@ def test_one_step_of_a_linear_regression_reaches_its_least_squares(comm, name, s
     ]
     expected = torch.linalg.lstsq(torch.stack(design), y.reshape(-1)).solution
     before = torch.cat([p.detach().flatten() for p in parameters])
-    kfac = trainer(comm, model, fisher="exact", covers=COVERS, solver=solver, rule=rule)
+    kfac = trainer(
+        comm, model, fisher_type="type-2", covers=COVERS, preconditioner=preconditioner, rule=rule
+    )
     outputs = model(x)
     kfac.record(outputs, "squared-error")
     F.mse_loss(outputs, y).backward()
@@ -380,15 +382,22 @@ def function_after(make_step, model):
 
 
 @pytest.mark.parametrize("kl_clip", [None, 0.01])
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
-def test_without_damping_a_step_is_the_same_in_all_affine_coordinates(comm, solver, kl_clip):
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+def test_without_damping_a_step_is_the_same_in_all_affine_coordinates(
+    comm, preconditioner, kl_clip
+):
     """Oracle: the function of the network without maps between layers, after the same steps.
 
     Steps of plain SGD, and of K-FAC with damping, depend on coordinates.
     """
 
     def stepping(damping):
-        settings = {"damping": damping, "solver": solver, "kl_clip": kl_clip, "inv_update_steps": 1}
+        settings = {
+            "damping": damping,
+            "preconditioner": preconditioner,
+            "kl_clip": kl_clip,
+            "inv_update_steps": 1,
+        }
         return lambda model: trainer(comm, model, lr=0.2, **settings).step
 
     def descending(model):

@@ -13,7 +13,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Coverage, KFACOptimizer, Length, layers
-from mpikfac.solvers import SOLVERS
+from mpikfac.preconditioners import PRECONDITIONERS
 from support import inside
 from support.compiled import Problem, check
 
@@ -67,13 +67,13 @@ def parameters(model):
     return [p.detach() for p in (model.wte.weight, *model.body.parameters())]
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_tied_weight_trains_as_one_that_is_skipped(solver):
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_a_tied_weight_trains_as_one_that_is_skipped(preconditioner):
     """Oracle: the bits of a model without the head's module, whose embedding is skipped by hand."""
     model, untied = Language(), Language(as_modules=False)
     before = parameters(Language())
-    train(model, solver=solver)
-    train(untied, solver=solver, coverage=Coverage(skip=["wte"]))
+    train(model, preconditioner=preconditioner)
+    train(untied, preconditioner=preconditioner, coverage=Coverage(skip=["wte"]))
     for found, expected, start in zip(parameters(model), parameters(untied), before):
         assert torch.equal(found, expected)
         assert not torch.equal(found, start)

@@ -84,7 +84,7 @@ def rows(seed: int) -> Tensor:
 MODELS = {"images": (Images, images), "words": (Words, words)}
 RULES = {
     "plain": lambda layer: layer,
-    "reduce": lambda layer: replace(layer, sharing="reduce"),
+    "reduce": lambda layer: replace(layer, kfac_approx="reduce"),
     "blocks": lambda layer: replace(layer, largest=3),
     "diagonals": lambda layer: layer if layer.diagonal else replace(layer, diagonal=layer.sides),
 }
@@ -132,28 +132,31 @@ def run(trainers: list[mpikfac.KFAC], make, micro: int = 1, steps: int = 2) -> N
 
 
 @pytest.mark.parametrize(
-    ("solver", "rule"),
-    [("ekfac", "plain"), *((solver, rule) for solver in ("inverse", "rank-one") for rule in RULES)],
+    ("preconditioner", "rule"),
+    [
+        ("ekfac", "plain"),
+        *((preconditioner, rule) for preconditioner in ("inverse", "eva") for rule in RULES),
+    ],
 )
 @pytest.mark.parametrize("kind", MODELS)
-def test_moments_together_are_those_at_once(kind, solver, rule, monkeypatch):
+def test_moments_together_are_those_at_once(kind, preconditioner, rule, monkeypatch):
     """Oracle: moments of call after call, in float64; all kinds of layers in equal pairs."""
     model, make = MODELS[kind]
     norms = {**mpikfac.KINDS, **(mpikfac.NORMS if rule == "plain" else {})}
     coverage = mpikfac.Coverage(covers=norms, rule=RULES[rule])
-    trainers = both(monkeypatch, model, solver=solver, coverage=coverage)
+    trainers = both(monkeypatch, model, preconditioner=preconditioner, coverage=coverage)
     run(trainers, make)
     assert_alike(*trainers)
-    if solver == "ekfac":
+    if preconditioner == "ekfac":
         torch.testing.assert_close(*(dict(inside.scales(kfac)) for kfac in trainers))
 
 
 ESTIMATORS = {
-    "sampled": {"fisher": "sampled", "samples": 2},
-    "forward-only": {"fisher": "forward-only"},
+    "mc": {"fisher_type": "mc", "mc_samples": 2},
+    "forward-only": {"fisher_type": "forward-only"},
     "every third": {"subsample": 3},
     "kfac-pytorch": {"normalization": "kfac-pytorch"},
-    "identity": {"start": "identity"},
+    "identity": {"initial_factor": "identity"},
 }
 
 

@@ -383,10 +383,10 @@ def test_little_coverage_is_warned_of(caplog):
         assert ("weights; the rest" in caplog.text) == told
 
 
-@pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+@pytest.mark.parametrize("fisher_type", ["empirical", "mc", "type-2"])
 def test_outputs_that_are_not_finite_are_left_out(fisher):
     """Oracle: averages and weights before the batch."""
-    kfac = trainer(network(), estimator=Estimator(fisher=fisher))
+    kfac = trainer(network(), estimator=Estimator(fisher_type=fisher))
 
     def step(scale: float) -> None:
         x, y = batch()
@@ -508,7 +508,7 @@ def test_outputs_that_are_no_logits_are_refused(outputs, told):
     """Oracle: the lines."""
     torch.manual_seed(0)
     model = nn.Linear(5, outputs.shape[1])
-    kfac = trainer(model, estimator=Estimator(fisher="sampled"))
+    kfac = trainer(model, estimator=Estimator(fisher_type="mc"))
     made = model(torch.randn(4, 5)) * 0 + outputs
     with pytest.raises(ValueError, match=told):
         kfac.record(made)
@@ -531,8 +531,8 @@ def test_positions_of_a_loss_count_in_the_empirical_fisher():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "ekfac"])
-def test_badly_scaled_inputs_get_directions_of_float64(solver):
+@pytest.mark.parametrize("preconditioner", ["eigen", "ekfac"])
+def test_badly_scaled_inputs_get_directions_of_float64(preconditioner):
     """Oracle: the same step in float64; columns from 1e-4 to 1e4."""
     torch.manual_seed(0)
     x = torch.randn(64, 40) * torch.logspace(-4, 4, 40)
@@ -544,7 +544,14 @@ def test_badly_scaled_inputs_get_directions_of_float64(solver):
         with torch.no_grad():
             model.weight.mul_(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        kfac = KFAC(model, optimizer, COMM, damping=1e-3, solver=solver, length=Length("own"))
+        kfac = KFAC(
+            model,
+            optimizer,
+            COMM,
+            damping=1e-3,
+            preconditioner=preconditioner,
+            length=Length("own"),
+        )
         F.cross_entropy(model(x.to(dtype)), y).backward()
         kfac.step()
         directions.append(model.weight.grad.double())
@@ -568,9 +575,9 @@ def test_little_damping_in_float32_is_warned_of_once(caplog):
 
 
 @pytest.mark.parametrize(
-    ("solver", "damping"), [("eigen", 1e-3), ("inverse", 1e-5), ("unsplit-inverse", 1e-1)]
+    ("preconditioner", "damping"), [("eigen", 1e-3), ("inverse", 1e-5), ("unsplit-inverse", 1e-1)]
 )
-def test_pixels_that_are_not_normalised_are_warned_of_once(solver, damping, caplog):
+def test_pixels_that_are_not_normalised_are_warned_of_once(preconditioner, damping, caplog):
     """Oracle: the log, and directions in float64: wrong if and only if a warning came."""
     torch.manual_seed(0)
     smooth, y = F.avg_pool2d(torch.rand(192, 1, 14, 14), 3, 1), torch.randint(10, (192,))
@@ -580,7 +587,7 @@ def test_pixels_that_are_not_normalised_are_warned_of_once(solver, damping, capl
         model = copy.deepcopy(plain).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         choices = {
-            "solver": solver,
+            "preconditioner": preconditioner,
             "damping": damping,
             "length": Length("own"),
             "inv_update_steps": 1,
@@ -641,7 +648,9 @@ def test_a_choice_that_needs_rates_names_the_optimizer(choice):
         KFAC(model, WithoutRate(model.parameters()), COMM, **settings)
 
 
-@pytest.mark.parametrize("length", [Length("own"), Length(fisher=0.1), Length(norm=0.1), Length()])
+@pytest.mark.parametrize(
+    "length", [Length("own"), Length(fisher_type=0.1), Length(norm=0.1), Length()]
+)
 def test_other_lengths_need_no_rate(length):
     """Oracle: SGD at the same rate, to the last bit."""
     weights = []

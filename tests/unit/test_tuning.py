@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import mpikfac
 from mpikfac import CommOpt, HybridOpt, LayerShape, Strategy, Transport, make_plan
+from mpikfac.preconditioners import forms
 from mpikfac.predict import Job, Level, Machine, Network, tuning
-from mpikfac.solvers import forms
 
 LAYERS = [LayerShape(f"layer{n}", 64 * 2**n, 32 * 2**n) for n in range(4)]
 MACHINE = Machine(
@@ -130,12 +130,12 @@ def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
     assert mpikfac.plan.NAMED[name].same
 
 
-def test_only_what_the_solver_can_do_is_chosen_from():
+def test_only_what_the_preconditioner_can_do_is_chosen_from():
     """Oracle: EKFAC's ranks all hold all bases; an inverse has no eigenvectors to keep."""
     both = {"eigen": MACHINE.decompositions["inverse"], **MACHINE.decompositions}
     machine = dataclasses.replace(MACHINE, decompositions=both)
     _, strategy = tuning.choose(LAYERS, (), 4, machine, JOB, forms("ekfac"))
     assert strategy.assignment == CommOpt()
     layers = [dataclasses.replace(layer, rank=2) for layer in LAYERS]
-    with pytest.raises(ValueError, match="solver='eigen', not 'inverse'"):
+    with pytest.raises(ValueError, match="preconditioner='eigen', not 'inverse'"):
         tuning.choose(layers, (), 4, MACHINE, JOB, FORMS)

@@ -191,7 +191,7 @@ def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
         f"Numbers: relative errors in float64, {number(examples, 'example')}",
         "  A, G: recorded factors, against factors from the vectors that the module itself shows",
         "  gradient: sums of g a^T, against autograd for each example alone and for the model",
-        f"  eigen, inverse: solvers, against dense solves up to order {LARGEST_PRODUCT:,}",
+        f"  eigen, inverse: preconditioners, against dense solves up to order {LARGEST_PRODUCT:,}",
         *table(rows),
     ]
 
@@ -226,8 +226,8 @@ def plans(subject: Subject, ranks: int) -> list[str]:
         ("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")
     ]
     for name in STRATEGIES:
-        strategy, solver = strategy_of(name, ranks, "inverse")
-        plan = mpikfac.make_plan(layers, ranks, strategy, others, solver, ITEMSIZE)
+        strategy, preconditioner = strategy_of(name, ranks, "inverse")
+        plan = mpikfac.make_plan(layers, ranks, strategy, others, preconditioner, ITEMSIZE)
         looked = looked_at(plan)
         memory = [sum(plan.memory(rank).values()) for rank in looked]
         sent = [

@@ -90,10 +90,10 @@ def findings_of(subject: Subject, comm: mpikfac.comm.Comm, examples: int) -> dic
     small = with_all_layers(
         [n for n, order in orders.items() if order <= LARGEST_PRODUCT], module_of
     )
-    for solver in reference.SOLVES:
-        step = one_step(subject, comm, batch, solver, small)
+    for preconditioner in reference.SOLVES:
+        step = one_step(subject, comm, batch, preconditioner, small)
         for name in small:
-            findings[name].errors[solver] = solve_error(name, solver, step)
+            findings[name].errors[preconditioner] = solve_error(name, preconditioner, step)
     return findings
 
 
@@ -118,7 +118,11 @@ def survey(parts: Sequence[mpikfac.Layer], uses: Sequence[Sequence[reference.Cal
 
 
 def one_step(
-    subject: Subject, comm: mpikfac.comm.Comm, batch: Batch, solver: str, names: Container[str]
+    subject: Subject,
+    comm: mpikfac.comm.Comm,
+    batch: Batch,
+    preconditioner: str,
+    names: Container[str],
 ) -> CheckedStep:
     """Return factors, gradients and directions of a batch, for layers in `names`.
 
@@ -134,7 +138,7 @@ def one_step(
             optimizer,
             comm,
             damping=DAMPING,
-            solver=solver,
+            preconditioner=preconditioner,
             length=mpikfac.Length("own"),
             coverage=coverage,
             budget=None,  # the dense solves are of whole factors
@@ -205,9 +209,9 @@ def autograd_errors(
     return {**errors, "gradient": off}
 
 
-def solve_error(name: str, solver: str, step: CheckedStep) -> float:
+def solve_error(name: str, preconditioner: str, step: CheckedStep) -> float:
     """Return the relative error of a layer's direction against the dense solve."""
-    expected = reference.solve(solver, step.gradients[name], step.factors[name], DAMPING)
+    expected = reference.solve(preconditioner, step.gradients[name], step.factors[name], DAMPING)
     return error(step.directions[name], expected)
 
 
@@ -299,7 +303,7 @@ def distributed(
     kinds = subject.coverage.covers.items()
     covers = {k: by for k, by in kinds if isinstance(k, str) or not issubclass(k, _BatchNorm)}
     coverage = dataclasses.replace(subject.coverage, covers=covers)
-    strategy, solver = strategy_of(name, comm.size, "inverse")
+    strategy, preconditioner = strategy_of(name, comm.size, "inverse")
     kfac = mpikfac.KFAC(
         model,
         optimizer,
@@ -307,7 +311,7 @@ def distributed(
         strategy,
         damping=DAMPING,
         inv_update_steps=1,
-        solver=solver,
+        preconditioner=preconditioner,
         length=mpikfac.Length("own", kl=0.001),  # Adam's length makes rounding of zeros large
         coverage=coverage,
     )

@@ -201,8 +201,10 @@ SOLVES: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-def solve(solver: str, gradient: Tensor, sides: Mapping[str, Tensor], damping: float) -> Tensor:
-    """Return a solver's direction for a gradient `[groups, outputs, inputs]`, group by group.
+def solve(
+    preconditioner: str, gradient: Tensor, sides: Mapping[str, Tensor], damping: float
+) -> Tensor:
+    """Return a preconditioner's direction for a gradient `[groups, outputs, inputs]`, group by group.
 
     The identity replaces a missing side of a layer; the existing side then gets the whole damping.
     """
@@ -210,5 +212,5 @@ def solve(solver: str, gradient: Tensor, sides: Mapping[str, Tensor], damping: f
     groups, outputs, inputs = gradient.shape
     a = sides.get("A", eye(inputs).expand(groups, -1, -1))
     g = sides.get("G", eye(outputs).expand(groups, -1, -1))
-    chosen = SOLVES[solver] if len(sides) == 2 else kronecker_solve
+    chosen = SOLVES[preconditioner] if len(sides) == 2 else kronecker_solve
     return torch.stack([chosen(*group, damping) for group in zip(gradient, a, g)])

@@ -60,7 +60,7 @@ def in_time(halo: Halo) -> Exchange:
     Collective over: group, forward and backward.
     """
     counts = halo.part.counts_out, halo.part.counts_in
-    return lambda rows: mpikfac.exchange_rows(rows, halo.group, *counts, THERE)
+    return lambda rows: mpikfac.lab.exchange_rows(rows, halo.group, *counts, THERE)
 
 
 class Late:
@@ -161,7 +161,7 @@ class _Line:
         """Send the rows of the step's turn; return the rows in use, a copy."""
         (sent, counts_out), (received, counts_in) = self._turns[step % self._delay]
         self.rows[0, received] = self.rows[1, received]
-        self.rows[1, received] = mpikfac.exchange_rows(
+        self.rows[1, received] = mpikfac.lab.exchange_rows(
             rows[sent], self._group, counts_out, counts_in, self._stages
         )
         return self.rows[0].clone()

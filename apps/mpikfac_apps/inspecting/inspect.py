@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections = [heading(checkpoint), shards(checkpoint, faults), contents(checkpoint)]
         layer_spectra = [] if any(faults.values()) else spectra.of(checkpoint)
         inversion = inversion_of(checkpoint) if layer_spectra else NONE
-        solver, damping, relative = inversion
+        preconditioner, damping, relative = inversion
         conditions = [
-            spectrum.condition(solver_in(solver, spectrum.layer), damping, relative)
+            spectrum.condition(preconditioner_in(preconditioner, spectrum.layer), damping, relative)
             for spectrum in layer_spectra
         ]
         if layer_spectra:
@@ -124,14 +124,14 @@ def numbers(values: Tensor) -> tuple[str, ...]:
     return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
 
 
-def solver_in(solvers: str, layer: str) -> str:
-    """Return the solver of a layer, from a checkpoint's text such as "eigen, conv1: inverse"."""
-    run, *others = solvers.split(", ")
+def preconditioner_in(preconditioners: str, layer: str) -> str:
+    """Return the preconditioner of a layer, from a checkpoint's text such as "eigen, conv1: inverse"."""
+    run, *others = preconditioners.split(", ")
     return dict(assignment.split(": ") for assignment in others).get(layer, run)
 
 
 def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float, bool]:
-    """Return solvers and damping of the checkpoint's run, and whether the damping is relative.
+    """Return preconditioners and damping of the checkpoint's run, and whether the damping is relative.
 
     Without a run directory, the answer is eigenbases without damping. If the damping is adapted,
     the answer is the damping in the checkpoint.
@@ -144,17 +144,21 @@ def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float,
     chosen = content.get("kfac") if isinstance(content, dict) else None
     if not isinstance(chosen, dict):
         return NONE
-    solver = checkpoint.get("kfac/solver") or chosen.get("solver")
+    preconditioner = checkpoint.get("kfac/preconditioner") or chosen.get("preconditioner")
     share = chosen.get("relative_damping")
     relative = share not in (None, False)
     number = share if relative and share is not True else chosen.get("damping")
     damping = checkpoint.get(ADAPTED, number)
-    if not (isinstance(solver, str) and files.has_form(damping, float) and damping > 0):
+    if not (isinstance(preconditioner, str) and files.has_form(damping, float) and damping > 0):
         return NONE
-    return solver, float(damping), relative
+    return preconditioner, float(damping), relative
 
 
-def described(solver: str, damping: float, relative: bool) -> str:
+def described(preconditioner: str, damping: float, relative: bool) -> str:
     """Describe the inversion of factors in words."""
     kind = "relative damping" if relative else "damping"
-    return f"{kind} {damping:g} and solver {solver}" if damping else "no damping (none is known)"
+    return (
+        f"{kind} {damping:g} and preconditioner {preconditioner}"
+        if damping
+        else "no damping (none is known)"
+    )

@@ -35,27 +35,30 @@ class Spectrum:
     a: Tensor
     g: Tensor
 
-    def condition(self, solver: str, damping: float, relative: bool = False) -> float:
-        """Return largest by smallest eigenvalue of the matrix that a solver inverts for `A (x) G`.
+    def condition(self, preconditioner: str, damping: float, relative: bool = False) -> float:
+        """Return largest by smallest eigenvalue of the matrix that a preconditioner inverts for `A (x) G`.
 
-        For "ekfac", the matrix has the products that the solver's eigenvalues start from. Rounding
-        leaves eigenvalues below 0, which count as 0. For a layer of several groups, the number
-        covers all pairs of an A and a G: an upper bound. A solver with roots inverts powers.
+        For "ekfac", the matrix has the products that the preconditioner's eigenvalues start from.
+        Rounding leaves eigenvalues below 0, which count as 0. For a layer of several groups, the
+        number covers all pairs of an A and a G: an upper bound. A preconditioner with roots inverts
+            powers.
         """
-        exponent = getattr(mpikfac.solvers.SOLVERS.get(solver), "exponent", None)
+        exponent = getattr(
+            mpikfac.preconditioners.PRECONDITIONERS.get(preconditioner), "exponent", None
+        )
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
         unit_a, unit_g = (v.mean() if len(v) and relative else 1.0 for v in (self.a, self.g))
-        if solver in ("eigen", "ekfac") or not (len(self.a) and len(self.g)):
+        if preconditioner in ("eigen", "ekfac") or not (len(self.a) and len(self.g)):
             damped = a * g + damping * unit_a * unit_g
         elif relative:
-            share = math.sqrt(damping) if solver == "inverse" else damping
+            share = math.sqrt(damping) if preconditioner == "inverse" else damping
             damped = (a + share * unit_a) * (g + share * unit_g)
-        elif solver == "unsplit-inverse" or exponent:
+        elif preconditioner == "unsplit-inverse" or exponent:
             damped = (a + damping) * (g + damping)
         else:
             means = self.a.mean(), self.g.mean()
-            a += mpikfac.solvers.tikhonov_share(means[0] / means[1], damping)
-            g += mpikfac.solvers.tikhonov_share(means[1] / means[0], damping)
+            a += mpikfac.preconditioners.tikhonov_share(means[0] / means[1], damping)
+            g += mpikfac.preconditioners.tikhonov_share(means[1] / means[0], damping)
             damped = a * g
         condition: float = (damped[1] / damped[0]).item() ** (exponent or 1)
         return condition

@@ -36,11 +36,11 @@ from mpikfac_apps.options.run import END, LENGTH, LOG, RunOptions
 from mpikfac_apps.options.sources import Presets
 
 # The names of tables whose code needs torch; the tests compare the names with the tables.
-SOLVERS = (
-    *("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"),
+PRECONDITIONERS = (
+    *("eigen", "ekfac", "inverse", "unsplit-inverse", "eva"),
     *("shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
 )
-"""The names in `mpikfac.solvers.SOLVERS`."""
+"""The names in `mpikfac.preconditioners.PRECONDITIONERS`."""
 DATASETS = (
     *("digits", "cifar10", "cifar100", "curves", "patches", "synthetic", "folder", "packed"),
     *("text", "volume"),
@@ -230,7 +230,8 @@ class CoverageOptions:
         largest: the largest order of a factor; larger factors fall into equal blocks. null: what
             the budget says, or no limit.
         rank: the number of eigenvectors that are kept of factors or blocks of a larger order; the
-            mean replaces the remaining eigenvalues. null keeps all. A rank needs solver=eigen.
+            mean replaces the remaining eigenvalues. null keeps all. A rank needs
+            preconditioner=eigen.
         skip: the names of layers that are trained without K-FAC.
     """
 
@@ -250,16 +251,17 @@ class KfacOptions:
             fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
         inv_update_steps: the number of steps between two decompositions of the factors. null: the
             number of the strategy; for most strategies 50, and fewer in the first 160 steps.
-        solver: the preconditioner of gradients; K-FAC is one of several under the same plan. A
-            solver brings usual values of damping, length, momentum and factor_update_steps, which
-            replace defaults, and no value that is given. "inverse": damped inverses, the damping
-            split between both factors; "unsplit-inverse": inverses with the whole damping in each
-            factor; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients of
-            single images; "rank-one": mean vectors in the place of factors, as Eva; "shampoo",
-            "kl-shampoo": roots of factors of the averaged gradient; "soap": Adam in eigenbases of
-            such factors; "muon": the gradient, without factors; "normuon": the same, with rows of
-            about equal lengths; "newton-muon": inverses of the factors of inputs alone. null: the
-            solver of the strategy (inverse for most strategies).
+        preconditioner: the preconditioner of gradients; K-FAC is one of several under the same
+            plan. A preconditioner brings usual values of damping, length, momentum and
+            factor_update_steps, which replace defaults, and no value that is given. "inverse":
+            damped inverses, the damping split between both factors; "unsplit-inverse": inverses
+            with the whole damping in each factor; "eigen": eigenbases; "ekfac": eigenbases with
+            eigenvalues from the gradients of single images; "eva": mean vectors in the place of
+            factors, as Eva; "shampoo", "kl-shampoo": roots of factors of the averaged gradient;
+            "soap": Adam in eigenbases of such factors; "muon": the gradient, without factors;
+            "normuon": the same, with rows of about equal lengths; "newton-muon": inverses of the
+            factors of inputs alone. null: the preconditioner of the strategy (inverse for most
+            strategies).
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.
         momentum_of: where `momentum` is taken. "gradients": Nesterov's momentum of the averaged
@@ -277,7 +279,7 @@ class KfacOptions:
 
     factor_update_steps: int | Schedule | None = section("K-FAC", bounded(None, ">= 1"))
     inv_update_steps: int | Schedule | None = bounded(None, ">= 1")
-    solver: str | None = choice(None, SOLVERS)
+    preconditioner: str | None = choice(None, PRECONDITIONERS)
     basis_dtype: Literal["bfloat16"] | None = None
     momentum_of: Literal["gradients", "directions"] | None = None
     budget: float | None = bounded(0.3, "> 0")
@@ -290,7 +292,12 @@ class KfacOptions:
         inline(
             Length,
             without=("momentum",),  # see momentum_of
-            **{"source": "length", "fisher": "fisher_clip", "kl": "kl_clip", "norm": "norm_clip"},
+            **{
+                "source": "length",
+                "fisher_type": "fisher_clip",
+                "kl": "kl_clip",
+                "norm": "norm_clip",
+            },
         ),
     )
     estimator: Estimator = section("K-FAC: estimate of factors", inline(Estimator))
@@ -317,13 +324,12 @@ class LearningOptions:
     """What a run learns, by which optimizer and in how many epochs.
 
     Args:
-        optimizer: the optimizer. "kfac": SGD with gradients that kfac.solver preconditions, by
-            K-FAC, Shampoo, Muon and others under one plan; the rest are baselines.
-            "muon": Muon for weights of linear layers and convolutions, with filters as matrices,
-            and AdamW for the first layer, the last layer and all other parameters;
-            "soap": Adam in Shampoo's eigenbases; "lars" and "lamb": SGD and Adam with steps in
-            proportion to the norm of the layer's weights. "muon", "soap", "lars" and "lamb" need
-            the package pytorch_optimizer.
+        optimizer: the optimizer. "kfac": SGD with gradients that kfac.preconditioner preconditions,
+            by K-FAC, Shampoo, Muon and others under one plan; the rest are baselines. "muon": Muon
+            for weights of linear layers and convolutions, with filters as matrices, and AdamW for
+            the first layer, the last layer and all other parameters; "soap": Adam in Shampoo's
+            eigenbases; "lars" and "lamb": SGD and Adam with steps in proportion to the norm of the
+            layer's weights. "muon", "soap", "lars" and "lamb" need the package pytorch_optimizer.
         model: the network: FILE.py:FUNCTION, timm:NAME for a network of timm, or a name.
             Autoencoders learn the pixels of their inputs; "gpt_small" and "lstm_small" learn the
             next byte of a text; all other networks are classifiers and learn labels.
@@ -364,7 +370,7 @@ class LearningOptions:
         decay_epochs: the epochs at which the learning rate falls, for schedule=step.
         decay_factor: the factor by which the learning rate falls, for schedule=step.
         momentum: the momentum of SGD, K-FAC, Muon and LARS, or beta1 of AdamW, SOAP and LAMB. With
-            kfac.solver=soap, muon, normuon and newton-muon, 0.95 replaces the default.
+            kfac.preconditioner=soap, muon, normuon and newton-muon, 0.95 replaces the default.
         nesterov: the momentum of SGD and K-FAC is Nesterov's.
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.
@@ -384,7 +390,7 @@ class LearningOptions:
         feedback: the names of modules, such as [layer1, layer2]. Each of them ends a block of
             layers. Gradients of blocks come from the error of the outputs by fixed signs, and not
             from the next block [Han & Yoo 2019]; inside blocks, gradients are exact. K-FAC needs
-            kfac.fisher=forward-only. Empty: all gradients are exact.
+            kfac.fisher_type=forward-only. Empty: all gradients are exact.
         seed: the seed of initial weights, of the order of images and of augmentation.
     """
 
@@ -490,13 +496,13 @@ BASIC = (
         "kfac.factor_update_steps",
         "kfac.inv_update_steps",
     ),
-    *("kfac.relative_damping", "kfac.solver", "kfac.length", "kfac.momentum_of"),
+    *("kfac.relative_damping", "kfac.preconditioner", "kfac.length", "kfac.momentum_of"),
 )
 """The options that a newcomer needs: `--help` shows these options."""
 
 
 def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by key that the solver takes where a user gives none; see `Solver.usual`.
+    """Return the values by key that the preconditioner takes where a user gives none; see `Preconditioner.usual`.
 
     Args:
         group: a dataclass with a field `kfac` of `KfacOptions`.
@@ -504,27 +510,29 @@ def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     paths = {leaf.path: leaf.key for leaf in leaves(group)}
     strategy = NAMED.get(given.get("strategy", ""))
-    of_strategy = strategy.settings.get("solver") if strategy else None
-    solver = given.get("kfac.solver", given.get("solver", of_strategy))
-    if solver is None or given.get("optimizer", "kfac") != "kfac":
+    of_strategy = strategy.settings.get("preconditioner") if strategy else None
+    preconditioner = given.get("kfac.preconditioner", given.get("preconditioner", of_strategy))
+    if preconditioner is None or given.get("optimizer", "kfac") != "kfac":
         return {}
-    usual = _usual_of(solver)
+    usual = _usual_of(preconditioner)
     parts = {path[1:] for path, key in paths.items() if key in given and path[0] == "kfac"}
     if any(part[0] == "damping" for part in parts):  # one of two keys for one number
         usual = {path: value for path, value in usual.items() if path[0] != "damping"}
-    if parts & {("length", bound) for bound in ("fisher", "kl", "norm")}:
+    if parts & {("length", bound) for bound in ("fisher_type", "kl", "norm")}:
         usual.pop(("length", "source"), None)  # a bound says "own"
     paths[("kfac", "length", "momentum")] = paths.get(("momentum",), "")
     keys = {path: paths.get(("kfac", *path)) for path in usual}
     return {key: usual[path] for path, key in keys.items() if key}
 
 
-def _usual_of(solver: str) -> dict[tuple[str, ...], Any]:
-    """Return a solver's usual values, by the names of the fields that lead to a value."""
-    from mpikfac.solvers import SOLVERS  # imports torch
+def _usual_of(preconditioner: str) -> dict[tuple[str, ...], Any]:
+    """Return a preconditioner's usual values, by the names of the fields that lead to a value."""
+    from mpikfac.preconditioners import PRECONDITIONERS  # imports torch
 
     values: dict[tuple[str, ...], Any] = {}
-    for name, value in SOLVERS[solver].usual.items() if solver in SOLVERS else ():
+    for name, value in (
+        PRECONDITIONERS[preconditioner].usual.items() if preconditioner in PRECONDITIONERS else ()
+    ):
         inner = value.items() if isinstance(value, Mapping) else [(None, value)]
         values |= {(name, field) if field else (name,): number for field, number in inner}
     return values

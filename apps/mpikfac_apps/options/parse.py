@@ -16,7 +16,7 @@ from mpikfac_apps.options.conflicts import (
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import AUTO, TRAIN, KfacOptions, Options
-from mpikfac_apps.options.strategy import make_strategy, solver_of, training_ranks
+from mpikfac_apps.options.strategy import make_strategy, preconditioner_of, training_ranks
 from mpikfac_apps.problems.models import network
 
 
@@ -76,7 +76,7 @@ def resolved(options: Options, ranks: int) -> dict[str, Any]:
         values["kfac.momentum_of"] = options.momentum_of
     if options.optimizer == "kfac" and options.distribution.strategy != AUTO:
         _, settings = make_strategy(options.distribution, options.kfac, ranks)
-        for key, value in {"solver": solver_of(settings), **settings}.items():
+        for key, value in {"preconditioner": preconditioner_of(settings), **settings}.items():
             if values[f"kfac.{key}"] is None:
                 values[f"kfac.{key}"] = value
     return nested(values)

@@ -26,9 +26,9 @@ from mpikfac import (
 )
 from mpikfac.layers import Kinds
 from mpikfac.plan import CHANNELS, Channels, LayerCall, Plan, forward_only
+from mpikfac.preconditioners import forms, named_preconditioner
 from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
 from mpikfac.settings import SETTLED, usual_intervals
-from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
 from mpikfac_apps.options.choices import with_choices
 from mpikfac_apps.options.fields import Group, dtype, flat
@@ -37,16 +37,16 @@ from mpikfac_apps.options.options import AUTO, KfacOptions, Options, StrategyOpt
 Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
 
 ITEMSIZE = 4  # bytes of a number in float32
-OF_STRATEGY = ("solver", "inv_update_steps")
+OF_STRATEGY = ("preconditioner", "inv_update_steps")
 """Settings of `KFAC` that a strategy may bring."""
 TUNED = ("transport.fusion", "assignment.replicate_below")
 """The choices that a machine makes."""
 
 
-def solver_of(settings: Mapping[str, Any]) -> str:
-    """Return the solver among settings of `KFAC`, or the usual solver."""
-    solver: str = settings.get("solver", "inverse")
-    return solver
+def preconditioner_of(settings: Mapping[str, Any]) -> str:
+    """Return the preconditioner among settings of `KFAC`, or the usual preconditioner."""
+    preconditioner: str = settings.get("preconditioner", "inverse")
+    return preconditioner
 
 
 def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
@@ -98,7 +98,7 @@ def training_ranks(options: Options, ranks: int) -> int:
 def make_strategy(
     distribution: StrategyOptions, kfac: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
-    """Return the strategy for the ranks that train, and settings `solver` and `inv_update_steps`.
+    """Return the strategy for the ranks that train, and settings `preconditioner` and `inv_update_steps`.
 
     A setting that neither the options nor the strategy choose is missing.
 
@@ -166,11 +166,11 @@ def for_machine(
     if distribution.machine is None:
         return distribution.strategy, strategy
     machine = load_machine(distribution.machine)
-    solver = solver_of(settings)
+    preconditioner = preconditioner_of(settings)
     job = job_of(options, ranks, lasting_inv_update_steps(settings, strategy))
     if distribution.strategy == AUTO:
-        return choose(*shapes, ranks, machine, job, forms(solver))
-    chosen = tuned(strategy, *shapes, ranks, machine, job, forms(solver))
+        return choose(*shapes, ranks, machine, job, forms(preconditioner))
+    chosen = tuned(strategy, *shapes, ranks, machine, job, forms(preconditioner))
     usual, now = flat(get_strategy(distribution.strategy)[0]), flat(strategy)
     explicit = {key: now[key] for key in TUNED if now[key] != usual[key]}
     return distribution.strategy, with_choices(chosen, explicit)
@@ -215,7 +215,7 @@ def make_plan(
     others: Sequence[tuple[str, tuple[int, ...]]],
     ranks: int,
     strategy: Strategy,
-    solver: str,
+    preconditioner: str,
 ) -> Plan:
     """Return the plan of a run in float32 on `ranks` ranks.
 
@@ -224,8 +224,10 @@ def make_plan(
     """
     dtypes = options.estimator.factor_dtype, _basis_dtype(options)
     itemsizes = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    solver_object = named_solver(solver, _basis_dtype(options))
-    return mpikfac.make_plan(layers, ranks, strategy, others, solver_object, ITEMSIZE, *itemsizes)
+    preconditioner_object = named_preconditioner(preconditioner, _basis_dtype(options))
+    return mpikfac.make_plan(
+        layers, ranks, strategy, others, preconditioner_object, ITEMSIZE, *itemsizes
+    )
 
 
 def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
@@ -236,7 +238,10 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
     """
     settings = options.coverage
     kinds = {**covers, **(NORMS if settings.norms else {})}
-    fisher, chosen = options.estimator.fisher, (settings.sharing, settings.largest, settings.rank)
+    fisher, chosen = (
+        options.estimator.fisher_type,
+        (settings.kfac_approx, settings.largest, settings.rank),
+    )
     if chosen == ("expand", None, None) and fisher != "forward-only":
         return Coverage(settings.skip, kinds)
 
@@ -244,7 +249,7 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
         layer = default_rule(layer)
         layer = dataclasses.replace(
             layer,
-            sharing=settings.sharing,
+            sharing=settings.kfac_approx,
             largest=settings.largest or layer.largest,
             rank=settings.rank,
         )
@@ -297,7 +302,7 @@ def kfac_settings(
         "damping": scheduled(damping),
         "factor_update_steps": by_step(options.factor_update_steps, epochs),
         "inv_update_steps": by_step(chosen.get("inv_update_steps"), epochs),
-        "solver": named_solver(solver_of(chosen), _basis_dtype(options)),
+        "preconditioner": named_preconditioner(preconditioner_of(chosen), _basis_dtype(options)),
         "length": scheduled(options.length),
         "estimator": scheduled(options.estimator),
         "coverage": coverage(options, covers),

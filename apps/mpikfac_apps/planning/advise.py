@@ -99,8 +99,8 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
 
 def growing(options: AdviseOptions) -> tuple[str, ...]:
     """Return the stages whose computing grows with the batch; factors of the gradient do not."""
-    solver = mpikfac.solvers.SOLVERS.get(options.solver)
-    of_gradient = solver is not None and solver.form.of == "gradient"
+    preconditioner = mpikfac.preconditioners.PRECONDITIONERS.get(options.preconditioner)
+    of_gradient = preconditioner is not None and preconditioner.form.of == "gradient"
     return PASSES if of_gradient else (*PASSES, "statistics")
 
 
@@ -212,9 +212,9 @@ def words_for(row: Row, options: AdviseOptions) -> str:
     words = ["--optimizer sgd"] if first_order else []
     words += [f"--strategy {name}"] if name != "sgd" else []
     if not first_order:
-        _, solver = strategy_of(name, row["ranks"], options.solver)
-        usual = mpikfac.plan.NAMED[name].settings.get("solver", "inverse")
-        words += [f"--kfac.solver {solver}"] if solver != usual else []
+        _, preconditioner = strategy_of(name, row["ranks"], options.preconditioner)
+        usual = mpikfac.plan.NAMED[name].settings.get("preconditioner", "inverse")
+        words += [f"--kfac.preconditioner {preconditioner}"] if preconditioner != usual else []
     words += [f"--assignment.grad_workers {row['workers']}"] if name == "hybrid" else []
     change = row.get("change", {})
     words += [f"--{PER_NODE} {change[PER_NODE]}"] if PER_NODE in change else []

@@ -89,11 +89,13 @@ def foreseen(
         calls: of a pass.
         passes: of a step, on all ranks together.
     """
-    solver = next(iter(mpikfac.solvers.solvers_by_name(plan.solver).values()))
+    preconditioner = next(
+        iter(mpikfac.preconditioners.preconditioners_by_name(plan.preconditioner).values())
+    )
     given = at_start(kfac.factor_update_steps), at_start(settings.get("inv_update_steps"))
-    usual = solver.usual.get("factor_update_steps"), None
+    usual = preconditioner.usual.get("factor_update_steps"), None
     budget = budget_of(
-        kfac.budget, (*given, *usual), solver.form, coverage(kfac).rule, plan.strategy
+        kfac.budget, (*given, *usual), preconditioner.form, coverage(kfac).rule, plan.strategy
     )
     stretched = budget.stretched(usual_intervals(plan.strategy.refresh.stagger))
     intervals = Intervals(*map(_first, given, usual, stretched))
@@ -109,7 +111,7 @@ def foreseen(
     if calls and any(budget.cut(layer) != layer for layer in plan.layers):
         layers, others = shapes
         cut = list(map(budget.cut, layers))
-        plan = make_plan(kfac, cut, others, plan.ranks, plan.strategy, plan.solver)
+        plan = make_plan(kfac, cut, others, plan.ranks, plan.strategy, plan.preconditioner)
     budget.count(plan.of(0).layers, kfac.length.orthogonal)
     factor_update_steps, inv_update_steps = (
         int(evaluate(interval, SETTLED)) for interval in intervals

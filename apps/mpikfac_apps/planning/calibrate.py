@@ -35,11 +35,11 @@ from mpikfac_apps.problems import models, own
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
 ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
-SOLVERS = ("inverse", "rank-one")
+PRECONDITIONERS = ("inverse", "eva")
 DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
-    "inverse": lambda factor: mpikfac.solvers.damped_inverse(factor, 0.03),
-    "eigen": mpikfac.solvers.eigenbasis,
-    "shampoo": lambda factor: mpikfac.solvers.Shampoo().decompose(factor, 1e-3, None),
+    "inverse": lambda factor: mpikfac.preconditioners.damped_inverse(factor, 0.03),
+    "eigen": mpikfac.preconditioners.eigenbasis,
+    "shampoo": lambda factor: mpikfac.preconditioners.Shampoo().decompose(factor, 1e-3, None),
 }
 CUBES = [2**k for k in range(4, 12)]  # orders of products
 LONGEST = 0.5  # seconds of the last message or factor: larger sizes are left out
@@ -324,8 +324,8 @@ def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
     Collective over: comm.
     """
     for network in networks:
-        for solver in SOLVERS:
-            network.look(comm, solver)
+        for preconditioner in PRECONDITIONERS:
+            network.look(comm, preconditioner)
 
 
 class TimedNetwork:
@@ -360,23 +360,29 @@ class TimedNetwork:
         self._model.to(device)
         self._inputs, self._labels = self._inputs.to(device), self._labels.to(device)
         self.orders = {factor.order for layer in layers for factor in layer.factors}
-        self._plain: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
-        self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
+        self._plain: dict[str, list[dict[str, float]]] = {
+            preconditioner: [] for preconditioner in PRECONDITIONERS
+        }
+        self._factors: dict[str, list[dict[str, float]]] = {
+            preconditioner: [] for preconditioner in PRECONDITIONERS
+        }
 
-    def look(self, comm: mpikfac.comm.Comm, solver: str) -> None:
+    def look(self, comm: mpikfac.comm.Comm, preconditioner: str) -> None:
         """Take some steps. Every second step takes new factors; the first step does not count.
 
         Collective over: comm.
         """
         alone = cast(mpikfac.comm.Comm, comm.Split(comm.rank))
-        kfac, images, labels = self._trainer(alone, solver=solver, factor_update_steps=2)
+        kfac, images, labels = self._trainer(
+            alone, preconditioner=preconditioner, factor_update_steps=2
+        )
         steps: list[dict[str, float]] = []
         deadline = time.monotonic() + STEPS_BUDGET
         while len(steps) < 8 or (len(steps) < 40 and comm.bcast(time.monotonic() < deadline)):
             comm.Barrier()
             steps.append(timed_step(kfac, images, labels))
-        self._plain[solver] += steps[3::2]
-        self._factors[solver] += steps[2::2]
+        self._plain[preconditioner] += steps[3::2]
+        self._factors[preconditioner] += steps[2::2]
 
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
         """Return seconds of a step with new factors by each strategy.
@@ -422,14 +428,15 @@ class TimedNetwork:
         Collective over: comm.
         """
         plain, factors, statistics = {}, {}, {}
-        for solver in SOLVERS:
-            plain[solver] = medians(self._plain[solver])
-            factors[solver] = medians(self._factors[solver])
+        for preconditioner in PRECONDITIONERS:
+            plain[preconditioner] = medians(self._plain[preconditioner])
+            factors[preconditioner] = medians(self._factors[preconditioner])
             differences = [
-                factors[solver][part] - plain[solver][part] for part in ("backward", "others")
+                factors[preconditioner][part] - plain[preconditioner][part]
+                for part in ("backward", "others")
             ]
-            statistics[solver] = max(0.0, sum(differences))
-        matrices, vectors = SOLVERS
+            statistics[preconditioner] = max(0.0, sum(differences))
+        matrices, vectors = PRECONDITIONERS
         times = {
             "forward": plain[matrices]["forward"],
             "backward": plain[matrices]["backward"],

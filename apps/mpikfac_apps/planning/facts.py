@@ -62,14 +62,17 @@ def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
     return replace(strategy, assignment=mpikfac.HybridOpt(grad_workers=near_root(ranks)))
 
 
-def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, str]:
-    """Return a named strategy and its solver: `solver`, unless the strategy's factors are vectors.
+def strategy_of(name: str, ranks: int, preconditioner: str) -> tuple[mpikfac.Strategy, str]:
+    """Return a named strategy and its preconditioner: `preconditioner`, unless the strategy's factors are vectors.
 
-    "sgd" has no K-FAC; "own" is the solver of the named strategy.
+    "sgd" has no K-FAC; "own" is the preconditioner of the named strategy.
     """
     if name == "sgd":
         return mpikfac.Strategy(mpikfac.MemOpt()), "inverse"
     strategy, settings = mpikfac.get_strategy(name)
-    usual_solver = settings.get("solver", "inverse")
-    keeps_own = solver == "own" or mpikfac.solvers.SOLVERS[usual_solver].form.vector
-    return at_ranks(strategy, ranks), usual_solver if keeps_own else solver
+    usual_preconditioner = settings.get("preconditioner", "inverse")
+    keeps_own = (
+        preconditioner == "own"
+        or mpikfac.preconditioners.PRECONDITIONERS[usual_preconditioner].form.vector
+    )
+    return at_ranks(strategy, ranks), usual_preconditioner if keeps_own else preconditioner

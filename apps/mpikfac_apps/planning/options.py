@@ -18,8 +18,8 @@ from mpikfac_apps.options.options import (
     COMM_OPT,
     JOINTS,
     MODELS,
+    PRECONDITIONERS,
     PRESETS,
-    SOLVERS,
     KfacOptions,
     StrategyOptions,
     preset,
@@ -33,16 +33,34 @@ STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
 SGD = "sgd:"  # before the name of a strategy for training without K-FAC
 OWN = (
     "strategy",
-    "solver",
+    "preconditioner",
     "inv_update_steps",
     "machine",
 )  # K-FAC's options with another meaning here
 PLAN_BASIC = (
-    *("model", "classes", "ranks", "strategy", "assignment.type", "sync.type", "solver", "skip"),
+    *(
+        "model",
+        "classes",
+        "ranks",
+        "strategy",
+        "assignment.type",
+        "sync.type",
+        "preconditioner",
+        "skip",
+    ),
     *("refresh.staleness", "transport.overlap", "transport.ranks_per_node"),
 )
 SIMULATE_BASIC = (
-    *("machine", "model", "classes", "ranks", "strategy", "solver", "batch_per_rank", "stragglers"),
+    *(
+        "machine",
+        "model",
+        "classes",
+        "ranks",
+        "strategy",
+        "preconditioner",
+        "batch_per_rank",
+        "stragglers",
+    ),
     *("factor_update_steps", "inv_update_steps", "json"),
 )
 SEARCH = ("search", "picture")
@@ -128,8 +146,8 @@ class PredictionOptions:
         strategy: the names of strategies, with commas: comm-opt,mem-opt. "all": all names that
             `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd": training
             without K-FAC under a strategy.
-        solver: the solver of every strategy with factors; a strategy with vectors keeps its own.
-            "own": the solver with which each strategy was published.
+        preconditioner: the preconditioner of every strategy with factors; a strategy with vectors
+            keeps its own. "own": the preconditioner with which each strategy was published.
         inv_update_steps: the number of steps between two decompositions of the factors. null: 50
             with every strategy, or more to keep to the budget.
         batch_per_rank: the number of images of a step on each rank.
@@ -145,7 +163,7 @@ class PredictionOptions:
     ranks: tuple[int, ...] = required(read=counts)
     classes: int | None = bounded(None, ">= 1")
     strategy: tuple[str, ...] = read_by(strategy_names, "all")
-    solver: str = choice("inverse", (*SOLVERS, "own"))
+    preconditioner: str = choice("inverse", (*PRECONDITIONERS, "own"))
     inv_update_steps: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")

@@ -21,8 +21,8 @@ from mpikfac_apps.options.strategy import (
     job_of,
     make_plan,
     make_strategy,
+    preconditioner_of,
     skippable,
-    solver_of,
 )
 from mpikfac_apps.planning import chakra
 from mpikfac_apps.planning.budget import Foreseen, calls_of, foreseen
@@ -87,7 +87,7 @@ def foreseen_of(options: PlanOptions) -> Foreseen:
         options.distribution, options.kfac, options.ranks, options.parts
     )
     _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
-    plan = make_plan(options.kfac, *shapes, options.ranks, strategy, solver_of(settings))
+    plan = make_plan(options.kfac, *shapes, options.ranks, strategy, preconditioner_of(settings))
     passes = options.parts or options.ranks
     examples = options.batch_per_rank * options.ranks // passes
     model = models.skeleton(options.model, options.classes)
@@ -120,13 +120,13 @@ def run_of(options: PlanOptions) -> Options:
 
 
 def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
-    """Return lines with model, solver, strategy and digest of a plan."""
+    """Return lines with model, preconditioner, strategy and digest of a plan."""
     strategy, workers = plan.strategy, plan.grid.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
     spared = strategy.refresh.servers
     notes = [f"{number(spared, 'more rank')} decompose{'s' * (spared == 1)} for these ranks"]
     return [
-        f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
+        f"{model} on {number(plan.ranks, 'rank')}, {plan.preconditioner} preconditioner, float32",
         *(notes if spared else []),
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         *textwrap.wrap(differences(strategy), WIDTH, break_on_hyphens=False),
@@ -180,7 +180,7 @@ def brief_owners(plan: mpikfac.plan.Plan) -> Iterator[str]:
 
 def balance(plan: mpikfac.plan.Plan) -> list[str]:
     """Return lines about the load of decompositions over ranks, and the bound on the speed-up."""
-    works = {name: f.work() for name, f in plan.factors.items() if not f.solver.vector}
+    works = {name: f.work() for name, f in plan.factors.items() if not f.preconditioner.vector}
     if not works:
         none = "factors are vectors" if plan.factors else "there are no factors"
         return [f"Load of the decompositions: none, because {none}"]
@@ -202,7 +202,7 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def memory(plan: mpikfac.plan.Plan, job: mpikfac.predict.Job) -> list[str]:
-    """Return lines about the memory of a rank for the solver, without the model."""
+    """Return lines about the memory of a rank for the preconditioner, without the model."""
     held = [mpikfac.predict.memory(plan, rank, job) for rank in looked_at(plan)]
     held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
     rows = [("", "least", "median", "most")]

@@ -16,7 +16,7 @@ from mpikfac_apps.options.strategy import (
     coverage,
     make_plan,
     make_strategy,
-    solver_of,
+    preconditioner_of,
 )
 from mpikfac_apps.planning.budget import Calls, Foreseen, calls_of, foreseen
 from mpikfac_apps.planning.facts import at_ranks
@@ -130,17 +130,20 @@ def foreseen_of(
     shapes = network.bare if first_order else network.covered
     name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
     strategy, settings = make_strategy(chosen(options, name, ranks), kfac, ranks)
-    solver = solver_of(settings)
-    if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
-        solver = options.solver
+    preconditioner = preconditioner_of(settings)
+    if (
+        options.preconditioner != "own"
+        and not mpikfac.preconditioners.PRECONDITIONERS[preconditioner].form.vector
+    ):
+        preconditioner = options.preconditioner
     if first_order:
-        strategy, solver = strategy.first_order(), "inverse"
+        strategy, preconditioner = strategy.first_order(), "inverse"
     forms, job = (
-        mpikfac.solvers.forms(solver),
+        mpikfac.preconditioners.forms(preconditioner),
         job_of(options, kfac.lasting_factor_update_steps, usual),
     )
     strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
-    plan = make_plan(kfac, *shapes, ranks, strategy, solver)
+    plan = make_plan(kfac, *shapes, ranks, strategy, preconditioner)
     given = {"inv_update_steps": options.inv_update_steps}
     return foreseen(kfac, given, shapes, plan, network.calls, ranks)
 
@@ -158,9 +161,9 @@ def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions
 
 
 def without_factors(options: PredictionOptions) -> bool:
-    """Return whether the solver of the options has no factors, and so no intervals."""
-    solver = mpikfac.solvers.SOLVERS.get(options.solver)
-    return solver is not None and not solver.form.blocks
+    """Return whether the preconditioner of the options has no factors, and so no intervals."""
+    preconditioner = mpikfac.preconditioners.PRECONDITIONERS.get(options.preconditioner)
+    return preconditioner is not None and not preconditioner.form.blocks
 
 
 def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
@@ -171,8 +174,8 @@ def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
 
 
 def job_in_words(options: PredictionOptions) -> str:
-    """Return model, batch, solver and intervals of the runs to predict."""
-    words = f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}"
+    """Return model, batch, preconditioner and intervals of the runs to predict."""
+    words = f"{options.model}, {options.batch_per_rank} images per rank, preconditioner {options.preconditioner}"
     if without_factors(options):
         return f"{words}, without factors"
     given = options.kfac.factor_update_steps, options.inv_update_steps

@@ -59,10 +59,13 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
     Only choices that train the same numbers are compared, by seconds, bytes sent and memory.
 
     Raises:
-        ValueError: no choice can be predicted, or strategies would have solvers of their own.
+        ValueError: no choice can be predicted, or strategies would have preconditioners of their
+            own.
     """
-    if options.solver == "own":
-        raise ValueError("search=true compares strategies of one solver; give solver, not own")
+    if options.preconditioner == "own":
+        raise ValueError(
+            "search=true compares strategies of one preconditioner; give preconditioner, not own"
+        )
     network, groups = network_of(options), dict[Hashable, list[Row]]()
     every = dict.fromkeys(options.ranks)
     rows = [row for ranks in every for row in variants(options, network, ranks, machine, WIRES)]

@@ -73,8 +73,8 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
 
 def uncounted(kfac: KfacOptions) -> Iterator[str]:
     """Yield the work of a step that predictions leave out."""
-    if kfac.estimator.fisher in ("sampled", "exact"):
-        yield f"the backward passes of fisher={kfac.estimator.fisher}"
+    if kfac.estimator.fisher_type in ("mc", "type-2"):
+        yield f"the backward passes of fisher_type={kfac.estimator.fisher_type}"
     if kfac.length.source == "quadratic":
         yield "the passes of length=quadratic"
     if kfac.damping_adapt:

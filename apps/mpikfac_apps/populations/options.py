@@ -73,7 +73,7 @@ class PopulationOptions:
 
 
 def usual(_: type, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values that a solver takes where a user gives none; see `usual_values`."""
+    """Return the values that a preconditioner takes where a user gives none; see `usual_values`."""
     return usual_values(Options, given)
 
 

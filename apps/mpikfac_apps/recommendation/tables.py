@@ -78,8 +78,10 @@ class Tables:
         """
         asked, given = self._counts_of(shares)
         wanted = categories[:, self._order].T.flatten()
-        received = mpikfac.exchange_rows(wanted, self._group, asked, given)
-        found = mpikfac.exchange_rows(self._looked_up(received, shares), self._group, given, asked)
+        received = mpikfac.lab.exchange_rows(wanted, self._group, asked, given)
+        found = mpikfac.lab.exchange_rows(
+            self._looked_up(received, shares), self._group, given, asked
+        )
         by_owner = found.unflatten(0, (len(self._order), len(categories)))
         return by_owner.transpose(0, 1)[:, self._back]
 

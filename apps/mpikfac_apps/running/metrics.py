@@ -113,7 +113,9 @@ def mean_staleness(counts: Mapping[int, int]) -> float:
     return sum(k * n for k, n in counts.items()) / max(1, sum(counts.values()))
 
 
-def staleness_of_all(trainer: mpikfac.AsyncSGD, comm: mpikfac.comm.Comm) -> list[dict[int, int]]:
+def staleness_of_all(
+    trainer: mpikfac.lab.AsyncSGD, comm: mpikfac.comm.Comm
+) -> list[dict[int, int]]:
     """Return for each client how many updates were of a staleness, since the run has started.
 
     Collective over: comm.

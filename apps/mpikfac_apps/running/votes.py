@@ -12,7 +12,7 @@ from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.run import RunOptions
 from mpikfac_apps.running.checkpoints import Saver
 
-AnyTrainer = mpikfac.KFAC | mpikfac.FirstOrderTrainer | mpikfac.AsyncSGD
+AnyTrainer = mpikfac.KFAC | mpikfac.FirstOrderTrainer | mpikfac.lab.AsyncSGD
 
 log = logging.getLogger("mpikfac.train")
 

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import mpikfac
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.options.strategy import job_of, make_strategy, solver_of, training_ranks
+from mpikfac_apps.options.strategy import job_of, make_strategy, preconditioner_of, training_ranks
 from mpikfac_apps.study.results import Measured, other_estimator
 from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.study.spec import Cell, inv_update_steps, plan_of
@@ -169,11 +169,11 @@ def _steps_at(
 
 
 def distributed(cell: Cell, strategy: str) -> Options:
-    """Return the options of a cell with another strategy, and with the solver of the cell."""
+    """Return the options of a cell with another strategy, and with the preconditioner of the cell."""
     options = cell.options
     distribution, training = options.distribution, training_ranks(options, cell.ranks)
     _, settings = make_strategy(distribution, options.kfac, training, options.parts)
-    settings = {"solver": solver_of(settings), **settings}
+    settings = {"preconditioner": preconditioner_of(settings), **settings}
     return replace(
         options, distribution=distribution.renamed(strategy), kfac=replace(options.kfac, **settings)
     )

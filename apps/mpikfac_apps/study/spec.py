@@ -31,8 +31,8 @@ from mpikfac_apps.options.strategy import (
     lasting_inv_update_steps,
     make_plan,
     make_strategy,
+    preconditioner_of,
     skippable,
-    solver_of,
     training_ranks,
 )
 from mpikfac_apps.planning.budget import calls_of, foreseen
@@ -393,7 +393,7 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
     _, strategy = for_machine(options, (layers, others), training, strategy, settings)
-    plan = make_plan(options.kfac, layers, others, training, strategy, solver_of(settings))
+    plan = make_plan(options.kfac, layers, others, training, strategy, preconditioner_of(settings))
     passes = (options.parts or training) * options.accumulate
     calls = calls_of(
         *(options.model, model, options.kfac), _image(options), options.step_batch // passes

@@ -1,4 +1,4 @@
-"""Say how much state a checkpoint holds, and what another solver takes over of the state."""
+"""Say how much state a checkpoint holds, and what another preconditioner takes over of the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {
     "lengths of rows": ("kfac/rows/",),
     "momenta": (MOMENTA,),
 }
-"""What a solver keeps, in words, and how the names of the items begin."""
+"""What a preconditioner keeps, in words, and how the names of the items begin."""
 
 
 def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
@@ -40,7 +40,7 @@ def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
 def carried(
     comm: mpikfac.comm.Comm, trainer: mpikfac.KFAC, items: Mapping[str, Any]
 ) -> tuple[str, str, str]:
-    """Return what goes on, starts anew and is left, after the load of another solver's state.
+    """Return what goes on, starts anew and is left, after the load of another preconditioner's state.
 
     Collective over: comm.
 
@@ -49,7 +49,7 @@ def carried(
     """
     shares = comm.allgather([*trainer.state_dict()])
     now, before = _kinds(set().union(*shares)), _kinds(items)
-    forms = [layer.solver for layer in trainer.plan.of(comm.rank).layers]
+    forms = [layer.preconditioner for layer in trainer.plan.of(comm.rank).layers]
     kept = {"factors"} if trainer.plan.factors else set()
     kept |= {"decompositions"} if any(form.blocks for form in forms) else set()
     both = now & before

@@ -350,11 +350,13 @@ class Run(Loop):
             self.best.load(items)
 
     def restore(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> tuple[int, str]:
-        """Restore the state, and say what another solver takes over; see `Loop.restore`."""
+        """Restore the state, and say what another preconditioner takes over; see `Loop.restore`."""
         kept = super().restore(checkpoint)
         if checkpoint is not None and isinstance(self.trainer, mpikfac.KFAC):
-            before = settings.saved_run(checkpoint).get("settings", {}).get("kfac.solver")
-            if before != self.trainer.plan.solver:
+            before = settings.saved_run(checkpoint).get("settings", {}).get("kfac.preconditioner")
+            if before != self.trainer.plan.preconditioner:
                 parts = carried.carried(self.comm, self.trainer, checkpoint)
-                log.info("another solver: goes on: %s; starts anew: %s; left out: %s", *parts)
+                log.info(
+                    "another preconditioner: goes on: %s; starts anew: %s; left out: %s", *parts
+                )
         return kept

@@ -26,7 +26,7 @@ from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.documents import flattened, loaded
 from mpikfac_apps.options.fields import flat, possible
 from mpikfac_apps.options.joints import is_own
-from mpikfac_apps.options.options import SOLVERS, TRAIN, Options
+from mpikfac_apps.options.options import PRECONDITIONERS, TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.running.checkpoints import root
 
@@ -59,8 +59,8 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     """Return the checked options of a start; a resumed run keeps what the command line leaves out.
 
     A choice that was left open stays as the checkpoint's version chose, unless the choice follows
-    from an option that changes. With another solver, the usual values of the solver before are left
-    out, too.
+    from an option that changes. With another preconditioner, the usual values of the preconditioner
+    before are left out, too.
 
     Raises:
         ValueError: an option is wrong; a single line names key, value and the allowed values.
@@ -107,11 +107,14 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
-    """Return the options with usual values of the checkpoint's solver, if the solver changes."""
-    solver = before.resolved.get("kfac.solver")
-    if solver not in SOLVERS or solver == flattened(resolved(options, ranks))["kfac.solver"]:
+    """Return the options with usual values of the checkpoint's preconditioner, if the preconditioner changes."""
+    preconditioner = before.resolved.get("kfac.preconditioner")
+    if (
+        preconditioner not in PRECONDITIONERS
+        or preconditioner == flattened(resolved(options, ranks))["kfac.preconditioner"]
+    ):
         return []
-    usual = flat(TRAIN.read([f"--kfac.solver={solver}"]))
+    usual = flat(TRAIN.read([f"--kfac.preconditioner={preconditioner}"]))
     keys = (key for key in usual if key == "momentum" or key.startswith("kfac."))
     return [key for key in keys if before.given.get(key) == usual[key]]
 

@@ -124,9 +124,9 @@ def assist(
         if servers:
             classes, channels = mpikfac.comm.announced(team.intercomm)
             model, optimizer = build(options, classes, channels, device)
-            mpikfac.run_parameter_server(model, optimizer, team)
+            mpikfac.lab.run_parameter_server(model, optimizer, team)
         else:
-            mpikfac.run_curvature_server(team, device)
+            mpikfac.lab.run_curvature_server(team, device)
 
 
 def run_training(

@@ -14,7 +14,7 @@ from mpikfac_apps.running import checkpoints
 def joined(comm: mpikfac.comm.Comm, options: Options) -> tuple[mpikfac.comm.Comm, Options]:
     """Return the ranks of the rank's group, and the options of the group's run.
 
-    Ranks of neighbouring numbers form a group, as in `mpikfac.Codistillation`.
+    Ranks of neighbouring numbers form a group, as in `mpikfac.lab.Codistillation`.
 
     Collective over: comm.
     """

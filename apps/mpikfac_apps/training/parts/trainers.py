@@ -81,7 +81,7 @@ def frozen_layers(model: nn.Module, options: Options) -> Frozen | None:
 
 def split_layers(
     problem: Problem, model: nn.Module, trace: mpikfac.Trace
-) -> mpikfac.SplitLayers | None:
+) -> mpikfac.lab.SplitLayers | None:
     """Deal out layers over groups of ranks, if the options say so.
 
     Collective over: problem.comm.
@@ -92,10 +92,10 @@ def split_layers(
     with mpikfac.comm.together(comm, "split_layers"):
         image = problem.normalise(problem.batches.first(1))
         share = problem.options.step_batch // comm.size
-        calls = mpikfac.layer_calls(model, image.expand(share, *image.shape[1:]))
+        calls = mpikfac.lab.layer_calls(model, image.expand(share, *image.shape[1:]))
         distribution = layer_distribution(choices, calls, comm.size)
         log.info("%s", distribution_table(calls, distribution, comm.size))
-        return mpikfac.split_layers(model, comm, distribution, trace)
+        return mpikfac.lab.split_layers(model, comm, distribution, trace)
 
 
 def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
@@ -106,19 +106,19 @@ def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
     ends, seed = problem.options.feedback, problem.options.seed
     if ends:
         with mpikfac.comm.together(problem.comm, f"feedback={ends}"):
-            mpikfac.DirectFeedback(trainer, ends, seed)
+            mpikfac.lab.DirectFeedback(trainer, ends, seed)
         log.info("blocks with direct feedback end at %s", ", ".join(ends))
 
 
-def in_words(options: Options, solver: mpikfac.solvers.Solver) -> str:
-    """Return the numbers of a run with K-FAC or another solver that matter most."""
+def in_words(options: Options, preconditioner: mpikfac.preconditioners.Preconditioner) -> str:
+    """Return the numbers of a run with K-FAC or another preconditioner that matter most."""
     damping = options.kfac.damping
     relative = "relative " * damping.is_relative
     words = (
         f"learning rate {options.rate:g}, momentum {options.momentum:g} of {options.momentum_of}, "
         f"weight decay {options.weight_decay:g}, length {options.kfac.length.source}"
     )
-    return words + (f", {relative}damping {damping.number}" if solver.form.blocks else "")
+    return words + (f", {relative}damping {damping.number}" if preconditioner.form.blocks else "")
 
 
 def make_training(
@@ -147,7 +147,7 @@ def make_training(
             "burn_in=%d: groups learn nothing from each other in the %d steps of the run; try less",
             *(burn_in, steps),
         )
-    codistillation = mpikfac.Codistillation(
+    codistillation = mpikfac.lab.Codistillation(
         model,
         world,
         burn_in=burn_in,
@@ -177,7 +177,7 @@ def training_of_group(
         if not strategy.sync.waits_for_all:
             assert team.intercomm, "there is a server"
             mpikfac.comm.announce(team.intercomm, (problem.classes, problem.channels))
-            clients = mpikfac.AsyncSGD(model, optimizer, team, strategy)
+            clients = mpikfac.lab.AsyncSGD(model, optimizer, team, strategy)
             return ClientTraining(problem, clients)
         if options.optimizer != "kfac":
             averaging = mpikfac.FirstOrderTrainer(model, optimizer, comm, strategy, trace)
@@ -190,7 +190,9 @@ def training_of_group(
         log.info("strategy %s: %s", name, differences(strategy))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
         log.info(
-            "solver %s with %s", settings["solver"].name, in_words(options, settings["solver"])
+            "preconditioner %s with %s",
+            settings["preconditioner"].name,
+            in_words(options, settings["preconditioner"]),
         )
         preconditioning = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
         kind = QuadraticTraining if options.quadratic else KfacTraining

@@ -150,7 +150,7 @@ class QuadraticTraining(KfacTraining):
 class ClientTraining(Training):
     """Training by clients that send updates to servers."""
 
-    trainer: mpikfac.AsyncSGD
+    trainer: mpikfac.lab.AsyncSGD
     alone = True
 
     def numbers(self) -> dict[str, float]:
@@ -183,7 +183,7 @@ class GroupTraining(Training):
     def __init__(
         self,
         training: Training,
-        codistillation: mpikfac.Codistillation,
+        codistillation: mpikfac.lab.Codistillation,
         everyone: mpikfac.comm.Comm,
     ) -> None:
         super().__init__(training.problem, training.trainer)

@@ -1,4 +1,4 @@
-"""Solvers whose factors come from the averaged gradient: the numbers of one process, the bytes."""
+"""Preconditioners whose factors come from the averaged gradient: the numbers of one process, the bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTHS = {
     **{"shampoo": "adam", "kl-shampoo": "adam", "soap": "rotated"},
     **{"muon": "orthogonal", "normuon": "rows"},
 }
-SOLVERS = tuple(LENGTHS)
+PRECONDITIONERS = tuple(LENGTHS)
 LENGTHS["newton-muon"] = "orthogonal"
 WITHOUT_FACTORS = ("muon", "normuon")
 KINDS = tuple(gradients.NETWORKS)
@@ -64,19 +64,19 @@ if RANKS == 4:  # as two nodes of two
 STRATEGIES = {name: strategy_of(choices) for name, choices in CHOICES.items()}
 OF_FACTORS = ("delayed", "staggered", "staggered and delayed", "small factors everywhere")
 PAIRS = [
-    (name, solver)
+    (name, preconditioner)
     for name in STRATEGIES
-    for solver in SOLVERS
-    if solver not in WITHOUT_FACTORS or name not in OF_FACTORS
+    for preconditioner in PRECONDITIONERS
+    if preconditioner not in WITHOUT_FACTORS or name not in OF_FACTORS
 ]
 
 
-def trainer(comm, solver, strategy, kind="convolutional", momentum=0.9, skip=()):
+def trainer(comm, preconditioner, strategy, kind="convolutional", momentum=0.9, skip=()):
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    length = Length(LENGTHS[solver], momentum=momentum)
+    length = Length(LENGTHS[preconditioner], momentum=momentum)
     settings = {"length": length, "damping": Damping(relative=0.01), "inv_update_steps": 4}
-    settings |= {"solver": solver, "coverage": mpikfac.Coverage(skip=skip)}
+    settings |= {"preconditioner": preconditioner, "coverage": mpikfac.Coverage(skip=skip)}
     return mpikfac.KFAC(model, sgd, comm, strategy, factor_update_steps=1, **settings)
 
 
@@ -105,22 +105,22 @@ def alone(strategy):
 
 
 @problem.by_one_process
-def trained(own, solver, strategy, kind):
+def trained(own, preconditioner, strategy, kind):
     """Return the weights after each step of one process with the joined batches."""
-    kfac = trainer(own, solver, strategy, kind)
+    kfac = trainer(own, preconditioner, strategy, kind)
     return [run(kfac, own, [step], kind) for step in STEPS]
 
 
-def assert_trains(comm, name, solver):
+def assert_trains(comm, name, preconditioner):
     """Check weights against a process with the joined batch, and bytes against the plan.
 
     Every strategy and number of ranks tests another network. Returns the trainer and the bytes.
     """
     strategy = STRATEGIES[name]
     kind = KINDS[(list(STRATEGIES).index(name) + RANKS) % len(KINDS)]
-    kfac = trainer(comm, solver, strategy, kind)
+    kfac = trainer(comm, preconditioner, strategy, kind)
     sent = collections.Counter()
-    for step, expected in zip(STEPS, trained(solver, alone(strategy), kind)):
+    for step, expected in zip(STEPS, trained(preconditioner, alone(strategy), kind)):
         found = run(kfac, comm, [step], kind)
         sent += planned(kfac, step)
         if strategy.refresh.staleness == 0 and not strategy.transport.overlap:
@@ -129,26 +129,28 @@ def assert_trains(comm, name, solver):
     return kfac, sent
 
 
-@pytest.mark.parametrize(("name", "solver"), PAIRS)
-def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name, solver):
+@pytest.mark.parametrize(("name", "preconditioner"), PAIRS)
+def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(
+    comm, name, preconditioner
+):
     """Oracle: a single process with the joined batch; the plan, which has no statistics."""
-    kfac, sent = assert_trains(comm, name, solver)
+    kfac, sent = assert_trains(comm, name, preconditioner)
     assert "reduce statistics" not in kfac.trace.sent
     assert RANKS == 1 or sent["reduce gradients"]
     kfac.close()
 
 
 @pytest.mark.parametrize(
-    ("name", "solver"),
+    ("name", "preconditioner"),
     [
         pair
         for pair in PAIRS
         if pair[0] in ("comm-opt", "mem-opt", "sharded-optimizer", OF_FACTORS[2])
     ],
 )
-def test_a_run_goes_on_to_the_last_bit(comm, name, solver):
+def test_a_run_goes_on_to_the_last_bit(comm, name, preconditioner):
     """Oracle: the uninterrupted run."""
-    first, second = (trainer(comm, solver, STRATEGIES[name]) for _ in range(2))
+    first, second = (trainer(comm, preconditioner, STRATEGIES[name]) for _ in range(2))
     run(first, comm, range(STOP + 1))
     state = problem.whole_state(first, comm)
     assert not first.missing(state)
@@ -159,42 +161,45 @@ def test_a_run_goes_on_to_the_last_bit(comm, name, solver):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize(
-    ("name", "solver"),
+    ("name", "preconditioner"),
     [pair for pair in PAIRS if pair[0] in ("comm-opt", "hybrid", "mem-opt", "sharded-optimizer")],
 )
-def test_memory_is_the_plans(comm, name, solver, momentum):
+def test_memory_is_the_plans(comm, name, preconditioner, momentum):
     """Oracle: the bytes of all buffers on the rank; a layer takes Adam's step."""
-    kfac = trainer(comm, solver, STRATEGIES[name], momentum=momentum, skip=["2"])
+    kfac = trainer(comm, preconditioner, STRATEGIES[name], momentum=momentum, skip=["2"])
     run(kfac, comm, range(2))
     found, planned = inside.memory(kfac), kfac.plan.memory(comm.rank)
-    plan, source = kfac.plan.of(comm.rank), LENGTHS[solver]
+    plan, source = kfac.plan.of(comm.rank), LENGTHS[preconditioner]
     of_lengths = mpikfac.plan.memory_of_lengths(plan, source, momentum > 0)
     found = {kind: found.get(kind, 0) for kind in planned} | inside.memory_of_length(kfac)
     assert {*comm.allgather(found == planned | of_lengths)} == {True}
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_run_goes_on_with_other_ranks_and_another_strategy(comm, solver):
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_a_run_goes_on_with_other_ranks_and_another_strategy(comm, preconditioner):
     """Oracle: the uninterrupted run of one process; from 1 rank to all, and from all to 1."""
-    expected = trained(solver, Strategy(MemOpt()), "convolutional")[-1]
+    expected = trained(preconditioner, Strategy(MemOpt()), "convolutional")[-1]
     own, owners = comm.Split(comm.rank), STRATEGIES["sharded-optimizer"]
-    serial, many = trainer(own, solver, Strategy(MemOpt())), trainer(comm, solver, owners)
+    serial, many = (
+        trainer(own, preconditioner, Strategy(MemOpt())),
+        trainer(comm, preconditioner, owners),
+    )
     run(serial, own, range(STOP + 1))
     many.load_state_dict(serial.state_dict())
     found = run(many, comm, range(STOP + 1, STEPS.stop))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    many = trainer(comm, solver, STRATEGIES["mem-opt"])
+    many = trainer(comm, preconditioner, STRATEGIES["mem-opt"])
     run(many, comm, range(STOP + 1))
-    serial = trainer(own, solver, Strategy(MemOpt()))
+    serial = trainer(own, preconditioner, Strategy(MemOpt()))
     serial.load_state_dict(problem.whole_state(many, comm))
     found = run(serial, own, range(STOP + 1, STEPS.stop))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_another_solver_takes_weights_and_lengths_alone(comm, solver):
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_another_preconditioner_takes_weights_and_lengths_alone(comm, preconditioner):
     """Oracle: the items: factors of K-FAC are no factors of the gradient, nor the reverse."""
-    gradient = trainer(comm, solver, STRATEGIES["mem-opt"])
+    gradient = trainer(comm, preconditioner, STRATEGIES["mem-opt"])
     run(gradient, comm, range(2))
     model = gradients.network("convolutional")
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -211,11 +216,13 @@ def test_another_solver_takes_weights_and_lengths_alone(comm, solver):
         assert run(one, comm, range(2, 4)).isfinite().all()
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 @pytest.mark.parametrize("wire", [BFloat16(), Int8(), PowerSGD()], ids=str)
-def test_wires_of_gradients_and_directions_send_what_is_planned(comm, wire, solver):
+def test_wires_of_gradients_and_directions_send_what_is_planned(comm, wire, preconditioner):
     """Oracle: the plan's bytes, and a finite end; all ranks hold the same weights."""
-    kfac = trainer(comm, solver, Strategy(MemOpt(), compression=Compression(gradients=wire)))
+    kfac = trainer(
+        comm, preconditioner, Strategy(MemOpt(), compression=Compression(gradients=wire))
+    )
     sent = collections.Counter()
     for step in range(5):
         found = run(kfac, comm, [step])
@@ -224,12 +231,12 @@ def test_wires_of_gradients_and_directions_send_what_is_planned(comm, wire, solv
     assert all(torch.equal(found, other) for other in comm.allgather(found))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_uneven_shares_weigh_by_their_examples(comm, solver):
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_uneven_shares_weigh_by_their_examples(comm, preconditioner):
     """Oracle: a single process with the joined batch; rank 0 has 12 - 2 (ranks - 1) examples."""
-    kfac = trainer(comm, solver, STRATEGIES["mem-opt"], "linear")
+    kfac = trainer(comm, preconditioner, STRATEGIES["mem-opt"], "linear")
     counts = [12 - 2 * (comm.size - 1), *[2] * (comm.size - 1)]
-    for step, expected in zip(range(3), trained(solver, Strategy(MemOpt()), "linear")):
+    for step, expected in zip(range(3), trained(preconditioner, Strategy(MemOpt()), "linear")):
         inputs, labels = (part.split(counts)[comm.rank] for part in gradients.batch("linear", step))
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(inputs), labels).backward()
@@ -238,10 +245,10 @@ def test_uneven_shares_weigh_by_their_examples(comm, solver):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_layer_that_is_frozen_and_trained_again_starts_anew(comm, solver):
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_a_layer_that_is_frozen_and_trained_again_starts_anew(comm, preconditioner):
     """Oracle: finite weights, alike on all ranks; the other layers' factors stay."""
-    kfac = trainer(comm, solver, STRATEGIES["sharded-optimizer"], "linear")
+    kfac = trainer(comm, preconditioner, STRATEGIES["sharded-optimizer"], "linear")
     run(kfac, comm, range(2), "linear")
     for trains in (False, True):
         kfac.model[0].requires_grad_(trains)
@@ -261,12 +268,14 @@ def test_named_strategies_run_or_are_refused_in_a_line(comm):
     """Oracle: by hand, the strategies whose choices make no sense without statistics."""
     refused = set()
     for name, named in NAMED.items():
-        if name != "eva":  # a solver of its own
+        if name != "eva":  # a preconditioner of its own
             try:
                 kfac = trainer(comm, "shampoo", named.strategy)
             except ValueError as refusal:
                 assert "\n" not in str(refusal)
-                refused |= {name} if str(refusal).startswith("solver='shampoo' needs") else set()
+                refused |= (
+                    {name} if str(refusal).startswith("preconditioner='shampoo' needs") else set()
+                )
             else:
                 assert run(kfac, comm, range(1)).isfinite().all()
                 kfac.close()

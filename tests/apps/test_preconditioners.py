@@ -1,4 +1,4 @@
-"""A solver by name brings its usual values to the programs, and no value that a user gives."""
+"""A preconditioner by name brings its usual values to the programs, and no value that a user gives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mpikfac
+from mpikfac.preconditioners import PRECONDITIONERS
 from mpikfac.settings import MOMENTUM
-from mpikfac.solvers import SOLVERS
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import TRAIN
 from mpikfac_apps.options.parse import parse
@@ -34,14 +34,14 @@ def part(values: dict, keys) -> dict:
     return {key: values[key] for key in keys}
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_solver_alone_means_what_it_means_to_the_library(solver):
-    """Oracle: the settings and the estimator of a KFAC with the solver and no further choice."""
-    options = parse([f"--kfac.solver={solver}"], 1)
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_a_preconditioner_alone_means_what_it_means_to_the_library(preconditioner):
+    """Oracle: the settings and the estimator of a KFAC with the preconditioner and no further choice."""
+    options = parse([f"--kfac.preconditioner={preconditioner}"], 1)
     _, chosen = make_strategy(options.distribution, options.kfac, 1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     descent = torch.optim.SGD(model.parameters(), 0.01)
-    usual = mpikfac.KFAC(model, descent, solver=solver)
+    usual = mpikfac.KFAC(model, descent, preconditioner=preconditioner)
     taken = mpikfac.KFAC(model, descent, **kfac_settings(options.kfac, chosen, float))
     expected, found = inside.settings(usual), inside.settings(taken)
     assert (found.damping, found.length.source) == (expected.damping, expected.length.source)
@@ -71,29 +71,32 @@ GIVEN = {
 def test_a_value_that_a_user_gives_wins(name, by_file, tmp_path):
     """Oracle: the value itself, and all further usual values; also where it is K-FAC's default."""
     key, value, implied = GIVEN[name]
-    given, solver = f"--{key}={json.dumps(value)}", "muon" if key == "momentum" else "shampoo"
+    given, preconditioner = (
+        f"--{key}={json.dumps(value)}",
+        "muon" if key == "momentum" else "shampoo",
+    )
     if by_file:
         file = tmp_path / "mine.yaml"
         group, _, last = key.rpartition(".")
         file.write_text(f"{group}:\n  {last}: {value}\n" if group else f"{last}: {value}\n")
         given = f"--config={file}"
-    found = options_of(given.replace('"', ""), f"--kfac.solver={solver}")
+    found = options_of(given.replace('"', ""), f"--kfac.preconditioner={preconditioner}")
     assert part(found, [key, *implied]) == {key: value, **implied}
-    if solver == "shampoo":
+    if preconditioner == "shampoo":
         changed = {key, *implied} | ({"kfac.damping"} if "damping" in key else set())
         others = OF_SHAMPOO.keys() - changed
         assert part(found, others) == part(OF_SHAMPOO, others)
 
 
 def test_other_optimizers_and_strategies_keep_their_meaning():
-    """Oracle: by hand: a baseline takes no solver; a strategy of vectors brings a solver."""
-    assert options_of("--optimizer=sgd", "--kfac.solver=muon")["momentum"] == MOMENTUM
+    """Oracle: by hand: a baseline takes no preconditioner; a strategy of vectors brings a preconditioner."""
+    assert options_of("--optimizer=sgd", "--kfac.preconditioner=muon")["momentum"] == MOMENTUM
     assert options_of("--strategy=eva")["kfac.damping"] == 0.003
 
 
 def test_a_printed_configuration_shows_usual_values_and_is_the_same_run(capsys, tmp_path):
     """Oracle: the options of the same command line."""
-    argv = ["--kfac.solver=shampoo"]
+    argv = ["--kfac.preconditioner=shampoo"]
     with pytest.raises(SystemExit):
         TRAIN.read([*argv, "--print_config"])
     text = capsys.readouterr().out
@@ -105,9 +108,9 @@ def test_a_printed_configuration_shows_usual_values_and_is_the_same_run(capsys, 
 
 def test_planned_runs_have_the_same_usual_values():
     """Oracle: the options of a training."""
-    of_run = parse(["--kfac.solver=shampoo"], 1).kfac
-    plan = PLAN.read(["--model=resnet20", "--ranks=2", "--solver=shampoo"]).kfac
-    machine = ["--machine=none.json", "--model=resnet20", "--ranks=2", "--solver=shampoo"]
+    of_run = parse(["--kfac.preconditioner=shampoo"], 1).kfac
+    plan = PLAN.read(["--model=resnet20", "--ranks=2", "--preconditioner=shampoo"]).kfac
+    machine = ["--machine=none.json", "--model=resnet20", "--ranks=2", "--preconditioner=shampoo"]
     for found in (plan, SIMULATE.read(machine).kfac):
         assert (found.damping, found.factor_update_steps) == (
             of_run.damping,
@@ -116,13 +119,16 @@ def test_planned_runs_have_the_same_usual_values():
         assert found.length.source == of_run.length.source
 
 
-def test_any_usual_value_of_a_solver_replaces_a_default(monkeypatch):
-    """Oracle: by hand: of a solver with a number of each kind; what is given, stays."""
-    usual = {"estimator": {"fisher": "forward-only", "decay": 0.5}, "inv_update_steps": 3}
-    monkeypatch.setitem(SOLVERS, "eigen", SimpleNamespace(usual=usual))
-    options = TRAIN.read(["--kfac.solver=eigen", "--kfac.decay=0.95"])
+def test_any_usual_value_of_a_preconditioner_replaces_a_default(monkeypatch):
+    """Oracle: by hand: of a preconditioner with a number of each kind; what is given, stays."""
+    usual = {
+        "estimator": {"fisher_type": "forward-only", "factor_decay": 0.5},
+        "inv_update_steps": 3,
+    }
+    monkeypatch.setitem(PRECONDITIONERS, "eigen", SimpleNamespace(usual=usual))
+    options = TRAIN.read(["--kfac.preconditioner=eigen", "--kfac.factor_decay=0.95"])
     found = flat(options)
-    assert (found["kfac.fisher"], found["kfac.decay"]) == ("forward-only", 0.95)
+    assert (found["kfac.fisher_type"], found["kfac.factor_decay"]) == ("forward-only", 0.95)
     assert found["kfac.inv_update_steps"] == 3
 
 
@@ -132,7 +138,7 @@ def test_any_usual_value_of_a_solver_replaces_a_default(monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     path = tmp_path / "run"
-    begin = [*QUICK, f"--run_dir={path}", "--max_steps=2", "--kfac.solver=shampoo"]
+    begin = [*QUICK, f"--run_dir={path}", "--max_steps=2", "--kfac.preconditioner=shampoo"]
     assert train.main(begin) == 0
     return path
 
@@ -147,7 +153,7 @@ def go_on(run, *more: str) -> str:
 def test_the_log_shows_what_is_in_force_and_a_restart_keeps_it(run):
     """Oracle: the lines, by hand."""
     words = (
-        "solver shampoo with learning rate 0.0075, momentum 0.9 of gradients, weight decay 0.0005, "
+        "preconditioner shampoo with learning rate 0.0075, momentum 0.9 of gradients, weight decay 0.0005, "
         "length adam, relative damping 0.001"
     )
     assert words in (run / "log.txt").read_text()
@@ -155,25 +161,31 @@ def test_the_log_shows_what_is_in_force_and_a_restart_keeps_it(run):
     assert words in text and "changed since" not in text
 
 
-def test_another_solver_takes_its_own_usual_values(run):
+def test_another_preconditioner_takes_its_own_usual_values(run):
     """Oracle: by hand: the values of Shampoo go, and a value that was given at a start stays."""
-    go_on(run, "--max_steps=3", "--weight_decay=0.01", "--kfac.decay=0.9")
-    text = go_on(run, "--max_steps=4", "--kfac.solver=muon")
+    go_on(run, "--max_steps=3", "--weight_decay=0.01", "--kfac.factor_decay=0.9")
+    text = go_on(run, "--max_steps=4", "--kfac.preconditioner=muon")
     (line,) = [line for line in text.splitlines() if "changed since the checkpoint" in line]
     changed = (
-        *("momentum 0.9 -> 0.95", "kfac.solver shampoo -> muon", "kfac.length adam -> orthogonal"),
+        *(
+            "momentum 0.9 -> 0.95",
+            "kfac.preconditioner shampoo -> muon",
+            "kfac.length adam -> orthogonal",
+        ),
         *("kfac.factor_update_steps 1 -> null", "kfac.relative_damping 0.001 -> 10.0"),
     )
     assert sorted(line.partition("checkpoint: ")[2].split(", ")) == sorted(changed)
-    assert "weight decay 0.01" in text and "damping 10" not in text.partition("solver muon")[2]
+    assert (
+        "weight decay 0.01" in text and "damping 10" not in text.partition("preconditioner muon")[2]
+    )
     line = "goes on: lengths, momenta; starts anew: nothing; left out: decompositions, factors\n"
     assert line in text
-    again = go_on(run, "--max_steps=5", "--kfac.solver=kl-shampoo")
+    again = go_on(run, "--max_steps=5", "--kfac.preconditioner=kl-shampoo")
     assert "starts anew: decompositions, factors; left out: nothing\n" in again
 
 
 @pytest.mark.parametrize(
-    ("solver", "there", "back"),
+    ("preconditioner", "there", "back"),
     [
         (
             "soap",
@@ -188,10 +200,10 @@ def test_another_solver_takes_its_own_usual_values(run):
     ],
     ids=["soap", "normuon"],
 )
-def test_averages_of_another_length_start_anew_by_name(run, solver, there, back):
+def test_averages_of_another_length_start_anew_by_name(run, preconditioner, there, back):
     """Oracle: by hand: what each length keeps, from Shampoo there, and to Muon."""
-    own = {"soap": "lengths in eigenbases", "normuon": "lengths of rows"}[solver]
-    text = go_on(run, "--max_steps=3", f"--kfac.solver={solver}")
+    own = {"soap": "lengths in eigenbases", "normuon": "lengths of rows"}[preconditioner]
+    text = go_on(run, "--max_steps=3", f"--kfac.preconditioner={preconditioner}")
     assert f"goes on: {there.format(own)}\n" in text
-    text = go_on(run, "--max_steps=4", "--kfac.solver=muon")
+    text = go_on(run, "--max_steps=4", "--kfac.preconditioner=muon")
     assert f"goes on: {back.format(own)}\n" in text

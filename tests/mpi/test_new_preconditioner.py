@@ -1,4 +1,4 @@
-"""A new solver, missing in the library, is distributed in all ways: one process's numbers."""
+"""A new preconditioner, missing in the library, is distributed in all ways: one process's numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import diagonal, oracles, problem
 from support.diagonal import Diagonal
 
 RANKS = mpikfac.world().size
-SETTINGS = problem.SETTINGS | {"solver": Diagonal()}
+SETTINGS = problem.SETTINGS | {"preconditioner": Diagonal()}
 STRATEGIES = {
     **{problem.label(s): s for s in problem.strategies(RANKS, ["allreduce", "reduce_scatter"])},
     "staggered": Strategy(CommOpt(), refresh=Refresh(stagger=3)),
@@ -34,7 +34,7 @@ def test_training_is_the_textbooks(comm, monkeypatch, name):
     monkeypatch.setitem(oracles.SOLVES, "diagonal", diagonal.dense_solve)
     expected = problem.network()
     steps = [problem.shards(step, RANKS) for step in range(problem.STEPS)]
-    named = problem.SETTINGS | {"solver": "diagonal"}
+    named = problem.SETTINGS | {"preconditioner": "diagonal"}
     oracles.train(expected, problem.sgd(expected), steps, **named)
     kfac = trainer(comm, STRATEGIES[name])
     for step in range(problem.STEPS):
@@ -49,11 +49,11 @@ def test_training_is_the_textbooks(comm, monkeypatch, name):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
-def test_curvature_servers_know_the_solver(comm):
+def test_curvature_servers_know_the_preconditioner(comm):
     """Oracle: the same training ranks with a background of their own."""
     team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
-        mpikfac.run_curvature_server(team)
+        mpikfac.lab.run_curvature_server(team)
         return
     ends = []
     for refresh, of in ((CurvatureServers(), team), (Refresh(staleness=1), team.comm)):

@@ -1,4 +1,4 @@
-"""Layers with different solvers: one process's numbers, and the plan's bytes."""
+"""Layers with different preconditioners: one process's numbers, and the plan's bytes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if RANKS == 4:
         )
     }
 OVER_TIME = "refresh.stagger", "transport.reduce_factors_at"
-MIXTURE = {"0": "inverse", "3": "eigen", "5": "rank-one"}
-WITH_SCALES = {"0": "ekfac", "3": "rank-one", "5": "inverse"}
+MIXTURE = {"0": "inverse", "3": "eigen", "5": "eva"}
+WITH_SCALES = {"0": "ekfac", "3": "eva", "5": "inverse"}
 STEPS = range(7)
 
 
@@ -43,7 +43,7 @@ def trainer(comm, placement, mixture=MIXTURE, **more):
     model = problem.network()
 
     def rule(layer):
-        return dataclasses.replace(layer, solver=mixture[layer.name])
+        return dataclasses.replace(layer, preconditioner=mixture[layer.name])
 
     optimizer = problem.sgd(model)
     strategy = strategy_of(placement)
@@ -90,11 +90,11 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
-def test_a_curvature_rank_decomposes_each_layer_by_its_solver(comm):
+def test_a_curvature_rank_decomposes_each_layer_by_its_preconditioner(comm):
     """Oracle: the training ranks alone, with decompositions in the background; to the last bit."""
     team = mpikfac.split_comm(comm, 1)
     if team.comm is None:
-        mpikfac.run_curvature_server(team)
+        mpikfac.lab.run_curvature_server(team)
         return
     training = team.comm
     mixture = MIXTURE | {"5": "unsplit-inverse"}

@@ -1,4 +1,4 @@
-"""Layers of a single network with different solvers, by a rule."""
+"""Layers of a single network with different preconditioners, by a rule."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from support import inside, problem
 
 LAYERS = "0", "3", "5"
 MIXTURES = [
-    ("eigen", "inverse", "rank-one"),
-    ("ekfac", "rank-one", "unsplit-inverse"),
-    ("rank-one", "ekfac", "eigen"),
+    ("eigen", "inverse", "eva"),
+    ("ekfac", "eva", "unsplit-inverse"),
+    ("eva", "ekfac", "eigen"),
     ("unsplit-inverse", "eigen", "inverse"),
 ]
 mixtures = pytest.mark.parametrize("mixture", MIXTURES, ids=" ".join)
 
 
-def rule_of(solvers):
-    """Return the rule that gives layers their solvers, by layer name."""
-    return lambda layer: dataclasses.replace(layer, solver=solvers.get(layer.name))
+def rule_of(preconditioners):
+    """Return the rule that gives layers their preconditioners, by layer name."""
+    return lambda layer: dataclasses.replace(layer, preconditioner=preconditioners.get(layer.name))
 
 
-def trainer(comm, solver, solvers=None, strategy=None, **settings):
+def trainer(comm, preconditioner, preconditioners=None, strategy=None, **settings):
     model = problem.network()
-    settings = problem.SETTINGS | {"kl_clip": None, "solver": solver} | settings
+    settings = problem.SETTINGS | {"kl_clip": None, "preconditioner": preconditioner} | settings
     return problem.kfac(
-        model, problem.sgd(model), comm, strategy, rule=rule_of(solvers or {}), **settings
+        model, problem.sgd(model), comm, strategy, rule=rule_of(preconditioners or {}), **settings
     )
 
 
@@ -48,15 +48,17 @@ def direction(kfac, step):
 
 @mixtures
 @pytest.mark.parametrize("settings", [{}, {"inv_update_steps": 1}], ids=["", "anew"])
-def test_a_layer_has_the_directions_of_the_run_with_its_solver_for_all(comm, mixture, settings):
-    """Oracle: runs with a single solver and equal weights, to the last bit, at all steps."""
+def test_a_layer_has_the_directions_of_the_run_with_its_preconditioner_for_all(
+    comm, mixture, settings
+):
+    """Oracle: runs with a single preconditioner and equal weights, to the last bit, at all steps."""
     mixed = trainer(comm, mixture[0], dict(zip(LAYERS, mixture)), **settings)
-    pure = {solver: trainer(comm, solver, **settings) for solver in mixture}
+    pure = {preconditioner: trainer(comm, preconditioner, **settings) for preconditioner in mixture}
     for step in range(5):
-        expected = {solver: direction(kfac, step) for solver, kfac in pure.items()}
+        expected = {preconditioner: direction(kfac, step) for preconditioner, kfac in pure.items()}
         found = direction(mixed, step)
-        for name, solver in zip(LAYERS, mixture):
-            assert all(map(torch.equal, found[name], expected[solver][name])), (step, name)
+        for name, preconditioner in zip(LAYERS, mixture):
+            assert all(map(torch.equal, found[name], expected[preconditioner][name])), (step, name)
 
 
 @mixtures
@@ -76,46 +78,46 @@ def test_a_run_goes_on_between_decompositions_to_the_last_bit(comm, mixture, sto
     assert torch.equal(problem.run(second, comm, range(stop, 8)), expected)
 
 
-def test_a_state_says_which_layers_have_another_solver_than_the_run(comm):
-    """Oracle: by hand; without different layers, the state holds the run's solver alone."""
+def test_a_state_says_which_layers_have_another_preconditioner_than_the_run(comm):
+    """Oracle: by hand; without different layers, the state holds the run's preconditioner alone."""
 
-    def said(solver, solvers):
-        kfac = trainer(comm, solver, solvers)
+    def said(preconditioner, preconditioners):
+        kfac = trainer(comm, preconditioner, preconditioners)
         problem.run(kfac, comm, [0])
-        return kfac.state_dict()["kfac/solver"]
+        return kfac.state_dict()["kfac/preconditioner"]
 
     assert said("eigen", {}) == said("eigen", dict.fromkeys(LAYERS, "eigen")) == "eigen"
-    assert said("eigen", {"5": "rank-one", "0": "inverse"}) == "eigen, 0: inverse, 5: rank-one"
+    assert said("eigen", {"5": "eva", "0": "inverse"}) == "eigen, 0: inverse, 5: eva"
 
 
-@pytest.mark.parametrize("solvers", [{"5": "inverse"}, {}], ids=["another", "none"])
-def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm, solvers):
-    """Oracle: the saved averages, without a new batch; a run with the new solvers throughout."""
+@pytest.mark.parametrize("preconditioners", [{"5": "inverse"}, {}], ids=["another", "none"])
+def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm, preconditioners):
+    """Oracle: the saved averages, without a new batch; a run with the new preconditioners throughout."""
     first = trainer(comm, "eigen", {"3": "inverse"})
     problem.run(first, comm, range(2))
     state = first.state_dict()
     rarely = {"factor_update_steps": 100, "inv_update_steps": 100}
-    second = trainer(comm, "eigen", solvers, **rarely)
+    second = trainer(comm, "eigen", preconditioners, **rarely)
     second.load_state_dict(state)
-    assert "kfac/solver" not in second.state_dict()
+    assert "kfac/preconditioner" not in second.state_dict()
     found = direction(second, 2)
     assert second.trace.calls["statistics"] == 0
     assert torch.equal(inside.factors(second).flat, inside.factors(first).flat)
-    state = {name: value for name, value in state.items() if name != "kfac/solver"}
-    for name, solver in {**dict.fromkeys(LAYERS, "eigen"), **solvers}.items():
-        alone = trainer(comm, solver, **rarely)
+    state = {name: value for name, value in state.items() if name != "kfac/preconditioner"}
+    for name, preconditioner in {**dict.fromkeys(LAYERS, "eigen"), **preconditioners}.items():
+        alone = trainer(comm, preconditioner, **rarely)
         alone.load_state_dict(state)
         assert all(map(torch.equal, found[name], direction(alone, 2)[name]))
 
 
-@pytest.mark.parametrize("towards", ["eigen", "rank-one"])
+@pytest.mark.parametrize("towards", ["eigen", "eva"])
 def test_averages_of_another_form_are_left_where_they_are(comm, towards):
     """Oracle: averages of the same form, as saved; for the new form, the new batch's average."""
-    solvers = {} if towards == "eigen" else {"5": "rank-one"}
-    first = trainer(comm, "eigen", {"5": "rank-one"} if towards == "eigen" else {})
+    preconditioners = {} if towards == "eigen" else {"5": "eva"}
+    first = trainer(comm, "eigen", {"5": "eva"} if towards == "eigen" else {})
     problem.run(first, comm, range(2))
     rarely = {"factor_update_steps": 100, "inv_update_steps": 100}
-    second, fresh = (trainer(comm, "eigen", solvers, **rarely) for _ in range(2))
+    second, fresh = (trainer(comm, "eigen", preconditioners, **rarely) for _ in range(2))
     second.load_state_dict(first.state_dict())
     fresh.model.load_state_dict(first.model.state_dict())
     kept = {name for name in inside.factors(second) if name.startswith(("0.", "3."))}
@@ -147,7 +149,7 @@ def test_a_losss_scale_is_taken_out_of_each_form_of_factors(comm, mixture):
 
 def test_a_lost_average_is_no_other_form(comm):
     """Oracle: a single line that names the lost average."""
-    kfac = trainer(comm, "eigen", {"5": "rank-one"})
+    kfac = trainer(comm, "eigen", {"5": "eva"})
     problem.run(kfac, comm, [0])
     state = kfac.state_dict()
     for name in ("kfac/vectors/5.A", "kfac/factors/0.G"):
@@ -158,62 +160,66 @@ def test_a_lost_average_is_no_other_form(comm):
 
 
 @pytest.mark.parametrize(
-    ("solver", "settings", "text"),
+    ("preconditioner", "settings", "text"),
     [
-        ("svd", {}, "layer '3': solver='svd' must be one of None, 'eigen', 'ekfac', 'inverse'"),
         (
-            "rank-one",
+            "svd",
+            {},
+            "layer '3': preconditioner='svd' must be one of None, 'eigen', 'ekfac', 'inverse'",
+        ),
+        (
+            "eva",
             {"relative_damping": True},
-            "solver='rank-one' of layer '3' needs relative=False, not True",
+            "preconditioner='eva' of layer '3' needs relative=False, not True",
         ),
         (
-            "rank-one",
-            {"fisher": "sampled"},
-            "solver='rank-one' of layer '3' needs fisher='empirical' or 'forward-only'",
+            "eva",
+            {"fisher_type": "mc"},
+            "preconditioner='eva' of layer '3' needs fisher_type='empirical' or 'forward-only'",
         ),
         (
-            "rank-one",
-            {"start": "identity"},
-            "solver='rank-one' of layer '3' needs start='first', not 'identity'",
+            "eva",
+            {"initial_factor": "identity"},
+            "preconditioner='eva' of layer '3' needs initial_factor='first', not 'identity'",
         ),
         (
-            "rank-one",
+            "eva",
             {"strategy": Strategy(MemOpt(), transport=Transport(packing="square"))},
-            "solver='rank-one' of layer '3' needs transport.packing='triangle', not 'square'",
+            "preconditioner='eva' of layer '3' needs transport.packing='triangle', not 'square'",
         ),
         (
             "ekfac",
-            {"fisher": "forward-only"},
-            "solver='ekfac' of layer '3' needs fisher='empirical' or 'sampled' or 'exact'",
+            {"fisher_type": "forward-only"},
+            "preconditioner='ekfac' of layer '3' needs fisher_type='empirical' or 'mc' or 'type-2'",
         ),
         (
             "ekfac",
             {"strategy": Strategy(MemOpt(), transport=Transport(overlap=True))},
-            "solver='ekfac' of layer '3' needs transport.overlap=False, not True",
+            "preconditioner='ekfac' of layer '3' needs transport.overlap=False, not True",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_the_layers_name(comm, solver, settings, text):
-    """Oracle: the message of the run's solver, and the layer."""
+def test_what_cannot_work_is_refused_by_the_layers_name(comm, preconditioner, settings, text):
+    """Oracle: the message of the run's preconditioner, and the layer."""
     with pytest.raises(ValueError, match=re.escape(text)):
-        trainer(comm, "eigen", {"3": solver}, **settings)
+        trainer(comm, "eigen", {"3": preconditioner}, **settings)
 
 
 def test_what_no_layer_has_is_not_refused(comm):
-    """Oracle: the rule gives all layers another solver than the run's."""
-    kfac = trainer(comm, "rank-one", dict.fromkeys(LAYERS, "eigen"), relative_damping=True)
+    """Oracle: the rule gives all layers another preconditioner than the run's."""
+    kfac = trainer(comm, "eva", dict.fromkeys(LAYERS, "eigen"), relative_damping=True)
     problem.run(kfac, comm, range(2))
     assert kfac.trace.calls["decompositions"] == 6
 
 
-def test_plans_by_the_solvers_of_layers():
+def test_plans_by_the_preconditioners_of_layers():
     """Oracle: by hand, of orders 10 and 4, 8 and 8, 6 and 2."""
     layers = [
         LayerShape("conv", 10, 4),
-        LayerShape("fc", 8, 8, solver="rank-one"),
-        LayerShape("out", 6, 2, solver="inverse"),
+        LayerShape("fc", 8, 8, preconditioner="eva"),
+        LayerShape("out", 6, 2, preconditioner="inverse"),
     ]
-    plan = make_plan(layers, 2, Strategy(CommOpt()), solver="eigen")
+    plan = make_plan(layers, 2, Strategy(CommOpt()), preconditioner="eigen")
     assert plan.of(0).layouts.statistics.shapes["fc.A"] == (8,)
     factors = [plan.factors[name] for name in ("conv.G", "fc.G", "out.G")]
     assert [(block.name, block.shape) for factor in factors for block in factor.blocks] == [
@@ -225,14 +231,24 @@ def test_plans_by_the_solvers_of_layers():
     assert loads == [6**3 + 2**3, 10**3 + 4**3]  # fc has no work, but 16 elements
     assert len(set(plan.owners.values())) == 2
     assert list(plan.of(0).layouts.denominators.shapes) == ["conv"]
-    damped = {name: factor.damping for name, factor in plan.factors.items() if factor.solver.damped}
+    damped = {
+        name: factor.damping
+        for name, factor in plan.factors.items()
+        if factor.preconditioner.damped
+    }
     assert damped == {"out.A": (), "out.G": ()}
     apart = Strategy(MemOpt(colocate_factors=False, factor_reduction="reduce_scatter"))
     with pytest.raises(
-        ValueError, match="solver='inverse' of layer 'out' needs assignment.colocate_factors=True"
+        ValueError,
+        match="preconditioner='inverse' of layer 'out' needs assignment.colocate_factors=True",
     ):
-        make_plan(layers, 2, apart, solver="eigen")
+        make_plan(layers, 2, apart, preconditioner="eigen")
     low = dataclasses.replace(layers[2], rank=2)
-    with pytest.raises(ValueError, match="layer 'out' needs solver='eigen', not 'inverse'"):
-        make_plan([low], 2, Strategy(CommOpt()), solver="eigen")
-    make_plan([dataclasses.replace(low, solver="eigen")], 2, Strategy(CommOpt()), solver="inverse")
+    with pytest.raises(ValueError, match="layer 'out' needs preconditioner='eigen', not 'inverse'"):
+        make_plan([low], 2, Strategy(CommOpt()), preconditioner="eigen")
+    make_plan(
+        [dataclasses.replace(low, preconditioner="eigen")],
+        2,
+        Strategy(CommOpt()),
+        preconditioner="inverse",
+    )

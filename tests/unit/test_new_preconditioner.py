@@ -1,4 +1,4 @@
-"""A new solver is a separate class: plan, state, rules and logs know the solver by its form."""
+"""A new preconditioner is a separate class: plan, state, rules and logs know the preconditioner by its form."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 import mpikfac
 from mpikfac import MemOpt, Refresh, Strategy
-from mpikfac.solvers import SOLVERS
+from mpikfac.preconditioners import PRECONDITIONERS
 from support import diagonal, inside, oracles, problem
 from support.diagonal import Diagonal
 
-SETTINGS = problem.SETTINGS | {"solver": Diagonal()}
+SETTINGS = problem.SETTINGS | {"preconditioner": Diagonal()}
 
 
 def trainer(comm, strategy=None, **settings):
@@ -27,7 +27,9 @@ def textbook(monkeypatch, steps=range(problem.STEPS)):
     monkeypatch.setitem(oracles.SOLVES, "diagonal", diagonal.dense_solve)
     model = problem.network()
     shards = [problem.shards(step, 1) for step in steps]
-    oracles.train(model, problem.sgd(model), shards, **problem.SETTINGS | {"solver": "diagonal"})
+    oracles.train(
+        model, problem.sgd(model), shards, **problem.SETTINGS | {"preconditioner": "diagonal"}
+    )
     return problem.state(model)
 
 
@@ -41,18 +43,20 @@ def test_training_is_the_textbooks(comm, monkeypatch, delay):
     torch.testing.assert_close(found, textbook(monkeypatch, steps), rtol=0, atol=1e-10)
 
 
-def test_a_line_gives_the_solver_a_name(comm, monkeypatch):
-    """Oracle: the object; and a rule that gives the solver to a single layer."""
-    monkeypatch.setitem(SOLVERS, "diagonal", Diagonal())
-    ends = [problem.run(trainer(comm, solver=one), comm) for one in ("diagonal", Diagonal())]
+def test_a_line_gives_the_preconditioner_a_name(comm, monkeypatch):
+    """Oracle: the object; and a rule that gives the preconditioner to a single layer."""
+    monkeypatch.setitem(PRECONDITIONERS, "diagonal", Diagonal())
+    ends = [
+        problem.run(trainer(comm, preconditioner=one), comm) for one in ("diagonal", Diagonal())
+    ]
     assert torch.equal(*ends)
     kfac = trainer(
         comm,
-        solver="eigen",
-        rule=lambda layer: replace(layer, solver="diagonal" if layer.name == "3" else None),
+        preconditioner="eigen",
+        rule=lambda layer: replace(layer, preconditioner="diagonal" if layer.name == "3" else None),
     )
     problem.run(kfac, comm)
-    assert kfac.state_dict()["kfac/solver"] == "eigen, 3: diagonal"
+    assert kfac.state_dict()["kfac/preconditioner"] == "eigen, 3: diagonal"
     assert set(inside.bases(kfac)) >= {"3.A.diagonal", "3.G.diagonal", "0.A.vectors"}
 
 
@@ -70,17 +74,17 @@ def test_its_bytes_are_planned_and_its_state_is_resumed(comm):
     assert torch.equal(*(problem.run(kfac, comm, range(2, 6)) for kfac in (first, second)))
 
 
-def test_the_solver_is_short():
+def test_the_preconditioner_is_short():
     """Oracle: lines of the class."""
     assert len(inspect.getsource(Diagonal).splitlines()) < 20
 
 
-def test_a_solver_says_what_it_lacks():
-    """Oracle: an error message with the solver and the method."""
-    solver = mpikfac.solvers.Solver()
-    with pytest.raises(NotImplementedError, match="Solver does not set form"):
-        solver.form  # noqa: B018
-    bare = type("Bare", (mpikfac.solvers.Solver,), {"form": Diagonal.form})()
+def test_a_preconditioner_says_what_it_lacks():
+    """Oracle: an error message with the preconditioner and the method."""
+    preconditioner = mpikfac.preconditioners.Preconditioner()
+    with pytest.raises(NotImplementedError, match="Preconditioner does not set form"):
+        preconditioner.form  # noqa: B018
+    bare = type("Bare", (mpikfac.preconditioners.Preconditioner,), {"form": Diagonal.form})()
     with pytest.raises(NotImplementedError, match=r"'diagonal' does not define decompose\(\)"):
         bare.decompose(torch.eye(2), 0.0, None)
     with pytest.raises(NotImplementedError, match=r"'diagonal' does not define direction\(\)"):
