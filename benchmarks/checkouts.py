@@ -629,7 +629,7 @@ class Run:
             arguments["examples"] = len(images)
         if program == "quadratic":
             criterion = functools.partial(F.cross_entropy, target=labels)
-            trainer.length.batch(images, criterion)
+            trainer.grafting.set_batch(images, criterion)
         if isinstance(trainer.plan.strategy.sync, LSGD):
             trainer.exchange.report_loss(loss.detach())
         self._take(arguments)

@@ -39,12 +39,10 @@ NEVER = 10**9
 Choices = Callable[[], dict[str, Any]]  # makes arguments of KFAC; the library may not have them
 KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "decompositions": (1, 1)}
 PRECISIONS: dict[str, Choices] = {
-    f"K-FAC, {precision}": lambda precision=precision: {
-        "length": mpikfac.Length(precision=precision)
-    }
+    f"K-FAC, {precision}": lambda precision=precision: {"matmul_precision": precision}
     for precision in ("float32", "tf32", "bfloat16")
 }
-CAPTURED: Choices = lambda: {"length": mpikfac.Length(capture=True)}  # noqa: E731
+CAPTURED: Choices = lambda: {"cuda_graph": True}  # noqa: E731
 FAST = {
     name: value
     for name, value in {"capture": True, "precision": "bfloat16"}.items()
@@ -541,7 +539,7 @@ def peer() -> list[Row]:
     """
     published: Choices = lambda: {  # noqa: E731
         "preconditioner": "eigen",
-        "length": mpikfac.Length(kl=0.001),
+        "clip": mpikfac.KLClip(kl_clip=0.001),
         "estimator": mpikfac.Estimator(subsample=1),
     }
     rows = []

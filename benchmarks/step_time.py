@@ -41,8 +41,8 @@ ROUNDED = {"estimator": mpikfac.Estimator(statistics_dtype=BF16)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eigen": {"preconditioner": "eigen"},
     "inverse": {},
-    "inverse, adam": {"length": mpikfac.Length("adam")},
-    "momentum before": {"length": mpikfac.Length(momentum=0.9)},
+    "inverse, adam": {"grafting": mpikfac.AdamGrafting(orthogonalize=False)},
+    "momentum before": {"grafting": mpikfac.AdamGrafting(momentum=0.9)},
     "bfloat16": ROUNDED | {"preconditioner": mpikfac.Inverse(dtype=BF16)},
     "ekfac": {"preconditioner": "ekfac"},
     "eigen, bfloat16": {"preconditioner": mpikfac.Eigen(dtype=BF16)} | ROUNDED,

@@ -1,9 +1,10 @@
-"""List the methods of strategies, and the choices that need other choices, for the site."""
+"""List the methods of `Strategy` and `KFAC`, and the choices that need others, for the site."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import mpikfac.lab  # noqa: F401  its methods count too
 from mpikfac.plan import (
@@ -12,8 +13,10 @@ from mpikfac.plan import (
     Aggregation,
     Assignment,
     Choice,
+    Clip,
     Combination,
     Compressor,
+    Grafting,
     Refresh,
     Synchronization,
     named_types,
@@ -29,8 +32,10 @@ JOINTS: dict[str, type[Choice]] = {
     "sync.aggregation": Aggregation,
     "compression.gradients": Compressor,
     "refresh": Refresh,
+    "grafting": Grafting,
+    "clip": Clip,
 }
-"""The bases of the methods that a strategy is made of, by field of `Strategy`."""
+"""The bases of methods by field of `Strategy`, or by argument of `KFAC`."""
 
 HEADING = """# Choices that need other choices
 
@@ -43,7 +48,7 @@ exchange of parts is one message`.
 A field exists only in the types of this table that list it, so most needs are a matter of the type
 that you choose. Each type also checks the range of its own fields.
 
-| field of `Strategy` | type | name | fields and defaults |
+| field of `Strategy`, or argument of `KFAC` | type | name | fields and defaults |
 |---|---|---|---|
 """
 NEEDED = """
@@ -70,7 +75,7 @@ def listing() -> str:
 
 
 def _methods() -> Iterator[tuple[str, type[Choice]]]:
-    """Yield each method with the field of `Strategy` that takes it."""
+    """Yield each method with the field or the argument that takes it."""
     for field, base in JOINTS.items():
         for kind in named_types(base).values():
             yield field, kind
@@ -79,9 +84,15 @@ def _methods() -> Iterator[tuple[str, type[Choice]]]:
 def _fields() -> Iterator[str]:
     """Yield a row for each method, with its fields and their defaults."""
     for field, kind in _methods():
-        described = (f"`{one.name}={one.default!r}`" for one in dataclasses.fields(kind))
+        described = map(_field, dataclasses.fields(kind))
         cells = field, f"`{kind.__name__}`", f"`{kind.name}`", ", ".join(described)
         yield f"| {' | '.join(cells)} |\n"
+
+
+def _field(field: dataclasses.Field[Any]) -> str:
+    """Return a field's name, with its default if it has one."""
+    default = "" if field.default is dataclasses.MISSING else f"={field.default!r}"
+    return f"`{field.name}{default}`"
 
 
 def _rows(table: list[Combination]) -> Iterator[str]:

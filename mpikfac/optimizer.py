@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -20,7 +20,7 @@ from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
 from mpikfac.plan import AdamGrafting, Grafting, KLClip, NoGrafting, Strategy, check_size, plain
 from mpikfac.preconditioners import named_preconditioner
-from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator, Schedule
+from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator
 from mpikfac.trainer import Trainer
 
 MODEL = "model/"  # names of items of the model in a trainer's state
@@ -260,34 +260,17 @@ class KFACOptimizer(Optimizer):
             momentum = number(0) if callable(number) else number
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
+        grafting = grafting.with_momentum(momentum)  # an error names the number
+        if momentum:
+            grafting = grafting.with_momentum(descent.momentum)
         super().__init__(
             KFAC(
                 *(model, descent, comm, strategy),
-                grafting=_with_momentum(grafting, momentum, descent.momentum),
+                grafting=grafting,
                 **settings,
             ),
             max_norm=max_norm,
         )
-
-
-def _with_momentum(grafting: Grafting, momentum: float, schedule: Schedule) -> Grafting:
-    """Return the grafting with a momentum of gradients, if there is any.
-
-    Args:
-        schedule: returns the momentum in force; schedulers change it.
-
-    Raises:
-        ValueError: the momentum is out of its bounds, or the grafting takes none.
-    """
-    if "momentum" in grafting.__dataclass_fields__:
-        checked: Any = replace(grafting, momentum=momentum)  # type: ignore[call-arg]
-        return replace(checked, momentum=schedule) if momentum else checked
-    if momentum:
-        raise ValueError(
-            f"momentum={momentum!r} of gradients needs grafting=AdamGrafting(...), not "
-            f"{grafting!r}; give momentum=0"
-        )
-    return grafting
 
 
 class DistributedMuon(KFACOptimizer):

@@ -115,8 +115,8 @@ def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strateg
             if not stepped.issuperset(block.parameters):
                 raise ValueError(
                     f"assignment.shard_optimizer=True needs {block.name!r} in the optimizer: for "
-                    f"another optimizer, only the owner would have its gradient; freeze it, or take "
-                    f"strategy='comm-opt'"
+                    f"another optimizer, only the owner would have its gradient; freeze it, or "
+                    f"take strategy='comm-opt'"
                 )
 
 
@@ -272,8 +272,8 @@ def check_habits(
     unbounded = settings.grafting.name == "none" and settings.clip is None
     if unbounded and preconditioner.of == "gradient":
         yield (
-            f"NoGrafting() without a clip may diverge: the factors of {preconditioner.name!r} begin "
-            f"with a single gradient, and the next directions are long; give "
+            f"NoGrafting() without a clip may diverge: the factors of {preconditioner.name!r} "
+            f"begin with a single gradient, and the next directions are long; give "
             f"clip=NormClip(max_norm=1.0), or take AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":

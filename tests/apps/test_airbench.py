@@ -28,7 +28,13 @@ def arguments(run_dir, *more):
     """Return the options of 4 epochs of 2 steps."""
     return [
         *("--model=airbench_small", "--data.name=synthetic", "--data.train_images=48"),
-        *("--batch=24", "--parts=2", "--epochs=4", "--label_smoothing=0.2", "--threads=1"),
+        *(
+            "--batch=24",
+            "--transport.virtual_ranks=2",
+            "--epochs=4",
+            "--label_smoothing=0.2",
+            "--threads=1",
+        ),
         *("--data.augment=true", "--data.shift=2", "--data.mirror=alternating"),
         *("--resume=auto", f"--run_dir={run_dir}", *more),
     ]

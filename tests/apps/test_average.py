@@ -227,9 +227,12 @@ def runs(root):
         for name in ("sgd", "kfac", "owner"):
             chosen = (*OPTIMIZERS[name], "--model=plain")
             yield ranks, arguments(root / f"{name} {ranks}", *chosen)
-        yield ranks, arguments(root / f"in parts {ranks}", "--parts=4")
-        yield ranks, arguments(root / f"dropped {ranks}", "--parts=4", "--model=dropped")
-    moved = arguments(root / "moved", "--parts=4")
+        yield ranks, arguments(root / f"in parts {ranks}", "--transport.virtual_ranks=4")
+        yield (
+            ranks,
+            arguments(root / f"dropped {ranks}", "--transport.virtual_ranks=4", "--model=dropped"),
+        )
+    moved = arguments(root / "moved", "--transport.virtual_ranks=4")
     yield 2, [*moved, "--max_steps=4"]
     yield 1, [*moved, "--resume=auto"]
 

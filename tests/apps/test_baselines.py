@@ -72,7 +72,7 @@ def job(tmp_path_factory):
             "--model=autoencoder_small",
             f"--optimizer={name}",
             STEPS,
-            "--parts=4",
+            "--transport.virtual_ranks=4",
             "--resume=auto",
         )
         runs += [(n, arguments(root / f"{name} {n}", *chosen)) for n in (1, 2)]

@@ -55,7 +55,9 @@ def test_the_plan_is_that_of_a_run_after_a_step(name, batch, cut, caplog, capsys
     assert (whole.digest() != digest) == cut
 
 
-@pytest.mark.parametrize("asked", [["--ranks", "4"], ["--ranks", "2", "--parts", "4"]])
+@pytest.mark.parametrize(
+    "asked", [["--ranks", "4"], ["--ranks", "2", "--transport.virtual_ranks", "4"]]
+)
 def test_ranks_and_parts_foresee_the_joined_batch(asked, capsys):
     """Oracle: layers and line of one rank with the whole batch of 64."""
 

@@ -196,7 +196,10 @@ def assert_in_order(nodes):
         ),
         (["--strategy", "daso", "--export", "chakra:x"], "sync=daso has steps with and"),
         (["--strategy", "median", "--export", "chakra:x"], "no rule to combine 'reduce gradients'"),
-        (["--parts", "2", "--export", "chakra:x"], "Send, Bcast of 'reduce gradients' has no"),
+        (
+            ["--transport.virtual_ranks", "2", "--export", "chakra:x"],
+            "Send, Bcast of 'reduce gradients' has no",
+        ),
         (
             ["--compression.gradients", "int8", "--export", "chakra:x"],
             "Alltoall, Allgather of 'reduce gradients' has no counterpart in Chakra; take",

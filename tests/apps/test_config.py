@@ -163,8 +163,8 @@ BAD = {
         "batch=12 must be a multiple of the number of ranks (5); try 10 or 15",
     ),
     "parts of training ranks": (
-        "--strategy=curvature-servers --batch=60 --parts=6",
-        "parts=6 must be a multiple of the number of ranks (5)",
+        "--strategy=curvature-servers --batch=60 --transport.virtual_ranks=6",
+        "transport.virtual_ranks=6 must be a multiple of the number of ranks (5)",
     ),
     "shrinking with curvature servers": (
         "--strategy=curvature-servers --batch=60 --shrink=true",
@@ -177,7 +177,7 @@ BAD = {
     ),
     "a batch by epoch in parts": (
         "batch: 12 until 3, 18\nparts: 12\n",
-        "parts=12 must divide batch=18",
+        "transport.virtual_ranks=12 must divide batch=18",
     ),
     "an interval by epoch of a half": (
         "batch: 12\nkfac: {inv_update_steps: '10 until 3, 20.5'}\n",
@@ -502,7 +502,7 @@ def shown(capsys, *arguments):
         ([], 4, 256),
         ([], 6, 252),
         ([], 300, 300),
-        (["--parts=12"], 6, 252),
+        (["--transport.virtual_ranks=12"], 6, 252),
         (["--batch=12"], 6, 12),
         (["--batch_per_rank=3"], 6, 18),
     ],

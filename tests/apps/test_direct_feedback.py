@@ -10,7 +10,13 @@ from mpikfac_apps.training.train import main
 
 STEPS = 6
 QUICK = (
-    *("--data.train_images=72", "--batch=24", "--parts=4", "--epochs=2", "--threads=1"),
+    *(
+        "--data.train_images=72",
+        "--batch=24",
+        "--transport.virtual_ranks=4",
+        "--epochs=2",
+        "--threads=1",
+    ),
     '--feedback=["2","5"]',
 )
 KINDS = {

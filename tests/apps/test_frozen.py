@@ -15,7 +15,13 @@ from mpikfac_apps.training.parts.optimizers import Frozen
 STEPS = 9  # 3 steps are an epoch
 LAST = "10."  # the linear layer of digits_cnn
 QUICK = (
-    *("--data.train_images=72", "--batch=24", "--parts=4", "--epochs=3", "--frozen_epochs=1"),
+    *(
+        "--data.train_images=72",
+        "--batch=24",
+        "--transport.virtual_ranks=4",
+        "--epochs=3",
+        "--frozen_epochs=1",
+    ),
     *("--threads=1", "--log_every=1", "--schedule=constant"),
 )
 KINDS = {

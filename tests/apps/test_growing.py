@@ -106,8 +106,8 @@ def runs(root):
     for ranks in (1, 2, 3):
         yield ranks, arguments(root / f"plain {ranks}", "--model=plain")
     for ranks in (1, 2):
-        yield ranks, arguments(root / f"in parts {ranks}", "--parts=4")
-    moved = arguments(root / "moved", "--parts=4")
+        yield ranks, arguments(root / f"in parts {ranks}", "--transport.virtual_ranks=4")
+    moved = arguments(root / "moved", "--transport.virtual_ranks=4")
     yield 2, [*moved, "--max_steps=8"]
     yield 1, [*moved, "--resume=auto"]
 

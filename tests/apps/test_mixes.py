@@ -153,10 +153,10 @@ QUICK = (
     *("--data.mixup=0.4", "--data.cutmix=1", "--lr=0.003", "--label_smoothing=0.1"),
 )
 KINDS = {
-    "kfac": ("--parts=4",),
-    "mc": ("--parts=4", "--kfac.fisher_type=mc"),
-    "adapted": ("--parts=4", "--kfac.length=own", "--kfac.damping_adapt=2"),
-    "sgd": ("--parts=4", "--optimizer=sgd"),
+    "kfac": ("--transport.virtual_ranks=4",),
+    "mc": ("--transport.virtual_ranks=4", "--kfac.fisher_type=mc"),
+    "adapted": ("--transport.virtual_ranks=4", "--kfac.length=own", "--kfac.damping_adapt=2"),
+    "sgd": ("--transport.virtual_ranks=4", "--optimizer=sgd"),
 }
 QUADRATIC = (
     *("--kfac.length=quadratic", "--schedule=constant", "--momentum=0", "--weight_decay=0"),

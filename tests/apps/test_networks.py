@@ -525,7 +525,10 @@ def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
     ("given", "message"),
     [
         ("--accumulate=7", "accumulate=7 must divide the 120 images of a rank's share of batch"),
-        ("--accumulate=2 --parts=2", "accumulate=2 needs parts=null, not 2"),
+        (
+            "--accumulate=2 --transport.virtual_ranks=2",
+            "accumulate=2 needs transport.virtual_ranks=null, not 2",
+        ),
         ("--accumulate=2 --transport.overlap", "accumulate=2 needs transport.overlap=false"),
         (
             "--autocast=bfloat16 --kfac.length=quadratic --schedule=constant --momentum=0 "

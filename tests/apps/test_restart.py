@@ -70,7 +70,7 @@ PLACEMENTS = {
     ),
 }
 # A network that depends on the ranks, unless the batch comes in parts: runs on these ranks.
-IN_ORDER = (f"--parts={24 if SOAK else 12}",)
+IN_ORDER = (f"--transport.virtual_ranks={24 if SOAK else 12}",)
 LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the step at which they stop
 # The runs of `job` count as one test's.
 pytestmark = [pytest.mark.slow, pytest.mark.gate, pytest.mark.timeout(1800)]

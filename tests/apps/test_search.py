@@ -217,7 +217,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
         ("--search --preconditioner=own", "give preconditioner, not own"),
         ("--search --strategy=dp-kfac,sgd,stale-inverse", "trains like one process on all images"),
         ("--search --strategy=hybrid --ranks=7", "hybrid needs a divisor of the ranks above 1"),
-        ("--search --strategy=spd-kfac --parts=4", "unknown key parts"),
+        ("--search --strategy=spd-kfac --transport.virtual_ranks=4", "unknown key parts"),
         ("--search --model=resnet20", "only of: resnet101, resnet152, resnet50"),
         ("--search --strategy=kfac-lw --transport.overlap", "overlap=True needs"),
     ],

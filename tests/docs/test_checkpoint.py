@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import AdamGrafting, AdamInEigenbases, Strategy
 from mpikfac.lab import DiLoCo, Parle
 from support import inside, problem
 
@@ -35,13 +35,17 @@ def test_items_that_the_page_names_exist():
     assert len(names) >= 5
     known = [
         items_of(damping=mpikfac.LevenbergMarquardt()),
-        items_of(preconditioner="ekfac", length="adam"),
-        items_of(own=0, length="orthogonal", momentum=0.9),
+        items_of(preconditioner="ekfac", grafting=AdamGrafting(orthogonalize=False)),
+        items_of(own=0, grafting=AdamGrafting(momentum=0.9)),
         items_of(preconditioner="shampoo"),
         items_of(
-            own=0, preconditioner="soap", length="rotated", relative_damping=True, damping=0.001
+            own=0,
+            preconditioner="soap",
+            grafting=AdamInEigenbases(),
+            relative_damping=True,
+            damping=0.001,
         ),
-        items_of(own=0, length="rows"),
+        items_of(own=0, grafting=AdamGrafting(normalize_rows=True)),
     ]
     exchanges = DiLoCo(sync_every=2, outer_lr=1.0), Parle(sync_every=2, outer_momentum=0.9)
     for sync, rank in zip(exchanges, (2, 0)):

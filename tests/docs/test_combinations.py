@@ -35,6 +35,6 @@ def test_the_list_has_every_table():
         "`transport.virtual_ranks`",
         "`ways`",
         "`preconditioner='ekfac'`",
-        "`length='quadratic'`",
+        "`grafting='quadratic-model'`",
     }
     assert len(ROWS) > 50

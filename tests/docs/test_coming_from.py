@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "start" / "coming_from.md").read_te
 def test_the_published_algorithm_takes_a_step():
     """Oracle: the published settings in the plan and in the state; a change of all weights."""
     codes = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    (code,) = (code for code in codes if "kl=" in code)
+    (code,) = (code for code in codes if "kl_clip=" in code)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
     before = [parameter.clone() for parameter in model.parameters()]
     known = {"mpikfac": mpikfac, "torch": torch, "model": model, "comm": mpikfac.world()}
@@ -32,11 +32,8 @@ def test_the_published_algorithm_takes_a_step():
 
 def test_the_arguments_of_the_page_exist():
     """Oracle: the signatures."""
-    named = set(re.findall(r"\b(?:mpikfac\.)?([A-Z]\w+|Strategy\.\w+)\((?:\w+, )?(\w+)=", PAGE))
-    named = {(name, argument) for name, argument in named if hasattr(mpikfac, name.split(".")[0])}
-    assert {("Length", "kl"), ("Coverage", "skip"), ("Strategy.hybrid", "fraction")} <= named
+    named = set(re.findall(r"\b(?:mpikfac\.)?([A-Z]\w+)\((?:\w+, )?(\w+)=", PAGE))
+    named = {(name, argument) for name, argument in named if hasattr(mpikfac, name)}
+    assert {("KLClip", "kl_clip"), ("Coverage", "skip"), ("HybridOpt", "grad_workers")} <= named
     for name, argument in named:
-        call = mpikfac
-        for part in name.split("."):
-            call = getattr(call, part)
-        assert argument in inspect.signature(call).parameters, (name, argument)
+        assert argument in inspect.signature(getattr(mpikfac, name)).parameters, (name, argument)

@@ -1,4 +1,4 @@
-"""The programs on the pages about curvature and lengths run unchanged, under MPI."""
+"""The programs on the pages about curvature and grafting run unchanged, under MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.launch import launch
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "ideas" / "curvature.md"
-LENGTHS = PAGE.parent / "lengths.md"
+GRAFTING = PAGE.parent / "grafting.md"
 TESTS = Path(__file__).parents[1]
 BEFORE = f"""
 import sys
@@ -70,7 +70,7 @@ print("divided by the diagonals")
 
 def code(word):
     """Return the program of the pages that contains the word."""
-    text = PAGE.read_text() + LENGTHS.read_text()
+    text = PAGE.read_text() + GRAFTING.read_text()
     codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (found,) = (code for code in codes if word in code)
     return found
@@ -100,7 +100,7 @@ def test_damping_is_adapted(tmp_path):
     """Oracle: damping after five and ten steps of a batch, by hand: a power of 0.95**5 twice."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
-        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('norm=1.0')}"
+        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('max_norm=1.0')}"
         "import math\n"
         "moves = math.log(damping.damping / 0.03, 0.95**5)\n"
         "print(len({*comm.allgather(damping.damping)}), round(moves, 9) in (-2, 2), kfac.steps)\n"
@@ -113,7 +113,7 @@ def test_length_and_momentum_come_from_a_quadratic_model(tmp_path):
     """Oracle: a loss that falls on both ranks; the same weights; a last step in the state."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
-        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('length.batch(images')}"
+        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('set_batch(images')}"
         "    first = loss.item() if kfac.steps == 1 else first\n"
         "weights = comm.allgather(model.head.weight.tolist())\n"
         "kept = sum('momentum_buffer' in name for name in kfac.state_dict())\n"
@@ -140,9 +140,8 @@ def test_a_preconditioner_of_ones_own(tmp_path):
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     )
     own = code("class Diagonal(")
-    plain = own.replace(
-        "preconditioner=Diagonal()", 'preconditioner=Diagonal(), length=mpikfac.Length("adam")'
-    )
+    grafting = "grafting=mpikfac.AdamGrafting(orthogonalize=False)"
+    plain = own.replace("preconditioner=Diagonal()", f"preconditioner=Diagonal(), {grafting}")
     (tmp_path / "program.py").write_text(f"{BEFORE}{setup}{plain}{SOLVED}")
     job = launch(2, str(tmp_path / "program.py"))
     assert job.stdout.splitlines() == ["divided by the diagonals"] * 2, job.stderr

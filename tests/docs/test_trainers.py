@@ -46,7 +46,7 @@ print(kfac.steps, weights.double().sum().item().hex())
 """
 STEPS = """
 expected, other = fresh()
-stepped = mpikfac.KFAC(expected, other, comm, damping=0.03, length=mpikfac.Length("own"))
+stepped = mpikfac.KFAC(expected, other, comm, damping=0.03, grafting=mpikfac.NoGrafting())
 for images, labels in loader:
     other.zero_grad()
     LOSS(expected(images), labels).backward()
@@ -83,7 +83,7 @@ def program(path: Path, word: str, after: str, page: Path = PAGE) -> str:
     codes = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (code,) = (code for code in codes if word in code)
     if after == STEPS:  # Adam's length magnifies rounding where gradients are 0
-        code = code.replace("damping=0.03", 'damping=0.03, length=mpikfac.Length("own")')
+        code = code.replace("damping=0.03", "damping=0.03, grafting=mpikfac.NoGrafting()")
     path.write_text(BEFORE + code + after)
     return str(path)
 

@@ -36,9 +36,11 @@ def test_a_larger_network_has_few_kernels():
 @pytest.mark.parametrize("preconditioner", ["inverse", "eigen"])
 def test_a_deeper_network_starts_no_more_kernels_of_directions(preconditioner, momentum):
     """Oracle: the count for a network with fewer layers of the same shapes."""
-    length = mpikfac.Length("orthogonal", momentum=momentum)
+    grafting = mpikfac.AdamGrafting(momentum=momentum)
     shallow, deep = (
-        steps_of(name, 32, momentum=0.0, preconditioner=preconditioner, length=length)["ordinary"]
+        steps_of(name, 32, momentum=0.0, preconditioner=preconditioner, grafting=grafting)[
+            "ordinary"
+        ]
         for name in ("resnet20", "resnet32")
     )
     assert deep.kernels - deep.of_model == shallow.kernels - shallow.of_model

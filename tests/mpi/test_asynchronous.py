@@ -14,7 +14,6 @@ from torch import nn
 
 import mpikfac
 from mpikfac import (
-    AsyncSGD,
     Distribution,
     FirstOrderTrainer,
     Int8,
@@ -22,7 +21,7 @@ from mpikfac import (
     Strategy,
     UserError,
 )
-from mpikfac.lab import ParameterServer
+from mpikfac.lab import AsyncSGD, ParameterServer
 from support import inside, problem
 from support.strategies import changed, strategy_of
 

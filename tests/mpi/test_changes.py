@@ -212,8 +212,8 @@ def trained_once(model, comm):
 def test_labels_of_the_model_leave_frozen_layers_alone(comm):
     """Oracle: the weights of the layer that was frozen between two steps."""
     model = network()
-    sampled = mpikfac.Estimator(fisher_type="mc")
-    kfac = mpikfac.KFAC(model, sgd(model), comm, damping=0.01, estimator=mc)
+    drawn = mpikfac.Estimator(fisher_type="mc")
+    kfac = mpikfac.KFAC(model, sgd(model), comm, damping=0.01, estimator=drawn)
     for step in range(3):
         if step == 1:
             freeze(model, kfac.optimizer, 0)
@@ -492,9 +492,9 @@ def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, preconditione
         norm = nn.BatchNorm1d(6, affine=False) if alone else nn.Identity()
         model = nn.Sequential(norm, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        length = mpikfac.Length("own")
+        grafting = mpikfac.NoGrafting()
         trainer = mpikfac.KFAC(
-            model, optimizer, on, length=length, **settings | PRECONDITIONERS[preconditioner]
+            model, optimizer, on, grafting=grafting, **settings | PRECONDITIONERS[preconditioner]
         )
         for step in range(3):
             x, y = batch(step, own)

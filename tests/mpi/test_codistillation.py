@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Codistillation, FirstOrderTrainer
+from mpikfac import FirstOrderTrainer
+from mpikfac.lab import Codistillation
 from mpikfac.lab.codistillation.codistillation import divergence
 from mpikfac.numerics import Arena
 from mpikfac.plan import divisors

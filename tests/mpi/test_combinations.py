@@ -1,4 +1,4 @@
-"""All combinations of preconditioners, Fishers, placements and weight sharing: one process's numbers."""
+"""All combinations of preconditioner, Fisher, placement, weight sharing: one process's numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = problem.SETTINGS | {"inv_update_steps": 2}
 STEPS = range(3)  # factors and decompositions at 0 and 2
 SHARING = "expand", "reduce"
 ESTIMATORS = [
-    *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("mc", "exact"), SHARING),
+    *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("mc", "type-2"), SHARING),
     *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("empirical",), ("reduce",)),
     (
         "unsplit-inverse",
@@ -62,7 +62,7 @@ def train(comm, strategy, shares, preconditioner, fisher, sharing):
     """Train with the given shares of the ranks, a share after a share; return the state."""
 
     def rule(layer):
-        return replace(mpikfac.default_rule(layer), sharing=sharing)
+        return replace(mpikfac.default_rule(layer), kfac_approx=sharing)
 
     model = network()
     choices = {**SETTINGS, "preconditioner": preconditioner, "fisher_type": fisher, "rule": rule}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import LevenbergMarquardt, MemOpt, Strategy
+from mpikfac import LevenbergMarquardt, MemOpt, SGDGrafting, Strategy
 from support import inside, oracles, problem
 
 RANKS = mpikfac.world().size
@@ -52,11 +52,11 @@ def test_relative_damping_is_the_textbooks(comm, strategy, preconditioner):
 
 
 LENGTHS = {
-    "graft": {"length": "sgd", "kl_clip": None},
-    "graft, then the KL clip": {"length": "sgd", "kl_clip": 0.001},
+    "graft": {"grafting": SGDGrafting(), "kl_clip": None},
+    "graft, then the KL clip": {"grafting": SGDGrafting(), "kl_clip": 0.001},
     "norm": {"kl_clip": None, "norm_clip": 0.1},
     "Fisher norm": {"kl_clip": None, "fisher_clip": 0.1},
-    "graft, then norm": {"length": "sgd", "kl_clip": None, "norm_clip": 0.1},
+    "graft, then norm": {"grafting": SGDGrafting(), "kl_clip": None, "norm_clip": 0.1},
 }
 
 
@@ -71,11 +71,11 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
         found = problem.run(kfac, comm, [step])
         assert kfac.kl_scale.item() == pytest.approx(scales[step])
         planned = problem.planned(kfac, step)
-        if not inside.settings(kfac).length.bound:
+        if not inside.settings(kfac).bound:
             planned.pop("clip", None)
         assert +collections.Counter(kfac.trace.sent) == planned
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    assert bool(inside.settings(kfac).length.bound) == (
+    assert bool(inside.settings(kfac).bound) == (
         max(scales) < 1
     )  # else the bound would not be tested
     assert all(torch.equal(found, other) for other in comm.allgather(found))

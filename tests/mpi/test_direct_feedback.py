@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import DirectFeedback, Estimator, FirstOrderTrainer, Strategy
+from mpikfac import Estimator, FirstOrderTrainer, Strategy
+from mpikfac.lab import DirectFeedback
 from support import problem
 from support.strategies import changed
 

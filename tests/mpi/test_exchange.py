@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, Strategy, Transport
 from mpikfac.lab import DASO, DiLoCo, LocalSGD, Parle
-from mpikfac.plan import PlannedCopies
+from mpikfac.lab.local_sgd.messages import PlannedCopies
 from support import inside, problem
 from support.copies import (
     DILOCO,

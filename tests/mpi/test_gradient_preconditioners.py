@@ -1,8 +1,9 @@
-"""Preconditioners whose factors come from the averaged gradient: the numbers of one process, the bytes."""
+"""Preconditioners with factors of the averaged gradient: the numbers of one process, the bytes."""
 
 from __future__ import annotations
 
 import collections
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from torch import nn
 
 import mpikfac
 from mpikfac import (
+    AdamGrafting,
+    AdamInEigenbases,
     BFloat16,
     CommOpt,
     Compression,
     Damping,
     HybridOpt,
     Int8,
-    Length,
     MemOpt,
     Strategy,
 )
@@ -27,12 +29,13 @@ from support import gradients, inside, problem
 from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
-LENGTHS = {
-    **{"shampoo": "adam", "kl-shampoo": "adam", "soap": "rotated"},
-    **{"muon": "orthogonal", "normuon": "rows"},
+ADAM, ORTHOGONAL, ROWS = problem.BY_ADAM
+GRAFTINGS = {
+    **{"shampoo": ADAM, "kl-shampoo": ADAM, "soap": AdamInEigenbases()},
+    **{"muon": ORTHOGONAL, "normuon": ROWS},
 }
-PRECONDITIONERS = tuple(LENGTHS)
-LENGTHS["newton-muon"] = "orthogonal"
+PRECONDITIONERS = tuple(GRAFTINGS)
+GRAFTINGS["newton-muon"] = ORTHOGONAL
 WITHOUT_FACTORS = ("muon", "normuon")
 KINDS = tuple(gradients.NETWORKS)
 STEPS, STOP = range(8), 4
@@ -74,8 +77,8 @@ PAIRS = [
 def trainer(comm, preconditioner, strategy, kind="convolutional", momentum=0.9, skip=()):
     model = gradients.network(kind)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    length = Length(LENGTHS[preconditioner], momentum=momentum)
-    settings = {"length": length, "damping": Damping(relative=0.01), "inv_update_steps": 4}
+    grafting = replace(GRAFTINGS[preconditioner], momentum=momentum)
+    settings = {"grafting": grafting, "damping": Damping(relative=0.01), "inv_update_steps": 4}
     settings |= {"preconditioner": preconditioner, "coverage": mpikfac.Coverage(skip=skip)}
     return mpikfac.KFAC(model, sgd, comm, strategy, factor_update_steps=1, **settings)
 
@@ -169,9 +172,9 @@ def test_memory_is_the_plans(comm, name, preconditioner, momentum):
     kfac = trainer(comm, preconditioner, STRATEGIES[name], momentum=momentum, skip=["2"])
     run(kfac, comm, range(2))
     found, planned = inside.memory(kfac), kfac.plan.memory(comm.rank)
-    plan, source = kfac.plan.of(comm.rank), LENGTHS[preconditioner]
-    of_lengths = mpikfac.plan.memory_of_lengths(plan, source, momentum > 0)
-    found = {kind: found.get(kind, 0) for kind in planned} | inside.memory_of_length(kfac)
+    plan, grafting = kfac.plan.of(comm.rank), inside.settings(kfac).grafting
+    of_lengths = mpikfac.plan.memory_of_grafting(plan, grafting)
+    found = {kind: found.get(kind, 0) for kind in planned} | inside.memory_of_grafting(kfac)
     assert {*comm.allgather(found == planned | of_lengths)} == {True}
 
 
@@ -203,7 +206,7 @@ def test_another_preconditioner_takes_weights_and_lengths_alone(comm, preconditi
     run(gradient, comm, range(2))
     model = gradients.network("convolutional")
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    kfac = mpikfac.KFAC(model, sgd, comm, length=Length("adam", momentum=0.9))
+    kfac = mpikfac.KFAC(model, sgd, comm, grafting=AdamGrafting(orthogonalize=False, momentum=0.9))
     run(kfac, comm, range(2))
     states = [problem.whole_state(one, comm) for one in (gradient, kfac)]
     for one, other in ((kfac, states[0]), (gradient, states[1])):

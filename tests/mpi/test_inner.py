@@ -29,7 +29,7 @@ def train(comm, strategy, ranks, kind, fisher_type="empirical", preconditioner="
     settings = problem.SETTINGS | {
         "damping": 0.1,
         "preconditioner": preconditioner,
-        "fisher_type": fisher,
+        "fisher_type": fisher_type,
     }
     kfac = problem.kfac(network, optimizer, comm, strategy, **settings)
     problem.train_on_shards(kfac, comm, ranks, map(problem.batch, range(problem.STEPS)))

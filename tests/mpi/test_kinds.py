@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import CommOpt, MemOpt, Refresh, Strategy, Transport
+from mpikfac import AdamGrafting, CommOpt, MemOpt, Refresh, Strategy, Transport
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -140,17 +140,17 @@ def test_relative_damping_under_each_placement(comm, strategy, preconditioner):
         assert_as_one_process(comm, strategy, **choices)
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
+@pytest.mark.parametrize("grafting", problem.BY_ADAM, ids=problem.label)
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
-def test_lengths_of_adam_under_each_placement(comm, strategy, length):
+def test_lengths_of_adam_under_each_placement(comm, strategy, grafting):
     """Oracle: a single process on the joined batches."""
-    assert_as_one_process(comm, strategy, preconditioner="eigen", length=length, kl_clip=None)
+    assert_as_one_process(comm, strategy, preconditioner="eigen", grafting=grafting, kl_clip=None)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_momenta_under_each_placement(comm, strategy):
     """Oracle: a single process on the joined batches."""
-    choices = {"length": "orthogonal", "kl_clip": None, "momentum": 0.8}
+    choices = {"grafting": AdamGrafting(momentum=0.8), "kl_clip": None}
     assert_as_one_process(comm, strategy, preconditioner="eigen", **choices)
 
 
@@ -167,7 +167,7 @@ def test_low_rank_under_each_placement(comm, strategy, relative):
     assert_as_one_process(comm, strategy, **choices)
 
 
-@pytest.mark.parametrize("chosen", ["exact", "forward-only"])
+@pytest.mark.parametrize("chosen", ["type-2", "forward-only"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_each_fisher_under_each_placement(comm, strategy, chosen):
     """Oracle: a single process on the joined batches."""

@@ -216,7 +216,7 @@ def test_ranks_step_alike_in_any_precision(comm, strategy):
     weights = {}
     for precision in ("float32", "tf32", "bfloat16"):
         model = problem.network().float()
-        settings = {**SETTINGS, "damping": 0.1, "precision": precision}
+        settings = {**SETTINGS, "damping": 0.1, "matmul_precision": precision}
         kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **settings)
         for number in range(3):
             images, labels = problem.shards(number, comm.size)[comm.rank]
@@ -233,8 +233,10 @@ def test_ranks_step_alike_in_any_precision(comm, strategy):
 def test_ranks_with_other_precisions_are_refused(comm):
     """Oracle: the line, the same on all ranks."""
     model = problem.network()
-    length = mpikfac.Length(precision=("tf32", "bfloat16")[comm.rank > 0])
+    precision = ("tf32", "bfloat16")[comm.rank > 0]
     with pytest.raises(mpikfac.UserError) as caught:
-        mpikfac.KFAC(model, problem.sgd(model), comm, length=length)
-    assert "ranks disagree on precision: 'tf32' on rank 0, 'bfloat16' on rank" in str(caught.value)
+        mpikfac.KFAC(model, problem.sgd(model), comm, matmul_precision=precision)
+    assert "ranks disagree on matmul_precision: 'tf32' on rank 0, 'bfloat16' on rank" in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value) and len(set(comm.allgather(str(caught.value)))) == 1

@@ -1,4 +1,4 @@
-"""A new preconditioner, missing in the library, is distributed in all ways: one process's numbers."""
+"""A new preconditioner is distributed in all ways: one process's numbers."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import CommOpt, LevenbergMarquardt, MemOpt, Refresh, Strategy, Transport
+from mpikfac.lab import QuadraticModel
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -32,7 +33,7 @@ def trainer(comm, strategy, preconditioner="eigen"):
         ),
         "inv_update_steps": 2,
     }
-    settings |= {"kl_clip": None, "length": "quadratic", "preconditioner": preconditioner}
+    settings |= {"kl_clip": None, "grafting": QuadraticModel(), "preconditioner": preconditioner}
     return problem.kfac(model, optimizer, comm, strategy, **problem.SETTINGS | settings)
 
 
@@ -51,7 +52,7 @@ def train(kfac, comm, steps=STEPS, cut=None):
         kfac.optimizer.zero_grad()
         before = loss(kfac.model(images))
         before.backward()
-        kfac.length.batch(images, loss)
+        kfac.grafting.set_batch(images, loss)
         kfac.step(examples=len(images) if cut else None)
         numbers.append(inside.predicted_change(kfac).item())
         with torch.no_grad():

@@ -109,11 +109,11 @@ def test_a_further_copy_goes_on_with_the_momentum_of_rank_0(comm):
         assert torch.equal(value, state["exchange" + name.partition("exchange")[2]]), name
 
 
-@pytest.mark.parametrize("length", ["adam", "rows"])
-def test_each_copy_goes_on_with_its_own_lengths(comm, length):
+@pytest.mark.parametrize("grafting", problem.BY_ADAM[::2], ids=problem.label)
+def test_each_copy_goes_on_with_its_own_lengths(comm, grafting):
     """Oracle: the run that was not interrupted; averages of a copy are of the copy's directions."""
     strategy = Strategy(CommOpt(), sync=LocalSGD(sync_every=2))
-    first, second = (kfac_of(comm, strategy, length=length, kl_clip=None) for _ in range(2))
+    first, second = (kfac_of(comm, strategy, grafting=grafting, kl_clip=None) for _ in range(2))
     problem.run(first, comm, range(5))
     first.average_replicas()
     second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))

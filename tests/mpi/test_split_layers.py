@@ -316,14 +316,14 @@ def test_autocast(comm):
 
 
 @pytest.mark.parametrize("fisher_type", ["type-2", "forward-only"])
-def test_further_estimators(comm, fisher):
+def test_further_estimators(comm, fisher_type):
     """Oracle: the ordinary model."""
 
     def trained(distribution=None):
         model = model_of(multilayer)
         if distribution:
             mpikfac.lab.split_layers(model, comm, distribution)
-        settings = {**problem.SETTINGS, "fisher_type": fisher}
+        settings = {**problem.SETTINGS, "fisher_type": fisher_type}
         trainer = problem.kfac(model, problem.sgd_all(model), comm, None, **settings)
         for step in range(2):
             images, labels = shard(step, comm)

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import CommOpt, HybridOpt, MemOpt, Refresh, Strategy, Transport, UserError
+from mpikfac import (
+    AdamGrafting,
+    CommOpt,
+    HybridOpt,
+    MemOpt,
+    Refresh,
+    Strategy,
+    Transport,
+    UserError,
+)
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -77,15 +86,15 @@ def test_averages_that_begin_at_the_identity_go_on(comm, workers, reduce_at):
     torch.testing.assert_close(expected, unmoved, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
+@pytest.mark.parametrize("grafting", problem.BY_ADAM, ids=problem.label)
 @pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
-def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy, length):
+def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy, grafting):
     """Oracle: the uninterrupted run; without Adam's averages of squares, the end differs."""
-    settings = {"length": length, "kl_clip": None}
+    settings = {"grafting": grafting, "kl_clip": None}
     state, expected = interrupted(comm, strategy, **settings)
     assert torch.equal(continued(comm, state, strategy, **settings), expected)
     assert not trainer(comm, strategy, **settings).missing(state)
-    for kind in ("kfac/graft/", *["kfac/rows/"] * (length == "rows")):
+    for kind in ("kfac/graft/", *["kfac/rows/"] * grafting.normalize_rows):
         less = {name: value for name, value in state.items() if not name.startswith(kind)}
         assert not torch.equal(continued(comm, less, strategy, **settings), expected)
 
@@ -93,7 +102,7 @@ def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy, length):
 @pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
 def test_momenta_go_on_to_the_last_bit(comm, strategy):
     """Oracle: the uninterrupted run; without the momenta, the end differs."""
-    settings = {"length": "orthogonal", "kl_clip": None, "momentum": 0.8}
+    settings = {"grafting": AdamGrafting(momentum=0.8), "kl_clip": None}
     state, expected = interrupted(comm, strategy, problem.plain_sgd, **settings)
     assert torch.equal(continued(comm, state, strategy, problem.plain_sgd, **settings), expected)
     assert not trainer(comm, strategy, problem.plain_sgd, **settings).missing(state)
@@ -103,7 +112,11 @@ def test_momenta_go_on_to_the_last_bit(comm, strategy):
 
 def test_all_ranks_miss_the_same(comm):
     """Oracle: rank 0; ranks without preconditioning also count grafting's items."""
-    settings = {"length": "adam", "kl_clip": None, "factor_update_steps": 1}
+    settings = {
+        "grafting": AdamGrafting(orthogonalize=False),
+        "kl_clip": None,
+        "factor_update_steps": 1,
+    }
     kfac = trainer(comm, Strategy(MemOpt(), refresh=Refresh(staleness=2)), **settings)
     problem.run(kfac, comm, range(4))
     names = whole_state(comm, kfac).keys()

@@ -45,7 +45,7 @@ def run_as_planned(comm, kfac):
         kfac.trace.clear()
         problem.run(kfac, comm, [step])
         planned = collections.Counter()
-        kind = step % 2 == 0, step % 3 == 0, bool(inside.settings(kfac).length.bound)
+        kind = step % 2 == 0, step % 3 == 0, bool(inside.settings(kfac).bound)
         for message in kfac.plan.messages(comm.rank, *kind):
             planned[message.stage] += message.bytes
         assert dict(kfac.trace.sent) == dict(planned)

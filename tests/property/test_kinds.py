@@ -101,7 +101,7 @@ def forms(draw):
 
     def rule(layer):
         kept = "".join(side for side in chosen if side in layer.sides)
-        return replace(layer, sharing=sharing, diagonal=kept, largest=largest)
+        return replace(layer, kfac_approx=sharing, diagonal=kept, largest=largest)
 
     return rule
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, Strategy
+from mpikfac import CommOpt, FirstOrderTrainer, MemOpt, NoGrafting, Strategy
 from mpikfac.lab import LSGD, DiLoCo, Parle
 from support import problem
 
@@ -54,7 +54,7 @@ def trained(comm, strategy, steps, nesterov=False):
 
 def kfac_of(comm, strategy, **settings):
     model = problem.network()
-    chosen = {**problem.SETTINGS, "length": "own", **settings}
+    chosen = {**problem.SETTINGS, "grafting": NoGrafting(), **settings}
     return problem.kfac(model, problem.sgd(model), comm, strategy, **chosen)
 
 

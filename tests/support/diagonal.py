@@ -1,4 +1,4 @@
-"""A preconditioner that the library does not have: the diagonals of A and G alone, and a dense oracle."""
+"""A preconditioner of no library: the diagonals of A and G alone, and a dense oracle."""
 
 from __future__ import annotations
 

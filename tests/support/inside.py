@@ -14,18 +14,19 @@ from typing import Any, TypeAlias
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from mpikfac import KFAC, AsyncSGD, FirstOrderTrainer
+from mpikfac import KFAC, FirstOrderTrainer
 from mpikfac.comm import Grid
 from mpikfac.comm.messages import overlap
 from mpikfac.comm.messages.outbox import Outbox, Piece
 from mpikfac.engine import Bases, Directions, Gradients, Nonfinite
-from mpikfac.engine.curvature import capture, preconditioner
+from mpikfac.engine.curvature import capture, distributed
+from mpikfac.engine.curvature import scales as scales_of_examples
 from mpikfac.engine.curvature.directions import clip_scale
 from mpikfac.engine.curvature.recording import Recorder, Together, together
 from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.nonfinite import TOLERATED
-from mpikfac.extensions import curvature_servers
-from mpikfac.extensions import scales as scales_of_examples
+from mpikfac.lab import AsyncSGD
+from mpikfac.lab.curvature_servers import decomposer
 from mpikfac.lab.local_sgd.replicas import Copies, of_copies
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena
@@ -77,8 +78,8 @@ Trainer: TypeAlias = KFAC | FirstOrderTrainer | AsyncSGD
 PLACES: dict[str, tuple[Any, str]] = {
     "reduce gradients": (Gradients, "average"),
     "decompose": (Bases, "decompose"),
-    "decompose for others": (curvature_servers, "_answer"),  # on curvature servers
-    "let curvature servers go": (curvature_servers, "leave"),
+    "decompose for others": (decomposer, "_answer"),  # on curvature servers
+    "let curvature servers go": (decomposer, "leave"),
     "restart scales": (Scales, "restart"),
     "publish gradients": (Directions, "publish"),
     "examples at a time": (scales_of_examples, "CHUNK"),
@@ -139,13 +140,13 @@ def predicted_change(kfac: KFAC) -> Tensor:
     return kfac.preconditioner.directions.expected
 
 
-def memory_of_length(kfac: KFAC) -> dict[str, int]:
-    """Return the bytes that a length by Adam's steps keeps, by the names of `memory_of_lengths`."""
-    length: Any = kfac.length
-    further = [*getattr(length, "_sizes", ()), *getattr(length, "_squares", {}).values()]
-    flats = {x.untyped_storage().data_ptr(): x for x in [*length._adam._averages, *further]}
+def memory_of_grafting(kfac: KFAC) -> dict[str, int]:
+    """Return the bytes that lengths by Adam keep, by the names of `plan.memory_of_grafting`."""
+    graft: Any = kfac.grafting
+    further = [*getattr(graft, "_sizes", ()), *getattr(graft, "_squares", {}).values()]
+    flats = {x.untyped_storage().data_ptr(): x for x in [*graft._adam._averages, *further]}
     averages = sum(x.untyped_storage().nbytes() for x in flats.values())
-    momenta = length._momenta.flat.nbytes + length._means.flat.nbytes
+    momenta = graft._momenta.flat.nbytes + graft._means.flat.nbytes
     return {"lengths": averages, "momenta": momenta}
 
 
@@ -211,7 +212,7 @@ def layers(kfac: KFAC) -> Sequence[Layer]:
 
 
 def settings(kfac: KFAC) -> Settings:
-    """Return the choices of K-FAC: `damping` and `length`."""
+    """Return the choices of K-FAC: `damping`, `grafting`, `clip` and more."""
     return kfac.settings
 
 
@@ -244,7 +245,7 @@ def decompositions(kfac: KFAC) -> Bases:
 
 
 def held(kfac: KFAC) -> dict[str, tuple[Preconditioner, Held]]:
-    """Return the preconditioner and the decompositions of every layer to precondition on the rank."""
+    """Return preconditioner and decompositions of every layer to precondition on the rank."""
     bases = decompositions(kfac)
     layers = bases.plan.preconditioned
     return {x.name: (bases.preconditioners[x.preconditioner.name], bases.hold([x])) for x in layers}
@@ -256,7 +257,10 @@ def replicas(trainer: Trainer) -> Copies:
 
 
 def whole_factors(kfac: KFAC) -> Mapping[str, Tensor]:
-    """Return the factors to decompose by name, packed; with `reduce_at="bases"`, reduced now."""
+    """Return the factors to decompose by name, packed.
+
+    With `reduce_factors_at="inverses"`, they are reduced now.
+    """
     return kfac.preconditioner.factors.whole(None)
 
 
@@ -303,7 +307,7 @@ RECORDERS = {"at once": Recorder, "together": Together}
 def record(monkeypatch: MonkeyPatch, way: str) -> None:
     """Let further trainers compute moments "at once" or "together", also on a CPU."""
     chosen = dict.fromkeys((True, False), RECORDERS[way])
-    monkeypatch.setattr(preconditioner.DistributedPreconditioner, "RECORDERS", chosen)
+    monkeypatch.setattr(distributed.DistributedPreconditioner, "RECORDERS", chosen)
 
 
 def stack(monkeypatch: MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpikfac import SGDGrafting
+from mpikfac.plan import Grafting
 from mpikfac_apps.checking.reference import kronecker_solve, tikhonov_solve
 
 Batch = tuple[Tensor, Tensor]
@@ -117,7 +119,7 @@ def unsplit_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Ten
     return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
 
 
-def rank_one_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+def eva_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     """Return `(g g^T (x) a a^T + damping I)^-1 gradient`, with the product written out."""
     return kronecker_solve(gradient, torch.outer(a, a), torch.outer(g, g), damping)
 
@@ -139,7 +141,7 @@ SOLVES: dict[str, Callable[..., Tensor]] = {
     "eigen": kronecker_solve,
     "inverse": tikhonov_solve,
     "unsplit-inverse": unsplit_solve,
-    "eva": rank_one_solve,
+    "eva": eva_solve,
 }
 
 
@@ -171,7 +173,7 @@ def train(
     kl_clip: float | None,
     norm_clip: float | None = None,
     fisher_clip: float | None = None,
-    length: str = "own",
+    grafting: Grafting | None = None,
     preconditioner: str = "eigen",
     start: str = "first",
     relative_damping: bool = False,
@@ -195,8 +197,8 @@ def train(
         if step % inv_update_steps == 0:
             names = history[0]
             used = {n: running_average([h[n] for h in history], decay, start) for n in names}
-        solve_now = partial(_grafted, solve) if length == "sgd" else solve
-        bounds = {"kl": kl_clip, "norm": norm_clip, "fisher_type": fisher_clip}
+        solve_now = partial(_grafted, solve) if isinstance(grafting, SGDGrafting) else solve
+        bounds = {"kl": kl_clip, "norm": norm_clip, "fisher": fisher_clip}
         scales.append(_precondition(model, optimizer, used, damping, bounds, solve_now))
         optimizer.step()
     return scales
@@ -244,7 +246,7 @@ def _precondition(
         divergence += along * lr_of[id(module.weight)] ** 2
         square += along
     whole = torch.cat([direction.flatten() for direction in directions.values()])
-    found = {"kl": abs(divergence), "norm": float(whole.norm()), "fisher_type": square**0.5}
+    found = {"kl": abs(divergence), "norm": float(whole.norm()), "fisher": square**0.5}
     shares = {n: bound / found[n] for n, bound in bounds.items() if bound is not None}
     scale = min([1.0, *(share**0.5 if n == "kl" else share for n, share in shares.items())])
     for name, module in modules.items():

@@ -17,9 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac import KFAC, Coverage, Damping, Estimator, Length, Strategy, world
+from mpikfac import (
+    KFAC,
+    AdamGrafting,
+    Coverage,
+    Damping,
+    Estimator,
+    FisherClip,
+    KLClip,
+    NoGrafting,
+    NormClip,
+    Strategy,
+    world,
+)
 from mpikfac.lab import LSGD
-from mpikfac.plan import divisors
+from mpikfac.plan import Grafting, divisors
 from mpikfac.preconditioners import named_preconditioner
 from support import inside
 from support.strategies import assigned
@@ -39,15 +51,23 @@ STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of st
 EXAMPLES = world().size * max(1, 12 // world().size)  # equal shards; 12 of 1 to 4 ranks
 
 
-LENGTH = {
-    **{"kl_clip": "kl", "norm_clip": "norm", "fisher_clip": "fisher_type", "length": "source"},
-    **{"momentum": "momentum", "trust": "trust"},
-    **{"precision": "precision", "capture": "capture"},
+CLIPS = {
+    "kl_clip": lambda bound: KLClip(kl_clip=bound),
+    "fisher_clip": lambda bound: FisherClip(max_norm=bound),
+    "norm_clip": lambda bound: NormClip(max_norm=bound),
 }
+BY_ADAM = (
+    AdamGrafting(orthogonalize=False),
+    AdamGrafting(),
+    AdamGrafting(normalize_rows=True),
+)
 
 
 def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
-    """Return a `KFAC` for settings by name, without the values that group settings."""
+    """Return a `KFAC` for settings by name, without the values that group settings.
+
+    Directions keep the length that preconditioning gives, if no `grafting` is given.
+    """
     values = {}
     if "basis_dtype" in settings:
         preconditioner = settings.get("preconditioner", "inverse")
@@ -57,8 +77,10 @@ def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
     if "relative_damping" in settings:
         kind = "relative" if settings.pop("relative_damping") else "value"
         values["damping"] = Damping(**{kind: settings.pop("damping")})
-    length = {LENGTH[name]: settings.pop(name) for name in LENGTH if name in settings}
-    values["length"] = Length(**{"source": "own"} | length)
+    values["grafting"] = settings.pop("grafting", NoGrafting())
+    bounds = {name: settings.pop(name, None) for name in CLIPS}
+    clips = [CLIPS[name](bound) for name, bound in bounds.items() if bound is not None]
+    (values["clip"],) = clips or [None]
     for name, value in (("estimator", Estimator), ("coverage", Coverage)):
         names = [field.name for field in dataclasses.fields(value)]
         values[name] = value(**{n: settings.pop(n) for n in names if n in settings})
@@ -150,7 +172,11 @@ def strategies(
 
 
 def label(value: object) -> str | None:
-    """Return a strategy's part of a test's name."""
+    """Return the part of a test's name for a strategy or a grafting."""
+    if isinstance(value, AdamGrafting):
+        return "rows" if value.normalize_rows else "orthogonal" if value.orthogonalize else "adam"
+    if isinstance(value, Grafting):
+        return value.name
     if not isinstance(value, Strategy):
         return None
     assignment = value.assignment

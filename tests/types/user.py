@@ -10,7 +10,17 @@ from dataclasses import replace
 import torch
 
 import mpikfac
-from mpikfac import Coverage, Damping, Estimator, Length, MemOpt, Refresh, Strategy, Transport
+from mpikfac import (
+    Coverage,
+    Damping,
+    Estimator,
+    Length,
+    MemOpt,
+    NormClip,
+    Refresh,
+    Strategy,
+    Transport,
+)
 from mpikfac.lab import CurvatureServers
 
 comm = mpikfac.world()
@@ -31,7 +41,7 @@ mpikfac.KFAC(
     replace(strategy, refresh=CurvatureServers(servers=1)),
     damping=Damping(relative=0.1),
     preconditioner=mpikfac.Eigen(dtype=torch.bfloat16),
-    length=Length(norm=1.0),
+    clip=NormClip(max_norm=1.0),
     estimator=Estimator(factor_decay=0.9, subsample=2),
     coverage=Coverage(skip=["0"]),
 )

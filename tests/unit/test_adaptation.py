@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import LevenbergMarquardt
+from mpikfac import LevenbergMarquardt, SGDGrafting
 from mpikfac.numerics import triangles
 from support import inside, problem
 
@@ -205,8 +205,10 @@ def test_bad_numbers_are_refused(numbers, text):
 
 
 def test_grafting_leaves_nothing_to_adapt(comm):
-    with pytest.raises(ValueError, match="adapted=.* needs length='own' or 'quadratic', not 'sgd'"):
-        trainer(comm, deep_linear(6, 3), [0.1], damping=LevenbergMarquardt(), length="sgd")
+    with pytest.raises(ValueError, match="adapted=.* needs grafting.prescribes=False, not True"):
+        trainer(
+            comm, deep_linear(6, 3), [0.1], damping=LevenbergMarquardt(), grafting=SGDGrafting()
+        )
 
 
 def test_fixed_damping_is_not_adapted(comm):

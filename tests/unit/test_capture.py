@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
+from mpikfac import AdamGrafting, AdamInEigenbases, NoGrafting, SGDGrafting
 from support import inside, problem
 from support.replay import Recorder
 
 PRECONDITIONERS = "inverse", "unsplit-inverse", "eigen", "ekfac", "eva"
-LENGTHS = "own", "sgd", "adam", "orthogonal", "rows"
+ADAM, ORTHOGONAL, ROWS = problem.BY_ADAM
+GRAFTINGS = NoGrafting(), SGDGrafting(), ADAM, ORTHOGONAL, ROWS
 OF_GRADIENT = [
-    ("shampoo", "adam"),
-    ("soap", "rotated"),
-    ("muon", "orthogonal"),
-    ("normuon", "rows"),
+    ("shampoo", ADAM),
+    ("soap", AdamInEigenbases(momentum=0.0)),
+    ("muon", ORTHOGONAL),
+    ("normuon", ROWS),
 ]
 STEPS = 14
 
@@ -46,7 +49,7 @@ def trained(comm, capture, happen=lambda step, kfac, scaler: None, scaler=None, 
         model,
         torch.optim.SGD(model.parameters(), lr=0.002),
         comm,
-        capture=capture,
+        cuda_graph=capture,
         **choices,
         **settings,
     )
@@ -61,11 +64,13 @@ def trained(comm, capture, happen=lambda step, kfac, scaler: None, scaler=None, 
 
 
 @pytest.mark.parametrize(
-    ("preconditioner", "length"), [*itertools.product(PRECONDITIONERS, LENGTHS), *OF_GRADIENT]
+    ("preconditioner", "grafting"),
+    [*itertools.product(PRECONDITIONERS, GRAFTINGS), *OF_GRADIENT],
+    ids=problem.label,
 )
-def test_replays_change_no_bit(comm, recorder, preconditioner, length):
+def test_replays_change_no_bit(comm, recorder, preconditioner, grafting):
     """Oracle: the same training without replays."""
-    settings = {"preconditioner": preconditioner, "length": length}
+    settings = {"preconditioner": preconditioner, "grafting": grafting}
     found = trained(comm, True, **settings)
     assert recorder.recordings == 1 and recorder.replays == STEPS - 2
     assert torch.equal(found, trained(comm, False, **settings))
@@ -74,12 +79,12 @@ def test_replays_change_no_bit(comm, recorder, preconditioner, length):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"length": "orthogonal", "momentum": 0.9},
-        {"length": "rows", "momentum": 0.9},
-        {"length": "rotated", "momentum": 0.9, "preconditioner": "soap"},
-        {"length": "adam", "momentum": 0.9, "trust": 0.01},
-        {"length": "own", "kl_clip": 0.001},
-        {"length": "orthogonal", "norm_clip": 0.1},
+        {"grafting": AdamGrafting(momentum=0.9)},
+        {"grafting": AdamGrafting(normalize_rows=True, momentum=0.9)},
+        {"grafting": AdamInEigenbases(momentum=0.9), "preconditioner": "soap"},
+        {"grafting": AdamGrafting(orthogonalize=False, momentum=0.9, max_trust_ratio=0.01)},
+        {"grafting": NoGrafting(), "kl_clip": 0.001},
+        {"grafting": AdamGrafting(), "norm_clip": 0.1},
     ],
     ids=str,
 )
@@ -123,12 +128,14 @@ def overflows(step, kfac, scaler):
 
 @pytest.mark.parametrize("happen", [breaks, freezes, loads, moves])
 @pytest.mark.parametrize(
-    ("preconditioner", "length"),
-    [("inverse", "adam"), ("inverse", "orthogonal"), *OF_GRADIENT[1::2]],
+    ("preconditioner", "grafting"),
+    [("inverse", ADAM), ("inverse", ORTHOGONAL), *OF_GRADIENT[1::2]],
+    ids=problem.label,
 )
-def test_unusual_steps_run_beside_replays(comm, recorder, happen, preconditioner, length):
+def test_unusual_steps_run_beside_replays(comm, recorder, happen, preconditioner, grafting):
     """Oracle: the same training without replays."""
-    settings = {"preconditioner": preconditioner, "length": length, "trust": 0.01}
+    grafting = replace(grafting, max_trust_ratio=0.01)
+    settings = {"preconditioner": preconditioner, "grafting": grafting}
     found = trained(comm, True, happen, **settings)
     assert 0 < recorder.replays < STEPS - 2 or happen is loads
     assert torch.equal(found, trained(comm, False, happen, **settings))
@@ -139,7 +146,7 @@ def test_skipped_steps_of_a_scaler(comm, recorder):
     states = []
     for capture in (True, False):
         scaler = torch.amp.GradScaler(problem.DEVICE.type, init_scale=2.0)
-        states.append(trained(comm, capture, overflows, scaler, length="orthogonal"))
+        states.append(trained(comm, capture, overflows, scaler, grafting=AdamGrafting()))
     assert recorder.replays > 0
     assert torch.equal(*states)
 
@@ -156,14 +163,14 @@ def test_schedules_are_in_force(comm, recorder, preconditioner, damping, momentu
     model_states = []
     for capture in (True, False):
         model = problem.network()
-        source = "rotated" if preconditioner == "soap" else "adam"
-        length = mpikfac.Length(source, momentum=momentum, capture=capture)
+        by_adam = AdamInEigenbases() if preconditioner == "soap" else ADAM
         kfac = mpikfac.KFAC(
             model,
             problem.plain_sgd(model),
             comm,
             preconditioner=preconditioner,
-            length=length,
+            grafting=replace(by_adam, momentum=momentum),
+            cuda_graph=capture,
             damping=mpikfac.Damping(relative=damping) if preconditioner == "soap" else damping,
         )
         model_states.append(problem.run(kfac, comm, range(STEPS)))
@@ -175,11 +182,14 @@ def test_a_device_without_graphs_is_refused(comm, monkeypatch):
     """Oracle: the line."""
     monkeypatch.setattr(*inside.PLACES["records"], {})
     model = problem.network()
-    with pytest.raises(ValueError, match="capture=True needs a model on a GPU of NVIDIA, not on"):
-        problem.kfac(model, problem.plain_sgd(model), comm, capture=True)
+    with pytest.raises(
+        ValueError, match="cuda_graph=True needs a model on a GPU of NVIDIA, not on"
+    ):
+        problem.kfac(model, problem.plain_sgd(model), comm, cuda_graph=True)
 
 
-def test_capture_is_a_bool():
+def test_a_cuda_graph_is_a_choice_of_two(comm):
     """Oracle: the line."""
-    with pytest.raises(ValueError, match="capture='yes' "):
-        mpikfac.Length(capture="yes")
+    model = problem.network()
+    with pytest.raises(ValueError, match="cuda_graph='yes' must be"):
+        problem.kfac(model, problem.plain_sgd(model), comm, cuda_graph="yes")

@@ -437,8 +437,11 @@ def test_products_of_a_step_are_those_that_run(comm, preconditioner, kind):
     torch.nn.functional.cross_entropy(model(inputs), labels).backward()
     with FlopCounterMode(display=False) as counter:
         kfac.step()
-    job = mpikfac.predict.Job("net", 12, length=inside.settings(kfac).length.source)
-    products = [*costs.moments(kfac.plan, 0), *costs.directions(kfac.plan, 0, job.orthogonal)]
+    job = mpikfac.predict.Job("net", 12, grafting=inside.settings(kfac).grafting)
+    products = [
+        *costs.moments(kfac.plan, 0),
+        *costs.directions(kfac.plan, 0, job.grafting.orthogonalize),
+    ]
     assert counter.get_total_flops() == 2 * sum(products)
 
 

@@ -102,7 +102,7 @@ def test_drawn_labels_give_on_average_what_all_labels_give(comm, loss, samples):
         assert (drawn.std(0).max() < 1e-12) == (name in ("0.A", "3.A"))
 
 
-@pytest.mark.parametrize("chosen", ["mc", "exact"])
+@pytest.mark.parametrize("chosen", ["mc", "type-2"])
 def test_gradients_stay_those_of_the_loss(comm, chosen):
     """Oracle: autograd without K-FAC."""
     model = tanh_net()
@@ -159,7 +159,7 @@ def test_what_is_no_fisher_is_refused(comm, settings):
         step(comm, linear_net(), "cross-entropy", **settings)
 
 
-@pytest.mark.parametrize("chosen", ["mc", "exact"])
+@pytest.mark.parametrize("chosen", ["mc", "type-2"])
 def test_vectors_have_no_mean_at_the_models_own_labels(comm, chosen):
     with pytest.raises(ValueError, match=f"needs fisher_type='empirical' or .* not {chosen!r}"):
         step(comm, linear_net(), "cross-entropy", fisher_type=chosen, preconditioner="eva")
@@ -174,7 +174,7 @@ def test_without_a_record_there_are_no_statistics(comm):
         kfac.step()
 
 
-@pytest.mark.parametrize("chosen", ["empirical", "exact"])
+@pytest.mark.parametrize("chosen", ["empirical", "type-2"])
 @pytest.mark.parametrize("normalization", ["expand", "sc20", "kfac-pytorch"])
 def test_micro_batches_that_are_recorded_add_up_to_the_joined_batch(comm, chosen, normalization):
     """Oracle: the batch in one pass; micro-batches are of 1, 4 and 2 examples."""
@@ -326,7 +326,7 @@ TWO = ["cross-entropy", "squared-error"]
 def of_heads(chosen, taken, mc_samples=1, rows=7):
     """Return the factors of a step at the labels of the taken heads."""
     model = ActorCritic().double()
-    settings = {"fisher_type": chosen, "mc_samples": samples}
+    settings = {"fisher_type": chosen, "mc_samples": mc_samples}
     kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), 0.1), None, **settings)
     actor, critic = model(inputs())
     torch.manual_seed(3)
@@ -338,7 +338,7 @@ def of_heads(chosen, taken, mc_samples=1, rows=7):
 
 def test_heads_that_are_recorded_together_add_up():
     """Oracle: G of each head alone; the trunk's G is the sum."""
-    both, *alone = (of_heads("exact", taken) for taken in ((0, 1), (0,), (1,)))
+    both, *alone = (of_heads("type-2", taken) for taken in ((0, 1), (0,), (1,)))
     torch.testing.assert_close(both["trunk.G"], alone[0]["trunk.G"] + alone[1]["trunk.G"])
     for head, name in enumerate(("actor", "critic")):
         for side in "AG":
@@ -347,7 +347,7 @@ def test_heads_that_are_recorded_together_add_up():
 
 def test_drawn_labels_of_heads_are_independent():
     """Oracle: all labels at once; the mean of 4,000 draws, whose cross terms vanish."""
-    exact, drawn = of_heads("exact", (0, 1)), of_heads("mc", (0, 1), mc_samples=4000)
+    exact, drawn = of_heads("type-2", (0, 1)), of_heads("mc", (0, 1), mc_samples=4000)
     for name in exact:
         torch.testing.assert_close(drawn[name], exact[name], rtol=0.15, atol=0.02)
 

@@ -80,7 +80,7 @@ def test_an_interrupted_pass_is_told_or_discarded(where, discards, by_parts, cap
     assert torch.allclose(weights(kfac), weights(expected), rtol=1e-12) != harmed
 
 
-@pytest.mark.parametrize("kind", ["exact", "mc"])
+@pytest.mark.parametrize(("kind", "name"), [("type-2", "exact"), ("mc", "sampled")])
 def test_labels_of_the_model_that_were_interrupted_are_told(kind, monkeypatch, caplog):
     """Oracle: the log; the interruption comes between two passes of a record."""
     kfac = kfac_of(network(), estimator=mpikfac.Estimator(fisher_type=kind, mc_samples=3))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Compression, HybridOpt, Int8, MemOpt, Strategy
+from mpikfac import Compression, HybridOpt, Int8, MemOpt, SGDGrafting, Strategy
 from mpikfac.layers import in_words
 from mpikfac.numerics import triangles
 from mpikfac.settings import schedule
@@ -258,7 +258,7 @@ def test_a_first_order_run_goes_on_with_kfac(comm):
 def test_what_no_layer_covers_is_logged_once(comm, caplog):
     caplog.set_level(logging.INFO, "mpikfac")
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
-    kfac = problem.kfac(model, sgd(model), comm, skip=["2"], length="sgd")
+    kfac = problem.kfac(model, sgd(model), comm, skip=["2"], grafting=SGDGrafting())
     learn(kfac, 0)
     kfac.step()
     first_order, cost = caplog.messages

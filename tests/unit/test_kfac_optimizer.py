@@ -17,12 +17,16 @@ from torch import nn
 import mpikfac
 from mpikfac import (
     KFAC,
+    AdamGrafting,
     DistributedMuon,
     DistributedShampoo,
     Estimator,
     FirstOrderTrainer,
     KFACOptimizer,
-    Length,
+    KLClip,
+    NoGrafting,
+    NormClip,
+    SGDGrafting,
     schedule,
 )
 from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY
@@ -47,7 +51,7 @@ def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
 def by_hand(momentum: float | schedule.Schedule = MOMENTUM) -> KFAC:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), RATE, weight_decay=WEIGHT_DECAY)
-    return KFAC(model, sgd, mpikfac.world(), length=Length(momentum=momentum))
+    return KFAC(model, sgd, mpikfac.world(), grafting=AdamGrafting(momentum=momentum))
 
 
 def train(optimizer: KFACOptimizer, steps: int = 25) -> list[torch.Tensor]:
@@ -166,8 +170,8 @@ def test_a_state_resumes_with_a_scheduler():
         ({"lr": -1.0}, "lr=-1.0 must be a finite number of at least 0"),
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
         ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number"),
-        ({"length": "adam"}, "length='adam' must be None or mpikfac.Length"),
-        ({"length": Length("own")}, "momentum=0.9 of gradients needs length='orthogonal' or"),
+        ({"grafting": "adam"}, "grafting='adam' must be None or mpikfac.Grafting"),
+        ({"grafting": NoGrafting()}, "momentum=0.9 of gradients needs grafting=AdamGrafting"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments, text):
@@ -182,9 +186,10 @@ def test_wrong_arguments_are_refused_in_one_line(arguments, text):
         ("skip", "did you mean coverage=mpikfac.Coverage(skip=...)?"),
         (
             "fisher_type",
-            "did you mean estimator=mpikfac.Estimator(fisher_type=...) or "
-            "length=mpikfac.Length(fisher_type=...)?",
+            "did you mean estimator=mpikfac.Estimator(fisher_type=...)?",
         ),
+        ("max_trust_ratio", "did you mean grafting=mpikfac.AdamGrafting(max_trust_ratio=...)?"),
+        ("kl_clip", "did you mean clip=mpikfac.KLClip(kl_clip=...)?"),
         ("nesterov", "see help(mpikfac.KFAC)"),
     ],
 )
@@ -197,15 +202,15 @@ def test_an_unknown_argument_is_named(wrong, right):
 
 def test_a_named_optimizer_takes_no_preconditioner_and_its_own_momentum():
     """Oracle: the lines; Muon's momentum of 0.95 [Jordan 2024], and a number that is given."""
-    line = r"preconditioner='eigen' is no argument of DistributedMuon, which is preconditioner='muon'; leave it"
+    line = "'eigen' is no argument of DistributedMuon, whose preconditioner is 'muon'; leave it out"
     with pytest.raises(ValueError, match=line):
         DistributedMuon(network(), preconditioner="eigen")
     with pytest.raises(TypeError, match="DistributedShampoo has no argument 'dampng'; did you"):
         DistributedShampoo(network(), dampng=0.1)
     made = [DistributedMuon(network()), KFACOptimizer(network(), preconditioner="muon")]
     made += [DistributedShampoo(network()), DistributedMuon(network(), momentum=0.5)]
-    lengths = [Length("orthogonal", trust=4.0), Length("orthogonal", momentum=0.8)]
-    made += [DistributedMuon(network(), length=length) for length in lengths]
+    graftings = [AdamGrafting(max_trust_ratio=4.0), AdamGrafting(momentum=0.8)]
+    made += [DistributedMuon(network(), grafting=grafting) for grafting in graftings]
     momenta = [optimizer.param_groups[0]["momentum"] for optimizer in made]
     assert momenta == [0.95, 0.95, MOMENTUM, 0.5, 0.95, 0.8]
 
@@ -285,37 +290,49 @@ def test_a_trainer_that_is_gone_refuses_nothing():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "length", "warning"),
+    ("optimizer", "settings", "warning"),
     [
-        (lambda p: torch.optim.SGD(p, 0.1), Length(), "lr=0.1 is a rate of SGD; with Length('orth"),
-        (lambda p: torch.optim.SGD(p, 0.1), Length("sgd"), ""),
-        (lambda p: torch.optim.SGD(p, 0.0075), Length(momentum=0.9), ""),
-        (lambda p: torch.optim.AdamW(p, 0.001), Length(), "AdamW divides K-FAC's directions by"),
-        (lambda p: torch.optim.SGD(p, 0.1), Length("own"), "Length('own') without a bound may div"),
-        (lambda p: torch.optim.SGD(p, 0.1), Length("own", norm=0.1), ""),
-        (lambda p: torch.optim.SGD(p, 0.1), Length(kl=0.001), ""),
+        (
+            lambda p: torch.optim.SGD(p, 0.1),
+            {"grafting": AdamGrafting()},
+            "lr=0.1 is a rate of SGD; with AdamGrafting(",
+        ),
+        (lambda p: torch.optim.SGD(p, 0.1), {"grafting": SGDGrafting()}, ""),
+        (lambda p: torch.optim.SGD(p, 0.0075), {"grafting": AdamGrafting(momentum=0.9)}, ""),
+        (
+            lambda p: torch.optim.AdamW(p, 0.001),
+            {},
+            "AdamW divides K-FAC's directions by",
+        ),
+        (
+            lambda p: torch.optim.SGD(p, 0.1),
+            {"grafting": NoGrafting()},
+            "NoGrafting() without a clip may div",
+        ),
+        (lambda p: torch.optim.SGD(p, 0.1), {"clip": NormClip(max_norm=0.1)}, ""),
+        (lambda p: torch.optim.SGD(p, 0.1), {"clip": KLClip(kl_clip=0.001)}, ""),
     ],
 )
-def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, length, warning):
+def test_habits_that_let_kfac_lose_are_said(caplog, optimizer, settings, warning):
     """Oracle: the warnings."""
     model = network()
     with caplog.at_level(logging.WARNING, "mpikfac"):
-        KFAC(model, optimizer(model.parameters()), length=length)
+        KFAC(model, optimizer(model.parameters()), **settings)
     texts = [record.getMessage() for record in caplog.records]
     assert [text for text in texts if text.startswith(warning)] == texts
     assert len(texts) == bool(warning)
 
 
 @pytest.mark.parametrize("preconditioner", ["shampoo", "kl-shampoo"])
-@pytest.mark.parametrize("bound", [None, 1.0])
-def test_the_first_roots_of_one_gradient_make_long_directions(caplog, preconditioner, bound):
-    """Oracle: the warning, and what it warns of: the second direction, beside the first; a bound.
+@pytest.mark.parametrize("clip", [None, NormClip(max_norm=1.0)], ids=["no clip", "clip"])
+def test_the_first_roots_of_one_gradient_make_long_directions(caplog, preconditioner, clip):
+    """Oracle: the warning, and what it warns of: the second direction, beside the first; a clip.
 
     The first roots are of the first gradient alone, and stretch all of the second that is new.
     """
     model = network()
-    length, sgd = Length("own", norm=bound), torch.optim.SGD(model.parameters(), 0.0)
-    kfac = KFAC(model, sgd, preconditioner=preconditioner, length=length, inv_update_steps=5)
+    sgd, own = torch.optim.SGD(model.parameters(), 0.0), {"grafting": NoGrafting(), "clip": clip}
+    kfac = KFAC(model, sgd, preconditioner=preconditioner, inv_update_steps=5, **own)
     norms = []
     for step in range(2):
         loss_of(model, step).backward()
@@ -324,8 +341,8 @@ def test_the_first_roots_of_one_gradient_make_long_directions(caplog, preconditi
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
         kfac.optimizer.zero_grad()
     line = f"the factors of '{preconditioner}' begin with a single gradient"
-    assert (line in caplog.text) == (bound is None)
-    if bound is None:
+    assert (line in caplog.text) == (clip is None)
+    if clip is None:
         assert norms[1] > 2 * norms[0]
     else:
         assert max(norms) < 1 + 1e-9
@@ -344,11 +361,11 @@ def test_an_optimizer_is_neither_copied_nor_pickled(taken):
 
 
 @pytest.mark.parametrize("fisher_type", ["mc", "type-2", "forward-only"])
-def test_other_fishers_may_have_their_own_length(caplog, fisher):
+def test_other_fishers_may_have_their_own_length(caplog, fisher_type):
     """Oracle: no warning."""
     model = network()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    KFAC(model, sgd, length=Length("own"), estimator=Estimator(fisher_type=fisher))
+    KFAC(model, sgd, grafting=NoGrafting(), estimator=Estimator(fisher_type=fisher_type))
     assert not caplog.records
 
 

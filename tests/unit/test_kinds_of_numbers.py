@@ -13,11 +13,12 @@ from torch import nn
 import mpikfac
 from mpikfac import (
     KFAC,
+    AdamGrafting,
     CommOpt,
     Compression,
     Estimator,
     KFACOptimizer,
-    Length,
+    KLClip,
     LevenbergMarquardt,
     MemOpt,
     Refresh,
@@ -76,7 +77,9 @@ def trained(kind, whole, scheduled: bool = False) -> torch.Tensor:
         damping=setting(kind(HALF)),
         factor_update_steps=setting(whole(2)),
         inv_update_steps=setting(whole(4)),
-        length=Length("adam", momentum=setting(kind(HALF)), trust=kind(HALF)),
+        grafting=AdamGrafting(
+            orthogonalize=False, momentum=setting(kind(HALF)), max_trust_ratio=kind(HALF)
+        ),
         estimator=Estimator(factor_decay=setting(kind(HALF)), subsample=whole(2)),
     )
     learn(trainer, range(4), max_norm=kind(HALF), examples=whole(8))
@@ -178,9 +181,12 @@ def test_what_no_state_holds_is_named_once(value, caplog):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Length(trust="8"), "trust='8' must be a number above 0"),
-        (lambda: Length(trust=np.True_), "trust=True must be a number above 0"),
-        (lambda: Length(kl=torch.tensor([1.0, 2.0])), "must be a finite number of at least 0"),
+        (lambda: AdamGrafting(max_trust_ratio="8"), "max_trust_ratio='8' must be a number above 0"),
+        (
+            lambda: AdamGrafting(max_trust_ratio=np.True_),
+            "max_trust_ratio=True must be a number above 0",
+        ),
+        (lambda: KLClip(kl_clip=torch.tensor([1.0, 2.0])), "must be a finite number of at least 0"),
         (
             lambda: LevenbergMarquardt(damping_adaptation_decay="x"),
             "damping_adaptation_decay='x' must be a number",

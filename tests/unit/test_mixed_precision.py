@@ -120,12 +120,12 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize("fisher_type", ["empirical", "type-2", "mc"])
-def test_other_layers_and_fishers_follow_autocast(comm, fisher):
+def test_other_layers_and_fishers_follow_autocast(comm, fisher_type):
     """Oracle: the pass in float32, to the rounding of bfloat16 in sums of 12 examples."""
     found = []
     for under in (False, True):
         covers = {**mpikfac.KINDS, **mpikfac.NORMS}
-        kfac = trainer(comm, Words(), fisher_type=fisher, covers=covers)
+        kfac = trainer(comm, Words(), fisher_type=fisher_type, covers=covers)
         words = torch.randint(9, (12, 4), generator=torch.Generator().manual_seed(3))
         torch.manual_seed(4)  # for the drawn labels
         with torch.autocast("cpu", torch.bfloat16, enabled=under):
@@ -206,7 +206,7 @@ def test_frequencies_of_a_bfloat16_embedding_are_exact(comm, sharing):
     """Oracle: 1001 of 1004, although bfloat16 has no 1001; or squared means over examples."""
 
     def rule(layer):
-        return dataclasses.replace(layer, sharing=sharing)
+        return dataclasses.replace(layer, kfac_approx=sharing)
 
     model = nn.Sequential(nn.Embedding(3, 2), nn.Flatten(), nn.Linear(502, 5)).bfloat16()
     kfac = trainer(comm, model, rule=rule, skip=["2"])

@@ -51,7 +51,7 @@ def direction(kfac, step):
 def test_a_layer_has_the_directions_of_the_run_with_its_preconditioner_for_all(
     comm, mixture, settings
 ):
-    """Oracle: runs with a single preconditioner and equal weights, to the last bit, at all steps."""
+    """Oracle: runs with one preconditioner and equal weights, to the last bit, at all steps."""
     mixed = trainer(comm, mixture[0], dict(zip(LAYERS, mixture)), **settings)
     pure = {preconditioner: trainer(comm, preconditioner, **settings) for preconditioner in mixture}
     for step in range(5):
@@ -92,7 +92,7 @@ def test_a_state_says_which_layers_have_another_preconditioner_than_the_run(comm
 
 @pytest.mark.parametrize("preconditioners", [{"5": "inverse"}, {}], ids=["another", "none"])
 def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm, preconditioners):
-    """Oracle: the saved averages, without a new batch; a run with the new preconditioners throughout."""
+    """Oracle: the saved averages, without a new batch; a run with the new ones throughout."""
     first = trainer(comm, "eigen", {"3": "inverse"})
     problem.run(first, comm, range(2))
     state = first.state_dict()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Coverage, Length, MemOpt, Refresh, Strategy, Transport
+from mpikfac import KFAC, AdamGrafting, Coverage, MemOpt, Refresh, Strategy, Transport
 from mpikfac.lab import LocalSGD
 from mpikfac.plan import LayerShape
 from mpikfac.preconditioners import Muon, named_preconditioner
@@ -20,8 +20,9 @@ STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
 
 def muon(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    length = Length("orthogonal", momentum=MOMENTUM, trust=math.inf)
-    return KFAC(model, sgd, comm, strategy, preconditioner="muon", **{"length": length} | choices)
+    grafting = AdamGrafting(momentum=MOMENTUM, max_trust_ratio=math.inf)
+    choices = {"grafting": grafting} | choices
+    return KFAC(model, sgd, comm, strategy, preconditioner="muon", **choices)
 
 
 @pytest.mark.parametrize("kind", gradients.NETWORKS)
@@ -44,7 +45,7 @@ def test_muon_takes_momentum_of_gradients_by_default(comm):
     """Oracle: the defaults of Muon's authors."""
     model = gradients.network("linear")
     usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, preconditioner="muon")
-    assert inside.settings(usual).length == Length("orthogonal", momentum=0.95)
+    assert inside.settings(usual).grafting == AdamGrafting(momentum=0.95)
 
 
 def test_nothing_is_kept_of_a_layer_but_the_lengths(comm):
@@ -73,7 +74,7 @@ def test_owners_share_out_the_work_of_polar_products():
 @pytest.mark.parametrize(
     ("choices", "needs"),
     [
-        ({"length": Length("adam")}, "length='orthogonal'"),
+        ({"grafting": AdamGrafting(orthogonalize=False)}, "grafting.orthogonalize=True"),
         (
             {"strategy": Strategy(MemOpt(), transport=Transport(reduce_factors_at="inverses"))},
             "transport.reduce_factors_at='factors'",

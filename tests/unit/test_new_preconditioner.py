@@ -1,4 +1,4 @@
-"""A new preconditioner is a separate class: plan, state, rules and logs know the preconditioner by its form."""
+"""A new preconditioner is a separate class: plan, state, rules and logs know its form."""
 
 from __future__ import annotations
 

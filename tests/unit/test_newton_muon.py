@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Damping, Estimator, KFACOptimizer, Length, MemOpt, Strategy
+from mpikfac import KFAC, AdamGrafting, Damping, Estimator, KFACOptimizer, MemOpt, Strategy
 from mpikfac.plan import LayerShape
 from support import gradients, inside
 
@@ -39,10 +39,10 @@ class Inverses:
 
 def newton_muon(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    length = Length("orthogonal", momentum=MOMENTUM, trust=math.inf)
-    estimator = Estimator(fisher_type="forward-only", decay=DECAY)
+    grafting = AdamGrafting(momentum=MOMENTUM, max_trust_ratio=math.inf)
+    estimator = Estimator(fisher_type="forward-only", factor_decay=DECAY)
     usual = {
-        "length": length,
+        "grafting": grafting,
         "estimator": estimator,
         "factor_update_steps": 1,
         "inv_update_steps": EVERY,
@@ -73,7 +73,7 @@ def test_newton_muon_takes_the_published_values_by_default(comm, make):
     if make is KFAC:
         sgd = torch.optim.SGD(model.parameters(), lr=RATE)
         usual = KFAC(model, sgd, comm, preconditioner="newton-muon")
-        assert inside.settings(usual).length == Length("orthogonal", momentum=0.95)
+        assert inside.settings(usual).grafting == AdamGrafting(momentum=0.95)
     else:  # the momentum is the optimizer's
         usual = KFACOptimizer(model, comm=comm, preconditioner="newton-muon").trainer
     assert inside.settings(usual).damping == Damping(relative=0.2)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import KFAC, Length, MemOpt, Refresh, Strategy
+from mpikfac import KFAC, AdamGrafting, MemOpt, Refresh, Strategy
 from support import gradients, inside
 
 STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
@@ -31,10 +31,9 @@ class Rows:
 
 def normuon(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    length = Length("rows", momentum=MOMENTUM, trust=math.inf)
-    return KFAC(
-        model, sgd, comm, strategy, preconditioner="normuon", **{"length": length} | choices
-    )
+    grafting = AdamGrafting(normalize_rows=True, momentum=MOMENTUM, max_trust_ratio=math.inf)
+    choices = {"grafting": grafting} | choices
+    return KFAC(model, sgd, comm, strategy, preconditioner="normuon", **choices)
 
 
 @pytest.mark.parametrize("kind", gradients.NETWORKS)
@@ -58,7 +57,7 @@ def test_normuon_takes_momentum_of_gradients_by_default(comm):
     usual = KFAC(
         model, torch.optim.SGD(model.parameters(), lr=RATE), comm, preconditioner="normuon"
     )
-    assert inside.settings(usual).length == Length("rows", momentum=0.95)
+    assert inside.settings(usual).grafting == AdamGrafting(normalize_rows=True, momentum=0.95)
 
 
 def test_a_gradient_that_is_not_finite_stays_out_of_the_averages(comm):
@@ -96,7 +95,11 @@ def test_directions_of_kfac_have_rows_of_equal_lengths_at_first(comm, preconditi
     before = gradients.stacked(list(model[0].parameters()), 1)
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     kfac = KFAC(
-        model, sgd, comm, preconditioner=preconditioner, length=Length("rows", trust=math.inf)
+        model,
+        sgd,
+        comm,
+        preconditioner=preconditioner,
+        grafting=AdamGrafting(normalize_rows=True, max_trust_ratio=math.inf),
     )
     gradients.train(kfac, "linear", range(1), comm)
     moves = gradients.stacked(list(model[0].parameters()), 1)[0] - before[0]
@@ -107,7 +110,7 @@ def test_directions_of_kfac_have_rows_of_equal_lengths_at_first(comm, preconditi
 @pytest.mark.parametrize(
     ("choices", "needs"),
     [
-        ({"length": Length("orthogonal")}, "needs length='rows', not 'orthogonal'"),
+        ({"grafting": AdamGrafting()}, "needs grafting.normalize_rows=True, not False"),
         (
             {"strategy": Strategy(MemOpt(), refresh=Refresh(staleness=1))},
             "needs refresh.staleness=0, not 1",
@@ -119,7 +122,7 @@ def test_choices_without_sense_are_refused(comm, choices, needs):
     """Oracle: the text of the error names the need."""
     model, usual = (
         gradients.network("linear"),
-        {"preconditioner": "normuon", "length": Length("rows")},
+        {"preconditioner": "normuon", "grafting": AdamGrafting(normalize_rows=True)},
     )
     with pytest.raises(ValueError, match=needs) as refusal:
         KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, **usual | choices)

@@ -481,7 +481,7 @@ def test_other_layouts_are_refused_by_name(make, told):
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_indices_of_32_bits_count_as_those_of_64(sharing):
     """Oracle: the same indices in 64 bits."""
-    coverage = mpikfac.Coverage(rule=lambda layer: dataclasses.replace(layer, sharing=sharing))
+    coverage = mpikfac.Coverage(rule=lambda layer: dataclasses.replace(layer, kfac_approx=sharing))
     found = []
     for dtype in (torch.int32, torch.int64):
         torch.manual_seed(0)

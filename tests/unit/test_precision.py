@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpikfac
-from mpikfac import MemOpt, Refresh, Strategy
+from mpikfac import AdamGrafting, MemOpt, NoGrafting, Refresh, Strategy
 from mpikfac.numerics import multiplying, orthogonalised, product, products, usual_precision
 from support import inside, problem
 
@@ -214,18 +213,18 @@ def directions(comm, precision, dtype=torch.float32, **settings):
     layers = [nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 8)]
     model = nn.Sequential(*layers).to(DEVICE, dtype)
     x, y = (torch.randn(64, width).to(DEVICE, dtype) for width in (40, 8))
-    settings = {"damping": 0.1, "relative_damping": True, "precision": precision, **settings}
+    settings = {"damping": 0.1, "relative_damping": True, "matmul_precision": precision, **settings}
     kfac = problem.kfac(model, problem.sgd_all(model), comm, **settings)
     (model(x) - y).square().mean().backward()
     kfac.step()
     return torch.cat([one.flatten().cpu().double() for one in inside.directions(kfac).values()])
 
 
-@pytest.mark.parametrize("length", ["own", "orthogonal"])
+@pytest.mark.parametrize("grafting", [NoGrafting(), AdamGrafting()], ids=problem.label)
 @pytest.mark.parametrize("preconditioner", ["inverse", "eigen"])
-def test_a_step_rounds_as_its_precision_says(comm, preconditioner, length):
+def test_a_step_rounds_as_its_precision_says(comm, preconditioner, grafting):
     """Oracle: the step in float64, and the size of the last kept bit."""
-    settings = {"preconditioner": preconditioner, "length": length}
+    settings = {"preconditioner": preconditioner, "grafting": grafting}
     exact = directions(comm, None, torch.float64, **settings)
     errors = {}
     for precision in products.PRECISIONS:
@@ -247,15 +246,15 @@ def test_a_step_in_float64_has_no_precision(comm):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "float16", torch.bfloat16, True])
-def test_an_unknown_precision_is_refused(precision):
-    text = f"precision={precision!r} must be one of None, 'float32', 'tf32', 'bfloat16'"
+def test_an_unknown_precision_is_refused(comm, precision):
+    text = f"matmul_precision={precision!r} must be one of None, 'float32', 'tf32', 'bfloat16'"
     with pytest.raises(ValueError, match=re.escape(text)):
-        mpikfac.Length(precision=precision)
+        directions(comm, precision)
 
 
 def test_precision_beside_a_thread_that_decomposes_is_refused(comm):
     strategy = Strategy(MemOpt(), refresh=Refresh(staleness=1))
-    text = "precision='tf32' needs refresh.staleness=0 or refresh.servers >= 1, not 1 and"
+    text = "matmul_precision='tf32' needs refresh.staleness=0 or refresh.servers >= 1, not 1 and"
     with pytest.raises(ValueError, match=re.escape(text)):
         directions(comm, "tf32", strategy=strategy)
 

@@ -1,4 +1,4 @@
-"""Preconditioners of the averaged gradient beside published optimizers, on a layer in one process."""
+"""Preconditioners of the averaged gradient beside published optimizers, on a single layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Damping, Estimator, Length
+from mpikfac import KFAC, AdamGrafting, AdamInEigenbases, Damping, Estimator
 from mpikfac.numerics.orthogonal import orthogonalised
+from mpikfac.plan import Grafting
 
 published = pytest.importorskip(
     "pytorch_optimizer",
@@ -43,12 +44,12 @@ def moves(model: nn.Module, optimizer, steps) -> list[torch.Tensor]:
 
 
 def ours(
-    preconditioner: str, length: Length, columns: int = ORDER, **settings
+    preconditioner: str, grafting: Grafting, columns: int = ORDER, **settings
 ) -> list[torch.Tensor]:
     model = layer(columns)
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     kfac = KFAC(
-        model, sgd, mpikfac.world(), preconditioner=preconditioner, length=length, **settings
+        model, sgd, mpikfac.world(), preconditioner=preconditioner, grafting=grafting, **settings
     )
     return moves(model, kfac, range(STEPS))
 
@@ -65,20 +66,18 @@ def test_soap_in_fixed_bases_is_the_published_soap():
     soap = published.SOAP(model.parameters(), lr=RATE, **settings)
     moves(model, soap, [0])
     expected = moves(model, soap, range(STEPS))
-    length = Length("rotated", trust=math.inf)
+    grafting = AdamInEigenbases(momentum=0.0, max_trust_ratio=math.inf)
     choices = {"damping": Damping(relative=1e-9), "inv_update_steps": 1000}
-    found = ours("soap", length, estimator=Estimator(factor_decay=0.95), **choices)
+    found = ours("soap", grafting, estimator=Estimator(factor_decay=0.95), **choices)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("columns", [4, 9])
 @pytest.mark.parametrize(
-    ("preconditioner", "name", "length"),
-    [("muon", "Muon", "orthogonal"), ("normuon", "NorMuon", "rows")],
+    ("preconditioner", "name"),
+    [("muon", "Muon"), ("normuon", "NorMuon")],
 )
-def test_directions_without_factors_are_the_published(
-    monkeypatch, preconditioner, name, length, columns
-):
+def test_directions_without_factors_are_the_published(monkeypatch, preconditioner, name, columns):
     """Oracle: Muon and NorMuon of pytorch_optimizer with our polynomials; any length.
 
     Theirs leave singular values between 0.7 and 1.2 and multiply in bfloat16; test_orthogonal.py
@@ -95,6 +94,8 @@ def test_directions_without_factors_are_the_published(
     group = {"params": list(model.parameters()), "use_muon": True, "weight_decay": 0.0}
     optimizer = getattr(published, name)([group], lr=RATE, momentum=0.95)
     expected = moves(model, optimizer, range(STEPS))
-    found = ours(preconditioner, Length(length, momentum=0.95, trust=math.inf), columns)
+    rows = preconditioner == "normuon"
+    grafting = AdamGrafting(normalize_rows=rows, momentum=0.95, max_trust_ratio=math.inf)
+    found = ours(preconditioner, grafting, columns)
     for move, right in zip(found, expected):
         torch.testing.assert_close(move / move.norm(), right / right.norm(), rtol=0, atol=1e-6)

@@ -11,12 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import CommOpt, Length, LevenbergMarquardt, MemOpt, Strategy, Transport, UserError
+from mpikfac import (
+    CommOpt,
+    LevenbergMarquardt,
+    MemOpt,
+    NoGrafting,
+    Strategy,
+    Transport,
+    UserError,
+)
+from mpikfac.lab import QuadraticModel
 from mpikfac.lab.quadratic_model.graft import Batch, inner_products, lowest, slopes_and_curvatures
 from support import inside, problem
 
 DAMPING = 0.05
-QUADRATIC = {"length": "quadratic", "damping": DAMPING}
+QUADRATIC = {"grafting": QuadraticModel(), "damping": DAMPING}
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +98,7 @@ def take_step(kfac, x, loss, **more):
     """Take a step of `kfac` on a batch."""
     kfac.optimizer.zero_grad()
     loss(kfac.model(x)).backward()
-    kfac.length.batch(x, loss)
+    kfac.grafting.set_batch(x, loss)
     kfac.step(**more)
 
 
@@ -181,7 +190,7 @@ def test_steps_minimise_the_model_over_their_directions(comm, network, precondit
     model, twin, x = make().double(), make().double(), of()
     loss = functools.partial(F.cross_entropy, target=labels())
     kfac = trainer(comm, model, preconditioner=preconditioner)
-    plain = trainer(comm, twin, preconditioner=preconditioner, length="own")
+    plain = trainer(comm, twin, preconditioner=preconditioner, grafting=NoGrafting())
     last = torch.zeros(0)
     for _ in range(4):
         twin.load_state_dict(model.state_dict())
@@ -212,7 +221,7 @@ def test_one_step_of_a_linear_regression_is_newtons(comm):
     kfac.record(outputs, "squared-error")
     before = loss(outputs)
     before.backward()
-    kfac.length.batch(x, loss)
+    kfac.grafting.set_batch(x, loss)
     kfac.step()
     expected = torch.linalg.lstsq(torch.cat([x, torch.ones(30, 1)], 1), y).solution
     found = torch.cat([model.weight, model.bias[:, None]], 1)
@@ -243,7 +252,7 @@ def test_curvatures_may_come_from_a_part_of_the_batch(comm, part):
     _, matrix = dense(model, x[part], some)
     before = flat(model.parameters())
     loss(model(x)).backward()
-    kfac.length.batch(x[part], some)
+    kfac.grafting.set_batch(x[part], some)
     kfac.step()
     curvature = gradient @ matrix @ gradient + DAMPING * gradient @ gradient
     expected = before - gradient * (gradient @ gradient / curvature)
@@ -316,7 +325,7 @@ def test_a_scaled_loss_takes_the_same_step(comm):
     for factor in (torch.inf, 1.0):
         kfac.optimizer.zero_grad()
         scaler.scale(factor * loss(other(x))).backward()
-        kfac.length.batch(x, loss)
+        kfac.grafting.set_batch(x, loss)
         kfac.step(scaler)
         assert torch.equal(flat(other.parameters()), before) == (factor == torch.inf)
     torch.testing.assert_close(flat(other.parameters()), flat(model.parameters()))
@@ -363,7 +372,7 @@ def test_another_loss_is_warned_of_once(comm, caplog, factor):
     for _ in range(2):
         kfac.optimizer.zero_grad()
         F.cross_entropy(model(x), labels()).backward()
-        kfac.length.batch(x, lambda outputs: factor * F.cross_entropy(outputs, labels()))
+        kfac.grafting.set_batch(x, lambda outputs: factor * F.cross_entropy(outputs, labels()))
         kfac.step()
     said = [r for r in caplog.records if "the loss of backward()" in r.getMessage()]
     assert len(said) == (factor not in (0.5, 2.0))
@@ -406,15 +415,15 @@ def test_each_step_needs_a_batch(comm):
     """Oracle: the line; a batch serves a single step."""
     kfac = trainer(comm, tanh_net())
     take_step(kfac, torch.randn(2, 4), lambda outputs: outputs.square().mean())
-    with pytest.raises(ValueError, match=r"needs length.batch\(inputs, loss\) before each step"):
+    with pytest.raises(ValueError, match=r"needs grafting.set_batch\(inputs, loss\) before step"):
         kfac.step()
 
 
 def test_a_batch_needs_the_quadratic_model(comm):
     model = tanh_net()
     kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), lr=1.0), comm)
-    with pytest.raises(ValueError, match=r"needs length=Length\('quadratic'\)"):
-        kfac.length.batch(torch.ones(1, 4), torch.sum)
+    with pytest.raises(ValueError, match=r"needs grafting=QuadraticModel\(\)"):
+        kfac.grafting.set_batch(torch.ones(1, 4), torch.sum)
 
 
 def test_outputs_have_to_be_a_tensor(comm):
@@ -426,8 +435,8 @@ def test_outputs_have_to_be_a_tensor(comm):
     kfac = trainer(comm, model)
     x = torch.randn(2, 4).double()
     model(x)[0].sum().backward()
-    with pytest.raises(ValueError, match="the model returns a tuple; length='quadratic' takes"):
-        kfac.length.batch(x, torch.sum)
+    with pytest.raises(ValueError, match="the model returns a tuple; .* takes a model"):
+        kfac.grafting.set_batch(x, torch.sum)
         kfac.step()
 
 
@@ -445,14 +454,17 @@ def test_an_operator_without_a_forward_mode_is_named(comm):
 
 
 def test_the_caller_cannot_take_the_step(comm):
-    with pytest.raises(ValueError, match="with length='quadratic', call length"):
+    with pytest.raises(
+        ValueError, match=r"with grafting=QuadraticModel\(\), call grafting.set_batch"
+    ):
         trainer(comm, tanh_net()).precondition()
 
 
-@pytest.mark.parametrize("other", [{"kl": 0.1}, {"norm": 1.0}])
-def test_a_second_length_is_refused(other):
-    with pytest.raises(ValueError, match="length='quadratic' needs no bound, and"):
-        Length("quadratic", **other)
+@pytest.mark.parametrize("bound", ["kl_clip", "norm_clip"])
+def test_a_second_length_is_refused(comm, bound):
+    """Oracle: the line."""
+    with pytest.raises(ValueError, match="grafting='quadratic-model' needs clip=None"):
+        trainer(comm, tanh_net(), **{bound: 0.1})
 
 
 @pytest.mark.parametrize(
@@ -461,17 +473,17 @@ def test_a_second_length_is_refused(other):
         (
             Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)),
             {},
-            "length='quadratic' needs assignment.shard_optimizer=False",
+            "grafting='quadratic-model' needs assignment.shard_optimizer=False",
         ),
         (
             Strategy(CommOpt(), transport=Transport(virtual_ranks=2)),
             {},
-            "length='quadratic' needs transport.virtual_ranks=None",
+            "grafting='quadratic-model' needs transport.virtual_ranks=None",
         ),
         (
             None,
             {"relative_damping": True, "damping": 0.1},
-            "length='quadratic' needs relative=False",
+            "grafting='quadratic-model' needs relative=False",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import MemOpt, Refresh, Strategy
+from mpikfac import MemOpt, Refresh, SGDGrafting, Strategy
 from mpikfac.numerics import triangles
 from support import inside, problem
 
@@ -131,17 +131,19 @@ def test_lost_bases_on_their_way_are_missed(comm):
 
 
 @pytest.mark.parametrize(
-    ("graft", "is_consistent"), [("adam", False), ("orthogonal", False), ("sgd", True)]
+    ("grafting", "is_consistent"),
+    [(problem.BY_ADAM[0], False), (problem.BY_ADAM[1], False), (SGDGrafting(), True)],
+    ids=problem.label,
 )
 def test_a_state_that_has_taken_the_next_gradient_is_not_intact(
-    comm, monkeypatch, graft, is_consistent
+    comm, monkeypatch, grafting, is_consistent
 ):
     """Oracle: whether any saved item changed before directions were sent."""
 
     def broken(*_):
         raise RuntimeError("a rank died")
 
-    kfac = trainer(comm, problem.network(), length=graft)
+    kfac = trainer(comm, problem.network(), grafting=grafting)
     learn(kfac, 0)
     before = {n: v.clone() for n, v in kfac.state_dict().items() if n.startswith("kfac/graft/")}
     monkeypatch.setattr(*inside.PLACES["publish gradients"], broken)

@@ -275,7 +275,7 @@ def test_calls_of_one_pass_are_squared_apart(comm):
 
 @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])
 def test_bases_made_anew_with_each_factor_leave_the_eigenvalues(comm, rounded_to):
-    """Oracle: preconditioner="eigen"; scales recorded in bases that are replaced at once have no effect."""
+    """Oracle: "eigen"; scales recorded in bases that are replaced at once have no effect."""
     ends = []
     for preconditioner in ("eigen", "ekfac", "ekfac"):
         model = problem.network()
@@ -340,7 +340,7 @@ def test_batches_weigh_by_examples_and_age(comm, start):
     torch.testing.assert_close(inside.scale_weights(kfac)["0"], weight)
 
 
-@pytest.mark.parametrize("chosen", ["empirical", "exact"])
+@pytest.mark.parametrize("chosen", ["empirical", "type-2"])
 def test_passes_of_one_step_are_one_batch(comm, chosen):
     """Oracle: the joined batch in one pass."""
     found = []

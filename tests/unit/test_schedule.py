@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mpikfac import Damping, Length
+from mpikfac import Damping
 from mpikfac.settings import Settings, usual_intervals
 from mpikfac.settings.schedule import constant, cosine, evaluate, every, linear, step_decay, warmup
 
@@ -125,7 +125,7 @@ INTERVALS = {
 @pytest.mark.parametrize("every", INTERVALS.values(), ids=INTERVALS)
 def test_examples_of_updates_begin_everywhere_in_turn(every):
     """Oracle: 30 places leave no gap of 0.2; by the three-gap theorem at most 0.06 is left."""
-    settings = Settings(Damping(), every, 1, 0.9, Length())
+    settings = Settings(Damping(), every, 1, 0.9)
     steps = [step for step in range(200, 6000) if settings.due("factor_update_steps", step)]
     begins = sorted(map(settings.begin, steps[:30]))
     gaps = [later - earlier for earlier, later in itertools.pairwise([*begins, begins[0] + 1])]

@@ -14,13 +14,14 @@ from torch import nn
 import mpikfac
 from mpikfac import (
     KFAC,
+    AdamGrafting,
     Compression,
     Coverage,
     Damping,
     Estimator,
     Int8,
-    Length,
     MemOpt,
+    NoGrafting,
     Refresh,
     Strategy,
     Transport,
@@ -85,7 +86,7 @@ def shampoo(
     sgd = torch.optim.SGD(model.parameters(), lr=rate)
     damping = Damping(**{"relative" if relative else "value": DAMPING})
     usual = {
-        "length": Length("own"),
+        "grafting": NoGrafting(),
         "estimator": Estimator(factor_decay=DECAY),
         "inv_update_steps": EVERY,
     }
@@ -146,15 +147,17 @@ def test_shampoo_takes_the_momentum_and_the_length_of_adams_step_by_default(comm
         return found * np.linalg.norm(step) / np.linalg.norm(found)
 
     expected = gradients.by_hand("linear", STEPS, in_groups(direction), RATE)
-    length = Length("adam", momentum=momentum, trust=1e9)
-    kfac = shampoo(gradients.network("linear"), comm, relative=True, length=length)
+    grafting = AdamGrafting(orthogonalize=False, momentum=momentum, max_trust_ratio=1e9)
+    kfac = shampoo(gradients.network("linear"), comm, relative=True, grafting=grafting)
     gradients.train(kfac, "linear", range(STEPS), comm)
     torch.testing.assert_close(vector(kfac.model), vector(expected), rtol=1e-8, atol=1e-9)
     model = gradients.network("linear")
     usual = KFAC(
         model, torch.optim.SGD(model.parameters(), lr=RATE), comm, preconditioner="shampoo"
     )
-    assert inside.settings(usual).length == Length("adam", trust=trust)
+    assert inside.settings(usual).grafting == AdamGrafting(
+        orthogonalize=False, max_trust_ratio=trust
+    )
     assert inside.settings(usual).damping == Damping(relative=1e-3)
     assert inside.settings(usual).factor_update_steps == 1
 
@@ -254,7 +257,7 @@ def test_embeddings_and_norms_have_diagonals(comm):
     [
         ({"estimator": Estimator(fisher_type="mc")}, "fisher_type='empirical'"),
         ({"estimator": Estimator(initial_factor="identity")}, "initial_factor='first'"),
-        ({"length": Length("orthogonal")}, "length='adam'"),
+        ({"grafting": AdamGrafting()}, "grafting.orthogonalize=False"),
         (
             {"strategy": Strategy(MemOpt(), transport=Transport(reduce_factors_at="inverses"))},
             "transport.reduce_factors_at='factors'",
@@ -309,5 +312,5 @@ def test_the_optimizer_of_a_script_takes_the_preconditioners_usual_values(comm):
     kfac = mpikfac.KFACOptimizer(
         gradients.network("linear"), comm=comm, preconditioner="shampoo"
     ).trainer
-    assert inside.settings(kfac).length.source == "adam"
+    assert not inside.settings(kfac).grafting.orthogonalize
     assert inside.settings(kfac).at(0).momentum == 0.9

@@ -9,6 +9,7 @@ import torch
 
 import mpikfac
 from mpikfac import (
+    AdamGrafting,
     CommOpt,
     HybridOpt,
     LayerShape,
@@ -166,8 +167,8 @@ def test_few_ranks_stand_for_all_that_make_factors_of_gradients(
         else Strategy(MemOpt())
     )
     plan = make_plan(layers, 4, strategy, OTHERS, preconditioner)
-    length = "orthogonal" if preconditioner == "muon" else "adam"
-    machine, job = costly(MACHINE), dataclasses.replace(JOB, length=length)
+    grafting = AdamGrafting(orthogonalize=preconditioner == "muon")
+    machine, job = costly(MACHINE), dataclasses.replace(JOB, grafting=grafting)
     found = mpikfac.predict.simulate(plan, machine, job)
     monkeypatch.setattr(simulator, "representatives", lambda plan: list(range(plan.ranks)))
     everyone = mpikfac.predict.simulate(plan, machine, job)

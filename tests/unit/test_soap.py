@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import KFAC, Coverage, Damping, Estimator, Length, MemOpt, Refresh, Strategy
+from mpikfac import (
+    KFAC,
+    AdamGrafting,
+    AdamInEigenbases,
+    Coverage,
+    Damping,
+    Estimator,
+    MemOpt,
+    Refresh,
+    Strategy,
+)
 from mpikfac.layers import KINDS, NORMS
 from support import gradients, inside
 from support.gradients import in_groups
@@ -55,9 +65,9 @@ def means(squares: np.ndarray, axis: int) -> np.ndarray:
 
 def soap(model, comm, strategy=None, **choices):
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    length = Length("rotated", momentum=MOMENTUM, trust=math.inf)
+    grafting = AdamInEigenbases(momentum=MOMENTUM, max_trust_ratio=math.inf)
     usual = {"damping": Damping(relative=DAMPING), "estimator": Estimator(factor_decay=DECAY)}
-    usual |= {"length": length, "inv_update_steps": EVERY}
+    usual |= {"grafting": grafting, "inv_update_steps": EVERY}
     return KFAC(model, sgd, comm, strategy, preconditioner="soap", **usual | choices)
 
 
@@ -80,7 +90,8 @@ def test_soap_takes_the_published_values_by_default(comm):
     model = gradients.network("linear")
     usual = KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, preconditioner="soap")
     settings = inside.settings(usual)
-    assert settings.length == Length("rotated", momentum=0.95, precision="float32")
+    assert settings.grafting == AdamInEigenbases(momentum=0.95)
+    assert settings.matmul_precision == "float32"
     assert (settings.damping, settings.factor_update_steps) == (Damping(relative=1e-3), 1)
 
 
@@ -108,7 +119,7 @@ def test_rounding_in_a_space_without_gradients_gives_no_step(comm):
     """Oracle: by hand: the change of the weight lies in the range of the only gradient."""
     model = gradients.network("linear")
     before = model[0].weight.detach().clone()
-    kfac = soap(model, comm, length=Length("rotated", trust=math.inf))
+    kfac = soap(model, comm, grafting=AdamInEigenbases(momentum=0.0, max_trust_ratio=math.inf))
     inputs, labels = gradients.batch("linear", 0)
     F.cross_entropy(model(inputs[:1]), labels[:1]).backward()
     kfac.step()
@@ -169,7 +180,7 @@ def test_a_step_is_at_most_a_share_of_the_weights(comm):
     model = gradients.network("convolutional")
     norms = [gradients.stacked(p, groups) for _, p, groups in gradients.weights(model)]
     before = [np.linalg.norm(matrix) for matrix in norms]
-    kfac = soap(model, comm, length=Length("rotated", momentum=MOMENTUM, trust=0.01))
+    kfac = soap(model, comm, grafting=AdamInEigenbases(momentum=MOMENTUM, max_trust_ratio=0.01))
     gradients.train(kfac, "convolutional", range(1), comm)
     moves = [
         np.linalg.norm(gradients.stacked(p, groups) - matrix)
@@ -182,7 +193,7 @@ def test_uncovered_parameters_take_adams_step(comm):
     """Oracle: torch's Adam with a beta of 0.95, for the scale of a normalisation."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).double()
-    kfac = soap(model, comm, length=Length("rotated"))
+    kfac = soap(model, comm, grafting=AdamInEigenbases(momentum=0.0))
     other = copy.deepcopy(model)
     adam = torch.optim.Adam(other[1].parameters(), lr=RATE, betas=(0.0, 0.95))
     for _ in range(4):
@@ -207,7 +218,10 @@ def test_embeddings_and_norms_have_diagonals(comm):
 @pytest.mark.parametrize(
     ("choices", "needs"),
     [
-        ({"length": Length("adam")}, "preconditioner='soap' needs length='rotated', not 'adam'"),
+        (
+            {"grafting": AdamGrafting(orthogonalize=False)},
+            "preconditioner='soap' needs grafting='adam-in-eigenbases', not 'adam'",
+        ),
         ({"damping": 0.1}, "preconditioner='soap' needs relative=True, not False"),
         (
             {"estimator": Estimator(fisher_type="mc")},
@@ -217,16 +231,19 @@ def test_embeddings_and_norms_have_diagonals(comm):
             {"strategy": Strategy(MemOpt(), refresh=Refresh(tolerance=0.1))},
             "preconditioner='soap' needs refresh.tolerance=0",
         ),
-        ({"preconditioner": "eigen"}, "length='rotated' needs preconditioner='soap', not 'eigen'"),
+        (
+            {"preconditioner": "eigen"},
+            "grafting='adam-in-eigenbases' needs preconditioner='soap', not 'eigen'",
+        ),
         (
             {"preconditioner": "normuon"},
-            "preconditioner='normuon' needs length='rows', not 'rotated'",
+            "preconditioner='normuon' needs grafting.normalize_rows=True, not False",
         ),
     ],
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):
     """Oracle: the text of the error names the need."""
-    usual = {"preconditioner": "soap", "length": Length("rotated")} | choices
+    usual = {"preconditioner": "soap", "grafting": AdamInEigenbases(momentum=0.0)} | choices
     model = gradients.network("linear")
     with pytest.raises(ValueError, match=needs) as refusal:
         KFAC(model, torch.optim.SGD(model.parameters(), lr=RATE), comm, **usual)
@@ -241,9 +258,10 @@ def test_another_preconditioner_takes_momenta_and_begins_averages_anew(comm, fir
         KFAC(
             *(model, torch.optim.SGD(model.parameters(), lr=RATE), comm),
             preconditioner=preconditioner,
-            length=Length(
-                {"soap": "rotated", "shampoo": "adam"}[preconditioner], momentum=MOMENTUM
-            ),
+            grafting={
+                "soap": AdamInEigenbases(momentum=MOMENTUM),
+                "shampoo": AdamGrafting(orthogonalize=False, momentum=MOMENTUM),
+            }[preconditioner],
         )
         for preconditioner in (first, second)
         for model in [nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).double()]

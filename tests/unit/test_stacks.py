@@ -40,7 +40,7 @@ def trained(comm, preconditioner: str) -> tuple[torch.Tensor, list[int]]:
         if step == 3:  # the averages of one layer of a stack miss a batch
             model[4].weight.grad[0, 0] = torch.nan
         kfac.step()
-    sizes = [len(stack.names) for stack in kfac.length.stacks]
+    sizes = [len(stack.names) for stack in kfac.grafting.stacks]
     return nn.utils.parameters_to_vector(model.parameters()).detach(), sizes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import CommOpt, Compression, MemOpt, Strategy
+from mpikfac import (
+    AdamGrafting,
+    CommOpt,
+    Compression,
+    KLClip,
+    MemOpt,
+    NoGrafting,
+    SGDGrafting,
+    Strategy,
+)
 from mpikfac.lab import TopK
 from mpikfac.numerics import orthogonal, orthogonalised
 from mpikfac.preconditioners import inverse
@@ -36,7 +46,7 @@ def directions(comm, **settings):
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, preconditioner):
     """Oracle: norms by hand, and the direction without grafting."""
-    gradients, found, _ = directions(comm, preconditioner=preconditioner, length="sgd")
+    gradients, found, _ = directions(comm, preconditioner=preconditioner, grafting=SGDGrafting())
     _, plain, _ = directions(comm, preconditioner=preconditioner)
     for name, gradient in gradients.items():
         unit = plain[name] / plain[name].norm()
@@ -46,7 +56,10 @@ def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, precondit
 def test_grafting_takes_the_length_of_adams_step(comm):
     """Oracle: torch's Adam without momentum, on the gradients of the same steps."""
     model = problem.network()
-    choices = problem.SETTINGS | {"kl_clip": None, "length": "adam", "trust": math.inf}
+    choices = problem.SETTINGS | {
+        "kl_clip": None,
+        "grafting": AdamGrafting(orthogonalize=False, max_trust_ratio=math.inf),
+    }
     kfac = problem.kfac(model, problem.sgd(model), comm, **choices)
     modules = oracles.kfac_modules(model)
     shapes = {layer.name: layer.gradient for layer in kfac.plan.layers}
@@ -69,7 +82,7 @@ def test_grafting_takes_the_length_of_adams_step(comm):
 
 def test_orthogonal_directions_have_kfacs_singular_vectors_and_the_length_of_adams_step(comm):
     """Oracle: the singular value decomposition of the direction without the option."""
-    gradients, found, _ = directions(comm, length="orthogonal", trust=math.inf)
+    gradients, found, _ = directions(comm, grafting=AdamGrafting(max_trust_ratio=math.inf))
     _, plain, _ = directions(comm)
     for name, gradient in gradients.items():
         left, values, right = torch.linalg.svd(plain[name], full_matrices=False)
@@ -83,11 +96,12 @@ def test_orthogonal_directions_have_kfacs_singular_vectors_and_the_length_of_ada
 
 
 @pytest.mark.parametrize("trust", [8.0, 0.3])
-@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
-def test_a_step_changes_at_most_a_share_of_the_weights(comm, length, trust):
+@pytest.mark.parametrize("grafting", problem.BY_ADAM, ids=problem.label)
+def test_a_step_changes_at_most_a_share_of_the_weights(comm, grafting, trust):
     """Oracle: the direction without a limit, shortened to `trust` times the norm of the weights."""
-    _, limited, kfac = directions(comm, length=length, trust=trust)
-    _, free, _ = directions(comm, length=length, trust=math.inf)
+    limit, none = (replace(grafting, max_trust_ratio=ratio) for ratio in (trust, math.inf))
+    _, limited, kfac = directions(comm, grafting=limit)
+    _, free, _ = directions(comm, grafting=none)
     shortened = set()
     for layer in inside.layers(kfac):
         weights = torch.cat([p.detach().flatten() for p in layer.parameters])
@@ -116,8 +130,8 @@ def test_weights_of_zeros_begin_with_adams_length(comm):
 @pytest.mark.parametrize("trust", [0.0, -1.0, math.nan])
 def test_a_limit_is_positive(trust):
     """Oracle: the line."""
-    with pytest.raises(ValueError, match=r"trust=.* must be a number above 0"):
-        mpikfac.Length(trust=trust)
+    with pytest.raises(ValueError, match=r"max_trust_ratio=.* must be a number above 0"):
+        mpikfac.AdamGrafting(max_trust_ratio=trust)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -161,14 +175,15 @@ def test_zeros_stay_zeros_and_a_broken_matrix_harms_no_other():
     torch.testing.assert_close(sound, orthogonalised(matrices[2:])[0])
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
-def test_momentum_is_taken_before_preconditioning(comm, length):
+@pytest.mark.parametrize("grafting", problem.BY_ADAM, ids=problem.label)
+def test_momentum_is_taken_before_preconditioning(comm, grafting):
     """Oracle: K-FAC without momentum, of sums of gradients made by hand; the length without."""
-    choices = problem.SETTINGS | {"kl_clip": None, "length": length}
+    choices = problem.SETTINGS | {"kl_clip": None}
     models = [problem.network() for _ in range(3)]
+    graftings = replace(grafting, momentum=0.8), grafting, grafting
     first, second, third = (
-        problem.kfac(model, torch.optim.SGD(model.parameters()), comm, **choices, momentum=momentum)
-        for model, momentum in zip(models, (0.8, 0.0, 0.0))
+        problem.kfac(model, torch.optim.SGD(model.parameters()), comm, **choices, grafting=each)
+        for model, each in zip(models, graftings)
     )
     sums = dict.fromkeys(oracles.kfac_modules(models[0]), torch.zeros(()))
     for step in range(problem.STEPS):
@@ -193,8 +208,8 @@ def test_uncovered_parameters_take_adams_step_with_momentum(comm):
     """Oracle: Adam's step of Nesterov's mean of gradients, by hand; a NaN counts nowhere."""
     model, rate, beta = problem.network(), 0.01, 0.8
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    choices = problem.SETTINGS | {"kl_clip": None, "length": "orthogonal"}
-    kfac = problem.kfac(model, optimizer, comm, **choices, momentum=beta)
+    choices = problem.SETTINGS | {"kl_clip": None, "grafting": AdamGrafting(momentum=beta)}
+    kfac = problem.kfac(model, optimizer, comm, **choices)
     bias = model[1].bias
     expected, mean, square, weight = bias.detach().clone(), 0.0, 0.0, 0.0
     for step in range(problem.STEPS):
@@ -217,29 +232,25 @@ def test_a_momentum_has_needs(comm):
     """Oracle: the words of the error."""
     for wrong in (1.5, "0.9"):
         with pytest.raises(ValueError, match="must be a number from 0 to below 1"):
-            mpikfac.Length(momentum=wrong)
+            mpikfac.AdamGrafting(momentum=wrong)
     model = problem.network()
     with pytest.raises(ValueError, match=r"momentum at step 0=1.5 must be at least 0 and below 1"):
-        mpikfac.Length(momentum=lambda step: 1.5)
-    with pytest.raises(ValueError, match=r"length='adam' must be None or mpikfac.Length"):
-        mpikfac.KFAC(model, problem.sgd(model), comm, length="adam")
-    with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs length='orthogonal'"):
-        mpikfac.Length("sgd", momentum=0.9)
-    with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs no kl_clip"):
-        mpikfac.Length("adam", kl=0.001, momentum=0.9)
-    length = mpikfac.Length("adam", momentum=0.9)
+        mpikfac.AdamGrafting(momentum=lambda step: 1.5)
+    grafting = AdamGrafting(orthogonalize=False, momentum=0.9)
+    with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs clip=None, not KLClip"):
+        mpikfac.KFAC(model, problem.sgd(model), comm, grafting=grafting, clip=KLClip())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     with pytest.raises(ValueError, match=r"needs an optimizer without momentum, not with 0.5"):
-        mpikfac.KFAC(model, optimizer, comm, length=length)
+        mpikfac.KFAC(model, optimizer, comm, grafting=grafting)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     top = Strategy(CommOpt(), compression=Compression(gradients=TopK(momentum=0.9)))
     with pytest.raises(ValueError, match="leave one of them out"):
-        mpikfac.KFAC(model, plain, comm, top, length=length)
-    kfac = mpikfac.KFAC(model, plain, comm, length=length)
+        mpikfac.KFAC(model, plain, comm, top, grafting=grafting)
+    kfac = mpikfac.KFAC(model, plain, comm, grafting=grafting)
     state = kfac.state_dict() | {"optimizer/groups/0/momentum": 0.5}
     state_of_optimizer = {n: v for n, v in state.items() if not n.startswith("kfac/")}
     with pytest.raises(
-        mpikfac.UserError, match=r"must be 0 with Length\(momentum=0.9\); it is 0.5"
+        mpikfac.UserError, match=r"must be 0 with grafting.momentum=.*0.9.*; it is 0.5"
     ):
         kfac.load_state_dict(state)
     problem.run(kfac, comm, [0])
@@ -258,7 +269,7 @@ def test_a_scheduler_gives_no_second_momentum(comm, call):
     """Oracle: the line; the weights stay."""
     model = problem.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = mpikfac.KFAC(model, optimizer, comm, length=mpikfac.Length(momentum=0.9))
+    kfac = mpikfac.KFAC(model, optimizer, comm, grafting=mpikfac.AdamGrafting(momentum=0.9))
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
     images, labels = problem.batch(0)
     F.cross_entropy(model(images), labels).backward()
@@ -268,12 +279,13 @@ def test_a_scheduler_gives_no_second_momentum(comm, call):
     assert torch.equal(problem.state(model), before)
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
-def test_a_layer_without_bases_keeps_the_momentum(comm, length):
+@pytest.mark.parametrize("grafting", problem.BY_ADAM, ids=problem.label)
+def test_a_layer_without_bases_keeps_the_momentum(comm, grafting):
     """Oracle: Nesterov's mean of the gradients by hand, along which the layer steps."""
     model, beta = nn.Linear(4, 3, bias=False), 0.8
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = mpikfac.KFAC(model, optimizer, comm, length=mpikfac.Length(length, momentum=beta))
+    grafting = replace(grafting, momentum=beta)
+    kfac = mpikfac.KFAC(model, optimizer, comm, grafting=grafting)
     mean = torch.zeros(3, 4)
     for step in range(3):
         optimizer.zero_grad()
@@ -289,15 +301,16 @@ def test_a_layer_without_bases_keeps_the_momentum(comm, length):
     assert cosine.item() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("length", ["adam", "orthogonal", "rows"])
+@pytest.mark.parametrize("grafting", problem.BY_ADAM, ids=problem.label)
 @pytest.mark.parametrize(
     "strategy", [None, Strategy(MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True))]
 )
-def test_uncovered_parameters_take_adams_step(comm, strategy, length):
+def test_uncovered_parameters_take_adams_step(comm, strategy, grafting):
     """Oracle: torch's Adam, on the gradients of the same steps; a NaN counts nowhere."""
     model, rate = problem.network(), 0.01
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    kfac = problem.kfac(model, optimizer, comm, strategy, **{**problem.SETTINGS, "length": length})
+    choices = problem.SETTINGS | {"grafting": grafting}
+    kfac = problem.kfac(model, optimizer, comm, strategy, **choices)
     twins = [p.detach().clone() for p in model[1].parameters()]
     adam = torch.optim.Adam(twins, lr=rate, betas=(0.0, 0.999))
     for step in range(problem.STEPS):
@@ -314,11 +327,11 @@ def test_uncovered_parameters_take_adams_step(comm, strategy, length):
 
 
 @pytest.mark.parametrize(("bound", "length"), [(0.01, 0.01), (1e6, None)])
-@pytest.mark.parametrize("graft", ["own", "sgd"])
-def test_the_norm_of_a_step_is_bounded(comm, graft, bound, length):
+@pytest.mark.parametrize("grafting", [NoGrafting(), SGDGrafting()], ids=problem.label)
+def test_the_norm_of_a_step_is_bounded(comm, grafting, bound, length):
     """Oracle: the norm of all layers' directions by hand; directions within the bound stay."""
-    _, free, _ = directions(comm, length=graft)
-    _, found, kfac = directions(comm, length=graft, norm_clip=bound)
+    _, free, _ = directions(comm, grafting=grafting)
+    _, found, kfac = directions(comm, grafting=grafting, norm_clip=bound)
     whole = math.sqrt(sum(float(d.square().sum()) for d in free.values()))
     scale = (length or whole) / whole
     assert (scale < 1) == (bound == 0.01)
@@ -334,7 +347,12 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, preconditioner, bound):
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
     nn.init.zeros_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"length": "sgd", "kl_clip": None, bound: 0.1, "preconditioner": preconditioner}
+    settings = {
+        "grafting": SGDGrafting(),
+        "kl_clip": None,
+        bound: 0.1,
+        "preconditioner": preconditioner,
+    }
     kfac = problem.kfac(model, optimizer, comm, **settings)
     before = model[0].weight.clone()
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
@@ -348,14 +366,14 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, preconditioner, bound):
     assert torch.equal(problem.state(model), before)
 
 
-@pytest.mark.parametrize("fisher_type", [0.01, 1e6])
-def test_the_fisher_norm_of_a_direction_is_bounded(comm, fisher):
+@pytest.mark.parametrize("bound", [0.01, 1e6])
+def test_the_fisher_norm_of_a_direction_is_bounded(comm, bound):
     """Oracle: `sqrt(sum <direction, gradient>)` over all layers by hand."""
     gradients, free, _ = directions(comm)
-    _, found, kfac = directions(comm, fisher_clip=fisher)
+    _, found, kfac = directions(comm, fisher_clip=bound)
     whole = math.sqrt(sum(float((free[n] * g).sum()) for n, g in gradients.items()))
-    scale = min(1.0, fisher / whole)
-    assert (scale < 1) == (fisher == 0.01)
+    scale = min(1.0, bound / whole)
+    assert (scale < 1) == (bound == 0.01)
     assert kfac.kl_scale.item() == pytest.approx(scale)
     for name, direction in free.items():
         torch.testing.assert_close(found[name], scale * direction)
@@ -379,18 +397,20 @@ def test_a_bound_on_the_direction_leaves_the_learning_rate_its_meaning(comm, bou
 
 
 def test_without_a_choice_directions_are_orthogonal(comm):
-    assert mpikfac.Length() == mpikfac.Length("orthogonal")
-    assert mpikfac.Length(kl=0.1) == mpikfac.Length("own", kl=0.1)
+    """Oracle: the choices, and with a clip the length that preconditioning gives."""
     model = problem.network()
     kfac = mpikfac.KFAC(model, problem.sgd(model), comm)
     chosen = inside.settings(kfac)
-    assert (chosen.length.source, chosen.damping.is_relative) == ("orthogonal", True)
+    assert (chosen.grafting, chosen.clip) == (AdamGrafting(orthogonalize=True), None)
+    assert chosen.damping.is_relative
+    clipped = mpikfac.KFAC(model, problem.sgd(model), comm, clip=KLClip())
+    assert inside.settings(clipped).grafting == NoGrafting()
     vectors = mpikfac.KFAC(model, problem.sgd(model), comm, preconditioner="eva")
     assert inside.settings(vectors).damping == mpikfac.Damping(0.003)
 
 
-@pytest.mark.parametrize("graft", ["sgd", "adam", "orthogonal", "rows"])
-def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, graft):
+@pytest.mark.parametrize("grafting", [SGDGrafting(), *problem.BY_ADAM], ids=problem.label)
+def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, grafting):
     """Oracle: the gradient, at the grafted length: own length, or the length of Adam's step."""
 
     def failing(factor, damping):
@@ -398,12 +418,12 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
 
     with monkeypatch.context() as patch:
         patch.setattr(inverse, "damped_inverse", failing)
-        settings = {"preconditioner": "inverse", "length": graft, "trust": math.inf}
-        gradients, found, kfac = directions(comm, **settings)
+        unlimited = replace(grafting, max_trust_ratio=math.inf) if grafting.by_adam else grafting
+        gradients, found, kfac = directions(comm, preconditioner="inverse", grafting=unlimited)
     assert kfac.nonfinite.counts["decomposition"] == 6
     for name, gradient in gradients.items():
         first = gradient / (gradient.abs() + 1e-8)  # Adam's first step
-        length = (gradient if graft == "sgd" else first).norm()
+        length = (first if grafting.by_adam else gradient).norm()
         torch.testing.assert_close(found[name], gradient / gradient.norm() * length)
 
 
@@ -411,16 +431,13 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
     ("settings", "text"),
     [
         *(
-            ({"norm_clip": value, "kl_clip": None}, f"norm_clip={value!r} must be")
+            ({"norm_clip": value, "kl_clip": None}, f"max_norm={value!r} must be")
             for value in (-1, 0, math.nan, math.inf, "0.1")
         ),
+        ({"grafting": "lamb"}, "grafting='lamb' must be None or mpikfac.Grafting"),
         (
-            {"norm_clip": 1.0, "kl_clip": 0.001},
-            "kl_clip=0.001 and norm_clip=1.0 both bound the step; leave one",
-        ),
-        (
-            {"length": "lamb"},
-            "length='lamb' must be one of None, 'orthogonal', 'rows', 'rotated', 'adam', 'sgd'",
+            {"grafting": AdamGrafting},
+            "must be None or mpikfac.Grafting",
         ),
     ],
 )

@@ -254,7 +254,7 @@ def test_each_way_to_share_is_exact_in_its_setting_and_not_in_the_others(comm, n
     repeated = x.repeat_interleave(n, 0)
 
     def rule(layer):
-        return replace(mpikfac.default_rule(layer), sharing=("expand", "reduce")[side])
+        return replace(mpikfac.default_rule(layer), kfac_approx=("expand", "reduce")[side])
 
     kfac = trainer(comm, model, rule=rule)
     outputs = model(repeated)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Coverage, KFACOptimizer, Length, layers
+from mpikfac import Coverage, KFACOptimizer, NormClip, layers
 from mpikfac.preconditioners import PRECONDITIONERS
 from support import inside
 from support.compiled import Problem, check
@@ -337,7 +337,7 @@ def test_the_remedy_of_an_unseen_layer_can_be_pasted(caplog):
     """Oracle: the line, by hand; the module of a layer inside a module."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     model = nn.Sequential(nn.Linear(4, 4), attention)
-    optimizer = KFACOptimizer(model, length=Length("own", norm=1.0), momentum=0.0)
+    optimizer = KFACOptimizer(model, clip=NormClip(max_norm=1.0), momentum=0.0)
     x = torch.randn(3, 2, 4)
     (model[0](x).sum() + F.linear(x, attention.out_proj.weight).square().sum()).backward()
     optimizer.step()

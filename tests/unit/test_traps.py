@@ -14,7 +14,18 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
 
 import mpikfac
-from mpikfac import KFAC, Coverage, Estimator, FirstOrderTrainer, Length, UserError
+from mpikfac import (
+    KFAC,
+    AdamGrafting,
+    Coverage,
+    Estimator,
+    FirstOrderTrainer,
+    FisherClip,
+    KLClip,
+    NoGrafting,
+    NormClip,
+    UserError,
+)
 from support import inside
 
 COMM = mpikfac.world()
@@ -384,9 +395,9 @@ def test_little_coverage_is_warned_of(caplog):
 
 
 @pytest.mark.parametrize("fisher_type", ["empirical", "mc", "type-2"])
-def test_outputs_that_are_not_finite_are_left_out(fisher):
+def test_outputs_that_are_not_finite_are_left_out(fisher_type):
     """Oracle: averages and weights before the batch."""
-    kfac = trainer(network(), estimator=Estimator(fisher_type=fisher))
+    kfac = trainer(network(), estimator=Estimator(fisher_type=fisher_type))
 
     def step(scale: float) -> None:
         x, y = batch()
@@ -550,7 +561,7 @@ def test_badly_scaled_inputs_get_directions_of_float64(preconditioner):
             COMM,
             damping=1e-3,
             preconditioner=preconditioner,
-            length=Length("own"),
+            grafting=NoGrafting(),
         )
         F.cross_entropy(model(x.to(dtype)), y).backward()
         kfac.step()
@@ -589,7 +600,7 @@ def test_pixels_that_are_not_normalised_are_warned_of_once(preconditioner, dampi
         choices = {
             "preconditioner": preconditioner,
             "damping": damping,
-            "length": Length("own"),
+            "grafting": NoGrafting(),
             "inv_update_steps": 1,
         }
         kfac = KFAC(model, optimizer, COMM, **choices)
@@ -636,12 +647,12 @@ class WithoutRate(torch.optim.Optimizer):
             parameter.sub_(parameter.grad, alpha=0.01)
 
 
-@pytest.mark.parametrize("choice", ["Length", "damping"])
+@pytest.mark.parametrize("choice", ["clip", "damping"])
 def test_a_choice_that_needs_rates_names_the_optimizer(choice):
     """Oracle: the line, before any communication."""
     settings = {
-        "Length": {"length": Length(kl=0.001), "damping": 0.01},
-        "damping": {"length": Length("own"), "damping": mpikfac.LevenbergMarquardt()},
+        "clip": {"clip": KLClip(kl_clip=0.001), "damping": 0.01},
+        "damping": {"grafting": NoGrafting(), "damping": mpikfac.LevenbergMarquardt()},
     }[choice]
     model = network()
     with pytest.raises(ValueError, match=f"^{choice}.* needs learning rates, and WithoutRate has"):
@@ -649,7 +660,7 @@ def test_a_choice_that_needs_rates_names_the_optimizer(choice):
 
 
 @pytest.mark.parametrize(
-    "length", [Length("own"), Length(fisher_type=0.1), Length(norm=0.1), Length()]
+    "length", [NoGrafting(), FisherClip(max_norm=0.1), NormClip(max_norm=0.1), AdamGrafting()]
 )
 def test_other_lengths_need_no_rate(length):
     """Oracle: SGD at the same rate, to the last bit."""

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import KFAC, Length, MemOpt, Strategy
+from mpikfac import KFAC, AdamGrafting, KLClip, MemOpt, NoGrafting, SGDGrafting, Strategy
 
 COMM = mpikfac.world()
 LENGTHS = {
-    "orthogonal": Length(),
-    "momentum": Length("adam", momentum=0.9),
-    "sgd": Length("sgd"),
-    "own": Length("own"),
-    "kl": Length(kl=0.001),
+    "orthogonal": {"grafting": AdamGrafting()},
+    "momentum": {"grafting": AdamGrafting(orthogonalize=False, momentum=0.9)},
+    "sgd": {"grafting": SGDGrafting()},
+    "own": {"grafting": NoGrafting()},
+    "kl": {"clip": KLClip(kl_clip=0.001)},
 }
 
 
@@ -41,7 +41,7 @@ def test_another_optimizer_finds_gradients(length, how):
     norm, layers = model[1], [*model[0].parameters(), *model[3].parameters()]
     optimizer = torch.optim.SGD(layers, lr=0.1)
     other = torch.optim.Adam(norm.parameters(), lr=0.01)
-    kfac = KFAC(model, optimizer, COMM, damping=0.03, length=LENGTHS[length])
+    kfac = KFAC(model, optimizer, COMM, damping=0.03, **LENGTHS[length])
     for step in range(3):
         passes(model, step)
         expected = [parameter.grad.clone() for parameter in norm.parameters()]

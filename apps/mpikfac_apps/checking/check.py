@@ -254,7 +254,7 @@ def cost(subject: Subject, examples: int) -> list[str]:
     run = foreseen(kfac, {}, (shapes, tensors), plan, calls, 1)
     remedy = (
         "take a larger batch; or smaller blocks of factors, by a rule of mpikfac.Coverage with a "
-        'smaller `largest`; or length=mpikfac.Length("adam"), without orthogonal directions'
+        "smaller `largest`; or grafting=mpikfac.AdamGrafting(orthogonalize=False)"
     )
     lines = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
     return [

@@ -139,7 +139,7 @@ def one_step(
             comm,
             damping=DAMPING,
             preconditioner=preconditioner,
-            length=mpikfac.Length("own"),
+            grafting=mpikfac.NoGrafting(),
             coverage=coverage,
             budget=None,  # the dense solves are of whole factors
         )
@@ -312,7 +312,7 @@ def distributed(
         damping=DAMPING,
         inv_update_steps=1,
         preconditioner=preconditioner,
-        length=mpikfac.Length("own", kl=0.001),  # Adam's length makes rounding of zeros large
+        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam's length makes rounding of zeros large
         coverage=coverage,
     )
     for layer in kfac.layers:

@@ -204,7 +204,7 @@ SOLVES: Mapping[str, Callable[..., Tensor]] = {
 def solve(
     preconditioner: str, gradient: Tensor, sides: Mapping[str, Tensor], damping: float
 ) -> Tensor:
-    """Return a preconditioner's direction for a gradient `[groups, outputs, inputs]`, group by group.
+    """Return a direction for a gradient `[groups, outputs, inputs]`, group by group.
 
     The identity replaces a missing side of a layer; the existing side then gets the whole damping.
     """

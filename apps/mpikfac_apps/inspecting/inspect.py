@@ -125,13 +125,13 @@ def numbers(values: Tensor) -> tuple[str, ...]:
 
 
 def preconditioner_in(preconditioners: str, layer: str) -> str:
-    """Return the preconditioner of a layer, from a checkpoint's text such as "eigen, conv1: inverse"."""
+    """Return the preconditioner of a layer, from a text such as "eigen, conv1: inverse"."""
     run, *others = preconditioners.split(", ")
     return dict(assignment.split(": ") for assignment in others).get(layer, run)
 
 
 def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float, bool]:
-    """Return preconditioners and damping of the checkpoint's run, and whether the damping is relative.
+    """Return preconditioners and damping of a run, and whether the damping is relative.
 
     Without a run directory, the answer is eigenbases without damping. If the damping is adapted,
     the answer is the damping in the checkpoint.

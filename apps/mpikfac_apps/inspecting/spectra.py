@@ -36,7 +36,7 @@ class Spectrum:
     g: Tensor
 
     def condition(self, preconditioner: str, damping: float, relative: bool = False) -> float:
-        """Return largest by smallest eigenvalue of the matrix that a preconditioner inverts for `A (x) G`.
+        """Return the condition number of the matrix that a preconditioner inverts for `A (x) G`.
 
         For "ekfac", the matrix has the products that the preconditioner's eigenvalues start from.
         Rounding leaves eigenvalues below 0, which count as 0. For a layer of several groups, the

@@ -91,14 +91,16 @@ class CommandLine(Generic[Group]):
         if kept:
             sources.insert(0, kept_options(kept))
         usual = self.usual(self.group, given(sources)) if self.usual else {}
-        types, preset = settled(self.group, sources, self.presets)
+        of_usual = Source(usual)
+        types, preset = settled(self.group, [of_usual, *sources], self.presets)
+        usual = of_usual.values
         if kept:  # a value that the arguments replace may be wrong
             sources[0].discard(given(sources[1:]))
         options = {leaf.key: leaf for leaf in leaves(self.group, types)}
         parser = self._parser(options, self._hidden(options, arguments))
         parser.set_defaults({k: v for k, v in {**preset, **usual}.items() if k in options})
         values = self._parsed(parser, sources, types)
-        values |= {key: value for key, value in usual.items() if values[key] is None}
+        values |= {key: v for key, v in usual.items() if key in values and values[key] is None}
         read = {key: _value(leaf, values[key]) for key, leaf in options.items()}
         return build(self.group, read, keys_of(sources))
 

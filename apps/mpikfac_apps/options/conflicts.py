@@ -7,7 +7,6 @@ import importlib.util
 from pathlib import Path
 
 import mpikfac
-from mpikfac.plan import BY_ADAM
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import AUTO, DataOptions, Options
 from mpikfac_apps.options.strategy import dealt_out, make_strategy
@@ -54,7 +53,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
 
 def _check_strategy(options: Options, ranks: int) -> None:
     """Refuse a strategy that does not fit the ranks or the rest of the run."""
-    strategy, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
+    strategy, _ = make_strategy(options.distribution, options.kfac, ranks)
     if options.optimizer != "kfac" and options.distribution.strategy == "auto":
         raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
     if options.accumulate > 1 and strategy.transport.overlap:
@@ -96,7 +95,7 @@ def _check_frozen(options: Options, ranks: int) -> None:
         return
     if frozen >= options.epochs:
         raise ValueError(f"frozen_epochs={frozen} must be less than epochs={options.epochs}")
-    strategy, _ = make_strategy(choices, options.kfac, ranks, options.parts)
+    strategy, _ = make_strategy(choices, options.kfac, ranks)
     spared, model = strategy.refresh.servers, options.model
     for wrong, need, why in (
         (model == "airbench94", f"another model, not {model}", "the model freezes layers itself"),
@@ -121,7 +120,7 @@ def _check_groups(options: Options, ranks: int) -> None:
     groups, task = options.codistillation.groups, network(options.model).task
     if groups == 1:
         return
-    strategy, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
+    strategy, _ = make_strategy(options.distribution, options.kfac, ranks)
     sync, adapt = strategy.sync, options.kfac.damping_adapt
     for wrong, need, why in (
         (options.shrink, "shrink=false, not true", "ranks that are left form no equal groups"),
@@ -131,7 +130,11 @@ def _check_groups(options: Options, ranks: int) -> None:
             f"sync=synchronous, not {sync.name}",
             "a group has one model",
         ),
-        (options.quadratic, "another kfac.length than quadratic", "its model knows no peers"),
+        (
+            options.quadratic,
+            "another kfac.grafting than quadratic-model",
+            "its model knows no peers",
+        ),
         (adapt, f"kfac.damping_adapt=null, not {adapt}", "the loss after a step knows no peers"),
         (
             task.loss_name != "cross-entropy",
@@ -251,15 +254,15 @@ def doubt(options: Options) -> str:
 
 
 def check_parts(options: Options, ranks: int) -> None:
-    """Refuse a number of parts or passes that does not fit the batch.
+    """Refuse a number of virtual ranks or passes that does not fit the batch.
 
     Raises:
         ValueError: the number does not fit; a single line names the options.
     """
-    parts, batches = options.parts, numbers_of(options.batch)
+    virtual, batches = options.virtual_ranks, numbers_of(options.batch)
     for batch in filter(None, batches):
-        if parts and batch % parts:
-            raise ValueError(f"parts={parts} must divide batch={batch}")
+        if virtual and batch % virtual:
+            raise ValueError(f"transport.virtual_ranks={virtual} must divide batch={batch}")
         if batch // ranks % options.accumulate:
             raise ValueError(
                 f"accumulate={options.accumulate} must divide the {batch // ranks} images of a "
@@ -292,12 +295,12 @@ def _check_momentum(options: Options) -> None:
             f"nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not "
             f"{options.optimizer} and {options.momentum}"
         )
-    length = options.kfac.length
-    if options.momentum_of_gradients and (length.bound or not length.by_adam):
-        setting = f"kfac.{length.bound}" if length.bound else f"kfac.length={length.source}"
+    grafting, clip = options.kfac.grafting, options.kfac.clip
+    if options.momentum_of_gradients and (clip is not None or not grafting.by_adam):
+        setting = f"kfac.grafting={grafting.name}" if clip is None else f"kfac.clip={clip.name}"
         raise ValueError(
-            f"kfac.momentum_of=gradients needs kfac.length={' or '.join(BY_ADAM)}, and no bound, "
-            f"not {setting}; leave out {setting} or kfac.momentum_of"
+            f"kfac.momentum_of=gradients needs kfac.grafting=adam, and no clip, not {setting}; "
+            f"leave out {setting} or kfac.momentum_of"
         )
     if options.nesterov and options.momentum_of_gradients:
         raise ValueError(
@@ -329,27 +332,27 @@ def _check_quadratic(options: Options) -> None:
     wrong = [f"{name}={value}" for name, value in values.items() if value not in needed[name]]
     if options.quadratic and wrong:
         raise ValueError(
-            f"kfac.length=quadratic gives length and momentum of a step; it needs lr=1, "
+            f"kfac.grafting=quadratic-model gives length and momentum of a step; it needs lr=1, "
             f"schedule=constant, momentum=0 and weight_decay=0, not {', '.join(wrong)}"
         )
 
 
 def _check_passes(options: Options) -> None:
     """Refuse options that need other passes than several passes, or passes of another dtype."""
-    if options.accumulate > 1 and options.parts:
+    if options.accumulate > 1 and options.virtual_ranks:
         raise ValueError(
-            f"accumulate={options.accumulate} needs parts=null, not {options.parts}: a part has a "
+            f"accumulate={options.accumulate} needs transport.virtual_ranks=null, not {options.virtual_ranks}: a virtual rank has a "
             f"pass of its own"
         )
     for name, usual in (("accumulate", 1), ("autocast", None)):
         if (value := getattr(options, name)) != usual and options.quadratic:
-            raise ValueError(f"{name}={value} needs another kfac.length than quadratic")
+            raise ValueError(f"{name}={value} needs another kfac.grafting than quadratic-model")
 
 
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:
     """Return the number of images of a step, of all ranks together, or numbers by epoch.
 
-    Without a batch in the options: `USUAL_BATCH`, or the next lower number that ranks and parts
+    Without a batch in the options: `USUAL_BATCH`, or the next lower number that ranks and virtual
     can share.
 
     Raises:
@@ -361,7 +364,7 @@ def global_batch(options: Options, ranks: int) -> int | ByEpoch:
             f"batch={batch} and batch_per_rank={per_rank}: give one of them, and null for the other"
         )
     if not batch and not per_rank:
-        share = options.parts or ranks
+        share = options.virtual_ranks or ranks
         return max(share, USUAL_BATCH // share * share)
     options = dataclasses.replace(options, batch=batch or ranks * (per_rank or 0))
     for total in numbers_of(options.batches):

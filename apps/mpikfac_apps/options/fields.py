@@ -79,6 +79,7 @@ class Leaf:
         scheduled: whether the value may be numbers by epoch.
         read: the function that makes the value from a text; None if the text is the value.
         joint: the base of the types that the option names; None if the value is no type.
+        without: fields of the types that are no options.
     """
 
     key: str
@@ -92,6 +93,7 @@ class Leaf:
     scheduled: bool
     read: Callable[[str], Any] | None
     joint: type[Choice] | None = None
+    without: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -234,6 +236,8 @@ def possible(group: type, within: Collection[type] = ()) -> dict[str, Leaf]:
         if leaf.joint and leaf.joint not in within:
             for kind in named_types(leaf.joint).values():
                 for key, inner in possible(kind, (*within, leaf.joint)).items():
+                    if key in leaf.without:
+                        continue
                     found.setdefault(f"{leaf.name}.{key}", inner)
     return found
 
@@ -270,7 +274,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
             positional=meta.get("positional", False),
             read=meta.get("read"),
         )
-        yield from _of_joint(option, kind, base, below) if base else [option]
+        yield from _of_joint(option, kind, base, below, meta) if base else [option]
 
 
 def _below(group: type, types: Types, like: Any) -> Iterable[Leaf]:
@@ -314,7 +318,9 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def _of_joint(option: Leaf, hint: Any, base: type[Choice], types: Types) -> Iterator[Leaf]:
+def _of_joint(
+    option: Leaf, hint: Any, base: type[Choice], types: Types, meta: Mapping[str, Any]
+) -> Iterator[Leaf]:
     """Yield the option that names the type of a joint, and the options of the type.
 
     The joint's default gives the defaults of its own type.
@@ -328,12 +334,14 @@ def _of_joint(option: Leaf, hint: Any, base: type[Choice], types: Types) -> Iter
         "kind": kind,
         "default": default,
     }
-    yield dataclasses.replace(option, joint=base, **named)
+    yield dataclasses.replace(option, joint=base, without=meta.get("without", ()), **named)
     chosen = types.get(TYPE, default)
     if not isinstance(chosen, str):
         return
     group = joints.type_of(name, base, chosen)
     for leaf in _below(group, types, usual if type(usual) is group else None):
+        if leaf.path[-1] in meta.get("without", ()):
+            continue
         own = leaf.path[1:] in ((), (TYPE,))
         section = f"{name}={chosen}: {leaf.section}" if own else leaf.section
         yield _inside(name, dataclasses.replace(leaf, section=section), {})

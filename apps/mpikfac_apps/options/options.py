@@ -8,22 +8,31 @@ from typing import Any, Literal
 
 import mpikfac.lab  # noqa: F401 (its methods are known by name)
 from mpikfac import (
+    AdamGrafting,
     CommOpt,
     Compression,
     Damping,
     Estimator,
-    Length,
     Refresh,
     Strategy,
     Synchronous,
     Transport,
     get_strategy,
 )
-from mpikfac.plan import FACTOR_EVERY, NAMED, Assignment, Synchronization
-from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Schedule
+from mpikfac.plan import (
+    FACTOR_EVERY,
+    NAMED,
+    Assignment,
+    Clip,
+    Grafting,
+    NoGrafting,
+    Synchronization,
+)
+from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Precision, Schedule
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import (
+    TYPE,
     bounded,
     choice,
     flat,
@@ -138,7 +147,6 @@ class GroupOptions:
 
 AUTO = "auto"
 COMM_OPT = "comm-opt"
-HIDDEN = "transport.virtual_ranks"  # an option of its own: `parts`
 
 
 @dataclass(frozen=True)
@@ -174,9 +182,7 @@ class StrategyOptions:
     sync: Synchronization = field(default_factory=Synchronous)
     compression: Compression = field(default_factory=Compression)
     refresh: Refresh = field(default_factory=Refresh)
-    transport: Transport = field(
-        default_factory=Transport, metadata={"without": ("virtual_ranks",)}
-    )
+    transport: Transport = field(default_factory=Transport)
 
     @property
     def split(self) -> list[str]:
@@ -213,7 +219,7 @@ def preset(name: str) -> dict[str, Any]:
     """
     if (named := NAMED.get(COMM_OPT if name == AUTO else name)) is None:
         return {}
-    return {key: value for key, value in flat(named.strategy).items() if key != HIDDEN}
+    return flat(named.strategy)
 
 
 PRESETS = Presets("strategy", preset)
@@ -225,8 +231,8 @@ class CoverageOptions:
 
     Args:
         norms: scale and shift of normalisation layers are preconditioned, too.
-        sharing: how the positions count at which an image uses a weight. "expand": each position is
-            an example of its own; "reduce": the mean over the positions is an example.
+        kfac_approx: how the positions count at which an image uses a weight. "expand": each
+            position is an example of its own; "reduce": the mean over the positions is an example.
         largest: the largest order of a factor; larger factors fall into equal blocks. null: what
             the budget says, or no limit.
         rank: the number of eigenvectors that are kept of factors or blocks of a larger order; the
@@ -236,7 +242,7 @@ class CoverageOptions:
     """
 
     norms: bool = section("K-FAC: covered layers", field(default=False))
-    sharing: Literal["expand", "reduce"] = "expand"
+    kfac_approx: Literal["expand", "reduce"] = "expand"
     largest: int | None = bounded(None, ">= 1")
     rank: int | None = bounded(None, ">= 1")
     skip: list[str] = field(default_factory=list)
@@ -252,7 +258,7 @@ class KfacOptions:
         inv_update_steps: the number of steps between two decompositions of the factors. null: the
             number of the strategy; for most strategies 50, and fewer in the first 160 steps.
         preconditioner: the preconditioner of gradients; K-FAC is one of several under the same
-            plan. A preconditioner brings usual values of damping, length, momentum and
+            plan. A preconditioner brings usual values of damping, grafting, momentum and
             factor_update_steps, which replace defaults, and no value that is given. "inverse":
             damped inverses, the damping split between both factors; "unsplit-inverse": inverses
             with the whole damping in each factor; "eigen": eigenbases; "ekfac": eigenbases with
@@ -265,9 +271,9 @@ class KfacOptions:
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.
         momentum_of: where `momentum` is taken. "gradients": Nesterov's momentum of the averaged
-            gradients, before K-FAC preconditions the gradients; needs a length by Adam.
+            gradients, before K-FAC preconditions the gradients; needs grafting by Adam.
             "directions": by the optimizer, with smaller learning rates. null: "gradients" with
-            such a length and without a bound or nesterov, else "directions".
+            such grafting and without a clip or nesterov, else "directions".
         budget: the operations of statistics and decompositions on average, as a share of those of
             the forward and backward passes; in the first 160 steps, as many as those of the passes.
             Intervals grow, and factors fall into blocks of at most half as many rows as a batch has
@@ -275,6 +281,13 @@ class KfacOptions:
         damping_adapt: the number of steps from one adaptation of the damping to the next. The
             damping follows how well the quadratic model predicted the loss; each adaptation costs a
             forward pass. null: the damping stays.
+        grafting: what gives each layer's direction its length. With a clip, the usual value is
+            none.
+        clip: a bound on the directions of all layers together.
+        matmul_precision: how products round that precondition gradients and make directions
+            orthogonal, on tensor cores: "tf32" operands to 10 bits of mantissa, "bfloat16" to 7
+            bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
+        cuda_graph: directions are recorded as a CUDA graph, and their kernels started by one call.
     """
 
     factor_update_steps: int | Schedule | None = section("K-FAC", bounded(None, ">= 1"))
@@ -287,19 +300,13 @@ class KfacOptions:
     damping: Damping = section(
         "K-FAC: damping", inline(Damping, value="damping", relative="relative_damping")
     )
-    length: Length = section(
-        "K-FAC: length of a step",
-        inline(
-            Length,
-            without=("momentum",),  # see momentum_of
-            **{
-                "source": "length",
-                "fisher_type": "fisher_clip",
-                "kl": "kl_clip",
-                "norm": "norm_clip",
-            },
-        ),
+    grafting: Grafting = section(
+        "K-FAC: grafting and clip",
+        field(default_factory=AdamGrafting, metadata={"without": ("momentum",)}),  # momentum_of
     )
+    clip: Clip | None = None
+    matmul_precision: Precision | None = None
+    cuda_graph: bool = False
     estimator: Estimator = section("K-FAC: estimate of factors", inline(Estimator))
     coverage: CoverageOptions = inline(CoverageOptions)
 
@@ -340,9 +347,6 @@ class LearningOptions:
             batch_per_rank: 256, or the next lower multiple of the number of ranks.
         batch_per_rank: the number of images of a step on each rank. A run that is resumed on
             another number of ranks keeps the batch of all ranks together.
-        parts: the number of parts that a batch is dealt out in. Gradients of parts are added in
-            order, so the result has the same bits on every number of ranks that divides the number
-            of parts. Layers that normalise a batch normalise each part by itself. null: MPI adds.
         accumulate: the number of passes in which a rank takes its share of a step's images, one
             after another, to save memory: a step takes the mean gradient of all passes. Layers that
             normalise a batch normalise each pass by itself.
@@ -356,10 +360,10 @@ class LearningOptions:
         keep_best: the weights of the best test are kept in RUN_DIR/best.pt.
         patience: the run ends after so many tests in a row that are no better than the best test
             before; null: all epochs run.
-        lr: the learning rate. null: 0.0075 for K-FAC with a kfac.length by Adam, or 0.003
+        lr: the learning rate. null: 0.0075 for K-FAC with a kfac.grafting by Adam, or 0.003
             with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
-            LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.length=own or sgd.
-            kfac.length=quadratic needs no rate.
+            LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.grafting=none or sgd.
+            kfac.grafting=quadratic-model needs no rate.
         scale_lr: how the learning rate grows with the number of ranks at the first start. "linear":
             lr times the number; "sqrt": lr times the square root of the number; false: not at all.
             If the rate grows, a warm-up starts at lr.
@@ -401,7 +405,6 @@ class LearningOptions:
     codistillation: GroupOptions = inline(GroupOptions)
     batch: int | Schedule | None = section("batch", bounded(None, ">= 1"))
     batch_per_rank: int | None = bounded(None, ">= 1")
-    parts: int | None = bounded(None, ">= 1")
     accumulate: int = bounded(1, ">= 1")
     autocast: Literal["bfloat16"] | None = None
     epochs: int = section(LENGTH, bounded(10, ">= 1"))
@@ -427,13 +430,18 @@ class LearningOptions:
     seed: int = bounded(0, ">= 0", "< 4294967296")
 
     @property
+    def virtual_ranks(self) -> int | None:
+        """The number of parts that a batch is dealt out in; None: each rank has one."""
+        return self.distribution.transport.virtual_ranks
+
+    @property
     def rate(self) -> float:
         """The learning rate before any warm-up and fall."""
         if self.lr is not None:
             return self.lr
         if self.quadratic:
             return 1.0
-        if self.optimizer == "kfac" and not self.kfac.length.by_adam:
+        if self.optimizer == "kfac" and not self.kfac.grafting.by_adam:
             return USUAL_RATES["sgd"]
         of_directions = self.optimizer == "kfac" and not self.momentum_of_gradients
         return USUAL_RATES[self.optimizer] * (FOR_DIRECTIONS if of_directions else 1)
@@ -443,8 +451,7 @@ class LearningOptions:
         """Whether the momentum is taken before K-FAC preconditions gradients."""
         if self.optimizer != "kfac" or self.kfac.momentum_of == "directions":
             return False
-        length = self.kfac.length
-        usual = length.by_adam and not length.bound and not self.nesterov
+        usual = self.kfac.grafting.by_adam and self.kfac.clip is None and not self.nesterov
         return usual or self.kfac.momentum_of == "gradients"
 
     @property
@@ -455,7 +462,7 @@ class LearningOptions:
     @property
     def quadratic(self) -> bool:
         """Whether a quadratic model gives length and momentum of steps."""
-        return self.optimizer == "kfac" and self.kfac.length.source == "quadratic"
+        return self.optimizer == "kfac" and self.kfac.grafting.needs_batch
 
     @property
     def batches(self) -> int | ByEpoch:
@@ -496,46 +503,48 @@ BASIC = (
         "kfac.factor_update_steps",
         "kfac.inv_update_steps",
     ),
-    *("kfac.relative_damping", "kfac.preconditioner", "kfac.length", "kfac.momentum_of"),
+    *("kfac.relative_damping", "kfac.preconditioner", "kfac.grafting.type", "kfac.momentum_of"),
 )
 """The options that a newcomer needs: `--help` shows these options."""
 
 
 def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by key that the preconditioner takes where a user gives none; see `Preconditioner.usual`.
+    """Return the values by key that a preconditioner takes where a user gives none: its `Defaults`.
 
     Args:
         group: a dataclass with a field `kfac` of `KfacOptions`.
         given: the values by key that a user gives.
     """
-    paths = {leaf.path: leaf.key for leaf in leaves(group)}
+    keys = {leaf.path: leaf.key for leaf in leaves(group)}
+    prefix = keys["kfac", "preconditioner"].removesuffix("preconditioner")
     strategy = NAMED.get(given.get("strategy", ""))
     of_strategy = strategy.settings.get("preconditioner") if strategy else None
-    preconditioner = given.get("kfac.preconditioner", given.get("preconditioner", of_strategy))
-    if preconditioner is None or given.get("optimizer", "kfac") != "kfac":
+    named = given.get(f"{prefix}preconditioner", of_strategy)
+    if given.get("optimizer", "kfac") != "kfac":
         return {}
-    usual = _usual_of(preconditioner)
-    parts = {path[1:] for path, key in paths.items() if key in given and path[0] == "kfac"}
-    if any(part[0] == "damping" for part in parts):  # one of two keys for one number
-        usual = {path: value for path, value in usual.items() if path[0] != "damping"}
-    if parts & {("length", bound) for bound in ("fisher_type", "kl", "norm")}:
-        usual.pop(("length", "source"), None)  # a bound says "own"
-    paths[("kfac", "length", "momentum")] = paths.get(("momentum",), "")
-    keys = {path: paths.get(("kfac", *path)) for path in usual}
-    return {key: usual[path] for path, key in keys.items() if key}
+    usual, momentum = _defaults(named) if named else ({}, 0.0)
+    if {f"{prefix}clip", f"{prefix}clip.{TYPE}"} & given.keys():
+        usual = {key: v for key, v in usual.items() if not key.startswith("grafting.")}
+        usual |= {f"grafting.{TYPE}": NoGrafting.name}
+    if {f"{prefix}{key}" for key in DAMPING} & given.keys():  # two keys for one number
+        usual = {key: value for key, value in usual.items() if key not in DAMPING}
+    values = {f"{prefix}{key}": value for key, value in usual.items()}
+    return values | ({"momentum": momentum} if momentum and ("momentum",) in keys else {})
 
 
-def _usual_of(preconditioner: str) -> dict[tuple[str, ...], Any]:
-    """Return a preconditioner's usual values, by the names of the fields that lead to a value."""
+DAMPING = ("damping", "relative_damping")
+
+
+def _defaults(preconditioner: str) -> tuple[dict[str, Any], Any]:
+    """Return the options of K-FAC by key that a preconditioner changes, and its momentum."""
     from mpikfac.preconditioners import PRECONDITIONERS  # imports torch
 
-    values: dict[tuple[str, ...], Any] = {}
-    for name, value in (
-        PRECONDITIONERS[preconditioner].usual.items() if preconditioner in PRECONDITIONERS else ()
-    ):
-        inner = value.items() if isinstance(value, Mapping) else [(None, value)]
-        values |= {(name, field) if field else (name,): number for field, number in inner}
-    return values
+    if preconditioner not in PRECONDITIONERS:
+        return {}, 0.0
+    defaults = PRECONDITIONERS[preconditioner].defaults
+    now, usual = flat(KfacOptions(**vars(defaults))), flat(KfacOptions())
+    changed = {key: v for key, v in now.items() if v is not None and v != usual.get(key)}
+    return changed, defaults.grafting.momentum
 
 
 TRAIN = CommandLine(

@@ -53,14 +53,14 @@ def checked(options: Options, ranks: int) -> Options:
 
 def of_run(options: Options) -> KfacOptions:
     """Return the settings of K-FAC, with what other options say of momentum and positions."""
-    estimator, length = options.kfac.estimator, options.kfac.length
+    estimator, grafting = options.kfac.estimator, options.kfac.grafting
     dimensions = network(options.model).task.dimensions
     if dimensions and estimator.num_per_example_loss_terms == 1:
         positions = (pixels(options.data) or 1) ** dimensions
         estimator = dataclasses.replace(estimator, num_per_example_loss_terms=positions)
     if options.momentum_of_gradients:
-        length = dataclasses.replace(length, momentum=options.momentum)
-    return dataclasses.replace(options.kfac, estimator=estimator, length=length)
+        grafting = grafting.with_momentum(options.momentum)
+    return dataclasses.replace(options.kfac, estimator=estimator, grafting=grafting)
 
 
 def resolved(options: Options, ranks: int) -> dict[str, Any]:

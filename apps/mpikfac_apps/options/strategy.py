@@ -25,7 +25,7 @@ from mpikfac import (
     schedule,
 )
 from mpikfac.layers import Kinds
-from mpikfac.plan import CHANNELS, Channels, LayerCall, Plan, forward_only
+from mpikfac.plan import CHANNELS, Channels, Grafting, LayerCall, Plan, forward_only
 from mpikfac.preconditioners import forms, named_preconditioner
 from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
 from mpikfac.settings import SETTLED, usual_intervals
@@ -96,21 +96,17 @@ def training_ranks(options: Options, ranks: int) -> int:
 
 
 def make_strategy(
-    distribution: StrategyOptions, kfac: KfacOptions, ranks: int, parts: int | None = None
+    distribution: StrategyOptions, kfac: KfacOptions, ranks: int
 ) -> tuple[Strategy, dict[str, Any]]:
-    """Return the strategy for the ranks that train, and settings `preconditioner` and `inv_update_steps`.
+    """Return the strategy for the ranks that train, and its own settings of `KFAC`: `OF_STRATEGY`.
 
     A setting that neither the options nor the strategy choose is missing.
 
     Raises:
         ValueError: choices do not fit together, or do not fit the number of ranks.
     """
-    if parts is not None and parts % ranks:
-        raise ValueError(f"parts={parts} must be a multiple of the number of ranks ({ranks})")
     given = {key: getattr(kfac, key) for key in OF_STRATEGY}
     overrides = {key: value for key, value in given.items() if value is not None}
-    transport = dataclasses.replace(distribution.transport, virtual_ranks=parts)
-    distribution = dataclasses.replace(distribution, transport=transport)
     if distribution.strategy == AUTO:
         own = distribution.own_choices()
         if distribution.machine is None or own:
@@ -130,6 +126,13 @@ def make_strategy(
     return chosen, settings
 
 
+def of_gradients(options: Options) -> Grafting:
+    """Return the grafting of K-FAC, with the momentum of gradients if there is one."""
+    grafting = options.kfac.grafting
+    momentum = options.momentum if options.momentum_of_gradients else 0.0
+    return grafting.with_momentum(momentum)
+
+
 def job_of(options: Options, ranks: int, inv_update_steps: int) -> Job:
     """Return the training that a prediction is for.
 
@@ -142,8 +145,7 @@ def job_of(options: Options, ranks: int, inv_update_steps: int) -> Job:
         options.step_batch // ranks,
         options.kfac.lasting_factor_update_steps,
         inv_update_steps,
-        length=str(options.kfac.length.source),
-        momentum=options.momentum_of_gradients,
+        grafting=of_gradients(options),
     )
 
 
@@ -238,10 +240,8 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
     """
     settings = options.coverage
     kinds = {**covers, **(NORMS if settings.norms else {})}
-    fisher, chosen = (
-        options.estimator.fisher_type,
-        (settings.kfac_approx, settings.largest, settings.rank),
-    )
+    fisher = options.estimator.fisher_type
+    chosen = settings.kfac_approx, settings.largest, settings.rank
     if chosen == ("expand", None, None) and fisher != "forward-only":
         return Coverage(settings.skip, kinds)
 
@@ -249,7 +249,7 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
         layer = default_rule(layer)
         layer = dataclasses.replace(
             layer,
-            sharing=settings.kfac_approx,
+            kfac_approx=settings.kfac_approx,
             largest=settings.largest or layer.largest,
             rank=settings.rank,
         )
@@ -303,7 +303,10 @@ def kfac_settings(
         "factor_update_steps": by_step(options.factor_update_steps, epochs),
         "inv_update_steps": by_step(chosen.get("inv_update_steps"), epochs),
         "preconditioner": named_preconditioner(preconditioner_of(chosen), _basis_dtype(options)),
-        "length": scheduled(options.length),
+        "grafting": scheduled(options.grafting),
+        "clip": None if options.clip is None else scheduled(options.clip),
+        "matmul_precision": options.matmul_precision,
+        "cuda_graph": options.cuda_graph,
         "estimator": scheduled(options.estimator),
         "coverage": coverage(options, covers),
         "budget": options.budget,

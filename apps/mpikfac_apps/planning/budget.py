@@ -93,13 +93,13 @@ def foreseen(
         iter(mpikfac.preconditioners.preconditioners_by_name(plan.preconditioner).values())
     )
     given = at_start(kfac.factor_update_steps), at_start(settings.get("inv_update_steps"))
-    usual = preconditioner.usual.get("factor_update_steps"), None
+    usual = preconditioner.defaults.factor_update_steps, None
     budget = budget_of(
         kfac.budget, (*given, *usual), preconditioner.form, coverage(kfac).rule, plan.strategy
     )
     stretched = budget.stretched(usual_intervals(plan.strategy.refresh.stagger))
     intervals = Intervals(*map(_first, given, usual, stretched))
-    begin = Settings(kfac.damping, *intervals, 0.0, kfac.length).begin(0)
+    begin = Settings(kfac.damping, *intervals, 0.0).begin(0)
     of_rank = plan.of(0)
     if calls:
         budget.seen = {
@@ -112,7 +112,7 @@ def foreseen(
         layers, others = shapes
         cut = list(map(budget.cut, layers))
         plan = make_plan(kfac, cut, others, plan.ranks, plan.strategy, plan.preconditioner)
-    budget.count(plan.of(0).layers, kfac.length.orthogonal)
+    budget.count(plan.of(0).layers, kfac.grafting.orthogonalize)
     factor_update_steps, inv_update_steps = (
         int(evaluate(interval, SETTLED)) for interval in intervals
     )

@@ -63,7 +63,7 @@ def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
 
 
 def strategy_of(name: str, ranks: int, preconditioner: str) -> tuple[mpikfac.Strategy, str]:
-    """Return a named strategy and its preconditioner: `preconditioner`, unless the strategy's factors are vectors.
+    """Return a named strategy, and its preconditioner or else `preconditioner`.
 
     "sgd" has no K-FAC; "own" is the preconditioner of the named strategy.
     """

@@ -102,8 +102,6 @@ class PlanOptions:
             ImageNet, for the number of a model of your own, and for 10 with all further networks.
         batch_per_rank: the number of images of a step on each rank, for the predictions of
             `machine`.
-        parts: the number of parts of a batch, whose gradients and statistics are added in order;
-            null: MPI adds.
         export: chakra:FILE writes execution traces of Chakra, a trace for each rank and kind of
             step, FILE.ordinary.0.et and so on; null for none. With `machine`, traces have the
             computing stages, too.
@@ -113,7 +111,6 @@ class PlanOptions:
     ranks: int = required(">= 1", f"<= {MOST}")
     classes: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
-    parts: int | None = bounded(None, ">= 1")
     export: Path | None = read_by(trace_files, None)
     distribution: StrategyOptions = inline(StrategyOptions, without=UNPLANNED)
     kfac: KfacOptions = inline(KfacOptions)

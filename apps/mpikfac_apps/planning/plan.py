@@ -83,12 +83,10 @@ def foreseen_of(options: PlanOptions) -> Foreseen:
     covered = coverage(options.kfac, entry.covers)
     with skippable("skip"):
         shapes = models.shapes_of(options.model, options.classes, covered)
-    strategy, settings = make_strategy(
-        options.distribution, options.kfac, options.ranks, options.parts
-    )
+    strategy, settings = make_strategy(options.distribution, options.kfac, options.ranks)
     _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
     plan = make_plan(options.kfac, *shapes, options.ranks, strategy, preconditioner_of(settings))
-    passes = options.parts or options.ranks
+    passes = options.distribution.transport.virtual_ranks or options.ranks
     examples = options.batch_per_rank * options.ranks // passes
     model = models.skeleton(options.model, options.classes)
     calls = calls_of(options.model, model, options.kfac, entry.image, examples)

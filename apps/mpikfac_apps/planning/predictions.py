@@ -16,6 +16,7 @@ from mpikfac_apps.options.strategy import (
     coverage,
     make_plan,
     make_strategy,
+    of_gradients,
     preconditioner_of,
 )
 from mpikfac_apps.planning.budget import Calls, Foreseen, calls_of, foreseen
@@ -78,8 +79,7 @@ def job_of(
         factor_update_steps,
         inv_update_steps,
         options.stragglers,
-        str(options.kfac.length.source),
-        Options(kfac=options.kfac).momentum_of_gradients,
+        of_gradients(Options(kfac=options.kfac)),
     )
 
 
@@ -175,7 +175,8 @@ def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
 
 def job_in_words(options: PredictionOptions) -> str:
     """Return model, batch, preconditioner and intervals of the runs to predict."""
-    words = f"{options.model}, {options.batch_per_rank} images per rank, preconditioner {options.preconditioner}"
+    words = f"{options.model}, {options.batch_per_rank} images per rank, "
+    words += f"preconditioner {options.preconditioner}"
     if without_factors(options):
         return f"{words}, without factors"
     given = options.kfac.factor_update_steps, options.inv_update_steps

@@ -75,8 +75,8 @@ def uncounted(kfac: KfacOptions) -> Iterator[str]:
     """Yield the work of a step that predictions leave out."""
     if kfac.estimator.fisher_type in ("mc", "type-2"):
         yield f"the backward passes of fisher_type={kfac.estimator.fisher_type}"
-    if kfac.length.source == "quadratic":
-        yield "the passes of length=quadratic"
+    if kfac.grafting.needs_batch:
+        yield f"the passes of grafting={kfac.grafting.name}"
     if kfac.damping_adapt:
         yield f"the forward passes of damping_adapt={kfac.damping_adapt}"
 

@@ -16,7 +16,7 @@ from mpikfac_apps.options.strategy import make_strategy, no_servers, serving_ran
 from mpikfac_apps.problems.datasets import source
 
 OF_ONE_NETWORK = (
-    *("parts", "accumulate", "eval_every", "eval_steps", "keep_best", "patience", "average"),
+    *("accumulate", "eval_every", "eval_steps", "keep_best", "patience", "average"),
     *("frozen_epochs", "shrink", "trace_steps", "mixup", "cutmix", "damping_adapt", "scale_lr"),
     *("split_layers", "ways", "groups", "burn_in", "swap_every", "distill_weight"),
 )
@@ -128,7 +128,7 @@ def check(options: PopulationOptions, ranks: int) -> None:
             not {*(names or ())} <= {*known},
             f"population.numbers of {', '.join(known)}, not {names}",
         ),
-        (train.quadratic, "another kfac.length than quadratic"),
+        (train.quadratic, "another kfac.grafting than quadratic-model"),
         (train.model == "airbench94", "another model, not airbench94"),
         (source(train.data.name).files, f"images in memory, not data.name={train.data.name}"),
     ):

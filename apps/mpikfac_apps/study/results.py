@@ -273,7 +273,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
     wire = handed = 0.0
     for rank in ranks:
         for (statistics, refresh, share), count in kinds.items():
-            clip = bool(kfac.length.bound)
+            clip = kfac.clip is not None
             messages = plan.messages(rank, statistics, refresh, clip, share)
             weight = count / period / len(ranks)
             wire += weight * sum(message.wire for message in messages)
@@ -315,7 +315,7 @@ def _numbers(cell: Cell) -> dict[str, Any]:
     if numbers["batch_per_rank"]:
         del numbers["batch"]
     distribution, ranks = cell.options.distribution, training_ranks(cell.options, cell.ranks)
-    strategy, settings = make_strategy(distribution, cell.options.kfac, ranks, cell.options.parts)
+    strategy, settings = make_strategy(distribution, cell.options.kfac, ranks)
     if cell.options.optimizer != "kfac":
         numbers = {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
         strategy, settings = strategy.first_order(), {}
@@ -325,7 +325,7 @@ def _numbers(cell: Cell) -> dict[str, Any]:
         | {
             "refresh": repr(strategy.refresh),
             "own batches": strategy.assignment.factor_reduction == "local",
-            "parts": strategy.transport.virtual_ranks,
+            "virtual_ranks": strategy.transport.virtual_ranks,
             "compression": repr(strategy.compression),
             "sync": repr(strategy.sync),
         }

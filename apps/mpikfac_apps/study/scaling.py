@@ -169,10 +169,10 @@ def _steps_at(
 
 
 def distributed(cell: Cell, strategy: str) -> Options:
-    """Return the options of a cell with another strategy, and with the preconditioner of the cell."""
+    """Return the options of a cell with another strategy, and its own preconditioner."""
     options = cell.options
     distribution, training = options.distribution, training_ranks(options, cell.ranks)
-    _, settings = make_strategy(distribution, options.kfac, training, options.parts)
+    _, settings = make_strategy(distribution, options.kfac, training)
     settings = {"preconditioner": preconditioner_of(settings), **settings}
     return replace(
         options, distribution=distribution.renamed(strategy), kfac=replace(options.kfac, **settings)

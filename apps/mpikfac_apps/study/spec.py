@@ -385,16 +385,16 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     if options.optimizer != "kfac":
         modules = [name for name, module in model.named_modules() if not any(module.children())]
         layers, others = mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip=modules))
-        chosen, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
+        chosen, _ = make_strategy(options.distribution, options.kfac, ranks)
         return mpikfac.make_plan(layers, ranks, chosen.first_order(), others)
     covers = models.network(options.model).covers
     with skippable():
         layers, others = mpikfac.layers.covered_shapes(model, coverage(options.kfac, covers))
     training = training_ranks(options, ranks)
-    strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
+    strategy, settings = make_strategy(options.distribution, options.kfac, training)
     _, strategy = for_machine(options, (layers, others), training, strategy, settings)
     plan = make_plan(options.kfac, layers, others, training, strategy, preconditioner_of(settings))
-    passes = (options.parts or training) * options.accumulate
+    passes = (options.virtual_ranks or training) * options.accumulate
     calls = calls_of(
         *(options.model, model, options.kfac), _image(options), options.step_batch // passes
     )
@@ -426,7 +426,7 @@ def inv_update_steps(options: Options, ranks: int) -> int:
     if options.optimizer != "kfac":
         return at_start(options.kfac.inv_update_steps) or BASIS_EVERY
     training = training_ranks(options, ranks)
-    strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
+    strategy, settings = make_strategy(options.distribution, options.kfac, training)
     return lasting_inv_update_steps(settings, strategy)
 
 

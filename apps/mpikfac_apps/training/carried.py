@@ -1,4 +1,4 @@
-"""Say how much state a checkpoint holds, and what another preconditioner takes over of the state."""
+"""Say how much state a checkpoint holds, and what another preconditioner takes over of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
 def carried(
     comm: mpikfac.comm.Comm, trainer: mpikfac.KFAC, items: Mapping[str, Any]
 ) -> tuple[str, str, str]:
-    """Return what goes on, starts anew and is left, after the load of another preconditioner's state.
+    """Return what goes on, starts anew and is left, after another preconditioner's state.
 
     Collective over: comm.
 

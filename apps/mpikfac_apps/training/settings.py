@@ -107,7 +107,7 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
-    """Return the options with usual values of the checkpoint's preconditioner, if the preconditioner changes."""
+    """Return the options with defaults of the checkpoint's preconditioner, if it changes."""
     preconditioner = before.resolved.get("kfac.preconditioner")
     if (
         preconditioner not in PRECONDITIONERS
@@ -277,7 +277,7 @@ def identity(options: Options) -> dict[str, Any]:
         "model": options.model,
         **{f"data.{key}": value for key, value in chosen.items()},
         "batch": in_words(options.batches),
-        "parts": options.parts,
+        "transport.virtual_ranks": options.virtual_ranks,
         "frozen_epochs": options.frozen_epochs,
         "seed": options.seed,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mpikfac.plan.choices.checks import check_fraction, check_positive, make_plain, one_of
@@ -44,6 +44,21 @@ class Grafting(Choice):
     def momentum(self) -> Number:
         """The momentum of gradients, before they are preconditioned."""
         return 0.0
+
+    def with_momentum(self, momentum: Number) -> Grafting:
+        """Return the grafting with a momentum of gradients.
+
+        Raises:
+            ValueError: the grafting takes no momentum, or the momentum is out of its bounds.
+        """
+        if "momentum" in self.__dataclass_fields__:
+            return replace(self, momentum=momentum)  # type: ignore[call-arg]
+        if momentum:
+            raise ValueError(
+                f"momentum={momentum!r} of gradients needs grafting=AdamGrafting(...), not "
+                f"{self!r}; give momentum=0"
+            )
+        return self
 
     def attach(self, *parts: Any) -> Any:
         """Return what gives directions their lengths: a `mpikfac.engine.Graft`.

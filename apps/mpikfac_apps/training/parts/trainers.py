@@ -116,7 +116,7 @@ def in_words(options: Options, preconditioner: mpikfac.preconditioners.Precondit
     relative = "relative " * damping.is_relative
     words = (
         f"learning rate {options.rate:g}, momentum {options.momentum:g} of {options.momentum_of}, "
-        f"weight decay {options.weight_decay:g}, length {options.kfac.length.source}"
+        f"weight decay {options.weight_decay:g}, grafting {options.kfac.grafting.name}"
     )
     return words + (f", {relative}damping {damping.number}" if preconditioner.form.blocks else "")
 
@@ -173,7 +173,7 @@ def training_of_group(
     comm, options = problem.comm, problem.options
     with mpikfac.comm.together(comm, "options"):
         kfac = options.kfac
-        strategy, chosen = make_strategy(options.distribution, kfac, comm.size, options.parts)
+        strategy, chosen = make_strategy(options.distribution, kfac, comm.size)
         if not strategy.sync.waits_for_all:
             assert team.intercomm, "there is a server"
             mpikfac.comm.announce(team.intercomm, (problem.classes, problem.channels))

@@ -116,7 +116,7 @@ class KfacTraining(Training):
     def __init__(self, problem: Problem, trainer: mpikfac.KFAC) -> None:
         super().__init__(problem, trainer)
         # Steps of Adam's length also need averages of squared gradients.
-        self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.length.by_adam
+        self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.grafting.by_adam
 
     def record(self, outputs: Tensor) -> None:
         """Take the outputs for the factors."""
@@ -143,7 +143,7 @@ class QuadraticTraining(KfacTraining):
         subsample = problem.options.kfac.estimator.subsample or 1
         inputs = problem.normalise(images[::subsample])
         targets = problem.task.targets(inputs, labels[::subsample])
-        self.trainer.length.batch(inputs, lambda outputs: problem.loss(outputs, targets))
+        self.trainer.grafting.set_batch(inputs, lambda outputs: problem.loss(outputs, targets))
         super().step(images, labels, mean_loss)
 
 
