@@ -39,16 +39,22 @@ from torch import Tensor, nn
 
 import mpikfac
 from mpikfac import (
+    AdamGrafting,
     BFloat16,
     CommOpt,
     Compression,
+    FisherClip,
     HybridOpt,
     Int8,
+    KLClip,
     MemOpt,
+    NoGrafting,
+    NormClip,
+    SGDGrafting,
     Strategy,
 )
 from mpikfac.comm import Grid
-from mpikfac.lab import LSGD, LocalSGD, Median, NearestMajority, TopK
+from mpikfac.lab import LSGD, LocalSGD, Median, NearestMajority, QuadraticModel, TopK
 
 STEPS = 7
 EXAMPLES = 24  # of a batch of all ranks together: whole shards at 1 to 4 ranks
@@ -67,6 +73,7 @@ NAMES = {
     **{"centred-clip": "centered-clipping", "liars": "num_byzantine"},
     **{"colocate": "colocate_factors", "exchange_every": "sync_every"},
     **{"DataParallel": "FirstOrderTrainer", "Asynchronous": "AsyncSGD"},
+    **{"rank-one": "eva", "solver": "preconditioner"},
     # of refusals
     **{"needs workers": "needs grad_workers", "needs packing": "needs transport.packing"},
     **{"needs delay": "needs refresh.staleness", "needs tolerance": "needs refresh.tolerance"},
@@ -122,7 +129,18 @@ PRECONDITIONERS = (
 WITH_MOMENTUM = "soap", "muon", "normuon", "newton-muon"
 """Preconditioners by whose defaults the momentum is taken before gradients are preconditioned."""
 SERVED = "eigen", "ekfac", "inverse", "unsplit-inverse"
-"""Preconditioners that curvature servers know; for others, the servers of a refused run would wait."""
+"""Preconditioners that curvature servers know; servers of another, refused run would wait."""
+LENGTHS: dict[str, dict[str, Any]] = {
+    "orthogonal": {"grafting": AdamGrafting()},
+    "adam": {"grafting": AdamGrafting(orthogonalize=False)},
+    "sgd": {"grafting": SGDGrafting()},
+    "own": {"grafting": NoGrafting()},
+}
+CLIPS: dict[str, dict[str, Any]] = {
+    "fisher": {"clip": FisherClip(max_norm=1e-3)},
+    "kl": {"clip": KLClip(kl_clip=1e-3)},
+    "norm": {"clip": NormClip(max_norm=1e-3)},
+}
 SHORTER: dict[str, dict[str, Any]] = {
     "local-sgd": {"sync.sync_every": 3},
     "post-local-sgd": {"sync.sync_every": 2, "sync.warmup_steps": 2},
@@ -256,12 +274,12 @@ def preconditioner_cases() -> Iterator[Case]:
     for preconditioner in PRECONDITIONERS:
         momentum = 0.0 if preconditioner in WITH_MOMENTUM else 0.9
         of_preconditioner = functools.partial(Case, momentum=momentum, workers="all")
-        for source in ("orthogonal", "adam", "sgd", "own"):
-            settings = {"preconditioner": preconditioner, "length": {"source": source}}
-            yield of_preconditioner(f"{preconditioner} {source}", {}, settings)
-        for kind in ("fisher_type", "kl", "norm"):
-            settings = {"preconditioner": preconditioner, "length": {kind: 1e-3}}
-            case = f"{preconditioner} {kind}"
+        for name, length in LENGTHS.items():
+            settings = {"preconditioner": preconditioner, **length}
+            yield of_preconditioner(f"{preconditioner} {name}", {}, settings)
+        for name, clip in CLIPS.items():
+            settings = {"preconditioner": preconditioner, **clip}
+            case = f"{preconditioner} {name}"
             yield of_preconditioner(case, {}, settings, dtype="float64", workers="half")
         settings = {"preconditioner": preconditioner, "damping": 0.003}
         yield of_preconditioner(f"{preconditioner} absolute", {}, settings, workers=1)
@@ -319,15 +337,15 @@ def setting_cases() -> Iterator[Case]:
     ):
         settings = {"preconditioner": preconditioner, "estimator": estimator}
         yield half(f"{name} {preconditioner}", {}, settings, program="resumed")
-    momentum = {"length": {"momentum": 0.9}}
+    momentum = {"grafting": AdamGrafting(momentum=0.9)}
     yield everyone("momentum", {}, momentum, momentum=0.0, program="resumed")
     yield Case("momentum frozen", {}, momentum, momentum=0.0, program="frozen")
     yield Case("momentum owner", STEPPED, momentum, momentum=0.0)
-    adapted = {"damping": "adapted", "length": {"source": "own"}}
+    adapted = {"damping": "adapted", "grafting": NoGrafting()}
     yield everyone("adapted", {}, adapted)
     rest: dict[str, Any] = {"program": "quadratic", "lr": 1.0, "momentum": 0.0}
     for dtype in ("float32", "float64"):
-        quadratic = {"length": {"source": "quadratic"}, "damping": {"value": 0.01}}
+        quadratic = {"grafting": QuadraticModel(), "damping": {"value": 0.01}}
         yield half(f"quadratic {dtype}", {}, quadratic, dtype=dtype, **rest)
         quadratic = quadratic | {"damping": "adapted value"}
         yield everyone(f"quadratic adapted {dtype}", {}, quadratic, dtype=dtype, **rest)
@@ -427,8 +445,6 @@ def batch(step: int, comm: Any, dtype: str) -> Any:
 def settings_of(case: Case, named: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `KFAC`."""
     settings = {"factor_update_steps": 2, "inv_update_steps": 3} | named | case.settings
-    if isinstance(settings.get("length"), dict):
-        settings["length"] = mpikfac.Length(**settings["length"])
     if isinstance(settings.get("damping"), dict):
         settings["damping"] = mpikfac.Damping(**settings["damping"])
     if settings.get("damping") == "adapted":

@@ -149,9 +149,8 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
 def job_of(name: str, options: argparse.Namespace) -> mpikfac.predict.Job:
     """Return the training that a strategy's prediction is for."""
     preconditioner = mpikfac.preconditioners.PRECONDITIONERS[name.rpartition(":")[0] or "inverse"]
-    length = preconditioner.usual.get("length", {}).get("source", "orthogonal")
     model, batch, interval = options.model, options.batch, options.inv_update_steps
-    return mpikfac.predict.Job(model, batch, 1, interval, length=length)
+    return mpikfac.predict.Job(model, batch, 1, interval, grafting=preconditioner.defaults.grafting)
 
 
 def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, float]:

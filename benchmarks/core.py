@@ -27,7 +27,7 @@ from mpikfac import HybridOpt, Strategy
 
 LIBRARY = Path(mpikfac.__file__).parent
 FORMULAS = ("numerics", "trace.py")
-BESIDE_CORE = ("extensions", "predict", "timeline.py", "comm/messages/encoded.py")
+BESIDE_CORE = ("lab", "predict", "timeline.py", "comm/messages/encoded.py")
 BESIDE_CORE += ("comm/messages/robust.py", "numerics/messages", "plan/extensions", "plan/codec.py")
 
 

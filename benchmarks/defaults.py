@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=TASKS)
     parser.add_argument("--optimizers", nargs="+", default=["kfac", *RATES])
-    parser.add_argument("--settings", nargs="+", help='such as "lr=0.005 kfac.trust=4"')
+    parser.add_argument("--settings", nargs="+", help='such as "lr=0.005 kfac.budget=0.2"')
     parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
     options = parser.parse_args()
     if options.known:

@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -43,12 +42,8 @@ PRECISIONS: dict[str, Choices] = {
     for precision in ("float32", "tf32", "bfloat16")
 }
 CAPTURED: Choices = lambda: {"cuda_graph": True}  # noqa: E731
-FAST = {
-    name: value
-    for name, value in {"capture": True, "precision": "bfloat16"}.items()
-    if name in {field.name for field in fields(mpikfac.Length)}
-}
-FASTEST: Choices = lambda: {"length": mpikfac.Length(**FAST)}  # noqa: E731
+FAST = {"cuda_graph": True, "matmul_precision": "bfloat16"}
+FASTEST: Choices = FAST.copy
 FASTEST_NAME = "K-FAC, " + ", ".join(f"{name}={value}" for name, value in FAST.items())
 
 

@@ -43,7 +43,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        "| preconditioner | damping | kept in bfloat16 | error | worst layer | averages, bases, MB |"
+        "| preconditioner | damping | kept in bfloat16 | error | worst layer | "
+        "averages, bases, MB |"
     )
     print("|---|---|---|---|---|---|")
     for preconditioner in ("eigen", "inverse"):

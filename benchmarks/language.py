@@ -44,7 +44,11 @@ CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "text_kfac.yaml"
 COMMON = "--warmup_epochs=0.1", "--weight_decay=0"
 KFAC = (  # of the kept runs; today's defaults are others
     *("--optimizer=kfac", "--kfac.relative_damping=0.1", "--kfac.fisher_type=mc"),
-    *("--kfac.factor_update_steps=10", "--kfac.inv_update_steps=20", "--kfac.trust=1e9"),
+    *(
+        "--kfac.factor_update_steps=10",
+        "--kfac.inv_update_steps=20",
+        "--kfac.grafting.max_trust_ratio=1e9",
+    ),
 )
 WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {  # options, rates, colour
     "K-FAC": (KFAC, ("0.00125", "0.0025", "0.005"), "tab:red"),

@@ -203,7 +203,7 @@ def train(options: argparse.Namespace, seed: int, network: str, precision: str) 
         return
     settings = {
         **TASK,
-        **{"model": network, "kfac.precision": precision, "seed": f"{seed}"},
+        **{"model": network, "kfac.matmul_precision": precision, "seed": f"{seed}"},
         **{"data.path": f"{options.data}", "data.train_images": options.images},
         **{"epochs": options.epochs, "eval_every": options.epochs, "run_dir": f"{options.out}"},
     }

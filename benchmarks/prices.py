@@ -33,6 +33,7 @@ import mpikfac
 from mpikfac.plan import BASIS_EVERY, FACTOR_EVERY, NAMED
 from mpikfac.preconditioners import PRECONDITIONERS
 from mpikfac.predict import Job, Machine
+from mpikfac.settings import MOMENTUM
 from mpikfac_apps.problems import models
 from support.torchvision import stand_in
 
@@ -53,14 +54,10 @@ class Method(NamedTuple):
     vectors: int = 0
 
     def job(self, model: str, batch: int) -> Job:
-        """Return the training, with the intervals and the length that the preconditioner takes."""
-        usual = PRECONDITIONERS[self.preconditioner].usual if self.preconditioner else {}
-        source = usual.get("length", {}).get("source", "orthogonal")
-        every = (
-            usual.get("factor_update_steps", FACTOR_EVERY),
-            usual.get("inv_update_steps", BASIS_EVERY),
-        )
-        return Job(model, batch, *every, length=source, momentum=True)
+        """Return the training, with the interval and the grafting that the preconditioner takes."""
+        defaults = PRECONDITIONERS[self.preconditioner or "inverse"].defaults
+        every = defaults.factor_update_steps or FACTOR_EVERY, BASIS_EVERY
+        return Job(model, batch, *every, grafting=defaults.grafting.with_momentum(MOMENTUM))
 
 
 METHODS = (

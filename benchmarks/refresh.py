@@ -222,7 +222,7 @@ def along(options: argparse.Namespace) -> None:
 
 
 def curves(options: argparse.Namespace) -> None:
-    """Train with every preconditioner and seed; keep all losses, and print the means of the last steps."""
+    """Train with every preconditioner and seed; keep losses, and print means of the last steps."""
     file = options.out / "curves.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     for name, (preconditioner, tolerance) in PRECONDITIONERS.items():

@@ -118,7 +118,7 @@ def published() -> Iterator[Row]:
 def over_sgd(ranks: int, factor_update_steps: int, inv_update_steps: int) -> float:
     """Return the step of K-FAC-opt with eigenbases in units of SGD's step."""
     words = f"--machine v100-edr --model resnet50 --ranks {ranks} --strategy sgd,kfac-opt"
-    words += " --preconditioner eigen --length own"
+    words += " --preconditioner eigen --grafting none"
     words += f" --factor_update_steps {factor_update_steps} --inv_update_steps {inv_update_steps}"
     machine = mpikfac.predict.load_machine("v100-edr")
     sgd, kfac = simulate.predictions(SIMULATE.read(words.split()), machine)

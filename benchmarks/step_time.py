@@ -114,7 +114,7 @@ def make_kinds(
                 "damping": 0.03,
             }
             settings |= VARIANTS[variant]
-            if "length" in settings and settings["length"].momentum:
+            if "grafting" in settings and settings["grafting"].momentum:
                 optimizer.param_groups[0]["momentum"] = 0
             chosen = replace(strategy, refresh=Refresh(staleness=settings.pop("delay", 0)))
             kfac = mpikfac.KFAC(model, optimizer, comm, chosen, **settings)

@@ -50,13 +50,32 @@ def launch(
     usual = {**BEFORE, "data.path": str(options.data)}
     if "kfac.damping" in settings:
         del usual["kfac.relative_damping"]
-    settings = {**usual, **settings, "optimizer": optimizer}
+    settings = {**in_words_of_the_program({**usual, **settings}), "optimizer": optimizer}
     settings |= {"seed": str(seed), "run_dir": str(directory), "resume": "auto"}
     print(name, flush=True)
     run_program("train_cnn.py", options.ranks, settings)
     metrics = directory / "metrics.jsonl"
     print(f"  {shown(metrics)}", flush=True)
     return metrics
+
+
+def in_words_of_the_program(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return options of the training program for settings in the words of the kept results.
+
+    The words are `kfac.length`, `kfac.kl_clip` and `kfac.trust`, a limit of lengths by Adam.
+    """
+    options = dict(settings)
+    clip, trust = options.pop("kfac.kl_clip", None), options.pop("kfac.trust", None)
+    length = options.pop("kfac.length", "orthogonal" if clip is None else "own")
+    if clip is not None:
+        options |= {"kfac.clip": "kl", "kfac.clip.kl_clip": clip}
+    grafting = {"own": "none", "sgd": "sgd", "quadratic": "quadratic-model"}.get(length, "adam")
+    options["kfac.grafting"] = grafting
+    if grafting == "adam":
+        options["kfac.grafting.orthogonalize"] = str(length == "orthogonal").lower()
+        if trust is not None:
+            options["kfac.grafting.max_trust_ratio"] = trust
+    return options
 
 
 def run_program(program: str, ranks: str, settings: Mapping[str, str]) -> None:

@@ -177,9 +177,9 @@ class Trainer:
         Raises:
             ValueError: a scaler with `overlap` or with local steps; `examples` with
                 `overlap` or `virtual_ranks`; a gradient that was changed after `overlap` had sent
-                it; a converted or moved model; a negative `max_norm`; `Length("quadratic")` without
-                `length.batch(inputs, loss)`; a second momentum, also from a scheduler; a gradient
-                of a parameter that the optimizer has and the model lacks.
+                it; a converted or moved model; a negative `max_norm`; `QuadraticModel` without
+                `grafting.set_batch(inputs, loss)`; a second momentum, also from a scheduler; a
+                gradient of a parameter that the optimizer has and the model lacks.
             UserError: ranks disagree on the model, learning rates or settings; or a change of the
                 trained parameters cannot be taken up.
         """

@@ -313,25 +313,23 @@ PUBLIC = {
     *("call", "detach", "close", "state_dict", "load_state_dict", "missing"),
     *("model", "optimizer", "plan", "steps", "votes", "nonfinite", "is_consistent", "combined"),
     *("trace", "communicators", "kl_scale", "version", "staleness", "client_ranks"),
-    *("exchange", "length"),
+    *("exchange", "grafting"),
 }
-# Functions of extensions that compute without a trainer, and are tested alone.
-FORMULAS = {
-    *(
-        "mpikfac.lab.codistillation.codistillation.divergence",
-        "mpikfac.lab.tensor_parallel.split_forward",
-    ),
-    *("mpikfac.lab.tensor_parallel.rows.layers_before", "mpikfac.lab.quadratic_model.graft.Batch"),
-    *(
-        "mpikfac.lab.quadratic_model.graft.inner_products",
-        "mpikfac.lab.quadratic_model.graft.lowest",
-    ),
+# What the laboratory exports, and what computes there without a trainer, and is tested alone.
+OPEN_NAMES = {
+    *("mpikfac.lab", *(".".join(("mpikfac", "lab", name)) for name in mpikfac.lab.__all__)),
+    "mpikfac.lab.codistillation.codistillation.divergence",
+    "mpikfac.lab.local_sgd.messages.PlannedCopies",
+    *("mpikfac.lab.quadratic_model.graft.Batch", "mpikfac.lab.quadratic_model.graft.lowest"),
+    "mpikfac.lab.quadratic_model.graft.inner_products",
     "mpikfac.lab.quadratic_model.graft.slopes_and_curvatures",
+    "mpikfac.lab.tensor_parallel.forward.split_forward",
+    "mpikfac.lab.tensor_parallel.rows.layers_before",
 }
 # What has a member of the name of a part, and is no trainer: names, and functions' results.
 NO_TRAINERS = {
-    *("axis", "distribution", "hypothesis", "layer", "layouts", "mpikfac", "network", "options"),
-    *("plan", "shape", "make_plan", "plan_of", "choose_distribution"),
+    *("axis", "distribution", "factor", "hypothesis", "layer", "layouts", "method", "mpikfac"),
+    *("network", "options", "plan", "shape", "make_plan", "plan_of", "choose_distribution"),
 }
 # The file that knows the inside; the benchmark that also runs older states of the library; and
 # files without trainers, where the same names are members of plans, predictions and results.
@@ -385,7 +383,7 @@ def reaching_in(tree: ast.AST) -> Iterator[str]:
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     for name in (*imported(tree), *(text for text in texts if isinstance(text, str))):
         closed = name.startswith("mpikfac.") and name.split(".")[1] in CLOSED
-        if closed and name not in FORMULAS:
+        if closed and name not in OPEN_NAMES:
             yield name
     for node, name in members(tree):
         owner = last(node)
@@ -435,7 +433,7 @@ def test_a_way_into_a_trainer_is_seen(line):
     [
         *("kfac.state_dict()", "kfac.plan.layers", "trainer.plan.of(0).layouts.gradients"),
         *("inside.factors(kfac)['0.A']", "mpikfac.layers.cover(model)", "options.kfac.estimator"),
-        *("kfac.length.batch(inputs, loss)", "trainer.exchange.report_loss(loss)"),
+        *("kfac.grafting.set_batch(inputs, loss)", "trainer.exchange.report_loss(loss)"),
         "from mpikfac.lab.quadratic_model.graft import lowest",
     ],
 )

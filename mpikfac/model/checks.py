@@ -159,10 +159,11 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """Return if `value` is an object of a kind, or None.
 
     Raises:
-        ValueError: the value is another, such as a text in the place of a `Length`.
+        ValueError: the value is another, such as a text in the place of a `Grafting`.
     """
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name}={value!r} must be None or mpikfac.{kind.__name__}(...)")
+        usual = {"grafting": "AdamGrafting", "clip": "KLClip"}.get(name, kind.__name__)
+        raise ValueError(f"{name}={value!r} must be None or mpikfac.{usual}(...)")
 
 
 def check_synchronous(strategy: Strategy) -> None:
@@ -172,7 +173,7 @@ def check_synchronous(strategy: Strategy) -> None:
         ValueError: clients send updates to servers.
     """
     if not strategy.sync.waits_for_all:
-        raise ValueError(f"sync={strategy.sync.name!r} needs the trainer mpikfac.AsyncSGD")
+        raise ValueError(f"sync={strategy.sync.name!r} needs the trainer mpikfac.lab.AsyncSGD")
 
 
 def _momentum_of_compression(strategy: Strategy) -> float:
@@ -195,7 +196,7 @@ def check_momentum(
     top = _momentum_of_compression(strategy)
     if top and of_gradients:
         raise ValueError(
-            f"{OF_COMPRESSION}={top} and grafting.momentum=({of_gradients}): leave one of them out"
+            f"{OF_COMPRESSION}={top} and grafting.momentum={of_gradients}: leave one of them out"
         )
     name, of_kfac = (OF_COMPRESSION, top) if top else ("grafting.momentum", of_gradients)
     when = "are added up" if top else "are preconditioned"
@@ -237,10 +238,10 @@ def check_loaded_momentum(
     if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
             "the state has momenta of gradients, and no momentum of the optimizer; train with "
-            "KFAC and grafting.momentum=(...) as before"
+            "KFAC and grafting=AdamGrafting(momentum=...) as before"
         )
     top = _momentum_of_compression(strategy)
-    choice = f"{OF_COMPRESSION}={top}" if top else f"grafting.momentum=({of_gradients})"
+    choice = f"{OF_COMPRESSION}={top}" if top else f"grafting.momentum={of_gradients}"
     remedy = OF_COMPRESSION if top else "grafting.momentum"
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
@@ -322,7 +323,7 @@ def check_plain(optimizer: Optimizer) -> None:
             )
             raise ValueError(
                 f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
-                f"weight_decay=0): length='quadratic' gives length and momentum of a step"
+                f"weight_decay=0): grafting=QuadraticModel() gives length and momentum of a step"
             )
 
 

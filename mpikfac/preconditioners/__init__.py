@@ -24,6 +24,7 @@ from mpikfac.preconditioners.inverse import damped_inverse as damped_inverse
 from mpikfac.preconditioners.inverse import error_of_inverse as error_of_inverse
 from mpikfac.preconditioners.inverse import tikhonov_share as tikhonov_share
 from mpikfac.preconditioners.newton_muon import NewtonMuon as NewtonMuon
+from mpikfac.preconditioners.preconditioner import Defaults as Defaults
 from mpikfac.preconditioners.preconditioner import Held as Held
 from mpikfac.preconditioners.preconditioner import Means as Means
 from mpikfac.preconditioners.preconditioner import Preconditioner as Preconditioner

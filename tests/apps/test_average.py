@@ -23,6 +23,7 @@ CLOCKS = ("seconds", "images_per_second", "communication")
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=2", "--threads=1")
 DECAY = 0.7  # below 1 - 1/k from the fourth step on
 STEPS = 9  # 3 steps are an epoch
+VIRTUAL = "--transport.virtual_ranks=4"
 CODER = ("--model=autoencoder_small", "--kfac.fisher_type=type-2")
 PLAIN = {"momentum": 0, "weight_decay": 0, "schedule": "constant", "kfac.damping": 0.02}
 OPTIMIZERS = {
@@ -35,7 +36,7 @@ OPTIMIZERS = {
         "--assignment.colocate_factors=false",
     ),
     "quadratic": (
-        *(*CODER, "--kfac.length=quadratic"),
+        *(*CODER, "--kfac.grafting=quadratic-model"),
         *(f"--{name}={value}" for name, value in PLAIN.items()),
     ),
 }

@@ -123,7 +123,9 @@ def test_predictions_stretch_the_intervals(batch):
     whole = mpikfac.make_plan(*network.covered[:1], 1, mpikfac.Strategy())
     for layer, before in zip(run.plan.covered, whole.covered):
         seen = options.kfac.estimator.subsampled(before, 1).seen(network.calls[layer.name], 0.0)
-        total += operations(layer.shape, layer.preconditioner, seen, options.kfac.length.orthogonal)
+        total += operations(
+            layer.shape, layer.preconditioner, seen, options.kfac.grafting.orthogonalize
+        )
     allowed = 0.3 * max(2**27, total.passes)
     times = math.ceil((total.statistics / 10 + total.decomposition / 50) / allowed)
     assert (row["factor_update_steps"], row["inv_update_steps"]) == (10 * times, 50 * times)

@@ -70,14 +70,17 @@ BAD = {
         "kfac.damping=0.1 until 9, 0.2 until 3, 0.3 must be a finite number or null or numbers by",
     ),
     "a schedule that is adapted": (
-        "kfac: {damping_adapt: 5, length: own, damping: '0.1 until 9, 0.2'}\n",
+        "kfac: {damping_adapt: 5, grafting: none, damping: '0.1 until 9, 0.2'}\n",
         "kfac.damping_adapt=5 needs a single damping, not 0.1 until 9, 0.2",
     ),
     "a zero in a schedule": (
         "kfac.factor_update_steps: 1 until 3, 0\n",
         "kfac.factor_update_steps=(1, 0) must be a whole number >= 1",
     ),
-    "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be positive"),
+    "zero or null": (
+        "--kfac.clip=kl --kfac.clip.kl_clip=0",
+        "kfac.clip.kl_clip=0.0 must be a number above 0",
+    ),
     "more turns than a plan lists": (
         "--refresh.stagger=1001",
         "refresh.stagger=1001 must be at most 1000",
@@ -176,7 +179,7 @@ BAD = {
         "batch=20 must be a multiple of the number of ranks (6); try 18 or 24",
     ),
     "a batch by epoch in parts": (
-        "batch: 12 until 3, 18\nparts: 12\n",
+        "batch: 12 until 3, 18\ntransport.virtual_ranks: 12\n",
         "transport.virtual_ranks=12 must divide batch=18",
     ),
     "an interval by epoch of a half": (
@@ -304,8 +307,8 @@ BAD = {
         "nesterov=true needs kfac.momentum_of=directions, not gradients",
     ),
     "momentum of gradients and a clip": (
-        "--kfac.momentum_of=gradients --kfac.kl_clip=0.001",
-        "needs kfac.length=orthogonal or rows or rotated or adam, and no bound, not kfac.kl_clip",
+        "--kfac.momentum_of=gradients --kfac.clip=kl",
+        "needs kfac.grafting=adam, and no clip, not kfac.clip=kl",
     ),
     "falling epochs": (
         "--schedule=step --decay_epochs=[7,3]",
@@ -314,7 +317,7 @@ BAD = {
     "unused epochs": ("--decay_epochs=[3]", "decay_epochs=[3] with schedule=linear: step needs"),
     "no epochs": ("--schedule=step", "decay_epochs=[] with schedule=step: step needs epochs"),
     "a length beside the quadratic model": (
-        "--kfac.length=quadratic --momentum=0 --weight_decay=0 --lr=0.1",
+        "--kfac.grafting=quadratic-model --momentum=0 --weight_decay=0 --lr=0.1",
         "needs lr=1, schedule=constant, momentum=0 and weight_decay=0, not lr=0.1, schedule=linear",
     ),
     "unused factor": ("--decay_factor=0.5", "decay_factor=0.5 needs schedule=step, not linear"),
@@ -357,11 +360,11 @@ BAD = {
     ),
     "duplicate key": ("lr: 1\nlr: 2\n", "bad.yaml, line 2: lr is given twice; give it once"),
     "dotted duplicate": (
-        "kfac.factor_decay: 0\nkfac:\n  decay: 0\n",
+        "kfac.factor_decay: 0\nkfac:\n  factor_decay: 0\n",
         "bad.yaml, line 3: kfac.factor_decay is given twice; give it once",
     ),
     "nested duplicate": (
-        "kfac: {decay: 0, decay: 0}\n",
+        "kfac: {factor_decay: 0, factor_decay: 0}\n",
         "line 1: kfac.factor_decay is given twice",
     ),
     "value for a group": ("kfac: 3\n", "bad.yaml: kfac must hold lines of the form `key: value`"),
@@ -444,13 +447,13 @@ def test_momentum_of_gradients_is_a_setting_of_kfac():
     of_gradients = "--kfac.momentum_of=gradients"
     options = parse([of_gradients, "--momentum=0.8"], 1)
     chosen = {"preconditioner": "inverse", "inv_update_steps": 10}
-    assert kfac_settings(options.kfac, chosen, float)["length"].momentum == 0.8
+    assert kfac_settings(options.kfac, chosen, float)["grafting"].momentum == 0.8
     model = models.build("digits_cnn", classes=10, channels=1)
     (group,) = make_optimizer(options, model).param_groups
     assert (group["momentum"], group["lr"]) == (0, 0.0075)
     (group,) = make_optimizer(parse([of_gradients, "--optimizer=sgd"], 1), model).param_groups
     assert (group["momentum"], group["lr"]) == (0.9, 0.1)
-    for chosen, filled in (("", "gradients"), ("--kfac.kl_clip=1", "directions")):
+    for chosen, filled in (("", "gradients"), ("--kfac.clip=kl", "directions")):
         assert resolved(parse(chosen.split(), 1), 1)["kfac"]["momentum_of"] == filled
     assert resolved(parse(["--optimizer=sgd"], 1), 1)["kfac"]["momentum_of"] is None
 
@@ -469,13 +472,17 @@ def test_the_published_recipe_scales_and_starts_factors_as_published():
     """Oracle: the code of the SC20 paper, whose averages start at the identity."""
     recipe = Path(__file__).parents[2] / "jobs" / "configs" / "cifar10_resnet20_kfac.yaml"
     chosen = parse([f"--config={recipe}", "--data.path=somewhere"], ranks=1).kfac.estimator
-    assert (chosen.normalization, chosen.start, chosen.decay) == ("sc20", "identity", 0.95)
+    assert (chosen.normalization, chosen.initial_factor, chosen.factor_decay) == (
+        "sc20",
+        "identity",
+        0.95,
+    )
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
     """Oracle: the documented precedence of `parse`; 3 ranks of 4 images."""
     file = tmp_path / "run.yaml"
-    file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
+    file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  factor_decay: 0.5\n")
     options = parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
     assert (options.lr, options.kfac.damping.value, options.kfac.estimator.factor_decay) == (
         0.01,

@@ -213,12 +213,12 @@ def test_another_number_of_groups_is_refused(runs):
         (
             [
                 "--groups=2",
-                "--kfac.length=quadratic",
+                "--kfac.grafting=quadratic-model",
                 "--schedule=constant",
                 "--momentum=0",
                 "--weight_decay=0",
             ],
-            "groups=2 needs another kfac.length than quadratic: its model knows no peers",
+            "groups=2 needs another kfac.grafting than quadratic-model: its model knows no peers",
         ),
         (
             ["--groups=2", "--model=autoencoder", "--data.name=curves"],

@@ -109,7 +109,7 @@ def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
     model = network()
     damping, length = (
         mpikfac.LevenbergMarquardt(0.01, damping_adaptation_interval=1),
-        mpikfac.Length("own"),
+        mpikfac.NoGrafting(),
     )
     settings = {"damping": mpikfac.Damping(relative=damping), "length": length}
     kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), preconditioner="eigen", **settings)
@@ -125,7 +125,7 @@ def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
 
 
 def test_a_layer_is_judged_by_its_own_preconditioner(tmp_path, capsys):
-    """Oracle: the condition of the running K-FAC's factors, by preconditioner; vectors have none."""
+    """Oracle: the condition of the running K-FAC's factors; vectors have none."""
     model, preconditioners = network(), {"3": "inverse", "5": "eva"}
 
     def rule(layer):

@@ -228,7 +228,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, folder, job):
 
 @pytest.mark.parametrize("preconditioner", ["shampoo", "soap", "muon"])
 def test_preconditioners_of_the_gradient_learn_a_text(tmp_path, folder, preconditioner):
-    """Oracle: the loss falls; positions of a loss say nothing to preconditioners without statistics."""
+    """Oracle: the loss falls; positions of a loss matter only where statistics are recorded."""
     chosen = (f"--kfac.preconditioner={preconditioner}", "--kfac.skip=[embedding]", "--max_steps=6")
     assert train.main(arguments(tmp_path, folder, "--model=gpt_small", *chosen)) == 0
     losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]

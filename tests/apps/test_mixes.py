@@ -155,11 +155,11 @@ QUICK = (
 KINDS = {
     "kfac": ("--transport.virtual_ranks=4",),
     "mc": ("--transport.virtual_ranks=4", "--kfac.fisher_type=mc"),
-    "adapted": ("--transport.virtual_ranks=4", "--kfac.length=own", "--kfac.damping_adapt=2"),
+    "adapted": ("--transport.virtual_ranks=4", "--kfac.grafting=none", "--kfac.damping_adapt=2"),
     "sgd": ("--transport.virtual_ranks=4", "--optimizer=sgd"),
 }
 QUADRATIC = (
-    *("--kfac.length=quadratic", "--schedule=constant", "--momentum=0", "--weight_decay=0"),
+    *("--kfac.grafting=quadratic-model", "--schedule=constant", "--momentum=0", "--weight_decay=0"),
     *("--lr=1", "--kfac.fisher_type=type-2", "--kfac.damping=0.02"),
 )
 

@@ -531,9 +531,9 @@ def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
         ),
         ("--accumulate=2 --transport.overlap", "accumulate=2 needs transport.overlap=false"),
         (
-            "--autocast=bfloat16 --kfac.length=quadratic --schedule=constant --momentum=0 "
+            "--autocast=bfloat16 --kfac.grafting=quadratic-model --schedule=constant --momentum=0 "
             "--weight_decay=0",
-            "autocast=bfloat16 needs another kfac.length than quadratic",
+            "autocast=bfloat16 needs another kfac.grafting than quadratic-model",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A preconditioner by name brings its usual values to the programs, and no value that a user gives."""
+"""A preconditioner brings its defaults to the programs, and replaces no value of a user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac.preconditioners import PRECONDITIONERS
+from mpikfac.preconditioners import PRECONDITIONERS, Defaults
 from mpikfac.settings import MOMENTUM
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import TRAIN
@@ -22,7 +22,7 @@ from support import inside
 QUICK = ("--batch=120", "--data.train_images=240", "--epochs=4", "--log_every=1", "--threads=1")
 OF_SHAMPOO = {
     **{"kfac.relative_damping": 0.001, "kfac.damping": None},
-    **{"kfac.length": "adam", "kfac.factor_update_steps": 1},
+    **{"kfac.grafting.orthogonalize": False, "kfac.factor_update_steps": 1},
 }
 
 
@@ -36,7 +36,7 @@ def part(values: dict, keys) -> dict:
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_a_preconditioner_alone_means_what_it_means_to_the_library(preconditioner):
-    """Oracle: the settings and the estimator of a KFAC with the preconditioner and no further choice."""
+    """Oracle: the settings and the estimator of a KFAC with the preconditioner alone."""
     options = parse([f"--kfac.preconditioner={preconditioner}"], 1)
     _, chosen = make_strategy(options.distribution, options.kfac, 1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
@@ -44,10 +44,13 @@ def test_a_preconditioner_alone_means_what_it_means_to_the_library(preconditione
     usual = mpikfac.KFAC(model, descent, preconditioner=preconditioner)
     taken = mpikfac.KFAC(model, descent, **kfac_settings(options.kfac, chosen, float))
     expected, found = inside.settings(usual), inside.settings(taken)
-    assert (found.damping, found.length.source) == (expected.damping, expected.length.source)
+    assert (found.damping, found.grafting.with_momentum(0)) == (
+        expected.damping,
+        expected.grafting.with_momentum(0),
+    )
     assert in_force(found) == in_force(expected)
     assert inside.estimator(taken) == inside.estimator(usual)
-    assert options.momentum == (expected.length.momentum or MOMENTUM)
+    assert options.momentum == (expected.grafting.momentum or MOMENTUM)
 
 
 def in_force(settings) -> int:
@@ -59,8 +62,8 @@ def in_force(settings) -> int:
 GIVEN = {
     "damping": ("kfac.damping", 0.2, {"kfac.relative_damping": None}),
     "relative damping": ("kfac.relative_damping", 10.0, {"kfac.damping": None}),
-    "length": ("kfac.length", "own", {}),
-    "bound": ("kfac.kl_clip", 0.001, {"kfac.length": "own"}),
+    "grafting": ("kfac.grafting.type", "sgd", {}),
+    "clip": ("kfac.clip.type", "kl", {"kfac.grafting.type": "none"}),
     "interval": ("kfac.factor_update_steps", 3, {}),
     "momentum": ("momentum", MOMENTUM, {}),
 }
@@ -82,14 +85,14 @@ def test_a_value_that_a_user_gives_wins(name, by_file, tmp_path):
         given = f"--config={file}"
     found = options_of(given.replace('"', ""), f"--kfac.preconditioner={preconditioner}")
     assert part(found, [key, *implied]) == {key: value, **implied}
-    if preconditioner == "shampoo":
+    if preconditioner == "shampoo" and name not in ("grafting", "clip"):  # fields of another type
         changed = {key, *implied} | ({"kfac.damping"} if "damping" in key else set())
         others = OF_SHAMPOO.keys() - changed
         assert part(found, others) == part(OF_SHAMPOO, others)
 
 
 def test_other_optimizers_and_strategies_keep_their_meaning():
-    """Oracle: by hand: a baseline takes no preconditioner; a strategy of vectors brings a preconditioner."""
+    """Oracle: by hand: a baseline takes no preconditioner; the strategy "eva" brings one."""
     assert options_of("--optimizer=sgd", "--kfac.preconditioner=muon")["momentum"] == MOMENTUM
     assert options_of("--strategy=eva")["kfac.damping"] == 0.003
 
@@ -100,7 +103,7 @@ def test_a_printed_configuration_shows_usual_values_and_is_the_same_run(capsys, 
     with pytest.raises(SystemExit):
         TRAIN.read([*argv, "--print_config"])
     text = capsys.readouterr().out
-    assert "  length: adam\n" in text and "  relative_damping: 0.001\n" in text
+    assert "    orthogonalize: false\n" in text and "  relative_damping: 0.001\n" in text
     file = tmp_path / "printed.yaml"
     file.write_text(text)
     assert options_of(f"--config={file}") == options_of(*argv)
@@ -116,20 +119,18 @@ def test_planned_runs_have_the_same_usual_values():
             of_run.damping,
             of_run.factor_update_steps,
         )
-        assert found.length.source == of_run.length.source
+        assert found.grafting == of_run.grafting
 
 
 def test_any_usual_value_of_a_preconditioner_replaces_a_default(monkeypatch):
     """Oracle: by hand: of a preconditioner with a number of each kind; what is given, stays."""
-    usual = {
-        "estimator": {"fisher_type": "forward-only", "factor_decay": 0.5},
-        "inv_update_steps": 3,
-    }
-    monkeypatch.setitem(PRECONDITIONERS, "eigen", SimpleNamespace(usual=usual))
+    estimator = mpikfac.Estimator(fisher_type="forward-only", factor_decay=0.5)
+    defaults = Defaults(estimator=estimator, factor_update_steps=3)
+    monkeypatch.setitem(PRECONDITIONERS, "eigen", SimpleNamespace(defaults=defaults))
     options = TRAIN.read(["--kfac.preconditioner=eigen", "--kfac.factor_decay=0.95"])
     found = flat(options)
     assert (found["kfac.fisher_type"], found["kfac.factor_decay"]) == ("forward-only", 0.95)
-    assert found["kfac.inv_update_steps"] == 3
+    assert found["kfac.factor_update_steps"] == 3
 
 
 # -- runs and restarts -----------------------------------------------------------------------------
@@ -153,8 +154,8 @@ def go_on(run, *more: str) -> str:
 def test_the_log_shows_what_is_in_force_and_a_restart_keeps_it(run):
     """Oracle: the lines, by hand."""
     words = (
-        "preconditioner shampoo with learning rate 0.0075, momentum 0.9 of gradients, weight decay 0.0005, "
-        "length adam, relative damping 0.001"
+        "preconditioner shampoo with learning rate 0.0075, momentum 0.9 of gradients, weight decay "
+        "0.0005, grafting adam, relative damping 0.001"
     )
     assert words in (run / "log.txt").read_text()
     text = go_on(run, "--max_steps=4")
@@ -170,7 +171,7 @@ def test_another_preconditioner_takes_its_own_usual_values(run):
         *(
             "momentum 0.9 -> 0.95",
             "kfac.preconditioner shampoo -> muon",
-            "kfac.length adam -> orthogonal",
+            "kfac.grafting.orthogonalize false -> true",
         ),
         *("kfac.factor_update_steps 1 -> null", "kfac.relative_damping 0.001 -> 10.0"),
     )

@@ -21,7 +21,7 @@ RELEASES = sorted(path.name for path in STORED.iterdir() if path.is_dir() and pa
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1")
 UNUSUAL = (
     *(
-        "--kfac.length=adam",
+        "--kfac.grafting=sgd",
         "--kfac.subsample=1",
         "--kfac.preconditioner=eigen",
         "--kfac.inv_update_steps=2",
@@ -159,7 +159,7 @@ def test_a_strategy_brings_its_own_choices(run):
 NAMED = {
     "kfac.relative_damping": ("0.2", "kfac.relative_damping 10.0 -> 0.2"),
     "kfac.preconditioner": ("eigen", "kfac.preconditioner inverse -> eigen"),
-    "kfac.length": ("adam", "kfac.length orthogonal -> adam"),
+    "kfac.grafting.type": ("sgd", "kfac.grafting.type adam -> sgd"),
     "kfac.factor_decay": ("0.9", "kfac.factor_decay 0.95 -> 0.9"),
     "label_smoothing": ("0.1", "label_smoothing 0.0 -> 0.1"),
     "schedule": ("cosine", "schedule linear -> cosine"),
@@ -169,7 +169,7 @@ NAMED = {
     "strategy": ("dp-kfac", "strategy comm-opt -> dp-kfac"),
 }
 FIXED = {
-    *("model", "batch", "parts", "frozen_epochs", "seed"),
+    *("model", "batch", "transport.virtual_ranks", "frozen_epochs", "seed"),
     *(f"data.{key}" for key in ("name", "train_images", "size", "classes")),
     *(f"data.{key}" for key in ("augment", "shift", "mirror", "mixup", "cutmix")),
 }
@@ -188,7 +188,7 @@ def test_changes_are_named_in_one_line(run):
 
 def test_a_file_of_the_command_line_names_options(run, tmp_path):
     """Oracle: by hand."""
-    (tmp_path / "more.yaml").write_text("kfac: {decay: 0.9}\nlog_every: 2\n")
+    (tmp_path / "more.yaml").write_text("kfac: {factor_decay: 0.9}\nlog_every: 2\n")
     text = go_on(run, "--max_steps=3", f"--config={tmp_path / 'more.yaml'}", "--log_every=1")
     assert "changed since the checkpoint: kfac.factor_decay 0.95 -> 0.9\n" in text
 
@@ -196,7 +196,7 @@ def test_a_file_of_the_command_line_names_options(run, tmp_path):
 @pytest.mark.parametrize("key", [leaf.key for leaf in leaves(Options)])
 def test_every_option_is_named_refused_or_of_a_start(key):
     """Oracle: the list of options; another value of the option, in the options of two starts."""
-    before = parse(["--kfac.length=adam"], 1)
+    before = parse(["--kfac.grafting=sgd"], 1)
     options = settings.about_run(before, 1)["settings"]
     assert settings.changes(options, options) == ""
     words = settings.changes(options, options | {key: "another"})

@@ -25,7 +25,7 @@ CHOSEN = {
     "quadratic": (
         *(
             "--kfac.fisher_type=type-2",
-            "--kfac.length=quadratic",
+            "--kfac.grafting=quadratic-model",
             "--schedule=constant",
             "--momentum=0",
         ),

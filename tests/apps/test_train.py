@@ -26,6 +26,7 @@ from mpikfac_apps.training.calendar import Calendar
 from mpikfac_apps.training.run import Run
 from support.launch import PROGRAMS, TRAIN, launch
 
+KL_CLIP = "--kfac.clip=kl", "--kfac.clip.kl_clip=0.1"
 ROOT = Path(__file__).parents[2]
 TIMES = ("seconds", "images_per_second", "communication")
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=2", "--threads=1")
@@ -85,7 +86,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
 def whole(request, tmp_path_factory):
     """Return the options and the directory of an uninterrupted run."""
     optimizer, strategy = request.param.split()
-    chosen = (f"--optimizer={optimizer}", "--kfac.inv_update_steps=2", "--kfac.kl_clip=0.1")
+    chosen = (f"--optimizer={optimizer}", "--kfac.inv_update_steps=2", *KL_CLIP)
     chosen += (f"--strategy={strategy}",)
     root = tmp_path_factory.mktemp("whole")
     assert train.main(arguments(root, *chosen)) == 0
@@ -136,7 +137,7 @@ def runs(root):
         options = [f"--kfac.{option}" for option in ("preconditioner=eigen", *chosen)]
         for ranks in (1, 2):
             yield ranks, plain(root / f"{name} {ranks}", *options)
-    chosen = ("--log_every=1", "--kfac.inv_update_steps=4", "--kfac.kl_clip=0.1")
+    chosen = ("--log_every=1", "--kfac.inv_update_steps=4", *KL_CLIP)
     yield 1, plain(root / "placed", *chosen)
     yield 1, plain(root / "stopped", *chosen, "--max_steps=6")
     placed = ("--strategy=mem-opt", "--assignment.factor_reduction=reduce_scatter")
@@ -176,7 +177,7 @@ def resumed(root, *chosen):
 
 def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
     """Oracle: the uninterrupted run; BatchNorm's count of passes."""
-    chosen = ("--kfac.damping_adapt=2", "--kfac.inv_update_steps=2", "--kfac.length=own")
+    chosen = ("--kfac.damping_adapt=2", "--kfac.inv_update_steps=2", "--kfac.grafting=none")
     state = resumed(tmp_path, *chosen)
     assert state["kfac/damping"] != 0.1
     counts = {name for name in state if name.endswith("num_batches_tracked")}

@@ -20,7 +20,7 @@ if "emulated" not in sys.modules:
 
 CALIBRATE = str(Path(TRAIN).with_name("calibrate.py"))
 # Orthogonal directions, the default, enlarge differences of rounding.
-PLAIN = ["--optimizer", "kfac", "--epochs", "2", "--kfac.length", "adam"]
+PLAIN = ["--optimizer", "kfac", "--epochs", "2", "--kfac.grafting.orthogonalize", "false"]
 STRATEGIES = {
     "plain": [],
     "sharded-optimizer": ["--strategy", "sharded-optimizer", "--kfac.preconditioner", "eigen"],

@@ -24,7 +24,7 @@ QUICK = (
         "--threads=1",
         "--refresh.staleness=1",
     ),
-    "--kfac.length=adam",
+    "--kfac.grafting.orthogonalize=false",
 )
 OF_DIRECTIONS, OF_GRADIENTS = ("--kfac.momentum_of=directions",), ("--kfac.momentum_of=gradients",)
 Items = dict[str, Any]

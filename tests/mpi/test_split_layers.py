@@ -24,7 +24,7 @@ from mpikfac import (
     UserError,
 )
 from mpikfac.lab import LocalSGD, Median
-from mpikfac.lab.tensor_parallel import split_forward
+from mpikfac.lab.tensor_parallel.forward import split_forward
 from mpikfac.plan import activation_messages, divisors, places, split_layers
 from support import problem
 

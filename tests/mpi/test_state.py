@@ -71,7 +71,7 @@ def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, preconditione
     assert factors == {f"kfac/{kind}/{layer}.{side}" for layer in (0, 3, 5) for side in "AG"}
 
 
-@pytest.mark.parametrize("reduce_at", ["factors", "bases"])
+@pytest.mark.parametrize("reduce_at", ["factors", "inverses"])
 @pytest.mark.parametrize("workers", sorted({1, RANKS}))
 def test_averages_that_begin_at_the_identity_go_on(comm, workers, reduce_at):
     """Oracle: the uninterrupted run, and a run whose averages never move to the owners."""

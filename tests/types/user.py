@@ -11,10 +11,10 @@ import torch
 
 import mpikfac
 from mpikfac import (
+    AdamGrafting,
     Coverage,
     Damping,
     Estimator,
-    Length,
     MemOpt,
     NormClip,
     Refresh,
@@ -45,7 +45,7 @@ mpikfac.KFAC(
     estimator=Estimator(factor_decay=0.9, subsample=2),
     coverage=Coverage(skip=["0"]),
 )
-mpikfac.KFAC(model, optimizer, comm, length=None)
+mpikfac.KFAC(model, optimizer, comm, grafting=AdamGrafting(momentum=0.9))
 whole: torch.optim.Optimizer = mpikfac.KFACOptimizer(model, strategy="mem-opt", damping=0.03)
 muon: torch.optim.Optimizer = mpikfac.DistributedMuon(model, 0.01, momentum=0.9, comm=comm)
 like_torch: torch.optim.Optimizer = mpikfac.Optimizer(kfac, max_norm=1.0)
@@ -57,5 +57,6 @@ mpikfac.KFAC(model, optimizer, comm, preconditioner=3)  # type: ignore[arg-type]
 mpikfac.KFAC(model, optimizer, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 mpikfac.Optimizer(optimizer)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Strategy(staleness=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-Length("rmsprop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+mpikfac.SGDGrafting(momentum=0.9)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+mpikfac.KFAC(model, optimizer, comm, grafting="adam")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 kfac.stepp()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""The core of the library works without its extensions."""
+"""The core of the library works without the laboratory and without predictions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.gate
-def test_a_library_without_extensions_trains_saves_and_resumes(tmp_path):
+def test_a_library_without_a_laboratory_trains_saves_and_resumes(tmp_path):
     """Oracle: the complete library's run without a stop, to the last bit."""
     core, program = tmp_path / "mpikfac", str(PROGRAMS / "core.py")
     beside = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "mpikfac", core, ignore=beside)
-    for room in ("extensions", "predict"):
+    for room in ("lab", "predict"):
         shutil.rmtree(core / room)
     whole = launch(2, program, env={"PYTHONPATH": str(ROOT)})
     ended = launch(2, program, str(tmp_path), env={"PYTHONPATH": str(tmp_path)})

@@ -341,8 +341,8 @@ def _check_passes(options: Options) -> None:
     """Refuse options that need other passes than several passes, or passes of another dtype."""
     if options.accumulate > 1 and options.virtual_ranks:
         raise ValueError(
-            f"accumulate={options.accumulate} needs transport.virtual_ranks=null, not {options.virtual_ranks}: a virtual rank has a "
-            f"pass of its own"
+            f"accumulate={options.accumulate} needs transport.virtual_ranks=null, not "
+            f"{options.virtual_ranks}: a virtual rank has a pass of its own"
         )
     for name, usual in (("accumulate", 1), ("autocast", None)):
         if (value := getattr(options, name)) != usual and options.quadratic:

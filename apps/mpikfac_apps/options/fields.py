@@ -256,9 +256,12 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
         below = types if meta.get("inline") else _inside_of(name, types)
         if dataclasses.is_dataclass(kind) and not base:
             within = None if like is None else usual
-            for leaf in _below(typing.cast(type, kind), below, within):
-                if leaf.path[-1] not in meta.get("without", ()):
-                    yield _inside(name, leaf, meta)
+            try:
+                for leaf in _below(typing.cast(type, kind), below, within):
+                    if leaf.path[-1] not in meta.get("without", ()):
+                        yield _inside(name, leaf, meta)
+            except ValueError as error:  # the name of a joint's type
+                raise ValueError(f"{'' if meta.get('inline') else f'{name}.'}{error}") from error
         if (dataclasses.is_dataclass(kind) and not base) or "given" in meta:
             continue
         heading = meta.get("section", heading)

@@ -516,10 +516,10 @@ def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
         given: the values by key that a user gives.
     """
     keys = {leaf.path: leaf.key for leaf in leaves(group)}
-    prefix = keys["kfac", "preconditioner"].removesuffix("preconditioner")
+    prefix = keys["kfac", "damping", "value"].removesuffix("damping")
     strategy = NAMED.get(given.get("strategy", ""))
     of_strategy = strategy.settings.get("preconditioner") if strategy else None
-    named = given.get(f"{prefix}preconditioner", of_strategy)
+    named = given.get(f"{prefix}preconditioner", given.get("preconditioner", of_strategy))
     if given.get("optimizer", "kfac") != "kfac":
         return {}
     usual, momentum = _defaults(named) if named else ({}, 0.0)

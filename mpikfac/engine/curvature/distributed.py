@@ -159,7 +159,7 @@ class DistributedPreconditioner(FirstOrder):
             )
 
     def begin_step(self) -> None:
-        """Begin the work of a step, with the batch that length="quadratic" needs."""
+        """Begin the work of a step, with the batch that a `QuadraticModel` needs."""
         self.directions.graft.begin_step()
 
     def begin(self, step: int) -> None:
@@ -276,7 +276,7 @@ class DistributedPreconditioner(FirstOrder):
     def direct(self, numbers: Numbers) -> None:
         """Precondition averaged gradients, and write the directions to the model.
 
-        Collective over: row; world, if the step is bounded or length="quadratic".
+        Collective over: row; world, if the step is clipped or a `QuadraticModel`.
         """
         self.make_directions(numbers)
         self.gradients.write(self.directions.slots)

@@ -27,6 +27,10 @@ class QuadraticModel(Grafting):
                 "the quadratic model multiplies the whole step by derivatives of the outputs",
             ),
             (
+                {"clip": None},
+                "the quadratic model gives the length of the step",
+            ),
+            (
                 {"transport.virtual_ranks": None},
                 "sums of products over ranks would depend on the number of ranks",
             ),

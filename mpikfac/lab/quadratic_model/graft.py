@@ -131,7 +131,7 @@ class QuadraticGraft(Graft):
             except NotImplementedError as error:
                 why = str(error).partition(" because")[0]
                 raise UserError(
-                    f"length='quadratic' needs forward-mode derivatives: {why}"
+                    f"grafting=QuadraticModel() needs forward-mode derivatives: {why}"
                 ) from error
             numbers = torch.vstack(local).cpu() * weight / site.plan.grid.count
         mean = summed(site.grid.world, numbers.flatten().tolist())
@@ -219,8 +219,8 @@ def jacobian_product(
         result = functional_call(model, values | buffers, inputs)
         if not torch.is_tensor(result):
             raise ValueError(
-                f"the model returns a {type(result).__name__}; length='quadratic' takes a model "
-                f"that returns a tensor"
+                f"the model returns a {type(result).__name__}; grafting=QuadraticModel() takes a "
+                f"model that returns a tensor"
             )
         outputs, product = forward_ad.unpack_dual(result)
         product = torch.zeros_like(outputs) if product is None else product
