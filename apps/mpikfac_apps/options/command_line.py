@@ -26,8 +26,8 @@ from mpikfac_apps.options.fields import REQUIRED, TYPE, Leaf, Types, build, leav
 from mpikfac_apps.options.joints import is_own
 from mpikfac_apps.options.sources import (
     CONFIG,
+    OptionSource,
     Presets,
-    Source,
     belongs,
     given,
     kept_options,
@@ -91,7 +91,7 @@ class CommandLine(Generic[Group]):
         if kept:
             sources.insert(0, kept_options(kept))
         usual = self.usual(self.group, given(sources)) if self.usual else {}
-        of_usual = Source(usual)
+        of_usual = OptionSource(usual)
         types, preset = settled(self.group, [of_usual, *sources], self.presets)
         usual = of_usual.values
         if kept:  # a value that the arguments replace may be wrong
@@ -131,7 +131,7 @@ class CommandLine(Generic[Group]):
         return [key for key in options if brief and key not in self.basic]
 
     def _parsed(
-        self, parser: jsonargparse.ArgumentParser, sources: Sequence[Source], types: Types
+        self, parser: jsonargparse.ArgumentParser, sources: Sequence[OptionSource], types: Types
     ) -> dict[str, Any]:
         """Return the values of all options by key."""
         options = {leaf.key: leaf for leaf in leaves(self.group, types)}

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import docstring_parser
 
 from mpikfac import files
-from mpikfac.plan.choices.choice import Choice, named_types
+from mpikfac.plan import Choice, named_types
 from mpikfac_apps.options import by_epoch, joints
 from mpikfac_apps.options.by_epoch import ByEpoch
 from mpikfac_apps.options.joints import alternatives

@@ -11,7 +11,7 @@ import typing
 from difflib import get_close_matches
 from typing import Any
 
-from mpikfac.plan.choices.choice import Choice, named_types
+from mpikfac.plan import Choice, named_types
 
 OWN = "FILE.py:CLASS"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from mpikfac.plan.choices.choice import named_types
+from mpikfac.plan import named_types
 from mpikfac_apps.options import documents, joints
 from mpikfac_apps.options.fields import TYPE, Leaf, Types, leaves, possible
 
@@ -34,7 +34,7 @@ class Presets:
     values: Callable[[str], Mapping[str, Any]]
 
 
-class Source:
+class OptionSource:
     """Values of options by key, which are no arguments.
 
     Attributes:
@@ -69,7 +69,7 @@ class Source:
         return []
 
 
-class Words(Source):
+class Words(OptionSource):
     """An option on the command line, with its value; or a value without a name."""
 
     def __init__(self, words: list[str]) -> None:
@@ -94,7 +94,7 @@ class Words(Source):
         return self._words
 
 
-class Document(Source):
+class Document(OptionSource):
     """A text of YAML.
 
     Args:
@@ -146,7 +146,7 @@ class Kept(Document):
     trusted = False
 
 
-def of_arguments(arguments: Sequence[str], files: bool) -> list[Source]:
+def of_arguments(arguments: Sequence[str], files: bool) -> list[OptionSource]:
     """Return the sources of a command line, in order.
 
     Args:
@@ -155,7 +155,7 @@ def of_arguments(arguments: Sequence[str], files: bool) -> list[Source]:
     Raises:
         ValueError: a file cannot be read, or is no YAML; one line.
     """
-    sources: list[Source] = []
+    sources: list[OptionSource] = []
     named = list(takewhile("--".__ne__, arguments))
     rest = [[word] for word in arguments[len(named) :]]
     while named:
@@ -174,7 +174,7 @@ def kept_options(values: Mapping[str, Any]) -> Kept:
 
 
 def settled(
-    group: type, sources: Sequence[Source], presets: Presets | None = None
+    group: type, sources: Sequence[OptionSource], presets: Presets | None = None
 ) -> tuple[Types, Mapping[str, Any]]:
     """Return the types that the sources choose, and the values of the chosen preset.
 
@@ -183,7 +183,7 @@ def settled(
     Raises:
         ValueError: no type of a joint has the name; one line.
     """
-    preset = Source(_preset(group, sources, presets) if presets else {})
+    preset = OptionSource(_preset(group, sources, presets) if presets else {})
     sources = [preset, *sources]
     types: dict[str, str | None] = {}
     while joint := _unsettled(group, types):
@@ -201,7 +201,7 @@ def _unsettled(group: type, types: Types) -> Leaf | None:
     return next(open_joints, None)
 
 
-def _preset(group: type, sources: Sequence[Source], presets: Presets) -> Mapping[str, Any]:
+def _preset(group: type, sources: Sequence[OptionSource], presets: Presets) -> Mapping[str, Any]:
     """Return the values of the preset that the sources choose."""
     usual = next(leaf.default for leaf in leaves(group) if leaf.key == presets.key)
     groups = {key.partition(".")[0] for key in presets.values(usual)}
@@ -209,7 +209,7 @@ def _preset(group: type, sources: Sequence[Source], presets: Presets) -> Mapping
     return presets.values(chosen) if isinstance(chosen, str) else {}
 
 
-def _last(key: str, usual: Any, groups: Collection[str], sources: Sequence[Source]) -> Any:
+def _last(key: str, usual: Any, groups: Collection[str], sources: Sequence[OptionSource]) -> Any:
     """Return the last value of a key; with another value, earlier sources lose the groups."""
     chosen, since = usual, None
     for number, source in enumerate(sources):
@@ -233,7 +233,7 @@ def _checked(joint: Leaf, chosen: Any) -> str | None:
     raise ValueError(f"{joint.name}={json.dumps(chosen)} must be {joint.allowed}")
 
 
-def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[Source]) -> None:
+def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[OptionSource]) -> None:
     """Refuse to execute a file that only options of a run name."""
     naming = [source for source in sources if source.values.get(joint.key) == chosen]
     if isinstance(chosen, str) and joints.is_own(chosen) and not any(s.trusted for s in naming):
@@ -243,13 +243,13 @@ def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[Source]) -> None:
         )
 
 
-def given(sources: Sequence[Source]) -> dict[str, Any]:
+def given(sources: Sequence[OptionSource]) -> dict[str, Any]:
     """Return the values by key that sources give; null gives nothing."""
     values = {key: value for source in sources for key, value in source.values.items()}
     return {key: value for key, value in values.items() if value is not None}
 
 
-def keys_of(sources: Sequence[Source]) -> set[str]:
+def keys_of(sources: Sequence[OptionSource]) -> set[str]:
     """Return the keys to which sources give values, also null."""
     return {key for source in sources for key in source.values}
 

@@ -172,9 +172,9 @@ class LocalSGD(Replicas):
 
     def merge(self, site: Any, gradients: Any) -> Merge:
         """Return what an exchange does to the rank's replica."""
-        from mpikfac.lab.local_sgd.merges import Average
+        from mpikfac.lab.local_sgd.merges import AverageMerge
 
-        return Average(site, gradients)
+        return AverageMerge(site, gradients)
 
 
 ONE_LEVEL = tuple(

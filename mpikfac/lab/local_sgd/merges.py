@@ -113,7 +113,7 @@ class Merge:
         self.merge()
 
     def _average(self) -> None:
-        """Average the buffer over ranks.
+        """AverageMerge the buffer over ranks.
 
         Raises:
             UserError: the result is not finite.
@@ -130,7 +130,7 @@ class Merge:
                 tensor.zero_()
 
 
-class Average(Merge):
+class AverageMerge(Merge):
     """All copies become the mean, which may be the result of a rule or come from mean changes."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
@@ -144,7 +144,7 @@ class Average(Merge):
         copy_all(pair for s in self._last for pair in s.block.values_to(s.parts))
 
     def merge(self) -> None:
-        """Average the copies, or their changes, and take the outer step."""
+        """AverageMerge the copies, or their changes, and take the outer step."""
         self.read()
         if self._before:
             self.copy.flat -= self._before.flat
@@ -159,7 +159,7 @@ class Average(Merge):
         """Turn the mean change in the buffer into the change of a step."""
 
 
-class OuterStep(Average):
+class OuterStep(AverageMerge):
     """All copies become the result of an outer step along the mean change."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
@@ -442,7 +442,7 @@ class Elastic(Apart):
         self.trained(self._of_steps).mul_(decay).add_(self.weights, alpha=1 - decay)
 
     def merge(self) -> None:
-        """Average the averages over ranks, and step from the last exchange's weights."""
+        """AverageMerge the averages over ranks, and step from the last exchange's weights."""
         self.after_step()
         anchor, average = self.trained(self._anchor), self.trained(self._of_steps)
         self.weights.copy_(average)

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mpikfac.plan import names
-from mpikfac.plan.extensions import robust
-from mpikfac.plan.layout import Layout, lay_out
-from mpikfac.plan.messages import BETWEEN_NODES, IN_NODE, Message, message
-from mpikfac.plan.of_rank import RankPlan
-from mpikfac.plan.stages import (
-    codec_of_sums,
-    in_levels,
-    summed,
-    with_uncovered,
+from mpikfac.plan import (
+    BETWEEN_NODES,
+    IN_NODE,
+    Layout,
+    Message,
+    RankPlan,
+    lay_out,
+    message,
+    names,
+    robust,
+    stages,
 )
 
 
@@ -93,24 +94,24 @@ class PlannedCopies:
     def average_statistics(self) -> list[Message]:
         """Return the sums of running statistics and votes."""
         means = dict.fromkeys(self.rank.means, 0)
-        return summed(self.rank, names.EXCHANGE_WEIGHTS, self.layout, means)
+        return stages.summed(self.rank, names.EXCHANGE_WEIGHTS, self.layout, means)
 
     def average_copies(self) -> list[Message]:
         """Return the sums of all copies of the model, and of running statistics and votes."""
         kinds, stage = dict.fromkeys(self.rank.messages_of, -1), names.EXCHANGE_WEIGHTS
         return [
             message
-            for codec, kinds in with_uncovered(
-                self.rank, codec_of_sums(self.rank, self.layout), kinds, -1
+            for codec, kinds in stages.with_uncovered(
+                self.rank, stages.codec_of_sums(self.rank, self.layout), kinds, -1
             )
-            for message in summed(self.rank, stage, self.layout, kinds, codec)
+            for message in stages.summed(self.rank, stage, self.layout, kinds, codec)
         ]
 
     def streams(self) -> list[Message]:
         """Return the sums of the parts of a copy; of nodes, in a turn of the rank's, and Bcasts."""
         stage, size = names.EXCHANGE_WEIGHTS, self.rank.itemsizes.numbers
         if self.sync.replicas == "rank":
-            return summed(self.rank, stage, self.layout, self.fragments)
+            return stages.summed(self.rank, stage, self.layout, self.fragments)
         spans = [[(span.start, span.stop)] for span in self.layout.spans(self.fragments.get)]
         between, inside = BETWEEN_NODES.format("world"), IN_NODE.format("world")
         count, node, place = self.count, self.node, self.rank.rank % self.node
@@ -139,4 +140,4 @@ class PlannedCopies:
         member, leader = self.rank.rank - team.start, root - team.start
         stage = names.EXCHANGE_WEIGHTS if over == "world" else names.EXCHANGE_IN_NODE
         copy = message(stage, "Bcast", over, span, len(team), size, member, leader)
-        return in_levels(self.rank, [copy], team, size) if self.node > 1 else [copy]
+        return stages.in_levels(self.rank, [copy], team, size) if self.node > 1 else [copy]

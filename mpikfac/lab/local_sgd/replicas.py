@@ -30,7 +30,7 @@ APART = (
 
 
 class OfCopy(Sender):
-    """Average the gradients of the ranks that step the same copy, or of all ranks."""
+    """AverageMerge the gradients of the ranks that step the same copy, or of all ranks."""
 
     def __init__(self, sender: Sender, site: Site) -> None:
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
@@ -38,7 +38,7 @@ class OfCopy(Sender):
         self._in_node, self._node = copies.reduce_in_node(), copies.node
 
     def add_up(self, turn: int | None = None) -> None:
-        """Average over the node if the ranks step copies, else over all ranks.
+        """AverageMerge over the node if the ranks step copies, else over all ranks.
 
         Collective over: the ranks of a node, or world.
         """

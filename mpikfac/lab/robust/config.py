@@ -40,7 +40,7 @@ class Median(Robust):
 
     def combine(self, vectors: Tensor) -> Tensor:
         """Return the median of each coordinate, `[n]`."""
-        from mpikfac.numerics.messages.robust import median
+        from mpikfac.numerics import median
 
         return median(vectors)
 
@@ -57,7 +57,7 @@ class GeometricMedian(Robust):
 
     def weights(self, products: Tensor) -> Tensor:
         """Return the weight of each vector, `[ranks]`."""
-        from mpikfac.numerics.messages.robust import geometric_median
+        from mpikfac.numerics import geometric_median
 
         return geometric_median(products)
 
@@ -100,7 +100,7 @@ class TrimmedMean(_OfSome):
 
     def combine(self, vectors: Tensor) -> Tensor:
         """Return the trimmed mean of each coordinate, `[n]`."""
-        from mpikfac.numerics.messages.robust import trimmed_mean
+        from mpikfac.numerics import trimmed_mean
 
         return trimmed_mean(vectors, self.num_byzantine)
 
@@ -125,7 +125,7 @@ class Krum(_OfSome):
 
     def weights(self, products: Tensor) -> Tensor:
         """Return the weight of each vector, `[ranks]`."""
-        from mpikfac.numerics.messages.robust import krum
+        from mpikfac.numerics import krum
 
         return krum(products, self.num_byzantine)
 
@@ -156,13 +156,13 @@ class CenteredClipping(Robust):
 
     def weights(self, products: Tensor) -> Tensor:
         """Return the weight of the centre and of each vector, `[1 + ranks]`."""
-        from mpikfac.numerics.messages.robust import centered_clipping
+        from mpikfac.numerics import centered_clipping
 
         return centered_clipping(products, self.radius)
 
     def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
         """Return what combines shards, and remembers the centre."""
-        from mpikfac.numerics.messages.shards import Centred
+        from mpikfac.numerics import Centred
 
         return Centred(self, ranks, like, first)
 
@@ -218,7 +218,7 @@ class Safeguard(Robust):
 
     def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
         """Return what combines shards, and remembers both windows."""
-        from mpikfac.numerics.messages.shards import Windows
+        from mpikfac.numerics import Windows
 
         return Windows(self, ranks, like, first)
 
