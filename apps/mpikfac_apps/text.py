@@ -19,6 +19,11 @@ MOST = 2**20
 NONE = "\N{EN DASH}"
 
 
+def is_own(name: str) -> bool:
+    """Return whether a name names an object in a file, as FILE.py:CLASS."""
+    return ".py:" in name
+
+
 def counts(text: str) -> tuple[int, ...]:
     """Return whole numbers of 1 to `MOST` from a text such as "16,64".
 

@@ -8,7 +8,7 @@ from typing import Any
 from mpikfac import Strategy
 from mpikfac_apps.options.documents import unknown
 from mpikfac_apps.options.fields import Leaf, build, flat, leaves, possible, types_of
-from mpikfac_apps.options.sources import Source, belongs, settled
+from mpikfac_apps.options.sources import OptionSource, belongs, settled
 
 
 def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
@@ -19,7 +19,7 @@ def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
     Raises:
         ValueError: the strategy has no such option, or choices do not fit together.
     """
-    sources = [Source(flat(strategy)), Source(given)]
+    sources = [OptionSource(flat(strategy)), OptionSource(given)]
     types, _ = settled(Strategy, sources)
     options = [leaf.key for leaf in leaves(Strategy, types)]
     values = {key: value for source in sources for key, value in source.values.items()}

@@ -23,7 +23,6 @@ from mpikfac.files import HUGE
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.documents import unknown
 from mpikfac_apps.options.fields import REQUIRED, TYPE, Leaf, Types, build, leaves, possible
-from mpikfac_apps.options.joints import is_own
 from mpikfac_apps.options.sources import (
     CONFIG,
     OptionSource,
@@ -35,6 +34,7 @@ from mpikfac_apps.options.sources import (
     of_arguments,
     settled,
 )
+from mpikfac_apps.text import is_own
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mpikfac.plan import Choice, named_types
+from mpikfac_apps.text import is_own
 
 OWN = "FILE.py:CLASS"
 
@@ -36,11 +37,6 @@ def base_of(hint: Any) -> type[Choice] | None:
 def allowed(base: type[Choice]) -> str:
     """Return the types of a joint in words."""
     return f"one of {', '.join([*named_types(base), OWN])}"
-
-
-def is_own(name: str) -> bool:
-    """Return whether a name names an object in a file, as FILE.py:CLASS."""
-    return ".py:" in name
 
 
 def type_of(joint: str, base: type[Choice], name: str) -> type[Choice]:

@@ -16,6 +16,7 @@ from typing import Any
 from mpikfac.plan import named_types
 from mpikfac_apps.options import documents, joints
 from mpikfac_apps.options.fields import TYPE, Leaf, Types, leaves, possible
+from mpikfac_apps.text import is_own
 
 CONFIG = "--config"
 NULLS = ("null", "~")
@@ -236,7 +237,7 @@ def _checked(joint: Leaf, chosen: Any) -> str | None:
 def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[OptionSource]) -> None:
     """Refuse to execute a file that only options of a run name."""
     naming = [source for source in sources if source.values.get(joint.key) == chosen]
-    if isinstance(chosen, str) and joints.is_own(chosen) and not any(s.trusted for s in naming):
+    if isinstance(chosen, str) and is_own(chosen) and not any(s.trusted for s in naming):
         raise ValueError(
             f"{joint.name}={chosen} would run {chosen.rpartition(':')[0]}; if you trust the file, "
             f"give --{joint.name}={chosen}"

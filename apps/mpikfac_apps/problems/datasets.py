@@ -27,10 +27,10 @@ from torch import Tensor
 from mpikfac import files
 from mpikfac_apps.images import folder, packed
 from mpikfac_apps.images.listing import Listing
-from mpikfac_apps.options.joints import is_own
 from mpikfac_apps.problems import curves, own
 from mpikfac_apps.problems.language import corpus
 from mpikfac_apps.problems.volumes import crops
+from mpikfac_apps.text import is_own
 
 CIFAR_RECORDS = 10_000  # in a file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from mpikfac_apps.options.joints import is_own
 from mpikfac_apps.problems import own
+from mpikfac_apps.text import is_own
 from mpikfac_apps.tracking import services
 from mpikfac_apps.tracking.start import Start
 

@@ -25,10 +25,10 @@ from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.documents import flattened, loaded
 from mpikfac_apps.options.fields import flat, possible
-from mpikfac_apps.options.joints import is_own
 from mpikfac_apps.options.options import PRECONDITIONERS, TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.running.checkpoints import root
+from mpikfac_apps.text import is_own
 
 OF_A_START = (
     *("run_dir", "resume", "max_steps", "max_time", "shrink", "trace_steps", "device", "threads"),
