@@ -241,9 +241,8 @@ def prices(name: str, asked: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
     machine = mpikfac.predict.load_machine(asked)
     work, known = work_of(NETWORKS[name]), work_of(NETWORKS[KNOWN])
     machine = scaled(machine, name, work, known)
-    methods = [
-        m for m in METHODS if m.preconditioner is None or m.preconditioner in PRECONDITIONERS
-    ]
+    names = {None, *PRECONDITIONERS}
+    methods = [method for method in METHODS if method.preconditioner in names]
     return [
         price(machine, name, work, method, count) | {"machine": asked}
         for method in methods

@@ -159,7 +159,7 @@ def test_a_strategy_brings_its_own_choices(run):
 NAMED = {
     "kfac.relative_damping": ("0.2", "kfac.relative_damping 10.0 -> 0.2"),
     "kfac.preconditioner": ("eigen", "kfac.preconditioner inverse -> eigen"),
-    "kfac.grafting.type": ("sgd", "kfac.grafting.type adam -> sgd"),
+    "kfac.grafting.max_trust_ratio": ("4.0", "kfac.grafting.max_trust_ratio 8.0 -> 4.0"),
     "kfac.factor_decay": ("0.9", "kfac.factor_decay 0.95 -> 0.9"),
     "label_smoothing": ("0.1", "label_smoothing 0.0 -> 0.1"),
     "schedule": ("cosine", "schedule linear -> cosine"),

@@ -85,10 +85,11 @@ def test_a_rule_says_what_is_kept(tmp_path):
 
 
 def test_labels_are_drawn(tmp_path):
-    """Oracle: both factors of every layer after a step, for any labels."""
+    """Oracle: both factors of every layer after a step, for any labels, without a budget."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
+    program = code("or another loss").replace("damping=0.03", "damping=0.03, budget=None")
     (tmp_path / "program.py").write_text(
-        f"{BEFORE}{batch}loader = [(images, labels)]\n{code('or another loss')}"
+        f"{BEFORE}{batch}loader = [(images, labels)]\n{program}"
         "weights = inside.weights(kfac).values()\n"
         "print(len(weights), *{round(weight.item(), 6) for weight in weights})\n"
     )

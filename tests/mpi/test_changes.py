@@ -478,7 +478,7 @@ def test_a_rank_has_one_weight_in_all_that_is_averaged(comm, last, preconditione
     if last == "twice as much" and preconditioner == "mc":  # `record` counts the rows of a pass
         return
     own, shared = comm.Split(comm.rank), 12 // comm.size
-    estimator = mpikfac.Estimator(subsample=1, decay=0.5)
+    estimator = mpikfac.Estimator(subsample=1, factor_decay=0.5)
     settings = {
         "damping": 0.03,
         "inv_update_steps": 1,

@@ -238,10 +238,10 @@ def test_agreement_names_the_first_key_that_differs(comm):
         ("damping", lambda first: {"damping": 0.1 if first else (lambda step: 0.1)}),
         ("factor_update_steps", lambda first: {"factor_update_steps": 1 + first}),
         ("inv_update_steps", lambda first: {"inv_update_steps": 1 + first}),
-        ("decay", lambda first: {"factor_decay": 0.9 if first else 0.8}),
+        ("factor_decay", lambda first: {"factor_decay": 0.9 if first else 0.8}),
         ("kl_clip", lambda first: {"kl_clip": None if first else 0.001}),
         ("normalization", lambda first: {"normalization": "sc20" if first else "expand"}),
-        ("start", lambda first: {"initial_factor": "first" if first else "identity"}),
+        ("initial_factor", lambda first: {"initial_factor": "first" if first else "identity"}),
         (
             "strategy",
             lambda first: {"strategy": Strategy(MemOpt(shard_optimizer=first))},

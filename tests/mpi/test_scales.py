@@ -160,7 +160,7 @@ def test_shards_of_unequal_size_weigh_by_their_examples(comm):
     start, total = sum(sizes[: comm.rank]), sum(sizes)
     mine, found = slice(start, start + sizes[comm.rank]), []
     for ranks, some in ((comm, mine), (comm.Split(comm.rank), slice(total))):
-        kfac = trainer(ranks, None, factor_update_steps=1, decay=0.0)
+        kfac = trainer(ranks, None, factor_update_steps=1, factor_decay=0.0)
         for step in range(2):
             images, labels = (torch.cat([part] * 2) for part in problem.batch(step))
             taken = some if step else slice(None)  # first the same: the bases are equal

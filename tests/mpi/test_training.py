@@ -114,9 +114,9 @@ def test_owners_may_use_their_own_batch_only(comm, strategy, preconditioner):
         if strategy.assignment.colocate_factors and preconditioner == "eigen"
         else "first"
     )
-    kfac = trainer(comm, strategy, start=start, preconditioner=preconditioner)
+    kfac = trainer(comm, strategy, initial_factor=start, preconditioner=preconditioner)
     sources = tuple(kfac.plan.owners.items())
-    expected, _ = textbook(sources=sources, start=start, preconditioner=preconditioner)
+    expected, _ = textbook(sources=sources, initial_factor=start, preconditioner=preconditioner)
     assert_trained(comm, kfac, run_as_planned(comm, kfac), expected)
 
 

@@ -169,13 +169,13 @@ def train(
     damping: float,
     factor_update_steps: int,
     inv_update_steps: int,
-    decay: float,
+    factor_decay: float,
     kl_clip: float | None,
     norm_clip: float | None = None,
     fisher_clip: float | None = None,
     grafting: Grafting | None = None,
     preconditioner: str = "eigen",
-    start: str = "first",
+    initial_factor: str = "first",
     relative_damping: bool = False,
     sources: Mapping[str, int] | None = None,
 ) -> list[float]:
@@ -196,7 +196,10 @@ def train(
         factors(model, _joined(shards))
         if step % inv_update_steps == 0:
             names = history[0]
-            used = {n: running_average([h[n] for h in history], decay, start) for n in names}
+            used = {
+                n: running_average([h[n] for h in history], factor_decay, initial_factor)
+                for n in names
+            }
         solve_now = partial(_grafted, solve) if isinstance(grafting, SGDGrafting) else solve
         bounds = {"kl": kl_clip, "norm": norm_clip, "fisher": fisher_clip}
         scales.append(_precondition(model, optimizer, used, damping, bounds, solve_now))

@@ -81,10 +81,10 @@ def test_an_interrupted_pass_is_told_or_discarded(where, discards, by_parts, cap
 
 
 @pytest.mark.parametrize(("kind", "name"), [("type-2", "exact"), ("mc", "sampled")])
-def test_labels_of_the_model_that_were_interrupted_are_told(kind, monkeypatch, caplog):
+def test_labels_of_the_model_that_were_interrupted_are_told(kind, name, monkeypatch, caplog):
     """Oracle: the log; the interruption comes between two passes of a record."""
     kfac = kfac_of(network(), estimator=mpikfac.Estimator(fisher_type=kind, mc_samples=3))
-    right = getattr(fisher, kind)
+    right = getattr(fisher, name)
     learn(kfac, record=True)
     kfac.step()
     calls = []
@@ -101,7 +101,7 @@ def test_labels_of_the_model_that_were_interrupted_are_told(kind, monkeypatch, c
         yield next(gradients)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mpikfac.numerics, kind, stopped)
+    monkeypatch.setattr(mpikfac.numerics, name, stopped)
     with pytest.raises(KeyboardInterrupt):
         learn(kfac, record=True)
     kfac.step()

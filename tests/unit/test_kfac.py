@@ -51,7 +51,7 @@ def factor(kfac, name):
 @pytest.mark.parametrize("clip", [{"kl_clip": 0.001}, {"kl_clip": None, "damping": 1.0}])
 def test_training_is_the_textbooks(comm, preconditioner, start, clip):
     """Oracle: im2col factors, written-out averages, dense solves and the clip's formula."""
-    settings = problem.SETTINGS | {"preconditioner": preconditioner, "start": start} | clip
+    settings = problem.SETTINGS | {"preconditioner": preconditioner, "initial_factor": start} | clip
     expected = problem.network()
     steps = [problem.shards(step, 1) for step in range(problem.STEPS)]
     scales = oracles.train(expected, problem.sgd(expected), steps, **settings)
@@ -158,7 +158,7 @@ def test_a_subsample_estimates_the_batchs_factors(comm, subsample, examples, nor
 def test_a_scheduled_decay_weighs_each_factor_by_its_own_step(comm):
     """Oracle: numerator and weight of the average, step by step."""
     model = linear()
-    kfac = problem.kfac(model, sgd(model), comm, decay=lambda step: step / (step + 1))
+    kfac = problem.kfac(model, sgd(model), comm, factor_decay=lambda step: step / (step + 1))
     total, weight = 0, 0
     for step in range(4):
         learn(kfac, step)
@@ -335,12 +335,18 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
     [
         *(
             ({name: value}, f"{name}={value!r} must be")
-            for name in ("damping", "kl_clip", "decay", "factor_update_steps", "inv_update_steps")
+            for name in (
+                "damping",
+                "kl_clip",
+                "factor_decay",
+                "factor_update_steps",
+                "inv_update_steps",
+            )
             for value in (-1, math.nan, math.inf, "0.1")
         ),
         ({"damping": 0}, "damping=0 must be positive"),
         ({"kl_clip": 0.0}, "kl_clip=0.0 must be positive"),
-        ({"factor_decay": 1.0}, "decay=1.0 must be at least 0 and below 1"),
+        ({"factor_decay": 1.0}, "factor_decay=1.0 must be at least 0 and below 1"),
         (
             {"factor_update_steps": 0},
             "factor_update_steps=0 at step 0 must be a whole number of at least 1",
@@ -355,7 +361,7 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
             "preconditioner='cg' must be one of 'eigen', 'ekfac', 'inverse', 'unsplit-inverse'",
         ),
         ({"normalization": "x"}, "normalization='x' must be one of 'expand', 'sc20', "),
-        ({"start": "zero"}, "start='zero' must be one of 'first', 'identity'"),
+        ({"initial_factor": "zero"}, "initial_factor='zero' must be one of 'first', 'identity'"),
         ({"subsample": 0}, "subsample=0 must be a whole number of at least 1"),
         ({"subsample": 2.0}, "subsample=2.0 must be a whole number of at least 1"),
         ({"statistics_dtype": torch.float16}, "statistics_dtype=torch.float16 must be one of"),

@@ -161,7 +161,7 @@ def test_a_state_resumes_with_a_scheduler():
     ("arguments", "text"),
     [
         ({"strategy": "mem_opt"}, "strategy='mem_opt' is unknown; did you mean 'mem-opt'"),
-        ({"strategy": "none"}, "strategy='none' must be one of 'kfac-opt', 'kfac-lw'"),
+        ({"strategy": "none"}, "strategy='none' is unknown; the names are kfac-opt, kfac-lw"),
         ({"strategy": 4}, "strategy=4 must be a Strategy, the name of one, or None"),
         (
             {"comm": "comm-opt"},
@@ -170,7 +170,7 @@ def test_a_state_resumes_with_a_scheduler():
         ({"lr": -1.0}, "lr=-1.0 must be a finite number of at least 0"),
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
         ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number"),
-        ({"grafting": "adam"}, "grafting='adam' must be None or mpikfac.Grafting"),
+        ({"grafting": "adam"}, "grafting='adam' must be None or mpikfac.AdamGrafting"),
         ({"grafting": NoGrafting()}, "momentum=0.9 of gradients needs grafting=AdamGrafting"),
     ],
 )

@@ -186,7 +186,7 @@ def test_what_no_state_holds_is_named_once(value, caplog):
             lambda: AdamGrafting(max_trust_ratio=np.True_),
             "max_trust_ratio=True must be a number above 0",
         ),
-        (lambda: KLClip(kl_clip=torch.tensor([1.0, 2.0])), "must be a finite number of at least 0"),
+        (lambda: KLClip(kl_clip=torch.tensor([1.0, 2.0])), "kl_clip=.* must be"),
         (
             lambda: LevenbergMarquardt(damping_adaptation_decay="x"),
             "damping_adaptation_decay='x' must be a number",

@@ -234,7 +234,9 @@ def test_micro_batches_are_the_batch(comm):
 
 def test_a_smaller_last_batch_weighs_less(comm):
     """Oracle: the factors of all examples at once, every example with equal weight."""
-    split, joined = (make(comm, network(), decay=0.5, factor_update_steps=1) for _ in range(2))
+    split, joined = (
+        make(comm, network(), factor_decay=0.5, factor_update_steps=1) for _ in range(2)
+    )
     x, y = batch(0, examples=9)
     for some in (slice(0, 6), slice(6, 9)):
         learn(split, x[some], y[some])

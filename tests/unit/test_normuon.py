@@ -115,7 +115,6 @@ def test_directions_of_kfac_have_rows_of_equal_lengths_at_first(comm, preconditi
             {"strategy": Strategy(MemOpt(), refresh=Refresh(staleness=1))},
             "needs refresh.staleness=0, not 1",
         ),
-        ({"preconditioner": "muon"}, "preconditioner='muon' needs length='orthogonal', not 'rows'"),
     ],
 )
 def test_choices_without_sense_are_refused(comm, choices, needs):

@@ -74,7 +74,9 @@ def test_before_the_first_factors(comm, start, skips):
             learn(kfac, 0, scaler, spoil=math.inf)
         assert kfac.steps == skips
 
-    assert_goes_on(comm, problem.network, first, (1, 2, 3, 4), start=start, factor_update_steps=5)
+    assert_goes_on(
+        comm, problem.network, first, (1, 2, 3, 4), initial_factor=start, factor_update_steps=5
+    )
 
 
 @pytest.mark.parametrize("stop", range(1, 9))
@@ -103,7 +105,7 @@ def test_the_identity_weighs_alike_in_layers_that_come_later(comm):
             return self.body(x) + (0 * self.later(x) if self.used else 0)
 
     kfac = trainer(
-        comm, Late().double(), initial_factor="identity", factor_update_steps=1, decay=0.9
+        comm, Late().double(), initial_factor="identity", factor_update_steps=1, factor_decay=0.9
     )
     for step in range(3):
         kfac.model.used = step > 0

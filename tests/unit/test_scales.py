@@ -320,7 +320,7 @@ def test_where_inputs_and_gradients_are_independent_scales_are_products(comm):
 @pytest.mark.parametrize("start", ["first", "identity"])
 def test_batches_weigh_by_examples_and_age(comm, start):
     """Oracle: a weighted mean of products and of every batch's scales; factors weigh the same."""
-    kfac, x, c = independent(comm, decay=0.8, start=start)
+    kfac, x, c = independent(comm, factor_decay=0.8, initial_factor=start)
     learn(kfac, x, c, along)
     kfac.precondition()
     expected, weight = inside.scales(kfac)["0"].clone(), inside.scale_weights(kfac)["0"].clone()
@@ -440,7 +440,7 @@ def test_a_scaled_loss(comm, broken):
 def test_sums_that_are_not_finite_count_for_nothing(comm, caplog):
     """Oracle: the scales before; the factors' own sums are finite."""
     model, x = network("linear")
-    kfac = trainer(comm, model, decay=0.8)
+    kfac = trainer(comm, model, factor_decay=0.8)
     learn(kfac, x, labels_of(x))
     kfac.step()
     before = inside.scales(kfac).flat.clone(), inside.scale_weights(kfac)["0"].clone()

@@ -281,7 +281,7 @@ def test_a_layer_that_takes_no_part_keeps_its_average(comm):
     """Oracle: the identity before the layer's first batch; later, averages of own batches alone."""
     torch.manual_seed(0)
     model = Branches().double()
-    kfac = trainer(comm, model, decay=0.5, kl_clip=None)
+    kfac = trainer(comm, model, factor_decay=0.5, kl_clip=None)
     expected = {"left": [], "right": []}
     for step, taken in enumerate((["left"], ["left", "right"], ["right"])):
         model.taken = taken

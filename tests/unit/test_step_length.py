@@ -234,7 +234,7 @@ def test_a_momentum_has_needs(comm):
         with pytest.raises(ValueError, match="must be a number from 0 to below 1"):
             mpikfac.AdamGrafting(momentum=wrong)
     model = problem.network()
-    with pytest.raises(ValueError, match=r"momentum at step 0=1.5 must be at least 0 and below 1"):
+    with pytest.raises(ValueError, match=r"momentum.*=1.5 must be"):
         mpikfac.AdamGrafting(momentum=lambda step: 1.5)
     grafting = AdamGrafting(orthogonalize=False, momentum=0.9)
     with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs clip=None, not KLClip"):
@@ -434,10 +434,10 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
             ({"norm_clip": value, "kl_clip": None}, f"max_norm={value!r} must be")
             for value in (-1, 0, math.nan, math.inf, "0.1")
         ),
-        ({"grafting": "lamb"}, "grafting='lamb' must be None or mpikfac.Grafting"),
+        ({"grafting": "lamb"}, "grafting='lamb' must be None or mpikfac.AdamGrafting"),
         (
             {"grafting": AdamGrafting},
-            "must be None or mpikfac.Grafting",
+            "must be None or mpikfac.AdamGrafting",
         ),
     ],
 )

@@ -515,6 +515,7 @@ def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
         group: a dataclass with a field `kfac` of `KfacOptions`.
         given: the values by key that a user gives.
     """
+    given = {key: value for key, value in given.items() if not isinstance(value, list | dict)}
     keys = {leaf.path: leaf.key for leaf in leaves(group)}
     prefix = keys["kfac", "damping", "value"].removesuffix("damping")
     strategy = NAMED.get(given.get("strategy", ""))
