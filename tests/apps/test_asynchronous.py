@@ -125,7 +125,7 @@ def test_a_mistake_of_clients_ends_all_ranks(tmp_path):
             ("--sync.ranks_per_client=3",),
             "sync.ranks_per_client=3 must divide the number of ranks (2)",
         ),
-        (("--parts=2",), "sync='parameter-server' needs transport.virtual_ranks=None"),
+        (("--parts=2",), "needs transport.virtual_ranks=None"),
         (
             ("--strategy=comm-opt", "--sync.servers=2"),
             "sync.servers belongs to sync=parameter-server, not to sync=synchronous",

@@ -500,13 +500,13 @@ def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         group: a dataclass with a field `kfac` of `KfacOptions`.
-        given: the values by key that a user gives.
+        given: the values by key that a user gives, not checked.
     """
     paths = {leaf.path: leaf.key for leaf in leaves(group)}
-    strategy = NAMED.get(given.get("strategy", ""))
+    strategy = NAMED.get(str(given.get("strategy")))
     of_strategy = strategy.settings.get("solver") if strategy else None
     solver = given.get("kfac.solver", given.get("solver", of_strategy))
-    if solver is None or given.get("optimizer", "kfac") != "kfac":
+    if not isinstance(solver, str) or given.get("optimizer", "kfac") != "kfac":
         return {}
     usual = _usual_of(solver)
     parts = {path[1:] for path, key in paths.items() if key in given and path[0] == "kfac"}
