@@ -79,7 +79,7 @@ BAD = {
     ),
     "zero or null": (
         "--kfac.clip=kl --kfac.clip.kl_clip=0",
-        "kfac.clip.kl_clip=0.0 must be a number above 0",
+        "kfac.clip.kl_clip=0.0 must be positive",
     ),
     "more turns than a plan lists": (
         "--refresh.stagger=1001",

@@ -323,7 +323,7 @@ def test_the_log_says_how_the_run_differs_from_the_usual_way(tmp_path, capsys):
     options = ("--refresh.staleness=1", "--model=resnet20", "--max_steps=1")
     assert train.main(arguments(tmp_path / "run", *options)) == 0
     said = capsys.readouterr().out.splitlines()
-    assert "strategy comm-opt: workers=1, delay=1" in said
+    assert "strategy comm-opt: assignment=comm-opt, refresh.staleness=1" in said
     assert sum("model=resnet20 is made for images of 32x32 pixels" in line for line in said) == 1
 
 

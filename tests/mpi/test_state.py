@@ -132,7 +132,7 @@ def test_all_ranks_miss_the_same(comm):
 @pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "eva"])
 def test_any_strategy_goes_on_with_anothers_state(comm, preconditioner):
     """Oracle: the uninterrupted run, except for rounding. The next strategy resumes every run."""
-    strategies = [s for s in EXACT if s.colocate_factors]
+    strategies = [s for s in EXACT if s.assignment.colocate_factors]
     for before, after in zip(strategies, [*strategies[1:], strategies[0]]):
         state, expected = interrupted(comm, before, preconditioner=preconditioner)
         found = continued(comm, state, after, preconditioner=preconditioner)

@@ -513,17 +513,16 @@ def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         group: a dataclass with a field `kfac` of `KfacOptions`.
-        given: the values by key that a user gives.
+        given: the values by key that a user gives, not checked.
     """
-    given = {key: value for key, value in given.items() if not isinstance(value, list | dict)}
     keys = {leaf.path: leaf.key for leaf in leaves(group)}
     prefix = keys["kfac", "damping", "value"].removesuffix("damping")
-    strategy = NAMED.get(given.get("strategy", ""))
+    strategy = NAMED.get(str(given.get("strategy")))
     of_strategy = strategy.settings.get("preconditioner") if strategy else None
     named = given.get(f"{prefix}preconditioner", given.get("preconditioner", of_strategy))
     if given.get("optimizer", "kfac") != "kfac":
         return {}
-    usual, momentum = _defaults(named) if named else ({}, 0.0)
+    usual, momentum = _defaults(named) if isinstance(named, str) else ({}, 0.0)
     if {f"{prefix}clip", f"{prefix}clip.{TYPE}"} & given.keys():
         usual = {key: v for key, v in usual.items() if not key.startswith("grafting.")}
         usual |= {f"grafting.{TYPE}": NoGrafting.name}

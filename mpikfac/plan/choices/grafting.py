@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mpikfac.plan.choices.checks import check_fraction, check_positive, make_plain, one_of
+from mpikfac.plan.choices.checks import (
+    check_fraction,
+    check_positive,
+    check_size,
+    make_plain,
+    one_of,
+    plain,
+)
 from mpikfac.plan.choices.choice import Choice
 
 Number = float | Callable[[int], float]
@@ -117,7 +124,7 @@ class AdamGrafting(Grafting):
         one_of("normalize_rows", self.normalize_rows, (True, False))
         if self.normalize_rows and not self.orthogonalize:
             raise ValueError("normalize_rows=True needs orthogonalize=True, not False")
-        check_fraction("momentum", self.momentum(0) if callable(self.momentum) else self.momentum)
+        check_fraction("momentum", _at_start(self.momentum))
         check_positive("max_trust_ratio", self.max_trust_ratio)
 
 
@@ -139,7 +146,7 @@ class AdamInEigenbases(Grafting):
 
     def __post_init__(self) -> None:
         make_plain(self)
-        check_fraction("momentum", self.momentum(0) if callable(self.momentum) else self.momentum)
+        check_fraction("momentum", _at_start(self.momentum))
         check_positive("max_trust_ratio", self.max_trust_ratio)
 
 
@@ -235,4 +242,10 @@ class NormClip(_OfDirection):
 
 
 def _check_bound(name: str, bound: Number) -> None:
-    check_positive(name, bound(0) if callable(bound) else bound)
+    if not 0 < check_size(name, _at_start(bound)):
+        raise ValueError(f"{name}={_at_start(bound)!r} must be positive")
+
+
+def _at_start(number: Number) -> Any:
+    """Return the number at step 0."""
+    return plain(number(0)) if callable(number) else number
