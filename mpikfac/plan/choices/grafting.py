@@ -242,7 +242,7 @@ class NormClip(_OfDirection):
 
 
 def _check_bound(name: str, bound: Number) -> None:
-    if not 0 < check_size(name, _at_start(bound)):
+    if not check_size(name, _at_start(bound)) > 0:
         raise ValueError(f"{name}={_at_start(bound)!r} must be positive")
 
 
