@@ -30,7 +30,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class Script:
         return out / path
 
 
-FIVE = {
+COMPARED = {
     "mnist": Script(
         *("examples/mnist/main.py", "--epochs={length}", 14, 24),
         *(r"Average loss: (?P<loss>[\d.]+), Accuracy: (?P<score>\d+)/", max),
@@ -140,6 +140,18 @@ FIVE = {
         ),
     ),
 }
+COMPARED["unet, image"] = replace(
+    COMPARED["unet"],
+    edits=(
+        *COMPARED["unet"].edits,
+        (
+            "evaluate.py",
+            r"net\.eval\(\)",
+            "net.eval(); [setattr(module, 'training', True) for module in net.modules()]",
+        ),
+    ),
+)
+"""Tests with each image's own statistics, as in training with batches of one image."""
 FURTHER = {
     "makemore": Script(
         *("makemore/makemore.py", "--type=gru --num-workers=0 --max-steps={length}", 1001, 1),
@@ -161,7 +173,7 @@ FURTHER = {
     ),
 }
 """Scripts that run with their own optimizers alone."""
-SCRIPTS = FIVE | FURTHER
+SCRIPTS = COMPARED | FURTHER
 
 
 def main() -> None:
@@ -169,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scripts", type=Path, help="folder of the public repositories")
     parser.add_argument("--out", type=Path, default=Path("runs/scripts"), help="folder of copies")
-    parser.add_argument("--names", nargs="+", default=list(FIVE), choices=SCRIPTS)
+    parser.add_argument("--names", nargs="+", default=list(COMPARED), choices=SCRIPTS)
     parser.add_argument("--optimizers", nargs="+", default=[*LENGTHS, "cost"])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--again", action="store_true", help="forget what is asked for")
@@ -193,9 +205,11 @@ def jobs(name: str, optimizer: str, seeds: Sequence[int]) -> Iterator[Job]:
         length = math.ceil((LAST + 1) / script.steps) / script.length
         yield from ((name, optimizer, "", length, seed) for seed in seeds)
         return
-    for length, seed in itertools.product(LENGTHS[optimizer] if name in FIVE else (1.0,), seeds):
+    for length, seed in itertools.product(
+        LENGTHS[optimizer] if name in COMPARED else (1.0,), seeds
+    ):
         yield name, optimizer, BY_DEFAULT[optimizer], length, seed
-    if optimizer == "own" and name in FIVE:
+    if optimizer == "own" and name in COMPARED:
         yield from ((name, optimizer, setting, 1.0, SEEDS[0]) for setting in SWEEP)
         chosen = best(name, known())
         for length, seed in itertools.product(LENGTHS[optimizer], seeds):

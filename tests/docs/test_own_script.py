@@ -9,13 +9,13 @@ from support import own_script
 pytestmark = pytest.mark.slow
 
 PLAIN = """
-expected = plain()
+expected = plain(schedule=falling)
 compare(model, expected)
 optimizer.zero_grad()
 print("plain")
 """
 USUAL = """
-expected = plain()
+expected = plain(schedule=falling)
 stepped = mpikfac.KFACOptimizer(expected, max_norm=1.0)
 schedule = torch.optim.lr_scheduler.OneCycleLR(stepped, 0.01, total_steps=len(loader) // 2)
 for batches in zip(*[iter(loader)] * 2):
@@ -59,7 +59,7 @@ print("equal")
 
 
 PARTS = [
-    ("range(2)", PLAIN),
+    ("range(epochs)", PLAIN),
     ("OneCycleLR", USUAL),
     ("torch.save", SAVED),
     ("GradScaler", SCALED),

@@ -55,8 +55,9 @@ def _time_limit(request):
 def pytest_collection_modifyitems(items):
     """Mark the cases of a parametrised test by lane; a test without parameters is a single case.
 
-    The first case is quick on two ranks, and the last case on three ranks. In the gate are all
-    cases on one rank, and on 2 to 4 ranks the first case; each other case on one of these numbers.
+    The first case is quick on two ranks, and the last case on three ranks. In the gate are the
+    first case on 1 to 4 ranks, and each other case on two or three ranks; on four ranks, a fourth
+    of the others.
     On a GPU, each case is quick on one number of 1 to 4 ranks, either staged or direct.
     """
     tests = {}
@@ -72,8 +73,8 @@ def pytest_collection_modifyitems(items):
                 if turn % 8 != ranks % 4 + 4 * mpikfac.comm.cuda_aware():
                     case.add_marker("slow")
             elif case is not quick:
-                gate = ranks == 1 or case is cases[0] or turn % 3 == ranks % 3
-                case.add_marker("gate" if gate else "slow")
+                chosen = {1: False, 2: turn % 2 == 0, 3: turn % 2 == 1}.get(ranks, turn % 4 == 0)
+                case.add_marker("gate" if chosen or case is cases[0] else "slow")
 
 
 @pytest.hookimpl(tryfirst=True)

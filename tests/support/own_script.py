@@ -37,6 +37,9 @@ dataset = torch.utils.data.TensorDataset(
 )
 """
 LOOP = """
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 2 * len(loader))
+
 def plain(epochs=2, schedule=None, **settings):
     model = fresh()
     optimizer = mpikfac.KFACOptimizer(model, **settings)
