@@ -32,10 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac import Mean
 from mpikfac.lab import CenteredClipping, GeometricMedian, Krum, Median, Safeguard, TrimmedMean
 from mpikfac.numerics import by_vector
-from mpikfac.plan import Aggregation
+from mpikfac.plan import Aggregation, Mean
 from mpikfac_apps.problems import datasets
 from support import byzantine
 

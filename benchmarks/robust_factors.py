@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Mean, Strategy, Synchronous
+from mpikfac import Strategy, Synchronous
 from mpikfac.lab import Median, NearestMajority
+from mpikfac.plan import Mean
 from mpikfac_apps.problems import datasets
 
 BATCH, EPOCHS, RATE = 16, 10, 0.03  # a batch is of one rank
