@@ -56,8 +56,8 @@ NEEDED = """
 
 The code refuses by this table. A dotted name such as `sync.local_steps` may be a property of a
 method: it is true for all methods in which ranks take steps of their own. `handed_on=True` stands
-for two split layers in a row. A refusal ends in `of layer 'NAME'` if a rule chose the preconditioner or the
-rank.
+for two split layers in a row. A refusal ends in `of layer 'NAME'` if a rule chose the
+preconditioner or the rank.
 
 | choice | needs | because |
 |---|---|---|

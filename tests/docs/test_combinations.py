@@ -29,7 +29,7 @@ def test_a_refusal_stands_in_the_list():
 
 
 def test_the_list_has_every_table():
-    """Oracle: a row of strategies, of split layers, of a preconditioner and of settings, by hand."""
+    """Oracle: a row of strategies, of split layers, of a preconditioner, of grafting, by hand."""
     choices = {choice for choice, _, _ in ROWS}
     assert choices >= {
         "`transport.virtual_ranks`",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import AdamGrafting, CommOpt, MemOpt, Refresh, Strategy, Transport
+from mpikfac import AdamGrafting, CommOpt, MemOpt, NoGrafting, Refresh, Strategy, Transport
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -84,7 +84,8 @@ def joined(shards):
 def train(comm, strategy, ranks, **settings):
     """Train on the rank's shards of `ranks` shards; return the whole state."""
     model = network()
-    optimizer = (problem.plain_sgd if "momentum" in settings else problem.sgd_all)(model)
+    before = settings.get("grafting", NoGrafting()).momentum
+    optimizer = (problem.plain_sgd if before else problem.sgd_all)(model)
     kfac = problem.kfac(model, optimizer, comm, strategy, **{**SETTINGS, **settings})
     batches = (joined(problem.batch(step)) for step in range(2 * problem.STEPS))
     problem.train_on_shards(kfac, comm, ranks, batches)

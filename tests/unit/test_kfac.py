@@ -228,7 +228,7 @@ def test_another_estimators_factors_are_left_where_they_are(comm):
     vectors = found["kfac/vectors/0.A"], found["kfac/vectors/0.G"]
     x = torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).double()
     torch.testing.assert_close(vectors[0], x.mean(0))
-    expected = oracles.rank_one_solve(gradient, *vectors, 0.01)
+    expected = oracles.eva_solve(gradient, *vectors, 0.01)
     torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-10, atol=1e-10)
     kfac.load_state_dict(found)
     learn(kfac, 2)

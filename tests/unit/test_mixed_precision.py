@@ -437,7 +437,7 @@ def test_a_scale_is_taken_out_once(comm, kind):
 def test_scaled_gradients_cannot_be_sent_early(comm):
     """Oracle: the message; nothing has been sent."""
     kfac = trainer(comm, network(), strategy=Strategy(MemOpt(), transport=Transport(overlap=True)))
-    with pytest.raises(ValueError, match=r"step\(scaler\) needs overlap=False"):
+    with pytest.raises(ValueError, match=r"step\(scaler\) needs transport.overlap=False"):
         kfac.step(scaler())
 
 

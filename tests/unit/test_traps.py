@@ -660,14 +660,21 @@ def test_a_choice_that_needs_rates_names_the_optimizer(choice):
 
 
 @pytest.mark.parametrize(
-    "length", [NoGrafting(), FisherClip(max_norm=0.1), NormClip(max_norm=0.1), AdamGrafting()]
+    "settings",
+    [
+        {"grafting": NoGrafting()},
+        {"clip": FisherClip(max_norm=0.1)},
+        {"clip": NormClip(max_norm=0.1)},
+        {"grafting": AdamGrafting()},
+    ],
+    ids=repr,
 )
-def test_other_lengths_need_no_rate(length):
+def test_other_lengths_need_no_rate(settings):
     """Oracle: SGD at the same rate, to the last bit."""
     weights = []
     for kind in (WithoutRate, lambda parameters: torch.optim.SGD(parameters, lr=0.01)):
         model = network()
-        kfac = KFAC(model, kind(model.parameters()), COMM, damping=0.01, length=length)
+        kfac = KFAC(model, kind(model.parameters()), COMM, damping=0.01, **settings)
         learn(kfac)
         weights.append(nn.utils.parameters_to_vector(model.parameters()))
     assert torch.equal(*weights)
