@@ -169,8 +169,8 @@ class Machine:
         points = self.decompositions.get(preconditioner)
         if not points:
             raise ValueError(
-                f"machine {self.name!r} has no times of preconditioner={preconditioner!r}, only of "
-                f"{', '.join(self.decompositions) or 'none'}"
+                f"machine {self.name!r} has no times of preconditioner={preconditioner!r}, only "
+                f"of: {', '.join(self.decompositions) or 'none'}"
             )
         largest = points[-1][0]
         return interpolated(points, order) * max(1.0, order / largest) ** 3

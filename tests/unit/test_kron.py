@@ -5,7 +5,7 @@ import torch
 
 from mpikfac.numerics import products, triangles
 from mpikfac.plan.layout import triangle_shape
-from mpikfac.preconditioners import Held, eigen, inverse, rank_one
+from mpikfac.preconditioners import Held, eigen, eva, inverse
 from support import inside, oracles
 
 
@@ -103,7 +103,7 @@ def test_preconditioning_by_vectors_is_the_dense_solve(outputs, inputs, damping)
     """Oracle: the Kronecker product of both squares, damped, inverted densely."""
     a, g = (torch.randn(n, dtype=torch.float64) for n in (inputs, outputs))
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
-    found = rank_one.precondition_by_vectors(gradient, [a], [g], damping)
+    found = eva.precondition_by_vectors(gradient, [a], [g], damping)
     expected = oracles.eva_solve(gradient, a, g, damping)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
@@ -176,7 +176,7 @@ def test_a_vector_may_stand_for_one_side(missing):
     a, g = (torch.randn(3, n, dtype=torch.float64) for n in (5, 4))
     gradient = torch.randn(3, 4, 5, dtype=torch.float64)
     sides = ([] if missing == "A" else [a]), ([] if missing == "G" else [g])
-    found = rank_one.precondition_by_vectors(gradient, *sides, 0.1)
+    found = eva.precondition_by_vectors(gradient, *sides, 0.1)
     for own_a, own_g, own, direction in zip(a, g, gradient, found):
         whole_a = torch.eye(5).double() if missing == "A" else torch.outer(own_a, own_a)
         whole_g = torch.eye(4).double() if missing == "G" else torch.outer(own_g, own_g)

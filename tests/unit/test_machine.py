@@ -99,7 +99,7 @@ def test_published_machines_name_the_source_of_every_number(name):
 BARE = {"model": "a", "batch": 1} | dict.fromkeys(
     ("forward", "backward", "statistics", "gradients", "optimizer"), 1.0
 )
-SAMPLE = {"primitive": "Bcast", "ranks": 2, "nodes": 1, "kfac_approx": 1, "points": [[1, 1]]}
+SAMPLE = {"primitive": "Bcast", "ranks": 2, "nodes": 1, "sharing": 1, "points": [[1, 1]]}
 
 
 def changed(**values):

@@ -41,7 +41,7 @@ class Captured:
             ValueError: nothing records on the device.
         """
         if device.type not in RECORDS:
-            raise ValueError(f"capture=True needs a model on a GPU of NVIDIA, not on {device}")
+            raise ValueError(f"cuda_graph=True needs a model on a GPU of NVIDIA, not on {device}")
         self._region, self._key, self._record = region, key, RECORDS[device.type]
         self._last: Hashable = None
         self._replays: dict[Hashable, Callable[[], None]] = {}
