@@ -9,7 +9,7 @@ no row here names a method of the laboratory. The needs of a method stand in its
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class Choices:
         if name in self._settings or not joint:
             return ""
         method = reduce(getattr, joint.split("."), self._strategy)
-        is_field = field in getattr(method, "__dataclass_fields__", {})
+        is_field = field in [each.name for each in fields(method)]
         return "" if is_field else f"{joint}={getattr(method, 'name', '')!r}"
 
 
