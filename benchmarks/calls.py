@@ -1,6 +1,6 @@
 """Count calls and changes of file inside the library in a step: the path of a reader.
 
-    mpirun -n 4 python -m mpi4py benchmarks/calls.py [linear|conv] [inverse|eigen|rank-one] [--list]
+    mpirun -n 4 python -m mpi4py benchmarks/calls.py [linear|conv] [inverse|eigen|eva] [--list]
 
 Counts the Python functions of mpikfac, in all rooms, that a training step with new factors and
 bases enters, and the changes of file between consecutive functions. The step is the second step,
