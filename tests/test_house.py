@@ -7,7 +7,6 @@ import configparser
 import functools
 import importlib
 import inspect
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,14 +21,6 @@ PROGRAMS = sorted((ROOT / "apps").rglob("*.py"))
 ROOMS = sorted(path.parent.name for path in (ROOT / "mpikfac").glob("*/__init__.py"))
 TESTS = sorted({*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")})
 INHERITED = ("forward", "emit", "find_class")  # the base class documents the method
-VAGUE = {
-    *("found", "one", "some", "made", "own", "kept", "given", "asked", "mine", "whole", "told"),
-    *("said", "more", "new", "old", "every", "much", "few", "other", "rest", "wanted", "known"),
-    *("felt", "heard"),
-}
-"""Words that say nothing about what a variable holds."""
-VAGUE_SHARE = {"mpikfac": 0.01, "apps": 0.01}
-"""The largest share of bindings whose names are vague; the numbers may only fall."""
 VOCABULARY = ["mpikfac", "plan", "names"]
 """A module of nothing but names of items and stages, which other rooms import one by one."""
 
@@ -190,24 +181,6 @@ def test_functions_are_short(path):
     for function in functions(parse(path)):
         body = function.body[ast.get_docstring(function) is not None :]
         assert not body or body[-1].end_lineno - body[0].lineno < 50, function.name
-
-
-def bindings(tree: ast.AST) -> Iterator[str]:
-    """Return the names of all bindings of variables, and of all arguments."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.arg):
-            yield node.arg
-
-
-@pytest.mark.parametrize("package", VAGUE_SHARE)
-def test_variables_are_named_by_what_they_hold(package):
-    """Oracle: the syntax trees."""
-    trees = (parse(path) for path in sorted((ROOT / package).rglob("*.py")))
-    names = [name for tree in trees for name in bindings(tree)]
-    vague = Counter(name for name in names if name in VAGUE)
-    assert vague.total() <= VAGUE_SHARE[package] * len(names), vague
 
 
 def stored(function: ast.FunctionDef) -> set[str]:
