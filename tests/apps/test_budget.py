@@ -129,7 +129,8 @@ def test_predictions_stretch_the_intervals(batch):
     allowed = 0.3 * max(2**27, total.passes)
     times = math.ceil((total.statistics / 10 + total.decomposition / 50) / allowed)
     assert (row["factor_update_steps"], row["inv_update_steps"]) == (10 * times, 50 * times)
-    job = mpikfac.predict.Job("resnet50", batch, 10 * times, 50 * times, momentum=True)
+    grafting = mpikfac.AdamGrafting(momentum=0.9)
+    job = mpikfac.predict.Job("resnet50", batch, 10 * times, 50 * times, grafting=grafting)
     assert row["mean"]["seconds"] == mpikfac.predict.simulate(run.plan, machine, job).mean.seconds
 
 

@@ -158,7 +158,7 @@ def test_computations_take_the_predicted_seconds(name, tmp_path):
     """Oracle: `mpikfac.predict.simulate`, whose stages without messages are computations."""
     options = ["--strategy", name, "--machine", "a100-hdr", "--model", "resnet50"]
     plan, traces, _ = written(tmp_path, *options)
-    job = mpikfac.predict.Job("resnet50", 32, length="orthogonal")
+    job = mpikfac.predict.Job("resnet50", 32)
     machine = mpikfac.predict.load_machine("a100-hdr")
     prediction = mpikfac.predict.simulate(plan, machine, job)
     for (kind, rank), nodes in traces.items():

@@ -64,7 +64,7 @@ def test_curvature_is_as_published():
         100,
         "eigen",
     )
-    assert (options.length.kl, options.estimator.factor_decay) == (1e-3, 0.95)
+    assert (options.clip.kl_clip, options.estimator.factor_decay) == (1e-3, 0.95)
 
 
 def test_the_recipe_plans_for_32_ranks():

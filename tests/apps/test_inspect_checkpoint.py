@@ -107,11 +107,8 @@ def test_a_singular_layer_without_damping_has_an_infinite_condition():
 def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
     """Oracle: the damping of the running K-FAC, which began with another damping."""
     model = network()
-    damping, length = (
-        mpikfac.LevenbergMarquardt(0.01, damping_adaptation_interval=1),
-        mpikfac.NoGrafting(),
-    )
-    settings = {"damping": mpikfac.Damping(relative=damping), "length": length}
+    damping = mpikfac.LevenbergMarquardt(0.01, damping_adaptation_interval=1)
+    settings = {"damping": mpikfac.Damping(relative=damping), "grafting": mpikfac.NoGrafting()}
     kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), preconditioner="eigen", **settings)
     run(kfac, mpikfac.world(), [0])
     kfac.update_damping(1.0, -100.0)

@@ -116,7 +116,8 @@ def test_costs_are_the_librarys_for_every_interval():
         )
         plan = mpikfac.make_plan(layers, 16, strategy, others)
         job = Job(
-            "resnet50", 32, row["factor_update_steps"], row["inv_update_steps"], momentum=True
+            *("resnet50", 32, row["factor_update_steps"], row["inv_update_steps"]),
+            grafting=mpikfac.AdamGrafting(momentum=0.9),
         )
         found = mpikfac.predict.simulate(plan, machine, job)
         costs = found.mean.seconds, found.mean.sent, found.memory
@@ -217,7 +218,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
         ("--search --preconditioner=own", "give preconditioner, not own"),
         ("--search --strategy=dp-kfac,sgd,stale-inverse", "trains like one process on all images"),
         ("--search --strategy=hybrid --ranks=7", "hybrid needs a divisor of the ranks above 1"),
-        ("--search --strategy=spd-kfac --transport.virtual_ranks=4", "unknown key parts"),
+        ("--search --strategy=spd-kfac --transport.virtual_ranks=4", "virtual_ranks=None, not 4"),
         ("--search --model=resnet20", "only of: resnet101, resnet152, resnet50"),
         ("--search --strategy=kfac-lw --transport.overlap", "overlap=True needs"),
     ],

@@ -58,7 +58,7 @@ def test_numbers_are_those_of_hand_counts(capsys):
     [
         ([], 1, 2),
         (["--momentum_of", "directions"], 1, 0),
-        (["--length", "own", "--fisher_clip", "1"], 0, 0),
+        (["--clip", "fisher", "--clip.max_norm", "1"], 0, 0),
     ],
 )
 def test_memory_of_lengths_is_printed(choices, averages, momenta, capsys):

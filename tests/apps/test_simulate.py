@@ -17,6 +17,7 @@ from mpikfac_apps.planning.options import STRATEGIES
 from mpikfac_apps.problems import models
 from support.pace import paced
 
+GRAFTING = mpikfac.AdamGrafting(momentum=0.9)
 ASK = ["--model", "resnet50", "--machine", "v100-edr"]
 
 
@@ -47,7 +48,7 @@ def test_numbers_are_the_librarys(capsys, tmp_path):
     layers, others = models.shapes_of("resnet50")
     plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy(mpikfac.MemOpt()), others)
     machine = mpikfac.predict.load_machine("v100-edr")
-    job = mpikfac.predict.Job("resnet50", 32, 5, 20, 0.1, momentum=True)
+    job = mpikfac.predict.Job("resnet50", 32, 5, 20, 0.1, grafting=GRAFTING)
     found = mpikfac.predict.simulate(plan, machine, job)
     kinds = found.mean, found.ordinary, found.factors, found.refresh
     milliseconds = [*(kind.seconds for kind in kinds), found.mean.exposed, found.mean.waiting]
@@ -73,7 +74,7 @@ def test_a_model_of_ones_own_is_predicted_once_it_is_measured(capsys, tmp_path):
     assert simulate.main([*asked, "--machine", str(tmp_path / "machine.json")]) == 0
     layers, others = mpikfac.layers.covered_shapes(torch.nn.Linear(400, 300))
     machine = mpikfac.predict.load_machine(str(tmp_path / "machine.json"))
-    job = mpikfac.predict.Job(name, 32, momentum=True)
+    job = mpikfac.predict.Job(name, 32, grafting=GRAFTING)
     strategy = mpikfac.predict.tuned(
         mpikfac.Strategy(),
         layers,
@@ -95,7 +96,7 @@ def test_the_machine_of_sc20_knows_networks_and_eigenbases(model, capsys):
 
     SC20's figures are of these three networks; the intervals are those of the authors' job.
     """
-    asked = [f"--model={model}", "--machine=v100-edr", "--preconditioner=own", "--length=own"]
+    asked = [f"--model={model}", "--machine=v100-edr", "--preconditioner=own", "--grafting=none"]
     asked += [
         "--ranks=64",
         "--strategy=sgd,kfac-opt",
@@ -150,7 +151,7 @@ def test_work_that_is_not_predicted_is_named(capsys):
     """Oracle: the line; and the numbers without the options."""
     asked = ["--model=resnet50", "--machine=v100-edr", "--ranks=2,2", "--strategy=comm-opt"]
     found = []
-    for more in ([], ["--fisher_type=mc"], ["--length=adam"]):
+    for more in ([], ["--fisher_type=mc"], ["--grafting.orthogonalize=false"]):
         assert simulate.main([*asked, *more]) == 0
         found.append(capsys.readouterr().out.splitlines())
     plain, sampled, adam = found

@@ -113,8 +113,13 @@ def assert_same_training(found, expected):
 
 LENGTHS = {
     "relative": ("relative_damping=0.2",),
-    "grafted and bounded": ("length=sgd", "norm_clip=0.5", "damping=0.003 until 1, 0.1"),
-    "adapted": ("damping_adapt=2", "damping=0.1", "length=own"),
+    "grafted and bounded": (
+        "grafting=sgd",
+        "clip=norm",
+        "clip.max_norm=0.5",
+        "damping=0.003 until 1, 0.1",
+    ),
+    "adapted": ("damping_adapt=2", "damping=0.1", "grafting=none"),
 }
 
 
