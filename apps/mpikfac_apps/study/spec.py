@@ -217,7 +217,7 @@ def _options(where: str, options: Any) -> dict[str, Any]:
 def _check_option(where: str, key: str) -> None:
     if key in OWN:
         raise ValueError(f"{where}{key} is given by the study itself; leave it out")
-    if key not in OPTIONS and key.partition(".")[0] not in JOINTS:  # these depend on types
+    if key not in OPTIONS and str(key).partition(".")[0] not in JOINTS:  # these depend on types
         raise ValueError(f"{where}{unknown(str(key), OPTIONS)}")
 
 
