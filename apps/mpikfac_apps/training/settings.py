@@ -128,10 +128,12 @@ def _pinned(
     except ValueError:  # this start mends what the ranks or the version refuse
         return {}
     now, given = flattened(resolved(options, ranks)), flat(options)
+    # Another type has options of its own.
+    keys = before.resolved.keys() & kept.keys() & given.keys() & now.keys() & usual.keys()
     return {
         key: value
         for key, value in before.resolved.items()
-        if key in kept and given[key] == kept[key] and now[key] == usual[key] != value
+        if key in keys and given[key] == kept[key] and now[key] == usual[key] != value
     }
 
 
