@@ -7,7 +7,7 @@ import configparser
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -81,11 +81,6 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT / "mpikfac").parts[0] if path.parent != ROOT / "mpikfac" else ""
 
 
-def module_of(path: Path) -> str:
-    """Return a file's dotted name in the library."""
-    return ".".join(path.relative_to(ROOT / "mpikfac").with_suffix("").parts)
-
-
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -102,10 +97,14 @@ def undocumented(tree: ast.AST) -> Iterator[str]:
                 yield from undocumented(node)
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=module_of)
-def test_rooms_are_entered_by_their_doors(path):
-    """Oracle: the files. import-linter holds the direction of arrows (pyproject.toml)."""
-    assert past_a_door(parse(path), room_of(path)) == set()
+def offenders(check: Callable[[Path], Iterable[str]], paths: Iterable[Path]) -> list[str]:
+    """Return all offences of a check, each with its file."""
+    return [f"{path.relative_to(ROOT)}: {each}" for path in paths for each in check(path)]
+
+
+def test_packages_are_entered_by_their_interfaces():
+    """Oracle: the files. import-linter holds the direction of imports (pyproject.toml)."""
+    assert offenders(lambda path: past_a_door(parse(path), room_of(path)), LIBRARY) == []
 
 
 def test_all_packages_are_installed():
@@ -118,10 +117,9 @@ def test_all_packages_are_installed():
     assert sorted(listed) == sorted(".".join(folder.parts) for folder in library | programs)
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
-def test_programs_use_the_public_library(path):
+def test_programs_use_the_public_library():
     """Oracle: the names that `mpikfac` exports, as for users; no MPI and no HDF5."""
-    assert private(parse(path)) == set()
+    assert offenders(lambda path: private(parse(path)), PROGRAMS) == []
 
 
 @pytest.mark.parametrize(
@@ -164,23 +162,20 @@ def test_names_of_items_and_stages_are_taken_one_by_one():
     assert texts and all(isinstance(text, str) for text in texts)
 
 
-@pytest.mark.parametrize("path", LIBRARY + PROGRAMS, ids=lambda path: path.name)
-def test_public_functions_have_docstrings(path):
-    tree = parse(path)
-    assert ast.get_docstring(tree) or not tree.body, f"{path.name} has no docstring"
-    assert list(undocumented(tree)) == []
+def test_public_functions_have_docstrings():
+    """Oracle: the syntax trees."""
+
+    def missing(path: Path) -> Iterator[str]:
+        tree = parse(path)
+        if tree.body and not ast.get_docstring(tree):
+            yield "the module"
+        yield from undocumented(tree)
+
+    assert offenders(missing, LIBRARY + PROGRAMS) == []
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-
-
-@pytest.mark.parametrize("path", LIBRARY + PROGRAMS, ids=lambda path: path.name)
-def test_functions_are_short(path):
-    """Oracle: 50 lines of body, without the docstring."""
-    for function in functions(parse(path)):
-        body = function.body[ast.get_docstring(function) is not None :]
-        assert not body or body[-1].end_lineno - body[0].lineno < 50, function.name
 
 
 def stored(function: ast.FunctionDef) -> set[str]:
@@ -237,10 +232,9 @@ def all_classes() -> dict[str, list[ast.ClassDef]]:
     return by_name
 
 
-@pytest.mark.parametrize("path", LIBRARY + PROGRAMS, ids=lambda path: path.name)
-def test_attributes_are_made_in_init(path):
+def test_attributes_are_made_in_init():
     """Oracle: the syntax trees."""
-    assert late(parse(path), all_classes()) == set()
+    assert offenders(lambda path: late(parse(path), all_classes()), LIBRARY + PROGRAMS) == []
 
 
 @pytest.mark.parametrize(
@@ -265,10 +259,10 @@ def test_a_class_of_the_programs_has_a_name_of_its_own():
     assert {name for name in of_programs if len(all_classes()[name]) > 1} == set()
 
 
-@pytest.mark.parametrize("mistake", TABLE, ids=lambda mistake: mistake.what)
-def test_a_mistake_can_be_planted(mistake):
-    """Oracle: the file, which has the right line once."""
-    assert (ROOT / "mpikfac" / mistake.file).read_text().count(mistake.old) == 1
+def test_all_mistakes_can_be_planted():
+    """Oracle: the files, each of which has the right line once."""
+    times = {m.what: (ROOT / "mpikfac" / m.file).read_text().count(m.old) for m in TABLE}
+    assert {what: count for what, count in times.items() if count != 1} == {}
 
 
 # -- the inside of trainers ------------------------------------------------------------------------
@@ -366,17 +360,13 @@ def reaching_in(tree: ast.AST) -> Iterator[str]:
             yield f"{ast.unparse(node)}.{name} (line {node.lineno})"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in TESTS if path.name not in OPEN],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_one_file_of_tests_knows_the_inside_of_trainers(path):
+def test_one_file_of_tests_knows_the_inside_of_trainers():
     """Oracle: the members of trainers in the library's classes, without the public interface.
 
     Whatever moves inside of trainers then changes `tests/support/inside.py` alone.
     """
-    assert list(reaching_in(parse(path))) == []
+    closed = [path for path in TESTS if path.name not in OPEN]
+    assert offenders(lambda path: reaching_in(parse(path)), closed) == []
 
 
 @pytest.mark.parametrize(
