@@ -1,7 +1,7 @@
 """Measure step times of all strategies on the present network, and print predictions beside.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
-    bash jobs/emulated_cluster.sh run python -m mpi4py apps/calibrate.py --out 1gbit.json \
+    bash jobs/emulated_cluster.sh run mpikfac calibrate --out 1gbit.json \
         --model resnet20,resnet32
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/cluster.py --machine 1gbit.json \
         --model resnet20 --data DIRECTORY --json cluster.json

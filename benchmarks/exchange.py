@@ -1,7 +1,7 @@
 """Compare ways to exchange gradients and weights: epochs, bytes and seconds to a target.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
-    bash jobs/emulated_cluster.sh run -n 4 python -m mpi4py apps/calibrate.py --out 1gbit.json \
+    bash jobs/emulated_cluster.sh run -n 4 mpikfac calibrate --out 1gbit.json \
         --model digits_cnn --batch_per_rank 16
     bash jobs/emulated_cluster.sh run -n 4 python -m mpi4py benchmarks/exchange.py --network 1gbit \
         --machine 1gbit.json --out runs/exchange

@@ -65,8 +65,15 @@ def is_module(parts: list[str]) -> bool:
 
 
 def private(tree: ast.AST) -> set[str]:
-    """Return a program's imports that no door of the library exports, and MPI and HDF5."""
-    public = {"mpikfac", *(f"mpikfac.{name}" for name in mpikfac.__all__)}
+    """Return a program's imports that no door of the library exports, and MPI and HDF5.
+
+    The end of a job by a failed rank, `mpi4py.run`, is public.
+    """
+    public = {
+        "mpikfac",
+        "mpi4py.run.set_abort_status",
+        *(f"mpikfac.{name}" for name in mpikfac.__all__),
+    }
     for room in ROOMS:
         public |= {f"mpikfac.{room}", *(f"mpikfac.{room}.{name}" for name in door(room))}
     for file in ("files", "timeline", "trace"):

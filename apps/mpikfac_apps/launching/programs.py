@@ -20,6 +20,7 @@ class Program(NamedTuple):
     Attributes:
         module: the module with `main`.
         command_line: the place of the `CommandLine`, as MODULE:NAME; the module needs no torch.
+            "": an example, which answers for itself.
         purpose: what the program does.
         ranks: whether the program starts under MPI, on any number of ranks.
     """
@@ -95,6 +96,18 @@ PROGRAMS = {
         "inspecting.options:EXPORT",
         "write weights and factors of a checkpoint as plain files",
     ),
+    "train-graph": Program(
+        "graphs.train", "", "example: a graph network, its nodes dealt to ranks", ranks=True
+    ),
+    "train-recommendation": Program(
+        "recommendation.train", "", "example: a recommender, its tables dealt to ranks", ranks=True
+    ),
+    "train-detection": Program(
+        "detection.train", "", "example: a detector of drawn shapes", ranks=True
+    ),
+    "train-population": Program(
+        "populations.run", "", "example: many trainings that select their settings", ranks=True
+    ),
 }
 
 
@@ -113,6 +126,8 @@ def run(name: str, arguments: list[str]) -> int:
 
 def answer(name: str, arguments: Sequence[str]) -> int | None:
     """Print a program's help, or refuse unknown options; None if the program has to start."""
+    if not PROGRAMS[name].command_line:
+        return None
     module, _, line = PROGRAMS[name].command_line.partition(":")
     try:
         getattr(import_module(f"mpikfac_apps.{module}"), line).answer(arguments)

@@ -1,6 +1,6 @@
 """Measure messages and computations on the present machine, for `mpikfac simulate`.
 
-    mpirun -n 4 python -m mpi4py apps/calibrate.py --out machine.json --model resnet20
+    mpirun -n 4 mpikfac calibrate --out machine.json --model resnet20
 
 During every measurement all ranks do the same work, as in training: ranks may share cores, and
 communicators may share the link of a node. Foreign work changes the measurement: use an idle
