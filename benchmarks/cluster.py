@@ -35,7 +35,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac.lab import TopK
-from mpikfac_apps.planning import calibrate
+from mpikfac_apps.lab.predict import calibrate
 from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.planning.options import STRATEGIES as NAMES
 from mpikfac_apps.problems import datasets, models

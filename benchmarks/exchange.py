@@ -29,11 +29,11 @@ import torch
 
 import mpikfac
 from mpikfac_apps.guard.ranks import watched
+from mpikfac_apps.lab.predict import calibrate
+from mpikfac_apps.lab.study import spec
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
-from mpikfac_apps.planning import calibrate
-from mpikfac_apps.study import spec
 from mpikfac_apps.text import table
 from mpikfac_apps.training import train
 from mpikfac_apps.training.run import Run

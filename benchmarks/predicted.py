@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mpikfac
 from mpikfac.layers.convolution import moments
 from mpikfac.layers.convolution.window import Window
-from mpikfac_apps.planning import simulate
+from mpikfac_apps.lab.predict import simulate
 from mpikfac_apps.planning.options import SIMULATE
 from mpikfac_apps.problems import models
 

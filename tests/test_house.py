@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import configparser
 import functools
 import importlib
 import inspect
@@ -112,16 +111,6 @@ def offenders(check: Callable[[Path], Iterable[str]], paths: Iterable[Path]) -> 
 def test_packages_are_entered_by_their_interfaces():
     """Oracle: the files. import-linter holds the direction of imports (pyproject.toml)."""
     assert offenders(lambda path: past_a_door(parse(path), room_of(path)), LIBRARY) == []
-
-
-def test_all_packages_are_installed():
-    """Oracle: the folders. An editable installation would hide a missing folder."""
-    options = configparser.ConfigParser()
-    options.read(ROOT / "setup.cfg")
-    library = {path.parent.relative_to(ROOT) for path in LIBRARY}
-    programs = {path.parent.relative_to(ROOT / "apps") for path in PROGRAMS} - {Path()}
-    listed = options["options"]["packages"].split()
-    assert sorted(listed) == sorted(".".join(folder.parts) for folder in library | programs)
 
 
 def test_programs_use_the_public_library():

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from mpikfac_apps.checking import check
+from mpikfac_apps.lab.study import compare, spec
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.problems.language import corpus
 from mpikfac_apps.problems.tasks import LANGUAGE
-from mpikfac_apps.study import compare, spec
 from mpikfac_apps.training import train
 from mpikfac_apps.training.parts.optimizers import hidden_matrices
 from support.launch import TRAIN, run_each

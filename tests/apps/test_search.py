@@ -11,7 +11,7 @@ import pytest
 
 import mpikfac
 from mpikfac.predict import Job, Level, Machine, Network
-from mpikfac_apps.planning import search, simulate
+from mpikfac_apps.lab.predict import search, simulate
 from mpikfac_apps.planning.options import SIMULATE
 from mpikfac_apps.problems import models
 

@@ -56,29 +56,29 @@ PROGRAMS = {
         ranks=True,
     ),
     "calibrate": Program(
-        "planning.calibrate",
+        "lab.predict.calibrate",
         "planning.options:CALIBRATE",
         "measure a machine, on 2 ranks or more",
         ranks=True,
     ),
     "simulate": Program(
-        "planning.simulate",
+        "lab.predict.simulate",
         "planning.options:SIMULATE",
         "predict step times on a machine, without MPI",
     ),
     "advise": Program(
-        "planning.advise",
+        "lab.predict.advise",
         "planning.options:ADVISE",
         "choose batch, servers and strategy that hide messages",
     ),
     "compare": Program(
-        "study.compare",
-        "study.compare:COMPARE",
+        "lab.study.compare",
+        "lab.study.compare:COMPARE",
         "compare several runs: a table and curves",
     ),
     "study": Program(
-        "study.study",
-        "study:STUDY",
+        "lab.study.study",
+        "lab.study:STUDY",
         "run a matrix of options and write a report in HTML",
     ),
     "inspect": Program(

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 
 from mpikfac import files
-from mpikfac_apps.study import jobs
-from mpikfac_apps.study.spec import Cell
+from mpikfac_apps.lab.study import jobs
+from mpikfac_apps.lab.study.spec import Cell
 
 TAIL = 4096  # bytes at the end of metrics.jsonl; a line has about 200
 LINE_EVERY = 60.0  # seconds between two lines of progress in a log

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpikfac import files
-from mpikfac_apps.study.measures import MEASURES, Measure
+from mpikfac_apps.lab.study.measures import MEASURES, Measure
 
 LIMIT = 2**27
 """Bytes of the largest metrics that are read: about a million lines."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mpikfac_apps.study.measures import Measure
-from mpikfac_apps.study.report.findings import baseline
-from mpikfac_apps.study.results import WAITING, Measured
-from mpikfac_apps.study.seeds import SeedMean, mean_of
+from mpikfac_apps.lab.study.measures import Measure
+from mpikfac_apps.lab.study.report.findings import baseline
+from mpikfac_apps.lab.study.results import WAITING, Measured
+from mpikfac_apps.lab.study.seeds import SeedMean, mean_of
 from mpikfac_apps.text import NONE, brief_mib, latex, ms, number, percent
 
 Row = dict[str, Any]

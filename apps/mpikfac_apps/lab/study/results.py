@@ -19,13 +19,13 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac.plan import names
+from mpikfac_apps.lab.study import curves, jobs
+from mpikfac_apps.lab.study.curves import Curve
+from mpikfac_apps.lab.study.spec import STOPPED, Cell, Study, inv_update_steps
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import JOINTS, Options, StrategyOptions
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
 from mpikfac_apps.planning.facts import looked_at
-from mpikfac_apps.study import curves, jobs
-from mpikfac_apps.study.curves import Curve
-from mpikfac_apps.study.spec import STOPPED, Cell, Study, inv_update_steps
 
 GROUPS = {
     "forward": (names.FORWARD,),

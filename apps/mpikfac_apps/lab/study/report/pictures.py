@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from mpikfac_apps.study.report.style import (
+from mpikfac_apps.lab.study.report.style import (
     QUIET,
     STAGES,
     WIDTH,
@@ -25,8 +25,8 @@ from mpikfac_apps.study.report.style import (
     styled,
     variant_style,
 )
-from mpikfac_apps.study.results import Measured
-from mpikfac_apps.study.seeds import LEAST, mean_of
+from mpikfac_apps.lab.study.results import Measured
+from mpikfac_apps.lab.study.seeds import LEAST, mean_of
 from mpikfac_apps.text import MIB, number
 
 

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
-from mpikfac_apps.options.options import KfacOptions
-from mpikfac_apps.planning import search
-from mpikfac_apps.planning.options import SIMULATE, SimulateOptions
-from mpikfac_apps.planning.predictions import (
+from mpikfac_apps.lab.predict import search
+from mpikfac_apps.lab.predict.predictions import (
     BOUNDED,
     Row,
     intervals_in_words,
@@ -24,6 +22,8 @@ from mpikfac_apps.planning.predictions import (
     machine_in_words,
     predictions,
 )
+from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.planning.options import SIMULATE, SimulateOptions
 from mpikfac_apps.text import mib, number, show, table
 
 

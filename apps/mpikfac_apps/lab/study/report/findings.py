@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from mpikfac_apps.study.results import Measured, other_estimator
-from mpikfac_apps.study.seeds import LEAST, SeedMean, doubt, mean_of
+from mpikfac_apps.lab.study.results import Measured, other_estimator
+from mpikfac_apps.lab.study.seeds import LEAST, SeedMean, doubt, mean_of
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
 BUSY = 0.1  # share of the cores that foreign work may use without a warning

@@ -18,12 +18,12 @@ from typing import Any
 
 from mpikfac import files
 from mpikfac_apps import cli
+from mpikfac_apps.lab.study import curves
+from mpikfac_apps.lab.study.curves import Curve
+from mpikfac_apps.lab.study.measures import Measure, common
+from mpikfac_apps.lab.study.seeds import SeedMean, by_seed, doubt, mean_of
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, positional, read_by
-from mpikfac_apps.study import curves
-from mpikfac_apps.study.curves import Curve
-from mpikfac_apps.study.measures import Measure, common
-from mpikfac_apps.study.seeds import SeedMean, by_seed, doubt, mean_of
 from mpikfac_apps.text import as_csv, latex, listed, show, table
 
 UNITS = ("steps", "epochs", "seconds")
@@ -317,8 +317,14 @@ def draw(variants: Variants, target: float | None, kind: str) -> bytes:
     """
     from matplotlib.figure import Figure
 
-    from mpikfac_apps.study.report.pictures import line_of_seeds
-    from mpikfac_apps.study.report.style import QUIET, figure_file, legend, styled, variant_style
+    from mpikfac_apps.lab.study.report.pictures import line_of_seeds
+    from mpikfac_apps.lab.study.report.style import (
+        QUIET,
+        figure_file,
+        legend,
+        styled,
+        variant_style,
+    )
 
     measure = measure_of(variants)
     styles = {name: variant_style(place) for place, name in enumerate(variants)}

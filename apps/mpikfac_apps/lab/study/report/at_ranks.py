@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from mpikfac_apps.study import scaling
-from mpikfac_apps.study.measures import Measure
-from mpikfac_apps.study.report.style import (
+from mpikfac_apps.lab.study import scaling
+from mpikfac_apps.lab.study.measures import Measure
+from mpikfac_apps.lab.study.report.style import (
     QUIET,
     WIDTH,
     legend,
@@ -20,10 +20,10 @@ from mpikfac_apps.study.report.style import (
     styled,
     variant_style,
 )
-from mpikfac_apps.study.report.table import Column, Group, Row, by_ranks, column
-from mpikfac_apps.study.results import Measured
-from mpikfac_apps.study.scaling import Forecast, Steps
-from mpikfac_apps.study.spec import Study
+from mpikfac_apps.lab.study.report.table import Column, Group, Row, by_ranks, column
+from mpikfac_apps.lab.study.results import Measured
+from mpikfac_apps.lab.study.scaling import Forecast, Steps
+from mpikfac_apps.lab.study.spec import Study
 from mpikfac_apps.text import ms, number
 
 NOTHING = (

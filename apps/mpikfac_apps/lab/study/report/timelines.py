@@ -15,8 +15,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from mpikfac import files
-from mpikfac_apps.study.report.style import STAGES, WIDTH, bar_style, styled
-from mpikfac_apps.study.results import GROUPS, OTHER, Measured
+from mpikfac_apps.lab.study.report.style import STAGES, WIDTH, bar_style, styled
+from mpikfac_apps.lab.study.results import GROUPS, OTHER, Measured
 
 SHOWN = 6  # timelines
 MOST_SLICES = 10**7  # slices times steps of the largest timeline that is drawn

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from mpikfac_apps.study.results import OTHER, WAITING
+from mpikfac_apps.lab.study.results import OTHER, WAITING
 
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType

@@ -15,17 +15,17 @@ from matplotlib.figure import Figure
 
 import mpikfac
 from mpikfac import files
+from mpikfac_apps.lab.study import results
+from mpikfac_apps.lab.study.measures import Measure
+from mpikfac_apps.lab.study.report import at_ranks, pictures, table
+from mpikfac_apps.lab.study.report.findings import distinct, findings
+from mpikfac_apps.lab.study.report.style import figure_file, inline_svg
+from mpikfac_apps.lab.study.report.timelines import timeline
+from mpikfac_apps.lab.study.results import Measured
+from mpikfac_apps.lab.study.spec import Study, inv_update_steps
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import job_of, training_ranks
-from mpikfac_apps.study import results
-from mpikfac_apps.study.measures import Measure
-from mpikfac_apps.study.report import at_ranks, pictures, table
-from mpikfac_apps.study.report.findings import distinct, findings
-from mpikfac_apps.study.report.style import figure_file, inline_svg
-from mpikfac_apps.study.report.timelines import timeline
-from mpikfac_apps.study.results import Measured
-from mpikfac_apps.study.spec import Study, inv_update_steps
 from mpikfac_apps.text import as_csv
 
 KINDS = ("svg", "pdf")

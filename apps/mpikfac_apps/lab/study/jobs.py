@@ -23,9 +23,9 @@ from pathlib import Path
 
 from mpikfac import files
 from mpikfac_apps.guard.processes import processes_with, send
+from mpikfac_apps.lab.study import curves
+from mpikfac_apps.lab.study.spec import STOPPED, Cell
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.study import curves
-from mpikfac_apps.study.spec import STOPPED, Cell
 
 TICK = 0.1  # seconds between two looks at processes that have to end
 LOOK = 1.0  # seconds between two looks at a running job

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 import mpikfac
+from mpikfac_apps.lab.study.results import Measured, other_estimator
+from mpikfac_apps.lab.study.seeds import SeedMean, mean_of
+from mpikfac_apps.lab.study.spec import Cell, inv_update_steps, plan_of
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import job_of, make_strategy, preconditioner_of, training_ranks
-from mpikfac_apps.study.results import Measured, other_estimator
-from mpikfac_apps.study.seeds import SeedMean, mean_of
-from mpikfac_apps.study.spec import Cell, inv_update_steps, plan_of
 
 # Predictions of the first two are upper bounds; with the third, not all ranks share the batch.
 LEFT_OUT = ("stale-inverse", "event-driven", "curvature-servers")

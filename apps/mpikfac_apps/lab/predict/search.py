@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.planning.options import PredictionOptions
-from mpikfac_apps.planning.predictions import (
+from mpikfac_apps.lab.predict.predictions import (
     NetworkShapes,
     Row,
     job_in_words,
@@ -28,6 +27,7 @@ from mpikfac_apps.planning.predictions import (
     predicted,
     without_factors,
 )
+from mpikfac_apps.planning.options import PredictionOptions
 from mpikfac_apps.text import MIB, NONE, mib, number, table
 
 

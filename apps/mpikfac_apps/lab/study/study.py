@@ -18,10 +18,10 @@ from pathlib import Path
 from mpikfac import files
 from mpikfac_apps.cli import complain
 from mpikfac_apps.guard.lock import Lock
-from mpikfac_apps.study import STUDY, jobs
-from mpikfac_apps.study.progress import StudyProgress
-from mpikfac_apps.study.report import page
-from mpikfac_apps.study.spec import STOPPED, Study, read, slug
+from mpikfac_apps.lab.study import STUDY, jobs
+from mpikfac_apps.lab.study.progress import StudyProgress
+from mpikfac_apps.lab.study.report import page
+from mpikfac_apps.lab.study.spec import STOPPED, Study, read, slug
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac.plan import BASIS_EVERY
+from mpikfac_apps.lab.study.measures import MEASURES, Measure, common
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.conflicts import pixels
 from mpikfac_apps.options.documents import flattened, loaded, unknown
@@ -37,7 +38,6 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.planning.budget import calls_of, foreseen
 from mpikfac_apps.problems import datasets, models
-from mpikfac_apps.study.measures import MEASURES, Measure, common
 from mpikfac_apps.text import MOST, number
 
 KEYS = (
