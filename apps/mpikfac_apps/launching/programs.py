@@ -57,18 +57,18 @@ PROGRAMS = {
     ),
     "calibrate": Program(
         "lab.predict.calibrate",
-        "planning.options:CALIBRATE",
+        "lab.predict.options:CALIBRATE",
         "measure a machine, on 2 ranks or more",
         ranks=True,
     ),
     "simulate": Program(
         "lab.predict.simulate",
-        "planning.options:SIMULATE",
+        "lab.predict.options:SIMULATE",
         "predict step times on a machine, without MPI",
     ),
     "advise": Program(
         "lab.predict.advise",
-        "planning.options:ADVISE",
+        "lab.predict.options:ADVISE",
         "choose batch, servers and strategy that hide messages",
     ),
     "compare": Program(

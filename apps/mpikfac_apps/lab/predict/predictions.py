@@ -21,7 +21,7 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.planning.budget import Calls, Foreseen, calls_of, foreseen
 from mpikfac_apps.planning.facts import at_ranks
-from mpikfac_apps.planning.options import SGD, PredictionOptions
+from mpikfac_apps.lab.predict.options import SGD, PredictionOptions
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import number
 

@@ -27,7 +27,7 @@ from mpikfac_apps.lab.predict.predictions import (
     predicted,
     without_factors,
 )
-from mpikfac_apps.planning.options import PredictionOptions
+from mpikfac_apps.lab.predict.options import PredictionOptions
 from mpikfac_apps.text import MIB, NONE, mib, number, table
 
 

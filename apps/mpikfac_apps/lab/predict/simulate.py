@@ -23,7 +23,7 @@ from mpikfac_apps.lab.predict.predictions import (
     predictions,
 )
 from mpikfac_apps.options.options import KfacOptions
-from mpikfac_apps.planning.options import SIMULATE, SimulateOptions
+from mpikfac_apps.lab.predict.options import SIMULATE, SimulateOptions
 from mpikfac_apps.text import mib, number, show, table
 
 
