@@ -36,8 +36,8 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac.lab import TopK
 from mpikfac_apps.lab.predict import calibrate
-from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.lab.predict.options import STRATEGIES as NAMES
+from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import table
 from mpikfac_apps.training import batches

@@ -16,6 +16,7 @@ from dataclasses import replace
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
+from mpikfac_apps.lab.predict.options import ADVISE, SGD, AdviseOptions
 from mpikfac_apps.lab.predict.predictions import (
     BOUNDED,
     WIDTH,
@@ -28,7 +29,6 @@ from mpikfac_apps.lab.predict.predictions import (
 )
 from mpikfac_apps.lab.predict.search import PER_NODE, changed, variants
 from mpikfac_apps.planning.facts import strategy_of
-from mpikfac_apps.lab.predict.options import ADVISE, SGD, AdviseOptions
 from mpikfac_apps.text import MIB, number, show, table
 
 PASSES = ("forward", "backward")

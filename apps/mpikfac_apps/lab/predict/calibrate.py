@@ -28,8 +28,8 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.guard.ranks import run_on_ranks
 from mpikfac_apps.guard.watchdog import Watchdog
-from mpikfac_apps.place import environment, share_cores
 from mpikfac_apps.lab.predict.options import CALIBRATE, CalibrateOptions
+from mpikfac_apps.place import environment, share_cores
 from mpikfac_apps.problems import models, own
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32

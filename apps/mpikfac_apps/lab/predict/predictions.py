@@ -9,6 +9,7 @@ from typing import Any
 
 import mpikfac
 from mpikfac.plan import BASIS_EVERY
+from mpikfac_apps.lab.predict.options import SGD, PredictionOptions
 from mpikfac_apps.options.choices import with_choices
 from mpikfac_apps.options.options import Options, StrategyOptions
 from mpikfac_apps.options.strategy import (
@@ -21,7 +22,6 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.planning.budget import Calls, Foreseen, calls_of, foreseen
 from mpikfac_apps.planning.facts import at_ranks
-from mpikfac_apps.lab.predict.options import SGD, PredictionOptions
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import number
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import mpikfac
 from mpikfac import files
+from mpikfac_apps.lab.predict.options import PredictionOptions
 from mpikfac_apps.lab.predict.predictions import (
     NetworkShapes,
     Row,
@@ -27,7 +28,6 @@ from mpikfac_apps.lab.predict.predictions import (
     predicted,
     without_factors,
 )
-from mpikfac_apps.lab.predict.options import PredictionOptions
 from mpikfac_apps.text import MIB, NONE, mib, number, table
 
 

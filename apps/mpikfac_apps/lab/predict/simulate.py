@@ -14,6 +14,7 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
 from mpikfac_apps.lab.predict import search
+from mpikfac_apps.lab.predict.options import SIMULATE, SimulateOptions
 from mpikfac_apps.lab.predict.predictions import (
     BOUNDED,
     Row,
@@ -23,7 +24,6 @@ from mpikfac_apps.lab.predict.predictions import (
     predictions,
 )
 from mpikfac_apps.options.options import KfacOptions
-from mpikfac_apps.lab.predict.options import SIMULATE, SimulateOptions
 from mpikfac_apps.text import mib, number, show, table
 
 
