@@ -68,14 +68,14 @@ def test_lists_begin_behind_an_empty_line():
     assert missing(joined) == {}
 
 
-def test_the_tables_of_rooms_name_all_rooms():
+def test_the_tables_of_packages_name_all_packages():
     """Oracle: the folders."""
-    house = ARCHITECTURE.read_text().partition("## The house")[2].partition("\n## ")[0]
-    cells = re.findall(r"^\| \d+ \| ([^|]+) \|", house, re.MULTILINE)
+    section = ARCHITECTURE.read_text().partition("## Packages and layers")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| \d+ \| ([^|]+) \|", section, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    rooms = {path.parent.name for path in (ROOT / "mpikfac").glob("*/__init__.py")}
-    rooms |= {path.parent.name for path in (ROOT / "apps/mpikfac_apps").glob("*/__init__.py")}
-    assert {name for name in named if ".py" not in name} == rooms
+    packages = {path.parent.name for path in (ROOT / "mpikfac").glob("*/__init__.py")}
+    packages |= {path.parent.name for path in (ROOT / "apps/mpikfac_apps").glob("*/__init__.py")}
+    assert {name for name in named if ".py" not in name} == packages
     files = {path.name for path in (ROOT / "mpikfac").glob("*.py")}
     files |= {path.name for path in (ROOT / "apps/mpikfac_apps").glob("*.py")}
     assert {name for name in named if name.endswith(".py")} == files - {
