@@ -5,6 +5,7 @@ Oracle of all tests: the trace that the file leaves when it is executed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ from mpikfac_apps.options.fields import possible
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import settings, train
 from mpikfac_apps.training.testing import evaluate
-import contextlib
 
 CODE = """
 from pathlib import Path
