@@ -273,7 +273,7 @@ def test_the_source_archive_can_be_built_and_has_no_tests(archives):
     top = f"mpikfac-{setup()['metadata']['version']}"
     names = {name.removeprefix(f"{top}/") for name in source.getnames()}
     files = {str(path.relative_to(ROOT)) for path in sources().values()}
-    files |= {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
+    files |= {"setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
     files |= {"CHANGELOG.md", "CITATION.cff", "constraints.txt"}
     assert files - names == set()
     assert not any(name.startswith("tests") for name in names)
