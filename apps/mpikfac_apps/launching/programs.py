@@ -20,7 +20,7 @@ class Program(NamedTuple):
     Attributes:
         module: the module with `main`.
         command_line: the place of the `CommandLine`, as MODULE:NAME; the module needs no torch.
-            "": an example, which answers for itself.
+            "": an example, which parses its own options.
         purpose: what the program does.
         ranks: whether the program starts under MPI, on any number of ranks.
     """
@@ -97,10 +97,16 @@ PROGRAMS = {
         "write weights and factors of a checkpoint as plain files",
     ),
     "train-graph": Program(
-        "graphs.train", "", "example: a graph network, its nodes dealt to ranks", ranks=True
+        "graphs.train",
+        "",
+        "example: a graph network with its nodes distributed over ranks",
+        ranks=True,
     ),
     "train-recommendation": Program(
-        "recommendation.train", "", "example: a recommender, its tables dealt to ranks", ranks=True
+        "recommendation.train",
+        "",
+        "example: a recommender with its tables distributed over ranks",
+        ranks=True,
     ),
     "train-detection": Program(
         "detection.train", "", "example: a detector of drawn shapes", ranks=True
