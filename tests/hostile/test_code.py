@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,8 @@ def forged(finished: Path, run: Path, hidden: bool, **values: object) -> Path:
 
 def ended(program: Callable[[Sequence[str]], int], *arguments: str) -> None:
     """Run a program up to its end, or up to its refusal."""
-    try:
+    with suppress(SystemExit, ValueError):
         program(list(arguments))
-    except (SystemExit, ValueError):
-        pass
 
 
 def programs(run: Path) -> None:
