@@ -24,7 +24,7 @@ from mpikfac.checkpoint.manifest import Checkpoint, make_manifest, read_checkpoi
 from mpikfac.checkpoint.restarts import TRIES, starts_from
 from mpikfac.checkpoint.shard import Value, checksum, describe, write_shard
 from mpikfac.comm import Comm, agree, together
-from mpikfac.errors import UserError, looks
+from mpikfac.errors import RanksDifferError, UserError, looks
 
 PATIENCE = 5.0  # seconds until all ranks must see the files that rank 0 sees
 
@@ -53,7 +53,8 @@ def save_checkpoint(
 
     Raises:
         ValueError: `step` is negative or `keep` is below 1.
-        UserError: writing failed on some rank, ranks disagree, or an item cannot be stored.
+        UserError: writing failed on some rank, or an item cannot be stored.
+        RanksDifferError: ranks disagree on `root`, `step` or `keep`, or on an item.
     """
     begun = _begin(comm, Path(root), items, step, keep)
     share = {name: items[name] for name in begun.names}
@@ -342,7 +343,7 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
         for name, form in described.items():
             ranks = holders.setdefault(name, [])
             if ranks and form != (first := held[ranks[0]][name]):
-                raise ValueError(
+                raise RanksDifferError(
                     f"item {name!r} is {reprlib.repr(first)} on rank {ranks[0]} "
                     f"but {reprlib.repr(form)} on rank {rank}"
                 )
@@ -358,15 +359,16 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def _compare(sums: Sequence[Mapping[str, int]]) -> None:
-    """Raise ValueError if the bytes of an item differ between ranks."""
+    """Raise RanksDifferError if the bytes of an item differ between ranks."""
     first: dict[str, tuple[int, int]] = {}
     for rank, checksums in enumerate(sums):
         for name, value in checksums.items():
             holder, expected = first.setdefault(name, (rank, value))
             if value != expected:
-                raise ValueError(
-                    f"item {name!r} has other values on rank {rank} than on rank {holder}; "
-                    f"items held by several ranks must be equal"
+                raise RanksDifferError(
+                    f"item {name!r} has other values on rank {rank} than on rank {holder}; change "
+                    f"weights and buffers on all ranks alike, or copy rank 0's by "
+                    f"mpikfac.comm.broadcast(comm, tensors)"
                 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
-from mpikfac.errors import UserError
+from mpikfac.errors import RanksDifferError, UserError
 
 CLOCK_READINGS = 50  # only the quickest reading counts: on a busy machine most are slow
 
@@ -23,7 +23,7 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
     """Raise a failure of the body on any rank as the same `UserError` on every rank.
 
     Catches errors of files and data (`OSError`, `ValueError`, `UserError`). All ranks raise the
-    text of the lowest failing rank, preceded by `doing`.
+    text of the lowest failing rank, preceded by `doing`; a `RanksDifferError` stays one.
 
     Args:
         untrusted: the body parses the content of a file, so a missing key, a wrong type or a wrong
@@ -31,20 +31,23 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
 
     Collective over: comm.
     """
-    text: str | None = None
+    failure: tuple[type[UserError], str] | None = None
     cause: Exception | None = None
     try:
         yield
     except (OSError, ValueError, UserError) as error:
-        text, cause = str(error), error
+        kind = RanksDifferError if isinstance(error, RanksDifferError) else UserError
+        failure, cause = (kind, str(error)), error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         if not untrusted or isinstance(error, MPI.Exception):
             raise
         about = " ".join(str(error).split())
-        text, cause = f"the content has another form: {type(error).__name__}: {about}", error
-    failures = [failure for failure in comm.allgather(text) if failure is not None]
+        text = f"the content has another form: {type(error).__name__}: {about}"
+        failure, cause = (UserError, text), error
+    failures = [failure for failure in comm.allgather(failure) if failure is not None]
     if failures:
-        raise UserError(f"{doing}: {failures[0]}") from cause
+        kind, text = failures[0]
+        raise kind(f"{doing}: {text}") from cause
 
 
 def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
@@ -53,14 +56,14 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
     Collective over: comm.
 
     Raises:
-        UserError: values differ; the text has the first differing key, both values and ranks.
+        RanksDifferError: the text has the first differing key, both values and ranks.
     """
     printed = {key: repr(value) for key, value in values.items()}
     first, *following = comm.allgather(printed)
     for rank, texts in enumerate(following, start=1):
         for key in [*first, *texts]:
             if first.get(key) != texts.get(key):
-                raise UserError(
+                raise RanksDifferError(
                     f"ranks disagree on {key}: {first.get(key)} on rank 0, {texts.get(key)} on "
                     f"rank {rank}; start all ranks with the same code, configuration and versions"
                 )
