@@ -51,4 +51,6 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("resume.py needs one argument, the directory of the checkpoints")
     main(sys.argv[1])
