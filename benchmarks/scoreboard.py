@@ -19,8 +19,8 @@ import torch
 import mpikfac
 from mpikfac import CommOpt, MemOpt, Strategy, Transport, make_plan
 from mpikfac.predict import algorithms, costs
-from mpikfac_apps.planning import simulate
-from mpikfac_apps.planning.options import SIMULATE
+from mpikfac_apps.lab.predict import simulate
+from mpikfac_apps.lab.predict.options import SIMULATE
 from mpikfac_apps.problems import models
 
 RESULTS = Path(__file__).parent / "results"
