@@ -127,8 +127,8 @@ class Saver:
         self._guard.requests.saved(self._guard.clock() - self._began)
         if isinstance(error, RanksDifferError):
             raise mpikfac.UserError(
-                f"{error}; the run ends, since ranks that differ stay different: --resume auto "
-                f"resumes from the last checkpoint"
+                f"{error}; the run ends, since ranks that differ stay different; start it again "
+                f"with --resume auto, from the last checkpoint"
             ) from error
         if last:
             raise error
