@@ -29,9 +29,12 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(512, 10)),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 10),
     )
     optimizer = mpikfac.KFACOptimizer(model)
     steps = EPOCHS * len(loader)
