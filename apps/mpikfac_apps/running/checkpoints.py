@@ -9,7 +9,6 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
-from mpikfac.errors import RanksDifferError
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
@@ -125,7 +124,7 @@ class Saver:
         self.step = -1
         self._guard.end_write()
         self._guard.requests.saved(self._guard.clock() - self._began)
-        if isinstance(error, RanksDifferError):
+        if isinstance(error, mpikfac.RanksDifferError):
             raise mpikfac.UserError(
                 f"{error}; the run ends, since ranks that differ stay different; start it again "
                 f"with --resume auto, from the last checkpoint"
