@@ -126,8 +126,8 @@ class Saver:
         self._guard.requests.saved(self._guard.clock() - self._began)
         if isinstance(error, mpikfac.RanksDifferError):
             raise mpikfac.UserError(
-                f"{error}; the run ends, since ranks that differ stay different; start it again "
-                f"with --resume auto, from the last checkpoint"
+                f"{error}; the run ends, because ranks that differ stay different; start it again "
+                f"with --resume auto to continue from the last checkpoint"
             ) from error
         if last:
             raise error
