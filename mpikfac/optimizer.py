@@ -147,8 +147,11 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rank's share of the trainer's state, without the model.
 
         Items have the names of `KFAC.state_dict`: numbers and state of the optimizer, factors,
-        decompositions, number of steps. With COMM-OPT, the default strategy, the share of each rank
-        is the whole, so the state of rank 0 loads on all ranks, and on any number of ranks.
+        decompositions, number of steps. With COMM-OPT, the default strategy, each rank's state is
+        complete, so that rank 0's loads on all ranks, and on any number of ranks. This excludes
+        preconditioners whose factors come from the averaged gradient, such as "shampoo" and "soap",
+        and `Refresh(staleness=1)`: each rank stores the factors that it decomposes, or the pending
+        decompositions that it computed, and must load its own state.
 
         Collective over: see `KFAC.state_dict`.
         """

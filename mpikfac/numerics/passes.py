@@ -23,12 +23,17 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def in_transform() -> bool:
+    """Return whether the thread is inside a transform of `torch.func`."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
     """Return whether the backward pass that runs now makes the gradient of a parameter.
 
     A pass inside a transform of `torch.func` is one of the transform's own arguments.
     """
-    if torch._C._functorch.maybe_current_level() is not None:
+    if in_transform():
         return False
     for parameter in parameters:
         if parameter.requires_grad:
@@ -50,7 +55,8 @@ def outside_of_transforms(tensor: Tensor) -> Tensor:
 def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with the gradient of `output` that makes the gradient of a layer's weight.
 
-    The program's own hooks on `output` come before.
+    The program's own hooks on `output` come before. Inside a transform of `torch.func`, an output
+    may have no node: autograd then makes no gradient of it.
     """
     node, number, shape = output.grad_fn, output.output_nr, output.shape
     while node is not None and node.name() in RESHAPED:
@@ -60,5 +66,5 @@ def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:
         if (gradient := gradients[number]) is not None:
             hook(gradient.reshape(shape))
 
-    assert node is not None
-    node.register_prehook(on_gradients)
+    if node is not None:
+        node.register_prehook(on_gradients)

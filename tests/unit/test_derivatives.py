@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jacrev, vmap
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import mpikfac
@@ -212,3 +214,71 @@ def test_the_model_keeps_no_hook_between_steps_with_factors():
     model = network()
     trained(model, burgers, steps=2, factor_update_steps=10)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Attending(nn.Module):
+    """An attention and a linear layer; calls as for `points()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(2, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x.reshape(-1, 1, 2))
+        return self.last(self.attention(rows, rows, rows)[0])[:, 0]
+
+
+def slope_of(model, x):
+    return grad(lambda x: model(x).sum())(x)
+
+
+def of_weights(model, x):
+    return grad(lambda weights: functional_call(model, weights, (x,)).sum())(
+        dict(model.named_parameters())
+    )
+
+
+TRANSFORMS = {
+    "grad": slope_of,
+    "grad of weights": of_weights,
+    "grad of detached weights": lambda model, x: grad(
+        lambda weights: functional_call(model, weights, (x,)).sum()
+    )({name: weight.detach() for name, weight in model.named_parameters()}),
+    "grad of each example": lambda model, x: vmap(lambda x: of_weights(model, x[None]))(x),
+    "vmap": lambda model, x: vmap(lambda x: model(x[None])[0])(x),
+    "jacrev": lambda model, x: jacrev(model)(x),
+    "hessian": lambda model, x: hessian(lambda x: model(x).sum())(x),
+    "vjp": lambda model, x: vjp(model, x)[1](torch.ones(len(x), 1).double()),
+    "without autograd": lambda model, x: torch.no_grad()(slope_of)(model, x),
+}
+
+
+@pytest.mark.parametrize("beside", TRANSFORMS)
+@pytest.mark.parametrize("kind", [Attending, partial(nn.Linear, 2, 1)], ids=["attention", "linear"])
+def test_a_transform_beside_the_pass_runs_and_changes_nothing(kind, beside):
+    """Oracle: the weights of a run without the transform, to the last bit; torch's own result."""
+    weights = []
+    for transform in (TRANSFORMS[beside], None):
+        torch.manual_seed(0)
+        model = kind().double()
+        x = torch.randn(6, 2).double()
+        optimizer = mpikfac.KFACOptimizer(model, factor_update_steps=1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            if transform is not None:
+                found, expected = transform(model, x), transform(copy.deepcopy(model), x)
+                torch.testing.assert_close(found, expected)
+            model(x).square().mean().backward()
+            optimizer.step()
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.equal(*weights)
+
+
+def test_a_pass_inside_of_a_transform_alone_is_refused_by_its_cause():
+    """Oracle: the line names transforms."""
+    model = nn.Linear(2, 1).double()
+    optimizer = mpikfac.KFACOptimizer(model)
+    vmap(model)(torch.randn(6, 2).double()).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"outside of transforms of torch\.func"):
+        optimizer.step()

@@ -76,8 +76,8 @@ class GradientFactors(Factors):
         return {LEARNED: 1} if self.started else {}
 
     def _in_state(self, names: Collection[str]) -> Iterable[Factor]:
-        """Return factors with averages in a state with `names`."""
-        return [f for f in self.plan.factors if GRADIENT_FACTORS + f.name in names]
+        """Return all factors if averages have begun; a rank's own share holds only the rank's."""
+        return self.plan.factors if LEARNED in names else ()
 
     def take_over(self, before: Factors) -> set[str]:
         """Take over the averages of layers that have the same factors as before.

@@ -10,6 +10,7 @@ if `a` and `g` were independent.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -152,7 +153,10 @@ class Scales(PreconditionerPart):
         return {item.name: item.tensor for item in self.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the `needed` items of a state, after `forget` and after the bases."""
+        """Load the `needed` items of a state, after `forget` and after the bases.
+
+        Collective over: world.
+        """
         if self.MARK not in names:
             return
         super().load_state_dict(state, names)
@@ -165,7 +169,8 @@ class Scales(PreconditionerPart):
                 for factor in layer.factors
                 for block in factor.blocks
             }
-            self._awaited = {begun[name] for name in names if name in begun}
+            own = [begun[name] for name in names if name in begun]  # a share has its owner's
+            self._awaited = set(chain(*self.site.grid.world.allgather(own)))
 
     def _record_all(self) -> None:
         """From now on, record the layers that have a basis."""

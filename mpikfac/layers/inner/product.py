@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpikfac.layers.layer import Call, Layer, skipping
+from mpikfac.numerics import in_transform
 
 Node = Any  # of autograd's graph
 TRANSPOSED = "TBackward0"
@@ -58,6 +59,8 @@ class InnerLayer(Layer):
             return None
         products = products_with(self._watched, result.grad_fn, _tensors([positional, named]))
         if not products:
+            if in_transform():  # which may have a graph of its own
+                return None
             raise TypeError(
                 f"layer {self.name!r}: no product with the weight is in autograd's graph; train "
                 f"the module first-order with {skipping([self.path])}"

@@ -271,7 +271,8 @@ class Recorder(Part):
             missing = "" if self._of_loss else "; call record(outputs) before the loss's backward()"
             raise RuntimeError(
                 f"no covered layer took part in the training passes before this step (train() "
-                f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
+                f"mode, a batch that is not empty, backward, outside of transforms of torch.func), "
+                f"so there are no statistics{missing}"
             )
         seen = {name: name in self._recorded | self._finished for name in self._layers}
         left = [name for name in self._layers if name not in self._finished]
