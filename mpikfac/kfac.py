@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Comm, SplitComm
-from mpikfac.engine import Curvature, DistributedPreconditioner, Graft
+from mpikfac.comm import Comm, SplitComm, agree, together
+from mpikfac.engine import DistributedPreconditioner, Graft, Part, PreconditionerFactory
 from mpikfac.layers import Coverage, Layer, offers
 from mpikfac.model import (
     check_habits,
@@ -30,6 +30,7 @@ from mpikfac.model import (
 )
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
 from mpikfac.plan import Clip, Grafting, NoGrafting, Strategy, one_of, strategy_of
+from mpikfac.plan.names import OF_KFAC, SEEN
 from mpikfac.preconditioners import Preconditioner, PreconditionerName, preconditioners_by_name
 from mpikfac.settings import (
     Damping,
@@ -39,6 +40,7 @@ from mpikfac.settings import (
     Schedule,
     Settings,
     budget_of,
+    seen_in,
     usual_intervals,
 )
 from mpikfac.trace import Trace
@@ -175,8 +177,8 @@ class KFAC(Trainer):
             budget=limits,
         )
         self.estimator = estimator
-        method = Curvature(self.settings, estimator, preconditioners, coverage)
-        super().__init__(model, optimizer, team, strategy, method, trace)
+        factory = PreconditionerFactory(self.settings, estimator, preconditioners, coverage)
+        super().__init__(model, optimizer, team, strategy, factory, trace)
         if team.trains.rank == 0:
             uncovered = self.built.gradients.uncovered
             ways = offers(model, uncovered, coverage)
@@ -286,6 +288,7 @@ class KFAC(Trainer):
         self._warn_of_unfinished()
         method, gradients = self.preconditioner, self.built.gradients
         numbers = method.numbers(self.steps)
+        method.begin_step()
         if gradients.look(self._compared(numbers)):
             raise ValueError(
                 "the trained parameters have changed, and precondition() cannot take up a change; "
@@ -303,7 +306,7 @@ class KFAC(Trainer):
         gradients.write([*method.directions.slots, *self.grafting.uncovered])
         gradients.keep()
         self._guard.allow_once()
-        self._begin(self.steps + 1)
+        self._begin_batch(self.steps + 1)
         self._take_up_cuts()
 
     def _check_preconditions(self) -> None:
@@ -329,6 +332,55 @@ class KFAC(Trainer):
                 "caller's; call step()"
             )
         check_momentum(self.optimizer, strategy, self.settings.grafting.momentum)
+
+    def collect(self) -> None:
+        """Take a part of the rank's share of a batch; see `FirstOrderTrainer.collect`."""
+        super().collect()
+        self.preconditioner.collect()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state; see `FirstOrderTrainer.load_state_dict`.
+
+        Factors are cut into the blocks of the state's run.
+
+        Collective over: world.
+        """
+        self._load_blocks(state)
+        super().load_state_dict(state)
+
+    def _load_blocks(self, state: Mapping[str, Any]) -> None:
+        """Load the sizes of the state's first batch; build the parts again if they change the plan.
+
+        Raises:
+            UserError: a rank cannot read them, or ranks disagree.
+        """
+        world = self.grid.world
+        with together(world, "loading state", untrusted=True):
+            text = state.get(OF_KFAC + SEEN, "")
+            seen = seen_in(text)
+        agree(world, {"kfac/seen": text})
+        if text:
+            self.settings.budget.seen = seen
+            if self._draw(self.built.gradients.votes).plan.digest() != self.plan.digest():
+                self._take_up("factors are cut as in the state")
+
+    def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
+        """Return the names of items of a state that a part can load."""
+        return self.preconditioner.known(state) if part.PREFIX else state.keys()
+
+    def _detach_parts(self) -> None:
+        self.preconditioner.recorder.detach()
+        super()._detach_parts()
+
+    def close(self) -> None:
+        """Finish messages, remove the hooks, and free the communicators; no step may follow.
+
+        On curvature servers, `run_curvature_server` returns.
+
+        Collective over: world.
+        """
+        self.preconditioner.close()
+        super().close()
 
     def update_damping(self, loss_before: float, loss_after: float) -> float:
         """Return the reduction ratio of the last step, and let the damping follow the ratio.

@@ -12,17 +12,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, Grid, SplitComm, agree, broadcast, expect_ends, together
 from mpikfac.engine import (
+    CoveredModel,
     Everyone,
-    FirstOrder,
     Flags,
     Gradients,
     Method,
+    MethodFactory,
     Nonfinite,
     OneModel,
     Part,
@@ -67,18 +67,10 @@ log = logging.getLogger("mpikfac")
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a rank knows of a run before the rank communicates.
+    """The covered model and its plan: what a rank knows before it communicates."""
 
-    Attributes:
-        uncovered: with the votes.
-        dtype: to compute in.
-    """
-
-    layers: Sequence[Layer]
-    uncovered: Sequence[Other]
+    model: CoveredModel
     plan: Plan
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -86,8 +78,8 @@ class Built:
     """The parts of a step on a rank, for the model as it is.
 
     Attributes:
-        method: makes directions of averaged gradients.
-        exchange: what ranks exchange beside sums.
+        method: turns averaged gradients into directions.
+        exchange: what ranks exchange besides sums.
         parts: the parts with items of the state.
         stepped: the parameters that the rank's optimizer steps, by name.
     """
@@ -95,7 +87,7 @@ class Built:
     plan: Plan
     grid: Grid
     gradients: Gradients
-    method: FirstOrder
+    method: Method
     exchange: OneModel
     update: Everyone
     parts: Sequence[Part]
@@ -119,19 +111,19 @@ class Trainer:
         optimizer: Optimizer,
         team: SplitComm,
         strategy: Strategy,
-        method: Method,
+        factory: MethodFactory,
         trace: Trace | None,
     ) -> None:
         check_synchronous(strategy)
         self.model, self._optimizer, self._team = model, optimizer, team
-        self._strategy, self._method = strategy, method
+        self._strategy, self._factory = strategy, factory
         self.trace = trace or Trace()
         self.nonfinite = Nonfinite(team.trains.rank)
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
         self._whole = True  # whether the state was that after `steps` steps when the step began
         self.built = self._build(self._draw())
-        self._begin(0)
+        self._begin_batch(0)
         take_model(model, self)
         expect_ends(team.trains, type(self).__name__)
         unstored = ", ".join(unstored_settings(optimizer))
@@ -187,7 +179,7 @@ class Trainer:
         scaler = self._checked(scaler, max_norm, examples)
         self._warn_of_unfinished()
         numbers = method.numbers(self.steps)
-        method.begin_step()
+        method.begin_step(scaled=scaler is not None)
         exchange.begin_step(self.steps)
         if not gradients.sender.in_parts:  # else `collect` has read the parts
             gradients.look(self._compared(numbers))
@@ -224,13 +216,11 @@ class Trainer:
             check_weighable(examples, self._strategy)
         if unknown := self.built.gradients.unknown(members(self.optimizer)):
             check_foreign(unknown, self.model)
-        check_momentum(self.optimizer, self._strategy, self._method.momentum)
+        check_momentum(self.optimizer, self._strategy, self._factory.momentum)
         self.built.grid.check_open()
-        if scaler is not None:
-            scaler = usable_scaler(self.built.gradients, scaler, self.optimizer)
-        if scaler is not None:
-            self.built.method.check_scaled()
-        return scaler
+        if scaler is None:
+            return None
+        return usable_scaler(self.built.gradients, scaler, self.optimizer)
 
     def _compared(self, numbers: Numbers) -> dict[str, object]:
         """Return the numbers of a step that have to be equal on all ranks."""
@@ -240,14 +230,14 @@ class Trainer:
 
     def _skip(self) -> None:
         """Leave all as before a batch whose numbers are not finite on all ranks."""
-        self.built.method.skip()
+        self.built.method.clear()
         self.built.update.skip()
         self._end()
 
-    def _begin(self, step: int) -> None:
-        """Begin a step: from here on, the state is the state after `step` steps."""
+    def _begin_batch(self, step: int) -> None:
+        """Begin the batch of a step: from here on, the state is that after `step` steps."""
         self.steps = step
-        self.built.method.begin(step)
+        self.built.method.begin_batch(step)
         self._whole = self.is_consistent
 
     def _warn_of_unfinished(self) -> None:
@@ -262,7 +252,7 @@ class Trainer:
     def _end(self) -> None:
         """End the step, and follow votes if the votes are of all ranks."""
         self.built.exchange.end_step(self.steps)
-        self._begin(self.steps + 1)
+        self._begin_batch(self.steps + 1)
         if self.built.exchange.follows:
             self._follow_votes()
 
@@ -304,7 +294,6 @@ class Trainer:
         gradients, method = self.built.gradients, self.built.method
         gradients.look(self._compared(method.numbers(self.steps)))
         gradients.collect()
-        method.collect()
 
     def discard(self) -> None:
         """Forget the passes since the last step, of a batch without a step.
@@ -393,17 +382,17 @@ class Trainer:
         Raises:
             ValueError: a choice or a layer cannot work.
         """
-        ranks, method, strategy = self._team.trains.size, self._method, self._strategy
+        factory, strategy = self._factory, self._strategy
         check_tensors(self.model)
-        layers, uncovered = method.cover(self.model)
+        layers, uncovered = factory.cover(self.model)
         dtype, device = common_type([*layers, *uncovered])
         uncovered = [*uncovered, votes or Votes(dtype, device)]
-        split = _split_of(self.model, [*layers, *uncovered], ranks)
-        plan = method.plan(layers, uncovered, strategy, ranks, dtype.itemsize, split)
-        method.check(layers, self.optimizer, self._team, plan)
+        split = _split_of(self.model, [*layers, *uncovered], self._team.trains.size)
+        covered = CoveredModel(layers, uncovered, dtype, device, split)
+        plan = factory.plan(covered, strategy, self.optimizer, self._team)
         check_owned(self.optimizer, [*layers, *uncovered], plan.strategy)
-        check_momentum(self.optimizer, strategy, method.momentum)
-        return Drawn(layers, uncovered, plan, dtype, device)
+        check_momentum(self.optimizer, strategy, factory.momentum)
+        return Drawn(covered, plan)
 
     def _build(self, drawn: Drawn) -> Built:
         """Compare ranks, make the communicators, and build the parts of a step.
@@ -414,26 +403,27 @@ class Trainer:
             UserError: ranks disagree.
         """
         comm, model, plan = self._team.trains, self.model, drawn.plan
-        choices = self._method.compared()
+        factory, covered = self._factory, drawn.model
+        choices = factory.choices()
         strategy = {"strategy": plan.strategy} if choices else {}  # else the plan says all
         digest = {"plan": plan.digest()}
         agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
         grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.distribution)
-        kind = drawn.dtype, drawn.device
+        kind = covered.dtype, covered.device
         site = Site(plan.of(comm.rank), grid, self.trace, *kind, self.nonfinite, Flags())
-        gradients = Gradients(site, model, drawn.layers, drawn.uncovered)
-        exchange = self._method.exchange(site, gradients)
+        gradients = Gradients(site, model, covered.layers, covered.uncovered)
+        exchange = factory.exchange(site, gradients)
         attachments = list(attached(site, gradients, model))
-        method = self._method.build(gradients, model, self.optimizer, self._team, plan)
+        method = factory.build(gradients, model, self.optimizer, self._team, plan)
         return Built(
             plan,
             grid,
             gradients,
             method,
             exchange,
-            self._method.update(gradients, exchange),
+            factory.update(gradients, exchange),
             [*method.parts, exchange, *attachments],
             gradients.stepped(model),
         )
@@ -441,9 +431,8 @@ class Trainer:
     def _take_up(self, reason: str) -> None:
         """Build the parts anew, for the model as it is now; averages of unchanged layers stay."""
         before = self.built
-        before.method.check_same_model()
+        before.method.prepare_change()
         before.exchange.average_replicas()
-        before.method.gather()
         with taking_up():
             drawn = self._draw(before.gradients.votes)
         self._detach_parts()
@@ -453,7 +442,7 @@ class Trainer:
         self.built.exchange.take_over(before.exchange)
         steps = before.stepped, self.built.stepped
         hand_over_state(self.built.grid.world, self.model, self.optimizer, *steps)
-        self._begin(self.steps)
+        self._begin_batch(self.steps)
         log.info("step %d: %s; taken up", self.steps, reason)
 
     def detach(self) -> None:
@@ -462,20 +451,15 @@ class Trainer:
         self._detach_parts()
 
     def _detach_parts(self) -> None:
-        self.built.method.detach()
         self.built.gradients.detach()
 
     def close(self) -> None:
-        """Free the communicators; on curvature servers, `run_curvature_server` returns.
-
-        Pending messages are sent and kept first, and hooks are removed. No step may follow.
+        """Remove the hooks, and free the communicators. No step may follow.
 
         Collective over: world.
         """
-        self.built.method.finish()
         self.detach()
         self.built.grid.free()
-        self.built.method.close()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -524,13 +508,12 @@ class Trainer:
             UserError: on some rank an item is missing, has another dtype or shape than the model,
                 or cannot be read.
         """
-        self._adopt(state)
         built, optimizer = self.built, self.optimizer
         with together(built.grid.world, "loading state", untrusted=True):
             state = built.exchange.of_rank(state)
             items = needed_state(self.model, optimizer, built.stepped, state)
             descends = isinstance(optimizer, Descent)
-            momentum = self._method.momentum
+            momentum = self._factory.momentum
             check_loaded_momentum(items, state, self._strategy, momentum, descends)
             names = {part: self._names_for(part, state) for part in built.parts}
             needed = {
@@ -550,25 +533,11 @@ class Trainer:
         for part in built.parts:
             of_part = {n.removeprefix(part.PREFIX): v for n, v in values.items()}
             part.load_state_dict(of_part, names[part])
-        self._begin(int(items[STEPS]))
-
-    def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Take what the state's run has seen of a batch; build the parts anew if plans differ.
-
-        Collective over: world.
-        """
-        world = self.grid.world
-        with together(world, "loading state", untrusted=True):
-            seen = self._method.seen(state)
-        agree(world, {"kfac/seen": seen})
-        if seen:
-            self._method.adopt(seen)
-            if self._draw(self.built.gradients.votes).plan.digest() != self.plan.digest():
-                self._take_up("factors are cut as in the state")
+        self._begin_batch(int(items[STEPS]))
 
     def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
-        """Return the names of items of a state that a part may take."""
-        return self.built.method.known(state) if part.PREFIX else state.keys()
+        """Return the names of items of a state that a part can load."""
+        return state.keys()
 
 
 class FirstOrderTrainer(Trainer):
@@ -600,7 +569,7 @@ class FirstOrderTrainer(Trainer):
         check_optimizer(optimizer, model)
         team = SplitComm.of(comm)
         strategy, _ = strategy_of(strategy)
-        super().__init__(model, optimizer, team, strategy.first_order(), Method(), trace)
+        super().__init__(model, optimizer, team, strategy.first_order(), MethodFactory(), trace)
 
 
 def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Split:

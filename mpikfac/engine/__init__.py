@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from mpikfac.engine.curvature import AtOnce as AtOnce
 from mpikfac.engine.curvature import Bases as Bases
-from mpikfac.engine.curvature import Curvature as Curvature
 from mpikfac.engine.curvature import Decomposed as Decomposed
 from mpikfac.engine.curvature import Directions as Directions
 from mpikfac.engine.curvature import DistributedPreconditioner as DistributedPreconditioner
 from mpikfac.engine.curvature import FactorRequest as FactorRequest
 from mpikfac.engine.curvature import Factors as Factors
 from mpikfac.engine.curvature import Graft as Graft
+from mpikfac.engine.curvature import PreconditionerFactory as PreconditionerFactory
 from mpikfac.engine.curvature import Ready as Ready
 from mpikfac.engine.curvature import Recorder as Recorder
 from mpikfac.engine.curvature import Running as Running
@@ -24,8 +24,9 @@ from mpikfac.engine.gradients import Slot as Slot
 from mpikfac.engine.gradients import check_weighable as check_weighable
 from mpikfac.engine.gradients import divided_by_ranks as divided_by_ranks
 from mpikfac.engine.gradients import slots_in as slots_in
-from mpikfac.engine.method import FirstOrder as FirstOrder
+from mpikfac.engine.method import CoveredModel as CoveredModel
 from mpikfac.engine.method import Method as Method
+from mpikfac.engine.method import MethodFactory as MethodFactory
 from mpikfac.engine.nonfinite import Flags as Flags
 from mpikfac.engine.nonfinite import Nonfinite as Nonfinite
 from mpikfac.engine.part import Item as Item

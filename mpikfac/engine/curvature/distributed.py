@@ -24,7 +24,7 @@ from mpikfac.engine.curvature.factors import FACTORS, Factors
 from mpikfac.engine.curvature.recording import Recorder, Together
 from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.gradients import Gradients
-from mpikfac.engine.method import FirstOrder, Method, described
+from mpikfac.engine.method import CoveredModel, Method, MethodFactory
 from mpikfac.engine.nonfinite import Cautions
 from mpikfac.engine.part import Part, PreconditionerPart
 from mpikfac.layers import Coverage, Layer, Other, cover
@@ -35,7 +35,6 @@ from mpikfac.plan import (
     Plan,
     PlannedLayer,
     Seen,
-    Split,
     Strategy,
     check_layers,
     forward_only,
@@ -52,10 +51,9 @@ from mpikfac.plan.names import (
     PRECONDITIONER,
     SCALE_WEIGHTS,
     SCALES,
-    SEEN,
 )
 from mpikfac.preconditioners import Preconditioner
-from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings, cost, seen_in
+from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings, cost
 
 log = logging.getLogger("mpikfac")
 
@@ -66,7 +64,7 @@ OF_PRECONDITIONER = (
 """Kinds of items that only the preconditioner that made them can use."""
 
 
-class DistributedPreconditioner(FirstOrder):
+class DistributedPreconditioner(Method):
     """Averaged gradients, preconditioned by distributed K-FAC.
 
     Attributes:
@@ -116,7 +114,8 @@ class DistributedPreconditioner(FirstOrder):
         self.parts: Sequence[Part] = (
             *(self.factors, self.recorder, self.bases, *self.of_preconditioner, self.directions),
         )
-        self.forget()
+        for part in self.parts:
+            part.forget()
         self._count()
         if self.settings.budget.seen and site.plan.rank == 0:
             report_cost(self.settings, self.plan.layers)
@@ -146,24 +145,8 @@ class DistributedPreconditioner(FirstOrder):
             },
         }
 
-    def check_scaled(self) -> None:
-        """Return if the sums of factors allow a scaled loss.
-
-        Raises:
-            ValueError: a scaler with copies of the model.
-        """
-        if self.plan.strategy.sync.local_steps:
-            raise ValueError(
-                "step(scaler) needs sync='synchronous': a rank would skip a step alone, and the "
-                "sums of factors need all ranks"
-            )
-
-    def begin_step(self) -> None:
-        """Begin the work of a step, with the batch that a `QuadraticModel` needs."""
-        self.directions.graft.begin_step()
-
-    def begin(self, step: int) -> None:
-        """Begin a step: from here on, the state is the state after `step` steps."""
+    def begin_batch(self, step: int) -> None:
+        """Begin the batch of a step, after the step before; passes count if factors are due."""
         self.is_consistent = not self.plan.late and self.factors.settled
         due = self.settings.due("factor_update_steps", step)
         self.recorder.begin = self.settings.begin(step)
@@ -172,8 +155,22 @@ class DistributedPreconditioner(FirstOrder):
         else:
             self.recorder.rest()
 
+    def begin_step(self, scaled: bool = False) -> None:
+        """Begin a step; forget the prediction for the step before.
+
+        Raises:
+            ValueError: a scaler with replicas, or `QuadraticModel` without a batch.
+        """
+        if scaled and self.plan.strategy.sync.local_steps:
+            raise ValueError(
+                "step(scaler) needs sync='synchronous': a rank would skip a step alone, and the "
+                "sums of factors need all ranks"
+            )
+        self.directions.graft.begin_step()
+        self.directions.expected.zero_()
+
     def collect(self) -> None:
-        """Take the passes since the last call as a part of the rank's share of a batch."""
+        """Keep the passes since the last call as a part of the rank's batch."""
         if self.recorder.recording:
             self._finish_statistics()
             self.factors.collect()
@@ -303,11 +300,6 @@ class DistributedPreconditioner(FirstOrder):
         finite += [part.unscale(scale) for part in self.of_preconditioner]
         return all(finite)
 
-    def skip(self) -> None:
-        """Leave all as before the batch."""
-        super().skip()
-        self.directions.expected.zero_()
-
     def recall(self) -> None:
         """Forget what overlapped messages have sent of a batch without a step."""
         self.factors.recall()
@@ -322,20 +314,15 @@ class DistributedPreconditioner(FirstOrder):
             return names
         return {name for name in names if not name.startswith(OF_PRECONDITIONER)}
 
-    def check_same_model(self) -> None:
-        """Return if other parameters of the model may be trained from now on.
+    def prepare_change(self) -> None:
+        """Finish messages; with reduce_factors_at="inverses", move averages to their owners.
+
+        Collective over: world.
 
         Raises:
-            UserError: other ranks decompose for the rank.
+            UserError: with curvature servers, the trained parameters must not change.
         """
         self.bases.decomposer.check_same_model()
-
-    def finish(self) -> None:
-        """Finish messages that are under way, and keep what they bring."""
-        self.factors.settle()
-
-    def gather(self) -> None:
-        """Finish messages; with reduce_factors_at="inverses", move averages to their owners."""
         self.factors.state_dict()
 
     def take_over(self, before: Any) -> None:
@@ -347,17 +334,17 @@ class DistributedPreconditioner(FirstOrder):
         self.factors.take_over(before.factors)
         self.directions.take_over(before.directions)
 
-    def detach(self) -> None:
-        """Remove the hooks."""
-        self.recorder.detach()
-
     def close(self) -> None:
-        """Let curvature servers go."""
+        """Finish messages, and release the curvature servers.
+
+        Collective over: world.
+        """
+        self.factors.settle()
         self.bases.decomposer.close()
 
 
-class Curvature(Method):
-    """The method of K-FAC: settings, estimator, preconditioners and coverage.
+class PreconditionerFactory(MethodFactory):
+    """The choices of K-FAC: settings, estimator, preconditioners and coverage.
 
     Args:
         preconditioners: the run's preconditioner, and the preconditioners that rules name.
@@ -386,23 +373,29 @@ class Curvature(Method):
         return layers, others
 
     def plan(
-        self,
-        layers: Sequence[Layer],
-        uncovered: Sequence[Other],
-        strategy: Strategy,
-        ranks: int,
-        itemsize: int,
-        split: Split,
+        self, model: CoveredModel, strategy: Strategy, optimizer: Optimizer, team: SplitComm
     ) -> Plan:
-        """Return the plan, if all choices fit together.
+        """Plan the communication; the choices, the ranks and the optimizer must suit each other.
 
         Raises:
-            ValueError: two choices cannot work together.
+            ValueError: two choices exclude each other, the number of curvature servers differs, a
+                layer is not in the optimizer, or the optimizer lacks the learning rate that a
+                choice needs.
         """
+        plan = self._planned(model, strategy, team.trains.size)
+        check_joins(team.intercomm, plan.strategy.refresh.servers)
+        groups_of(model.layers, optimizer)
+        if self.settings.clip is not None and self.settings.clip.of_step:
+            check_rates(optimizer, f"clip={self.settings.clip!r}")
+        if self.settings.damping.adapted:
+            check_rates(optimizer, "damping=LevenbergMarquardt(...)")
+        return plan
+
+    def _planned(self, model: CoveredModel, strategy: Strategy, ranks: int) -> Plan:
         self.settings.due("inv_update_steps", 0, strategy.refresh.stagger)  # refused before step 0
         forms = tuple(preconditioner.form for preconditioner in self.preconditioners.values())
         run = next(iter(self.preconditioners.values()))
-        layer_shapes = [layer.shape for layer in layers]
+        layer_shapes = [layer.shape for layer in model.layers]
         settings = {
             **{f"{run.name}.{field}": value for field, value in vars(run).items()},
             **vars(self.estimator),
@@ -417,43 +410,14 @@ class Curvature(Method):
             Choices(strategy, settings),
         )
         averages, bases = self.estimator.factor_dtype, run.dtype
+        itemsize = model.dtype.itemsize
         of_averages = averages.itemsize if averages else itemsize
         sizes = itemsize, of_averages, bases.itemsize if bases else itemsize
-        shapes, means = described(uncovered)
-        return plan_for(layer_shapes, ranks, strategy, shapes, forms, *sizes, means, split)
+        shapes, means = model.of_uncovered()
+        return plan_for(layer_shapes, ranks, strategy, shapes, forms, *sizes, means, model.split)
 
-    def check(
-        self, layers: Iterable[Layer], optimizer: Optimizer, team: SplitComm, plan: Plan
-    ) -> None:
-        """Return if optimizer and ranks suit the method.
-
-        Raises:
-            ValueError: the number of curvature servers differs, a layer is not in the optimizer, or
-                the optimizer lacks the learning rate of a choice.
-        """
-        check_joins(team.intercomm, plan.strategy.refresh.servers)
-        groups_of(layers, optimizer)
-        if self.settings.clip is not None and self.settings.clip.of_step:
-            check_rates(optimizer, f"clip={self.settings.clip!r}")
-        if self.settings.damping.adapted:
-            check_rates(optimizer, "damping=LevenbergMarquardt(...)")
-
-    def seen(self, state: Mapping[str, Any]) -> str:
-        """Return what the run of a state has seen of a batch; "" for nothing.
-
-        Raises:
-            ValueError: the state has something else in its place.
-        """
-        text = state.get(Part.PREFIX + SEEN, "")
-        seen_in(text)
-        return text
-
-    def adopt(self, seen: str) -> None:
-        """Take what a state's run has seen of a batch."""
-        self.settings.budget.seen = seen_in(seen)
-
-    def compared(self) -> dict[str, object]:
-        """Return the choices that have to be equal on all ranks."""
+    def choices(self) -> dict[str, object]:
+        """Return the choices that must be equal on all ranks."""
         return {
             "preconditioner": next(iter(self.preconditioners.values())),
             **dataclasses.asdict(self.estimator),

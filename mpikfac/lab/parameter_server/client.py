@@ -32,7 +32,7 @@ from mpikfac.comm import (
     send_items,
     together,
 )
-from mpikfac.engine import Everyone, FirstOrder, Gradients, Method, OneModel, Site
+from mpikfac.engine import Everyone, Gradients, Method, MethodFactory, OneModel, Site
 from mpikfac.errors import UserError
 from mpikfac.lab.parameter_server.config import ParameterServer
 from mpikfac.lab.parameter_server.server import on_host, spans
@@ -101,8 +101,9 @@ class AsyncSGD(Trainer):
         client = self._ranks.rank // choices.ranks_per_client
         self._client_comm = cast(Comm, self._ranks.Split(client, self._ranks.rank))
         synchronous = replace(strategy, sync=Synchronous()).first_order()
-        method = ClientMethod(model, optimizer, self._client_comm, team, strategy)
-        super().__init__(model, optimizer, SplitComm(self._client_comm), synchronous, method, trace)
+        factory = ClientFactory(model, optimizer, self._client_comm, team, strategy)
+        comm = SplitComm(self._client_comm)
+        super().__init__(model, optimizer, comm, synchronous, factory, trace)
         self.nonfinite.rank = self._ranks.rank
         self._client.join()
 
@@ -211,7 +212,7 @@ class AsyncSGD(Trainer):
         built.gradients.discard()
         built.grid.forget()
         self._client.begin(steps, version)
-        self._begin(steps)
+        self._begin_batch(steps)
 
 
 class Client(OneModel):
@@ -410,14 +411,14 @@ class Accumulated(Everyone):
         self._client.add()
 
 
-class ClientSteps(FirstOrder):
+class ClientMethod(Method):
     """Averaged gradients stay in the arena, from which the client pushes the gradients."""
 
     def direct(self, numbers: Numbers) -> None:
         """Leave the gradients of the model as they are."""
         self.is_consistent = False
 
-    def check_same_model(self) -> None:
+    def prepare_change(self) -> None:
         """Refuse a change of the trained parameters, which servers do not know.
 
         Raises:
@@ -429,8 +430,8 @@ class ClientSteps(FirstOrder):
         )
 
 
-class ClientMethod(Method):
-    """The method of a client's ranks."""
+class ClientFactory(MethodFactory):
+    """What a client's ranks are built from."""
 
     def __init__(
         self,
@@ -449,9 +450,9 @@ class ClientMethod(Method):
         optimizer: Optimizer,
         team: SplitComm,
         plan: Plan,
-    ) -> ClientSteps:
-        """Return the steps of a client."""
-        return ClientSteps(gradients)
+    ) -> ClientMethod:
+        """Return the method of a client."""
+        return ClientMethod(gradients)
 
     def exchange(self, site: Site, gradients: Gradients) -> Client:
         """Return the client."""
