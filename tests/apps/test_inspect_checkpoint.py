@@ -54,7 +54,7 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
 
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize(
-    "preconditioner", ["eigen", "inverse", "unsplit-inverse", "shampoo", "kl-shampoo"]
+    "preconditioner", ["eigen", "inverse", problem.UNSPLIT, "shampoo", "kl-shampoo"]
 )
 def test_conditions_are_those_of_what_each_preconditioner_inverts(preconditioner, relative):
     """Oracle: NumPy's condition number of the dense matrix, the damping shared as documented.

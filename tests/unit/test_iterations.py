@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mpikfac import Eigen, LayerShape, MemOpt, Refresh, Strategy, make_plan
-from mpikfac.numerics import add_triangle, unfold_triangle
-from mpikfac.preconditioners import EKFAC, Inverse, eigen, renewed_together
+from mpikfac.numerics import add_triangle, eigenbases, unfold_triangle
+from mpikfac.preconditioners import EKFAC, Inverse, renewed_together
 from support import inside, problem
 from support.strategies import changed
 
@@ -220,7 +220,7 @@ def test_a_tolerance_divides_factors(comm):
     for name, packed in inside.factors(other).items():
         _, vectors, misfit = renewed[name]
         if misfit > tolerance:
-            vectors = eigen.eigenbasis(unfold_triangle(packed))[1]
+            vectors = eigenbases.eigenbasis(unfold_triangle(packed))[1]
         torch.testing.assert_close(inside.bases(other)[f"{name}.vectors"], vectors)
 
 

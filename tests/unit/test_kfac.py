@@ -44,7 +44,7 @@ def factor(kfac, name):
 @pytest.mark.parametrize(
     ("preconditioner", "start"),
     [
-        *itertools.product(["eigen", "inverse", "unsplit-inverse"], ["first", "identity"]),
+        *itertools.product(["eigen", "inverse", problem.UNSPLIT], ["first", "identity"]),
         ("eva", "first"),
     ],
 )

@@ -21,11 +21,13 @@ import torch
 
 import mpikfac
 from mpikfac import files
+from mpikfac.plan import named_types
+from mpikfac.preconditioners import Preconditioner
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.documents import flattened, loaded
 from mpikfac_apps.options.fields import flat, possible
-from mpikfac_apps.options.options import PRECONDITIONERS, TRAIN, Options
+from mpikfac_apps.options.options import TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.running.checkpoints import root
 from mpikfac_apps.text import is_own
@@ -37,6 +39,7 @@ OF_A_START = (
 OF_CODE = ("model", "data.name", "metrics")
 """Options whose values may name a file to execute."""
 
+PRECONDITIONER = "kfac.preconditioner.type"
 CHECKSUMS = "images", "pixels", "tests"
 
 log = logging.getLogger("mpikfac.train")
@@ -108,10 +111,10 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
     """Return the options with defaults of the checkpoint's preconditioner, if it changes."""
-    preconditioner = before.resolved.get("kfac.preconditioner")
+    preconditioner = before.resolved.get(PRECONDITIONER)
     if (
-        preconditioner not in PRECONDITIONERS
-        or preconditioner == flattened(resolved(options, ranks))["kfac.preconditioner"]
+        preconditioner not in named_types(Preconditioner)
+        or preconditioner == flattened(resolved(options, ranks))[PRECONDITIONER]
     ):
         return []
     usual = flat(TRAIN.read([f"--kfac.preconditioner={preconditioner}"]))
