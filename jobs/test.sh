@@ -15,7 +15,8 @@
 # for the quick tests at 4: at 3 ranks, MPI adds numbers in a different order. CONTRIBUTING.md says
 # which tests each of the lanes has. Two cores are enough: common.sh allows more ranks than cores and
 # gives each rank one thread.
-# With MPIKFAC_COVERAGE=1, as .ci/run sets it, tests/unit and tests/mpi also count lines of the library.
+# With MPIKFAC_COVERAGE=1, tests/unit and tests/mpi also count lines of the library; `coverage combine
+# --append` and `coverage report` then print them.
 # Limits of time are for hangs alone. Before each stage, a start of two ranks is timed, and all
 # limits of the stage grow with MPIKFAC_TEST_PACE: a machine that is ten times slower passes.
 set -uo pipefail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,37 +30,52 @@ def exists(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_names_of_the_library_exist(page):
+def missing(missing_of: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """Return what a check of a page's text finds missing, by page."""
+    by_page = {str(page.relative_to(ROOT)): missing_of(page.read_text()) for page in PAGES}
+    return {page: names for page, names in by_page.items() if names}
+
+
+def test_names_of_the_library_exist():
     """Oracle: the library."""
-    names = set(re.findall(r"\bmpikfac(?:\.[A-Za-z_]\w*)+", page.read_text()))
-    assert [name for name in names if not exists(name) and name.split(".")[1] not in NO_NAMES] == []
+
+    def unknown(text: str) -> list[str]:
+        names = set(re.findall(r"\bmpikfac(?:\.[A-Za-z_]\w*)+", text))
+        return [n for n in names if n.split(".")[1] not in NO_NAMES and not exists(n)]
+
+    assert missing(unknown) == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_of_the_code_exist(page):
+def test_files_of_the_code_exist():
     """Oracle: the files. A path starts at the repository, the library or the programs."""
-    paths = set(re.findall(r"`((?:\w+/)+(?:\w+\.pyi?)?)`", page.read_text()))
     top = {path.name for place in PLACES for path in place.iterdir()}
-    named = {path for path in paths if path.split("/")[0] in top}
-    assert [p for p in named if not any((place / p).exists() for place in PLACES)] == []
+
+    def unknown(text: str) -> list[str]:
+        paths = set(re.findall(r"`((?:\w+/)+(?:\w+\.pyi?)?)`", text))
+        named = {path for path in paths if path.split("/")[0] in top}
+        return [p for p in named if not any((place / p).exists() for place in PLACES)]
+
+    assert missing(unknown) == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_lists_begin_behind_an_empty_line(page):
+def test_lists_begin_behind_an_empty_line():
     """Oracle: Markdown's rule; the site shows any other list as a paragraph with hyphens."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert re.findall(r"^(?![-*] |\d+\. |  |#).+\n(?:[-*]|\d+\.) .*", text, re.MULTILINE) == []
+
+    def joined(text: str) -> list[str]:
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        return re.findall(r"^(?![-*] |\d+\. |  |#).+\n(?:[-*]|\d+\.) .*", prose, re.MULTILINE)
+
+    assert missing(joined) == {}
 
 
-def test_the_tables_of_rooms_name_all_rooms():
+def test_the_tables_of_packages_name_all_packages():
     """Oracle: the folders."""
-    house = ARCHITECTURE.read_text().partition("## The house")[2].partition("\n## ")[0]
-    cells = re.findall(r"^\| \d+ \| ([^|]+) \|", house, re.MULTILINE)
+    section = ARCHITECTURE.read_text().partition("## Packages and layers")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| \d+ \| ([^|]+) \|", section, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    rooms = {path.parent.name for path in (ROOT / "mpikfac").glob("*/__init__.py")}
-    rooms |= {path.parent.name for path in (ROOT / "apps/mpikfac_apps").glob("*/__init__.py")}
-    assert {name for name in named if ".py" not in name} == rooms
+    packages = {path.parent.name for path in (ROOT / "mpikfac").glob("*/__init__.py")}
+    packages |= {path.parent.name for path in (ROOT / "apps/mpikfac_apps").glob("*/__init__.py")}
+    assert {name for name in named if ".py" not in name} == packages
     files = {path.name for path in (ROOT / "mpikfac").glob("*.py")}
     files |= {path.name for path in (ROOT / "apps/mpikfac_apps").glob("*.py")}
     assert {name for name in named if name.endswith(".py")} == files - {

@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(items):
     """Mark the cases of a parametrised test by lane; a test without parameters is a single case.
 
     The first case is quick on two ranks, and the last case on three ranks. In the gate are the
-    first case on 1 to 4 ranks, and each other case on two or three ranks; on four ranks, a fourth
-    of the others.
+    first case of every second test on four ranks, and a third of the other cases, each on either
+    two or three ranks.
     On a GPU, each case is quick on one number of 1 to 4 ranks, either staged or direct.
     """
     tests = {}
@@ -73,8 +73,9 @@ def pytest_collection_modifyitems(items):
                 if turn % 8 != ranks % 4 + 4 * mpikfac.comm.cuda_aware():
                     case.add_marker("slow")
             elif case is not quick:
-                chosen = {1: False, 2: turn % 2 == 0, 3: turn % 2 == 1}.get(ranks, turn % 4 == 0)
-                case.add_marker("gate" if chosen or case is cases[0] else "slow")
+                first = case is cases[0]
+                chosen = {2: turn % 6 == 0, 3: turn % 6 == 3, 4: first and turn % 2 == 0}
+                case.add_marker("gate" if chosen.get(ranks, first and ranks > 4) else "slow")
 
 
 @pytest.hookimpl(tryfirst=True)

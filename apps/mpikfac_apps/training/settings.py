@@ -76,11 +76,12 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
         return parse(argv, ranks)
     left = ["batch"] if named.batch_per_rank else []  # see `follow`
     try:
-        left += _usual_before(before, TRAIN.read(argv, kept_of(before.given, left)), ranks)
+        read = TRAIN.read(argv, kept_of(before.given, left))
+        _check_code(flat(read), flat(named))  # before all else: a check of options runs the files
+        left += _usual_before(before, read, ranks)
         kept = kept_of(before.given, left)
         options = parse(argv, ranks, kept)
         _check_groups(before, options)
-        _check_code(flat(options), flat(named))
         pinned = _pinned(before, kept, options, ranks)
         return parse(argv, ranks, kept | pinned) if pinned else options
     except ValueError as error:
@@ -125,14 +126,20 @@ def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str
 def _pinned(
     before: RunSettings, kept: Mapping[str, Any], options: Options, ranks: int
 ) -> dict[str, Any]:
-    """Return open choices of the checkpoint that this version would make otherwise."""
+    """Return open choices of the checkpoint that this version would make otherwise.
+
+    Files of the checkpoint are not executed: options of code are those of this start.
+    """
+    given = flat(options)
+    code = {key: given[key] for key in OF_CODE}
     try:
-        usual = flattened(resolved(parse([], ranks, kept), ranks))
+        usual = flattened(resolved(parse([], ranks, {**kept, **code}), ranks))
     except ValueError:  # this start mends what the ranks or the version refuse
         return {}
-    now, given = flattened(resolved(options, ranks)), flat(options)
+    now = flattened(resolved(options, ranks))
     # Another type has options of its own.
     keys = before.resolved.keys() & kept.keys() & given.keys() & now.keys() & usual.keys()
+    keys -= {*OF_CODE}
     return {
         key: value
         for key, value in before.resolved.items()
