@@ -87,13 +87,13 @@ class Inverse(Inverses):
         """
         from mpikfac.numerics import damping_unit, tikhonov_share
 
-        split = self.split_damping and means.ratio is not None
+        ratio = means.ratio if self.split_damping else None
         if relative:
-            return damping_unit(means.factor) * (math.sqrt(damping) if split else damping)
-        if self.split_damping and means.ratio is not None:
-            return tikhonov_share(means.ratio, damping)
-        return means.factor.new_full(means.factor.shape, damping)
+            return damping_unit(means.factor) * (damping if ratio is None else math.sqrt(damping))
+        if ratio is None:
+            return means.factor.new_full(means.factor.shape, damping)
+        return tikhonov_share(ratio, damping)
 
 
 SPLIT = Form(Inverse.name, BLOCKS, damped=True, both=True, needs=(ONE_OWNER,))
-WHOLE = Form(Inverse.name, BLOCKS, damped=True)
+WHOLE = Form(Inverse.name, BLOCKS, damped=True, kept_as="inverse(split_damping=False)")
