@@ -96,4 +96,4 @@ class Inverse(Inverses):
 
 
 SPLIT = Form(Inverse.name, BLOCKS, damped=True, both=True, needs=(ONE_OWNER,))
-WHOLE = Form(Inverse.name, BLOCKS, damped=True, kept_as="inverse(split_damping=False)")
+WHOLE = Form(Inverse.name, BLOCKS, damped=True, kept_as="unsplit-inverse")

@@ -126,8 +126,8 @@ TABLE = (
     Mistake(
         "Shampoo: a relative damping is taken as it is",
         "preconditioners/gradient/shampoo.py",
-        "unit = damping_unit(means.factor) if relative else torch.ones_like(means.factor)",
-        "unit = torch.ones_like(means.factor)",
+        "unit = damping_unit(means.factor) if relative else means.factor.new_ones(means.factor.shape)",
+        "unit = means.factor.new_ones(means.factor.shape)",
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
@@ -259,14 +259,14 @@ TABLE = (
     ),
     Mistake(
         "SOAP: averages depend on the basis of a space without gradients",
-        "preconditioners/gradient/soap.py",
+        "preconditioners/gradient/rotation.py",
         'squares = _shared(squares, held.a["small"])',
         "squares = squares.clone()",
         "tests/unit/test_soap.py",
     ),
     Mistake(
         "SOAP: rounding errors give steps",
-        "preconditioners/gradient/soap.py",
+        "preconditioners/gradient/rotation.py",
         "return squares + held.damping**2 * squares.mean((-2, -1), keepdim=True)",
         "return squares",
         "tests/unit/test_soap.py",
