@@ -75,11 +75,8 @@ NAMES = {
     **{"colocate": "colocate_factors", "exchange_every": "sync_every"},
     **{"DataParallel": "FirstOrderTrainer", "Asynchronous": "AsyncSGD"},
     **{"rank-one": "eva", "solver": "preconditioner"},
-    **{
-        "basis_dtype": "preconditioner.dtype",
-        "'unsplit-inverse'": "'inverse(split_damping=False)'",
-    },
-    **{"preconditioner unsplit-inverse,": "preconditioner inverse,"},
+    "basis_dtype": "preconditioner.dtype",
+    "preconditioner unsplit-inverse": "preconditioner inverse",
     **{f"{word}'unsplit-inverse'": f"{word}'inverse'" for word in ("preconditioner=", "not ")},
     # of refusals
     **{"needs workers": "needs grad_workers", "needs packing": "needs transport.packing"},

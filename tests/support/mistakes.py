@@ -126,8 +126,8 @@ TABLE = (
     Mistake(
         "Shampoo: a relative damping is taken as it is",
         "preconditioners/gradient/shampoo.py",
-        "unit = damping_unit(means.factor) if relative else means.factor.new_ones(means.factor.shape)",
-        "unit = means.factor.new_ones(means.factor.shape)",
+        "unit = damping_unit(means.factor) if relative else",
+        "unit =",
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
