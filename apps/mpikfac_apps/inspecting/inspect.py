@@ -177,15 +177,16 @@ def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> Inversion:
     chosen = content.get("kfac") if isinstance(content, dict) else None
     if not isinstance(chosen, dict):
         return NONE
-    run = _preconditioner(chosen.get("preconditioner"))
+    names = checkpoint.get("kfac/preconditioner")
+    first = names.partition(",")[0] if isinstance(names, str) else ""
+    run = _preconditioner(chosen.get("preconditioner")) or PRECONDITIONERS.get(first)
     share = chosen.get("relative_damping")
     relative = share not in (None, False)
     number = share if relative and share is not True else chosen.get("damping")
     damping = checkpoint.get(ADAPTED, number)
     if not (run and files.has_form(damping, float) and damping > 0):
         return NONE
-    names = checkpoint.get("kfac/preconditioner") or run.form.name
-    return Inversion(str(names), run, float(damping), relative)
+    return Inversion(str(names or run.form.name), run, float(damping), relative)
 
 
 def _preconditioner(chosen: Any) -> Preconditioner | None:
