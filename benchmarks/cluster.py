@@ -1,7 +1,7 @@
 """Measure step times of all strategies on the present network, and print predictions beside.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
-    bash jobs/emulated_cluster.sh run python -m mpi4py apps/calibrate.py --out 1gbit.json \
+    bash jobs/emulated_cluster.sh run mpikfac calibrate --out 1gbit.json \
         --model resnet20,resnet32
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/cluster.py --machine 1gbit.json \
         --model resnet20 --data DIRECTORY --json cluster.json
@@ -36,9 +36,9 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac.lab import TopK
 from mpikfac.preconditioners import named_preconditioner
-from mpikfac_apps.planning import calibrate
+from mpikfac_apps.lab.predict import calibrate
+from mpikfac_apps.lab.predict.options import STRATEGIES as NAMES
 from mpikfac_apps.planning.facts import strategy_of
-from mpikfac_apps.planning.options import STRATEGIES as NAMES
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import table
 from mpikfac_apps.training import batches

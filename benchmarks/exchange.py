@@ -1,7 +1,7 @@
 """Compare ways to exchange gradients and weights: epochs, bytes and seconds to a target.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
-    bash jobs/emulated_cluster.sh run -n 4 python -m mpi4py apps/calibrate.py --out 1gbit.json \
+    bash jobs/emulated_cluster.sh run -n 4 mpikfac calibrate --out 1gbit.json \
         --model digits_cnn --batch_per_rank 16
     bash jobs/emulated_cluster.sh run -n 4 python -m mpi4py benchmarks/exchange.py --network 1gbit \
         --machine 1gbit.json --out runs/exchange
@@ -29,11 +29,11 @@ import torch
 
 import mpikfac
 from mpikfac_apps.guard.ranks import watched
+from mpikfac_apps.lab.predict import calibrate
+from mpikfac_apps.lab.study import spec
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
-from mpikfac_apps.planning import calibrate
-from mpikfac_apps.study import spec
 from mpikfac_apps.text import table
 from mpikfac_apps.training import train
 from mpikfac_apps.training.run import Run

@@ -1,7 +1,7 @@
 """Measure the sums over neighbours of graph networks at 1, 2, 4 ... ranks, with predictions beside.
 
     bash jobs/emulated_cluster.sh up 4 --rate 100mbit
-    bash jobs/emulated_cluster.sh run python -m mpi4py apps/calibrate.py --out 100mbit.json \
+    bash jobs/emulated_cluster.sh run mpikfac calibrate --out 100mbit.json \
         --model digits_cnn
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/graphs.py \
         --machine 100mbit.json --json graphs.json

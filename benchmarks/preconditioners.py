@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from training import SEEDS, by_turns
 
-from mpikfac_apps.study import results
-from mpikfac_apps.study.measures import MEASURES, Measure
-from mpikfac_apps.study.report.style import WIDTH, figure_file, legend, styled, variant_style
-from mpikfac_apps.study.spec import Cell, Study, inv_update_steps, read, short
+from mpikfac_apps.lab.study import results
+from mpikfac_apps.lab.study.measures import MEASURES, Measure
+from mpikfac_apps.lab.study.report.style import WIDTH, figure_file, legend, styled, variant_style
+from mpikfac_apps.lab.study.spec import Cell, Study, inv_update_steps, read, short
 from mpikfac_apps.text import table
 
 ROOT = Path(__file__).parents[1]

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import mpikfac
 from mpikfac.layers.convolution import moments
 from mpikfac.layers.convolution.window import Window
-from mpikfac_apps.planning import simulate
-from mpikfac_apps.planning.options import SIMULATE
+from mpikfac_apps.lab.predict import simulate
+from mpikfac_apps.lab.predict.options import SIMULATE
 from mpikfac_apps.problems import models
 
 STRATEGIES = ("comm-opt", "mem-opt", "deferred-sharded")

@@ -30,7 +30,7 @@ class Problem(NamedTuple):
     """What is trained.
 
     Attributes:
-        program: a file of `apps`.
+        program: the program of `mpikfac`.
         options: the options beside optimizer, rate and seed.
         measure: the key of the last test in metrics.jsonl.
         least: whether the least value is the best.
@@ -47,13 +47,13 @@ class Problem(NamedTuple):
 VOLUMES = {"data.name": "volume", "model": "segmenter3d", "batch": "16", "threads": "1"}
 PROBLEMS = {
     "detection": Problem(
-        "train_detection.py",
+        "train-detection",
         {"size": "48", "images": "128", "test_images": "32", "epochs": "4"},
         "test_AP50_of_boxes",
         rates={"kfac": (0.0001, 0.0003, 0.001), "sgd": (0.05, 0.1, 0.2)},
     ),
     "volumes": Problem(
-        "train_cnn.py",
+        "train",
         VOLUMES | {"epochs": "5"},
         "test_dice",
         rates={
@@ -62,20 +62,20 @@ PROBLEMS = {
         },
     ),
     "volumes_longer": Problem(  # about the seconds of K-FAC
-        "train_cnn.py",
+        "train",
         VOLUMES | {"epochs": "10"},
         "test_dice",
         rates={"sgd": (0.01,), "adamw": (0.003,)},
     ),
     "recommendation": Problem(
-        "train_recommendation.py",
+        "train-recommendation",
         {},
         "test_AUC",
         rates={"kfac": (0.0003, 0.001, 0.003), "sgd": (0.3, 1, 3), "adamw": (0.01, 0.03, 0.1)},
     ),
-    "graphs": Problem("train_graph.py", {}, "test_accuracy", rates=OF_GRAPHS),
+    "graphs": Problem("train-graph", {}, "test_accuracy", rates=OF_GRAPHS),
     "graphs_surface": Problem(
-        "train_graph.py", {"graph": "surface"}, "test_accuracy", rates=OF_GRAPHS
+        "train-graph", {"graph": "surface"}, "test_accuracy", rates=OF_GRAPHS
     ),
 }
 

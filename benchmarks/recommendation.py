@@ -1,7 +1,7 @@
 """Compare planned and counted bytes of embedding rows, and predicted and measured steps of a DLRM.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
-    bash jobs/emulated_cluster.sh run python -m mpi4py apps/calibrate.py --out 1gbit.json \
+    bash jobs/emulated_cluster.sh run mpikfac calibrate --out 1gbit.json \
         --model resnet20
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/recommendation.py \
         --machine 1gbit.json --json recommendation.json

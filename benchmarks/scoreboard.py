@@ -1,8 +1,8 @@
-"""Write the page of predictions beside measurements. No MPI.
+"""Write the page that compares predictions with measurements. No MPI.
 
     python benchmarks/scoreboard.py > docs/extensions/scoreboard.md
 
-Predictions are made anew, except those beside measured steps, which were made with the steps.
+Predictions are computed again, except those of measured steps, which were made with the steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import mpikfac
 from mpikfac import CommOpt, MemOpt, Strategy, Transport, make_plan
 from mpikfac.predict import algorithms, costs
-from mpikfac_apps.planning import simulate
-from mpikfac_apps.planning.options import SIMULATE
+from mpikfac_apps.lab.predict import simulate
+from mpikfac_apps.lab.predict.options import SIMULATE
 from mpikfac_apps.problems import models
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,29 +37,33 @@ def main() -> None:
 
 def page() -> Iterator[str]:
     """Yield the lines of the page."""
-    compared = "predicted", "off"
+    compared = "predicted", "error"
     yield from (
-        *("# Predictions beside measurements", ""),
-        "`python benchmarks/scoreboard.py` writes this page. Off: predicted over measured, less 1.",
+        *("# How accurate are the predictions?", ""),
+        "This page compares [predictions](prediction.md) with measurements. The error is",
+        "predicted / measured - 1. `python benchmarks/scoreboard.py` writes the page.",
         *("", "## Published numbers", ""),
-        "ResNet-50. Only the rate of `rtx2080ti-ib100` was fitted, to the seconds for all factors:",
+        "ResNet-50. Only the bandwidth of `rtx2080ti-ib100` was fitted, to the time for all",
+        "factors:",
         "",
         *table(["", "where", "published", *compared], map(cells, published())),
         "",
-        "SC20 needed 18 to 25 % less time for 55 epochs of K-FAC than for 90 of SGD on 16 to 256",
-        "GPUs; the middle is taken. `(10, 100)` are the factors' and the bases' intervals in the",
-        "authors' job of 64 GPUs, `(50, 500)` those of [SC21](../reference/references.md); which",
-        "the published times had is not known here. The predictions have Open MPI's collectives,",
-        "and estimated seconds of eigenbases.",
+        "SC20 needed 18 to 25 % less time for 55 epochs of K-FAC than for 90 epochs of SGD on 16",
+        "to 256 GPUs; the table uses the middle. `(10, 100)` are the intervals of factors and",
+        "bases in the authors' job script for 64 GPUs, `(50, 500)` those of",
+        "[SC21](../reference/references.md); it is not known here which of them the published",
+        "times used. The predictions assume Open MPI's collectives and estimated times",
+        "of eigenbases.",
         *("", "## Steps on emulated hosts", ""),
         "Four hosts ([all strategies](../../benchmarks/results/emulated.json)). The predictions",
-        "were made when the steps were measured:",
+        "were made at the time of the measurement:",
         "",
-        *table(["", "strategies", "mean off", "most off"], emulated()),
+        *table(["", "strategies", "mean error", "largest error"], emulated()),
         *("", "## Collectives on 64 simulated hosts", ""),
-        "Milliseconds of [SMPI](../../benchmarks/results/collectives.json): 98 MiB, a rank a host,",
-        "12.5 GB/s, 19 us a hop; unequal parts are ResNet-50's layers on owners. In the simulation",
-        "acknowledgments of a flow take bandwidth from flows that go back:",
+        "Milliseconds, simulated with [SMPI](../../benchmarks/results/collectives.json): 98 MiB,",
+        "one rank per host, 12.5 GB/s, 19 us per hop; unequal parts are ResNet-50's layers on",
+        "their owners. In the simulation, the acknowledgments of a flow take bandwidth from flows",
+        "in the opposite direction:",
         "",
         *table(["", "algorithm", "simulated", *compared], map(cells, collectives())),
         "",
@@ -97,10 +101,10 @@ def published() -> Iterator[Row]:
         for ranks in (1, 16)
         for plan in [make_plan(layers, ranks, Strategy(CommOpt(colocate_factors=False)), others)]
     }
-    yield "gain from spreading decompositions", "16 ranks", 4.6, loads[1] / loads[16]
+    yield "speedup from distributing decompositions", "16 ranks", 4.6, loads[1] / loads[16]
     directions = sent(Strategy(MemOpt()))["publish gradients"]
     equal = everyone["publish bases"] / directions
-    yield "interval of bases at which COMM-OPT sends as much as MEM-OPT", "16 ranks", 6, equal
+    yield "interval of bases at which COMM-OPT and MEM-OPT send equal bytes", "16 ranks", 6, equal
     machine = mpikfac.predict.load_machine("rtx2080ti-ib100")
     for what, primitive, size, seconds in (
         ("s for all factors", "Allreduce", 586.9 * MIB, 0.300),
@@ -166,7 +170,7 @@ def steps() -> Iterator[str]:
     yield from ("## Messages of a step on simulated hosts", "")
     yield from ("SMPI, ResNet-50 ([all strategies](../../benchmarks/results/smpi.json)):", "")
     rows = (summary(setting, off) for setting, off in groups.items())
-    yield from table(["ranks", "strategies", "mean off", "most off"], rows)
+    yield from table(["ranks", "strategies", "mean error", "largest error"], rows)
     yield ""
 
 

@@ -53,7 +53,7 @@ def launch(
     settings = {**in_words_of_the_program({**usual, **settings}), "optimizer": optimizer}
     settings |= {"seed": str(seed), "run_dir": str(directory), "resume": "auto"}
     print(name, flush=True)
-    run_program("train_cnn.py", options.ranks, settings)
+    run_program("train", options.ranks, settings)
     metrics = directory / "metrics.jsonl"
     print(f"  {shown(metrics)}", flush=True)
     return metrics
@@ -79,10 +79,10 @@ def in_words_of_the_program(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_program(program: str, ranks: str, settings: Mapping[str, str]) -> None:
-    """Run a program of `apps` with options, without its output."""
+    """Run a program of `mpikfac` with options, without its output."""
     launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
-    path = Path(__file__).parents[1] / "apps" / program
-    command = [*launcher, "-n", ranks, sys.executable, "-m", "mpi4py", str(path)]
+    command = [*launcher, "-n", ranks, sys.executable, "-m", "mpi4py"]
+    command += ["-m", "mpikfac_apps", program]
     command += [f"--{key}={value}" for key, value in settings.items()]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 

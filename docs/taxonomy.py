@@ -24,25 +24,26 @@ OF_WEIGHTS = (
 HEAD = """\
 # Named strategies on the axes of surveys
 
-`python docs/taxonomy.py` writes this page from the catalogue that `mpikfac strategies` prints.
+This page shows where the named strategies are in two published taxonomies.
+`python docs/taxonomy.py` writes it from the catalogue that `mpikfac strategies` prints.
 
 ## Parallelism, optimisation, scheduling, exchange
 
 The axes of [[Langer et al. 2020](../reference/references.md)]:
 
-- All strategies are data-parallel. *By layers* is the work of a step that ranks divide among them
-  by layers, as in model parallelism. [Split layers](split_layers.md) divide a layer itself, next to
-  most strategies.
-- *Centralised*: all ranks train one model, whoever holds it. *Decentralised*: each rank, or each
-  node, steps a replica of its own between exchanges.
+- All strategies are data parallel. *By layers* is the work of a step that the ranks divide by
+  layers, as in model parallelism. [Split layers](split_layers.md) divide a layer itself, and can be
+  combined with most strategies.
+- *Centralised*: all ranks train one model, wherever it is stored. *Decentralised*: each rank, or
+  each node, steps its own replica between exchanges.
 - *Synchronous*: all ranks meet at an exchange. *Asynchronous*: no rank waits for another.
-- *Exchange*: the collectives by which gradients or weights are sent, without those of curvature.
+- *Exchange*: the collectives that send gradients or weights, without those of curvature.
 """
 MIDDLE = """
 ## Communication
 
 The axes of [[Tang et al. 2020](../reference/references.md)], and the rule that combines the
-ranks' gradients or weights. Only gradients count as compressed:
+ranks' gradients or weights. A strategy counts as compressed only if it compresses gradients:
 """
 
 

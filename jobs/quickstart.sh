@@ -13,10 +13,10 @@ rm -rf "$runs" # a run directory holds one run; remove the runs of an earlier qu
 for optimizer in sgd adamw kfac; do
     echo
     echo "== $optimizer"
-    mpi 2 apps/train_cnn.py --config "jobs/configs/autoencoder_$optimizer.yaml" --run_dir "$runs/$optimizer"
+    mpi 2 -m mpikfac_apps train --config "jobs/configs/autoencoder_$optimizer.yaml" --run_dir "$runs/$optimizer"
 done
 echo
-"$PYTHON" apps/compare.py "$runs"/{sgd,adamw,kfac} --target 1.45 --png "$runs/curves.png"
+"$PYTHON" -m mpikfac_apps compare "$runs"/{sgd,adamw,kfac} --target 1.45 --png "$runs/curves.png"
 
 cat <<END
 The error of a deep autoencoder falls steeply in few directions of the weights, and slowly in most directions.
@@ -27,7 +27,7 @@ What to try next, from $ROOT:
   source .venv/bin/activate$([ "$(id -u)" != 0 ] || echo "; export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
   mpikfac plan --model resnet50 --ranks 64 --assignment hybrid-opt --assignment.grad_workers 8   # who computes and sends what
   mpikfac train --help                                        # options of a run; --help_all: every option
-  $(basename "$MPIRUN") ${MPIRUN_FLAGS:+$MPIRUN_FLAGS }-n 4 python -m mpi4py apps/train_cnn.py \\
+  $(basename "$MPIRUN") ${MPIRUN_FLAGS:+$MPIRUN_FLAGS }-n 4 mpikfac train \\
       --config jobs/configs/cifar10_budget_kfac.yaml --data.path DIR   # ResNet-20 on CIFAR-10 in DIR
   bash jobs/test.sh                                           # tests: 5 minutes; --all: an hour
 END

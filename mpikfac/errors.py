@@ -28,6 +28,13 @@ class UserError(Exception):
         return printable(super().__str__())
 
 
+class RanksDifferError(UserError):
+    """Report that ranks hold different values where all ranks must hold the same.
+
+    Trying again is of no use: ranks that differ stay different until one copies another.
+    """
+
+
 class _Ranks(Protocol):
     """Describe the methods of a communicator that `abort_on_error` calls."""
 

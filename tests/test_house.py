@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import configparser
 import functools
 import importlib
 import inspect
@@ -65,8 +64,15 @@ def is_module(parts: list[str]) -> bool:
 
 
 def private(tree: ast.AST) -> set[str]:
-    """Return a program's imports that no door of the library exports, and MPI and HDF5."""
-    public = {"mpikfac", *(f"mpikfac.{name}" for name in mpikfac.__all__)}
+    """Return a program's imports that no door of the library exports, and MPI and HDF5.
+
+    The end of a job by a failed rank, `mpi4py.run`, is public.
+    """
+    public = {
+        "mpikfac",
+        "mpi4py.run.set_abort_status",
+        *(f"mpikfac.{name}" for name in mpikfac.__all__),
+    }
     for room in ROOMS:
         public |= {f"mpikfac.{room}", *(f"mpikfac.{room}.{name}" for name in door(room))}
     for file in ("files", "timeline", "trace"):
@@ -105,16 +111,6 @@ def offenders(check: Callable[[Path], Iterable[str]], paths: Iterable[Path]) -> 
 def test_packages_are_entered_by_their_interfaces():
     """Oracle: the files. import-linter holds the direction of imports (pyproject.toml)."""
     assert offenders(lambda path: past_a_door(parse(path), room_of(path)), LIBRARY) == []
-
-
-def test_all_packages_are_installed():
-    """Oracle: the folders. An editable installation would hide a missing folder."""
-    options = configparser.ConfigParser()
-    options.read(ROOT / "setup.cfg")
-    library = {path.parent.relative_to(ROOT) for path in LIBRARY}
-    programs = {path.parent.relative_to(ROOT / "apps") for path in PROGRAMS} - {Path()}
-    listed = options["options"]["packages"].split()
-    assert sorted(listed) == sorted(".".join(folder.parts) for folder in library | programs)
 
 
 def test_programs_use_the_public_library():

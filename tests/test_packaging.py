@@ -262,7 +262,7 @@ def test_the_wheel_tells_licence_version_and_command(archives):
     assert told.get_all("Provides-Extra") == list(extras())
     assert not any(line.startswith("License ::") for line in told.get_all("Classifier"))
     entries = wheel.read(about.replace("METADATA", "entry_points.txt")).decode()
-    assert "mpikfac = mpikfac_apps.__main__:main" in entries
+    assert "mpikfac = mpikfac_apps.__main__:command" in entries
     assert "mpikfac/py.typed" in wheel.namelist()
 
 
@@ -273,7 +273,7 @@ def test_the_source_archive_can_be_built_and_has_no_tests(archives):
     top = f"mpikfac-{setup()['metadata']['version']}"
     names = {name.removeprefix(f"{top}/") for name in source.getnames()}
     files = {str(path.relative_to(ROOT)) for path in sources().values()}
-    files |= {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
-    files |= {"CHANGELOG.md", "CITATION.cff", "constraints.txt", "apps/train_cnn.py"}
+    files |= {"setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
+    files |= {"CHANGELOG.md", "CITATION.cff", "constraints.txt"}
     assert files - names == set()
     assert not any(name.startswith("tests") for name in names)

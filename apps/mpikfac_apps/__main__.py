@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module, metadata
+from typing import NoReturn
 
 from mpikfac_apps.cli import mend_streams
 from mpikfac_apps.launching import programs
-from mpikfac_apps.launching.programs import PROGRAMS
+from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES
 
 EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")
 """Modules of the extra `apps`: a user of the library alone does not install these."""
+
+
+def command() -> NoReturn:
+    """Run the command `mpikfac`; a rank that fails ends all ranks, as under `python -m mpi4py`."""
+    try:
+        sys.exit(main())
+    except BaseException as error:
+        if any(variable in os.environ for variable in RANK_VARIABLES):
+            from mpi4py.run import set_abort_status
+
+            set_abort_status(error)
+        raise
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def usage() -> str:
     """Return the help text, one line per program."""
-    lines = [f"  {name:<12}{program.purpose}" for name, program in PROGRAMS.items()]
-    start = f"  {'launch':<12}start a program, or a script of yours, on several ranks under MPI"
+    lines = [f"  {name:<22}{program.purpose}" for name, program in PROGRAMS.items()]
+    start = f"  {'launch':<22}start a program, or a script of yours, on several ranks under MPI"
     hint = "mpikfac PROGRAM --help lists the options of a program."
     return "\n".join(["usage: mpikfac PROGRAM [--key value ...]", "", start, *lines, "", hint])
 

@@ -1,6 +1,6 @@
 """Write and read checkpoints, complete or absent: HDF5 shards, a manifest, restarts.
 
-Names are imported on first use, so that reading a checkpoint starts no MPI.
+Names are imported on first use, so that reading a checkpoint does not start MPI.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
-"""Write the run's state to checkpoints, and read checkpoints, by all ranks together.
+"""Write and read the state of a run as checkpoints, by all ranks together.
 
-Every rank writes its share as a file; the checkpoint counts once all files are on disk.
+Every rank writes its shard to a file; the checkpoint is complete once all files are on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpikfac.checkpoint.manifest import Checkpoint, make_manifest, read_checkpoi
 from mpikfac.checkpoint.restarts import TRIES, starts_from
 from mpikfac.checkpoint.shard import Value, checksum, describe, write_shard
 from mpikfac.comm import Comm, agree, together
-from mpikfac.errors import UserError, looks
+from mpikfac.errors import RanksDifferError, UserError, looks
 
 PATIENCE = 5.0  # seconds until all ranks must see the files that rank 0 sees
 
@@ -39,21 +39,22 @@ def save_checkpoint(
 ) -> Path:
     """Write the items of all ranks as `root/step-<step>` and return the path.
 
-    An item held by several ranks must be equal on the ranks, and is stored once. A checkpoint of
-    the same step is replaced. On failure temporary files are removed and older checkpoints are
-    untouched.
+    An item that several ranks have must be equal on them, and is stored once. A checkpoint of the
+    same step is replaced. On failure, temporary files are removed, and older checkpoints are left
+    intact.
 
     Args:
-        root: a directory on a file system that all ranks share; made if missing.
-        items: this rank's share, by name; the ranks' shares together are the checkpoint.
-            A `bool` comes back as an `int`.
+        root: a directory on a file system that all ranks share; created if missing.
+        items: this rank's items, by name; those of all ranks together are the checkpoint.
+            A `bool` is loaded as an `int`.
         keep: how many checkpoints to keep, up to this step; later checkpoints are never deleted.
 
     Collective over: comm.
 
     Raises:
         ValueError: `step` is negative or `keep` is below 1.
-        UserError: writing failed on some rank, ranks disagree, or an item cannot be stored.
+        UserError: writing failed on some rank, or an item cannot be stored.
+        RanksDifferError: ranks disagree on `root`, `step` or `keep`, or on an item.
     """
     begun = _begin(comm, Path(root), items, step, keep)
     share = {name: items[name] for name in begun.names}
@@ -64,10 +65,10 @@ def save_checkpoint(
 
 
 class CheckpointWriter:
-    """Write checkpoints in the background of the training, at most 1 at a time.
+    """Write checkpoints in the background, at most one at a time.
 
-    On every rank a thread writes the files; the thread never communicates. The copies of the
-    rank's share stay in host memory, as buffers for the next checkpoint.
+    On every rank, a thread writes the files and never communicates. The copies of the rank's items
+    stay in host memory, as buffers for the next checkpoint.
     """
 
     def __init__(self, comm: Comm, root: str | Path, keep: int = 2) -> None:
@@ -79,7 +80,7 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> bool:
-        """Return whether a checkpoint was begun and is not committed; the same on all ranks."""
+        """Return whether a checkpoint was begun and is not committed yet; the same on all ranks."""
         return self._begun is not None
 
     @property
@@ -88,7 +89,7 @@ class CheckpointWriter:
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:
-        """Begin a checkpoint as `save_checkpoint` does; items may change once `begin` returns.
+        """Begin a checkpoint as `save_checkpoint` does; items can change once `begin` returns.
 
         A checkpoint still pending is committed first.
 
@@ -96,8 +97,8 @@ class CheckpointWriter:
 
         Raises:
             ValueError: `step` is negative or `keep` is below 1.
-            UserError: as `save_checkpoint`; or the pending checkpoint failed, and no new checkpoint
-                is begun.
+            UserError: as `save_checkpoint`; or the pending checkpoint failed, and no new one was
+                begun.
         """
         self.commit()
         begun = _begin(self.comm, self.root, items, step, self.keep)
@@ -122,9 +123,9 @@ class CheckpointWriter:
         return final
 
     def abandon(self) -> None:
-        """Wait for this rank's part of the pending checkpoint and drop the checkpoint.
+        """Wait for this rank's part of the pending checkpoint, and discard the checkpoint.
 
-        For runs that have lost ranks: the lost ranks' parts never come.
+        For runs that have lost ranks, whose parts never arrive.
 
         Collective over: none.
         """
@@ -133,7 +134,7 @@ class CheckpointWriter:
             wait([self._shard])
 
     def close(self) -> None:
-        """Wait until older checkpoints are deleted, and end the thread; none is begun afterwards.
+        """Wait until older checkpoints are deleted, and end the thread; no checkpoint can follow.
 
         Collective over: none.
         """
@@ -153,12 +154,12 @@ class CheckpointWriter:
 def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
     """Return the items of all ranks that wrote the checkpoint; an item is read on first access.
 
-    Any number of ranks may read. Only rank 0's path counts.
+    Any number of ranks can read. Only rank 0's path is used.
 
     Collective over: comm.
 
     Raises:
-        UserError: `path` holds no complete checkpoint of this format, or the manifest is damaged.
+        UserError: `path` is not a complete checkpoint of this format, or the manifest is damaged.
     """
     checkpoint = None
     with together(comm, f"reading checkpoint {path}", untrusted=True):
@@ -170,10 +171,10 @@ def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
 def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) -> Checkpoint | None:
     """Return the newest undamaged checkpoint under `root`, after checking all files; or None.
 
-    Everything named `step-<step>` counts as a checkpoint. A damaged checkpoint, also without
-    manifest, is skipped with a warning. So is a checkpoint from which 2 starts in a
-    row committed no newer checkpoint. If all undamaged checkpoints have been tried in vain, the
-    newest undamaged checkpoint is taken again. A later checkpoint of another name is told.
+    Everything named `step-<step>` counts as a checkpoint. A damaged checkpoint, including one
+    without a manifest, is skipped with a warning, and so is a checkpoint from which two consecutive
+    starts committed no newer one. If this leaves no undamaged checkpoint, the newest undamaged one
+    is used again. Later checkpoints with another name are reported.
 
     Args:
         skip: names of directories to leave out.
@@ -214,7 +215,7 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
 
 @dataclass
 class _Begun:
-    """Hold a checkpoint whose temporary directory is made."""
+    """Hold a checkpoint whose temporary directory exists."""
 
     final: Path
     step: int
@@ -342,7 +343,7 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
         for name, form in described.items():
             ranks = holders.setdefault(name, [])
             if ranks and form != (first := held[ranks[0]][name]):
-                raise ValueError(
+                raise RanksDifferError(
                     f"item {name!r} is {reprlib.repr(first)} on rank {ranks[0]} "
                     f"but {reprlib.repr(form)} on rank {rank}"
                 )
@@ -358,20 +359,21 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def _compare(sums: Sequence[Mapping[str, int]]) -> None:
-    """Raise ValueError if ranks hold different bytes of the same item."""
+    """Raise RanksDifferError if the bytes of an item differ between ranks."""
     first: dict[str, tuple[int, int]] = {}
     for rank, checksums in enumerate(sums):
         for name, value in checksums.items():
             holder, expected = first.setdefault(name, (rank, value))
             if value != expected:
-                raise ValueError(
-                    f"item {name!r} has other values on rank {rank} than on rank {holder}; "
-                    f"items held by several ranks must be equal"
+                raise RanksDifferError(
+                    f"item {name!r} has other values on rank {rank} than on rank {holder}; change "
+                    f"weights and buffers on all ranks alike, or copy rank 0's by "
+                    f"mpikfac.comm.broadcast(comm, tensors)"
                 )
 
 
 def _wait_for_files(comm: Comm, checkpoints: Sequence[Path]) -> None:
-    """Wait until all ranks see the files that rank 0 sees; network file systems may lag."""
+    """Wait until all ranks see the files that rank 0 sees; network file systems can lag."""
     seen: dict[str, int] = {}
     with together(comm, "looking for checkpoints"):
         if comm.rank == 0:

@@ -1,8 +1,8 @@
-"""Make checkpoint directories; a directory gets its final name once all content is on disk.
+"""Create checkpoint directories, which get their final name once all content is on disk.
 
     root/.step-000000120.partial    being written, or left by a killed run
     root/step-000000120             complete; damaged if the manifest is missing
-    root/step-000000100.replaced    complete; a newer checkpoint of step 100 was about to follow
+    root/step-000000100.replaced    complete; was about to be replaced by a newer one of step 100
     root/.step-000000080.deleted    being deleted, or left by a killed run
 
 Call all functions on a single rank, except `partial` and `write`. Collective over: none.
@@ -25,7 +25,7 @@ AHEAD = 2**23  # bytes after which the system is asked to begin to write to the 
 
 
 def begin(final: Path) -> None:
-    """Make the temporary directory of `final`, and remove the leftovers of killed runs."""
+    """Create the temporary directory of `final`, and remove the leftovers of killed runs."""
     for leftover in final.parent.glob(".step-*.partial"):
         _delete(leftover)
     missing = [path for path in final.parents if not path.exists()]
@@ -59,7 +59,7 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Replace the file's content on disk; a killed run leaves the new or the old content."""
+    """Replace the file's content on disk; a killed run leaves either the new or the old content."""
     temporary = path.with_name(f".{path.name}.new")
     _delete(temporary)
     write(temporary, [content])
@@ -91,11 +91,11 @@ def free(path: Path) -> int:
 def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
     """Delete the checkpoint replaced by `final`, and checkpoints older than the last `keep`.
 
-    Links and files with the name of a checkpoint are passed over.
+    Links and files with the name of a checkpoint are ignored.
 
     Args:
-        keep: how many sound checkpoints to keep, `final` included.
-        sound: tells whether a checkpoint can be read; damaged checkpoints do not count.
+        keep: how many sound checkpoints to keep, including `final`.
+        sound: returns whether a checkpoint can be read; damaged checkpoints do not count.
     """
     for leftover in final.parent.glob(".step-*.deleted"):
         _delete(leftover)
@@ -113,7 +113,7 @@ def named(root: Path) -> list[Path]:
     """Return everything under `root` with the name of a checkpoint, damaged or not, oldest first.
 
     Raises:
-        OSError: `root` is no directory, or cannot be read.
+        OSError: `root` is not a directory, or cannot be read.
     """
     paths = {}
     for path in root.iterdir() if os.path.lexists(root) else ():
@@ -129,7 +129,7 @@ def step_of(path: Path) -> int | None:
 
 
 def partial(final: Path) -> Path:
-    """Return the temporary directory in which `final` is made."""
+    """Return the temporary directory in which `final` is written."""
     return final.with_name(f".{final.name}.partial")
 
 
@@ -146,7 +146,7 @@ def _sync(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; rename first, so that a half deleted directory never looks complete."""
+    """Delete a checkpoint, renamed first so that a partly deleted one never looks complete."""
     doomed = path.with_name(f".{path.name}.deleted")
     _delete(doomed)
     if os.path.lexists(path):

@@ -37,9 +37,9 @@ UNREADABLE = (
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """Return the newest complete checkpoint under `root`, or None; ask on a rank and broadcast.
+    """Return the newest complete checkpoint under `root`, or None; call on one rank and broadcast.
 
-    A newer checkpoint without a manifest is damaged, and is passed over with a warning.
+    A newer checkpoint without a manifest is damaged, and is skipped with a warning.
 
     Collective over: none.
     """
@@ -53,7 +53,7 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
 
 def tell_of_renamed(root: Path, step: int) -> None:
-    """Warn of checkpoints of steps after `step` whose directories somebody has renamed.
+    """Warn of checkpoints of steps after `step` whose directories have been renamed.
 
     Collective over: none.
     """
@@ -74,7 +74,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     Collective over: none.
 
     Raises:
-        UserError: `path` holds no complete checkpoint of this format, the manifest is damaged, or
+        UserError: `path` is not a complete checkpoint of this format, the manifest is damaged, or
             the directory's name has another step.
     """
     checkpoint = Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
@@ -84,16 +84,16 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 class Checkpoint(Mapping[str, Value]):
-    """Map the names of a checkpoint's items to values; tensors come on the CPU.
+    """Map the names of a checkpoint's items to values; tensors are on the CPU.
 
-    Reading is local to a rank and lazy: the first item of a shard reads the whole file, and the
+    Reading is local to a rank and lazy: the first item of a shard reads the whole file, and its
     bytes are kept as long as this object. Read inside `together`, so that a damaged file ends all
     ranks.
 
     Attributes:
-        step: how many steps the run had taken.
+        step: the number of steps that the run had taken.
         writer: the version that wrote the checkpoint, such as "mpikfac 0.1.0"; "" if not known.
-        digest: BLAKE3 of the manifest, and so of the checkpoint's whole content.
+        digest: BLAKE3 of the manifest, and thus of the checkpoint's whole content.
         shards: `size` in bytes and `digest` of every file.
 
     Raises:

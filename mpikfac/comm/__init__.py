@@ -1,8 +1,7 @@
-"""Communicate between ranks; no other folder imports mpi4py.
+"""Communicate between ranks; no other package imports mpi4py.
 
-The training calls blocking collectives only, because Open MPI makes no progress on non-blocking
-collectives outside of calls of MPI. Overlapped messages and messages of curvature servers do not
-block.
+Training uses blocking collectives, because Open MPI makes progress on non-blocking collectives only
+inside MPI calls. Overlapped messages and messages of curvature servers are non-blocking.
 """
 
 from mpikfac.comm.agreement import agree as agree

@@ -1,4 +1,4 @@
-"""Bring ranks to agreement: on an error, settings, values, a clock."""
+"""Make ranks agree: on an error, on settings, on values, on a clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
-from mpikfac.errors import UserError
+from mpikfac.errors import RanksDifferError, UserError
 
 CLOCK_READINGS = 50  # only the quickest reading counts: on a busy machine most are slow
 
@@ -22,52 +22,55 @@ CLOCK_READINGS = 50  # only the quickest reading counts: on a busy machine most 
 def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterator[None]:
     """Raise a failure of the body on any rank as the same `UserError` on every rank.
 
-    Catches the errors of files and data (`OSError`, `ValueError`, `UserError`); the lowest failing
-    rank's text, after `doing`, is raised everywhere.
+    Catches errors of files and data (`OSError`, `ValueError`, `UserError`). All ranks raise the
+    text of the lowest failing rank, preceded by `doing`; a `RanksDifferError` stays one.
 
     Args:
-        untrusted: the body takes apart what a file holds. So a missing key, a wrong type or a wrong
-            shape is an error of the data, too.
+        untrusted: the body parses the content of a file, so a missing key, a wrong type or a wrong
+            shape is also an error of the data.
 
     Collective over: comm.
     """
-    text: str | None = None
+    failure: tuple[type[UserError], str] | None = None
     cause: Exception | None = None
     try:
         yield
     except (OSError, ValueError, UserError) as error:
-        text, cause = str(error), error
+        kind = RanksDifferError if isinstance(error, RanksDifferError) else UserError
+        failure, cause = (kind, str(error)), error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         if not untrusted or isinstance(error, MPI.Exception):
             raise
         about = " ".join(str(error).split())
-        text, cause = f"the content has another form: {type(error).__name__}: {about}", error
-    failures = [failure for failure in comm.allgather(text) if failure is not None]
+        text = f"the content has another form: {type(error).__name__}: {about}"
+        failure, cause = (UserError, text), error
+    failures = [failure for failure in comm.allgather(failure) if failure is not None]
     if failures:
-        raise UserError(f"{doing}: {failures[0]}") from cause
+        kind, text = failures[0]
+        raise kind(f"{doing}: {text}") from cause
 
 
 def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
-    """Check that every rank holds the same `values`.
+    """Check that `values` are the same on every rank.
 
     Collective over: comm.
 
     Raises:
-        UserError: values differ; the text names the first differing key, both values and ranks.
+        RanksDifferError: the text has the first differing key, both values and ranks.
     """
     printed = {key: repr(value) for key, value in values.items()}
     first, *following = comm.allgather(printed)
     for rank, texts in enumerate(following, start=1):
         for key in [*first, *texts]:
             if first.get(key) != texts.get(key):
-                raise UserError(
+                raise RanksDifferError(
                     f"ranks disagree on {key}: {first.get(key)} on rank 0, {texts.get(key)} on "
                     f"rank {rank}; start all ranks with the same code, configuration and versions"
                 )
 
 
 def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
-    """Return the sums over ranks of a few numbers, added in rank order: same bits on all ranks.
+    """Return sums over ranks of a few values, added in rank order: bitwise equal on all ranks.
 
     Collective over: comm.
     """
@@ -77,7 +80,7 @@ def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
 def handed_over(
     comm: MPI.Intracomm, held: Mapping[str, Any], needed: Collection[str]
 ) -> dict[str, Any]:
-    """Return wanted tensors and numbers, each from the first rank that holds the name.
+    """Return the wanted tensors and numbers, each from the first rank that has it.
 
     Tensors arrive on the host.
 
@@ -94,7 +97,7 @@ def handed_over(
 
 
 def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:
-    """Return a tensor or number of the rank `source`; a tensor has no bound on its size."""
+    """Return a tensor or number of the rank `source`; a tensor can have any size."""
     form = (value.shape, value.dtype) if torch.is_tensor(value) else None
     form, number = comm.bcast((form, None if form else value), root=source)
     if form is None:
@@ -127,9 +130,9 @@ def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
 
 
 def clock_offset(comm: MPI.Intracomm) -> float:
-    """Return the seconds to add to this rank's `time.perf_counter` to get rank 0's, at present.
+    """Return the seconds to add to this rank's `time.perf_counter` to obtain rank 0's, now.
 
-    The error is at most half the round trip time of the quickest of several messages.
+    The error is at most half of the shortest of several round trip times.
 
     Collective over: comm.
     """

@@ -1,6 +1,6 @@
 """Connect training ranks and curvature servers by an inter-communicator.
 
-Factors and bases travel in non-blocking messages; data move while both sides are in calls of MPI.
+Factors and bases are sent in non-blocking messages; data move while both sides call MPI.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class SplitComm:
 
     @classmethod
     def of(cls, comm: Comm | SplitComm | None) -> SplitComm:
-        """Return the team of a communicator, in which all ranks train; None: all ranks of the job.
+        """Return the team of a communicator in which all ranks train; None: all ranks of the job.
 
         Raises:
-            ValueError: the object is no communicator.
+            ValueError: the object is not a communicator.
         """
         if isinstance(comm, SplitComm):
             return comm
@@ -73,7 +73,7 @@ class SplitComm:
 
 
 def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
-    """Return the team of training ranks, and make the last ranks of `comm` curvature servers.
+    """Return the team of training ranks, with the last ranks of `comm` as curvature servers.
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:
@@ -104,7 +104,7 @@ def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
 
 
 def announce(curvature: MPI.Intercomm, value: object) -> None:
-    """Send training rank 0's `value` to all curvature servers; they call `announced`.
+    """Send training rank 0's `value` to all curvature servers, which call `announced`.
 
     Collective over: curvature.
     """
@@ -112,7 +112,7 @@ def announce(curvature: MPI.Intercomm, value: object) -> None:
 
 
 def announced(curvature: MPI.Intercomm) -> Any:
-    """Return the value that training rank 0 passes to `announce`; for curvature servers.
+    """Return the value that training rank 0 passes to `announce`; called by curvature servers.
 
     Collective over: curvature.
     """
@@ -140,10 +140,10 @@ def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callab
 
 
 def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
-    """Yield source and tag of every arriving message, until all training ranks `leave`.
+    """Yield the source and tag of every arriving message, until all training ranks `leave`.
 
-    The caller has to receive a message before asking for the next message. Between two looks the
-    rank sleeps: waiting inside MPI would keep a core busy, perhaps the core of a training rank.
+    The caller must receive a message before requesting the next one. Between two checks the rank
+    sleeps: waiting inside MPI would keep a core busy, possibly that of a training rank.
 
     Collective over: none.
     """
@@ -162,7 +162,7 @@ def leave(curvature: MPI.Intercomm) -> None:
     """End the curvature servers' `arrivals`, once all training ranks have called `leave`.
 
     Sends plain messages, because Open MPI's Ibarrier between two groups releases some ranks before
-    all ranks have come.
+    all ranks have arrived.
 
     Collective over: none.
     """

@@ -1,4 +1,4 @@
-"""Tell, when a rank's program has ended, that another rank's has not: without a line, both wait."""
+"""Report that a rank's program has ended while another's has not: otherwise both would hang."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TAG = 29_411
 
 
 def expect_ends(comm: Comm, name: str) -> None:
-    """Let the rank, at the end of its program, wait for the rank before in all of the job.
+    """Make the rank wait, at the end of its program, for the previous rank of the job.
 
-    A rank that takes fewer steps than the others has ended, and the others wait in a step for ever.
-    No message of a step can tell, so the end does.
+    If a rank takes fewer steps than the others, it ends while the others wait in a step forever.
+    No message of a step can report this, so it is reported at the end.
 
     Args:
         comm: the ranks that train together; only those of a whole job are expected.
-        name: what takes steps, for the line.
+        name: what takes the steps, for the message.
     """
     if 1 < comm.size == MPI.COMM_WORLD.size and not survives():
         _expect(os.getpid(), name)

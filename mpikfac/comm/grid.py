@@ -1,4 +1,4 @@
-"""Arrange the ranks as a grid, and carry out collectives on arenas."""
+"""Arrange the ranks in a grid, and execute collectives on arenas."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from mpikfac.trace import Trace
 
 
 class Grid:
-    """Arrange the ranks as `rows` x `columns`, with a communicator per column and per row.
+    """Arrange the ranks in `rows` x `columns`, with a communicator per column and per row.
 
-    Rank r sits at row `r // columns`, column `r % columns`. With split layers, ranks also form
+    Rank r is in row `r // columns`, column `r % columns`. With split layers, ranks also form
     groups and teams of peers. Collective over: world.
 
     Attributes:
-        world: all ranks; statistics and gradients are reduced over the world.
-        column: the gradient workers of a layer group; bases are published in the column.
-        row: a rank of every column; preconditioned gradients are published in the row.
-        encoded: sends compressed messages, and keeps the errors of the compression.
-        combiner: combines vectors of ranks by a robust rule, and remembers earlier steps.
+        world: all ranks; statistics and gradients are reduced over it.
+        column: the gradient workers of a layer group; bases are published in it.
+        row: one rank of every column; preconditioned gradients are published in it.
+        encoded: sends compressed messages, and stores the compression errors.
+        combiner: combines the vectors of all ranks by a robust rule, and stores its state.
 
     Raises:
-        UserError: ranks do not share a node as `ranks_per_node` demands, or MPI has no communicator
-            left: MPICH has 2,048 in a process.
+        UserError: ranks do not share a node as `ranks_per_node` requires, or MPI has run out of
+            communicators: MPICH has 2,048 per process.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Grid:
         self.combiner, self.encoded, self._buffers = _senders(trace)
 
     def apart(self) -> Grid:
-        """Return a grid of the same communicators that knows nothing of this grid's messages.
+        """Return a grid with the same communicators that shares no message state with this grid.
 
-        Messages of the new grid leave the trace and the losses of encoding of this grid as they
-        are. Waits until this grid's overlapped messages are sent.
+        Messages of the new grid do not change the trace and the compression errors of this
+        grid. Waits until this grid's overlapped messages are sent.
         """
         for thread in self._progress.values():
             thread.flush()
@@ -90,9 +90,9 @@ class Grid:
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Send the messages' spans of `flat`, message by message.
 
-        After a sum, every rank or the message's root holds sums over all ranks. After a gather
-        every rank holds the owner's values; if the values were compressed, the owner too keeps the
-        decoded values. Elements that a rank neither owns nor receives are undefined.
+        After a reduction, every rank or the message's root has the sums over all ranks. After a
+        gather, every rank has the owner's values; if they were compressed, the owner also keeps
+        the decoded values. Elements that a rank neither owns nor receives are undefined.
 
         Collective over: each message's `over`.
 
@@ -127,18 +127,18 @@ class Grid:
         return self._exchange_rounded if message.primitive in SUMS else self._exchange_encoded
 
     def _exchange_encoded(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Send encoded numbers: MPI copies bytes."""
+        """Send encoded values: MPI copies bytes."""
         for message in messages:
             comm = self._teams[message.over]
             with self.trace.stage(message.stage, comm.name, message.bytes):
                 self.encoded.exchange(comm, message, flat)
 
     def _exchange_combined(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Combine the vectors of ranks by a robust rule."""
+        """Combine the vectors of all ranks by a robust rule."""
         self.combiner.exchange(self._teams[messages[0].over], messages, flat)
 
     def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Sum in bfloat16: MPI adds up a rounded copy."""
+        """Reduce in bfloat16: MPI reduces a rounded copy."""
         spans = [slice(*span) for message in messages for span in message.spans]
         with self.trace.stage(messages[0].stage):
             rounded = torch.empty_like(flat, dtype=torch.bfloat16)
@@ -150,7 +150,7 @@ class Grid:
                 flat[span] = rounded[span]
 
     def _exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Send uncompressed numbers, of a type that MPI knows."""
+        """Send uncompressed values of a type that MPI supports."""
         summed = any(message.primitive not in COPIES for message in messages)
         with self._buffers.of(flat, messages[0].stage, summed) as buffer:
             for message in messages:
@@ -162,9 +162,9 @@ class Grid:
     def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
         """Set `flat` to the sum of all ranks' `parts` `[n, len(flat)]`, added in rank order.
 
-        The sum begins with rank 0's first part and passes from rank to rank; the last rank
-        broadcasts the result. The order of addition does not depend on how the parts are spread
-        over ranks.
+        The sum begins with rank 0's first part and is passed from rank to rank; the last rank
+        broadcasts the result. The order of addition does not depend on how the parts are
+        distributed over the ranks.
 
         Collective over: world.
         """
@@ -183,7 +183,7 @@ class Grid:
         urgency: int,
         over: str = "world",
     ) -> OverlappedSums:
-        """Return a sender of the messages of `flat`: sums over a team, during the computation.
+        """Return a sender for the messages of `flat`: reductions over a team during computation.
 
         Collective over: the team; in the same order on all ranks, before any message is sent.
 
@@ -197,13 +197,13 @@ class Grid:
         return self._progress[over].overlapped(messages, layout, flat, urgency)
 
     def forget(self) -> None:
-        """Forget losses of encoding, as a restart does."""
+        """Discard the compression errors, as a restart does."""
         self.encoded.forget()
 
     def free(self) -> None:
-        """End the threads once all their sums are sent, and free all communicators.
+        """End the threads once all their reductions are done, and free all communicators.
 
-        No message may follow.
+        No message can follow.
 
         Collective over: world.
         """
@@ -235,7 +235,7 @@ def _communicators(
 
 
 def _two_levels(teams: Mapping[str, MPI.Intracomm], node: int) -> dict[str, MPI.Intracomm]:
-    """Split every communicator into a part inside the node and a part between nodes."""
+    """Split every communicator into one within the node and one between nodes."""
     parts: dict[str, MPI.Intracomm] = {}
     for name, team in teams.items():
         inside = cast(MPI.Intracomm, team.Split(node))
@@ -247,7 +247,7 @@ def _two_levels(teams: Mapping[str, MPI.Intracomm], node: int) -> dict[str, MPI.
 
 
 def _groups(world: MPI.Intracomm, distribution: Distribution) -> dict[str, MPI.Intracomm]:
-    """Return the communicators of the groups of split layers, and of peers."""
+    """Return the communicators of the groups of split layers, and of their peers."""
     parts: dict[str, MPI.Intracomm] = {}
     for name, team in (("group", distribution.group), ("peers", distribution.peers)):
         parts[name] = cast(MPI.Intracomm, world.Split(team(world.rank, world.size)[0]))
@@ -256,6 +256,6 @@ def _groups(world: MPI.Intracomm, distribution: Distribution) -> dict[str, MPI.I
 
 
 def _senders(trace: Trace) -> tuple[Combiner, Encoded, Buffers]:
-    """Return what sends messages, with no memory of earlier messages."""
+    """Return what sends messages, without state from earlier messages."""
     direct = cuda_aware()
     return Combiner(trace), Encoded(direct), Buffers(trace, direct)

@@ -1,4 +1,4 @@
-"""Exchange activations in a group of ranks: gathers, sums in parts, changes of the cut, rows."""
+"""Exchange activations in a group of ranks: gather, reduce-scatter, all-to-all, rows."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Call = Callable[[Any, Any], None]
 
 
 class Group:
-    """Exchange activations between ranks, such as those that share out channels of split layers.
+    """Exchange activations between ranks, such as those that divide the channels of split layers.
 
     Collective over: comm.
 
     Args:
         color: the same on all ranks of a group.
-        name: the communicator in events of the trace.
+        name: the name of the communicator in the trace.
 
     Attributes:
-        size: ranks of the group.
-        member: the place of the rank in the group.
+        size: the number of ranks in the group.
+        member: the position of the rank in the group.
     """
 
     def __init__(self, comm: MPI.Intracomm, color: int, trace: Trace, name: str = "group") -> None:
@@ -76,7 +76,7 @@ class Group:
     def sum_parts(self, x: Tensor, dim: int, stage: str) -> Tensor:
         """Return the rank's part along `dim` of the sum of all members' tensors.
 
-        Numbers of less than 32 bits are added up in float32.
+        Values of less than 32 bits are summed in float32.
 
         Collective over: group.
         """
@@ -100,7 +100,7 @@ class Group:
     def pass_rows(
         self, x: Tensor, counts_out: Sequence[int], counts_in: Sequence[int], stage: str
     ) -> Tensor:
-        """Send each member consecutive rows of `x`; return the rows received, by members.
+        """Send each member consecutive rows of `x`; return the rows received, ordered by member.
 
         Collective over: group.
         """

@@ -1,4 +1,4 @@
-"""Measure the collectives of a plan alone: the same messages, and no computation beside them."""
+"""Measure the collectives of a plan in isolation: the same messages without computation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[str, float]:
-    """Return by stage the seconds of the messages that the stage sends in a step, alone.
+    """Return, by stage, the seconds that the messages of a step take in isolation.
 
-    The messages go one after another, on scratch buffers, over the communicators of the training.
-    All ranks begin together; a time is the median of five. With `stagger`, a time is the mean over
-    the turns of a refresh. Messages to and from curvature servers and
-    servers are not measured.
+    The messages are sent one after another, from scratch buffers, over the communicators of the
+    training. All ranks begin together; a time is the median of five. With `stagger`, it is the mean
+    over the rounds of a refresh. Messages to and from curvature servers and parameter servers are
+    not measured.
 
     Collective over: world.
     """
@@ -67,7 +67,7 @@ def _seconds(
 
 
 def _numbers(plan: RankPlan, messages: Sequence[Message], device: torch.device) -> Tensor:
-    """Return made-up numbers in the place of the stage's arena, up to the last message."""
+    """Return made-up values instead of the stage's arena, up to the last message."""
     sizes = plan.itemsizes
     size = sizes.bases if messages[0].stage == names.PUBLISH_BASES else sizes.numbers
     last = max(stop for message in messages for _, stop in message.spans)

@@ -1,4 +1,4 @@
-"""Examine the job: the launcher, nodes, GPUs, abilities of the MPI library, and ranks that died."""
+"""Examine the job: launcher, nodes, GPUs, features of the MPI library, and ranks that died."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Comm: TypeAlias = "MPI.Intracomm"
 
 
 class Maker(NamedTuple):
-    """What differs between the makers of GPUs.
+    """What differs between vendors of GPUs.
 
     Attributes:
         kind: torch's name for the GPUs.
-        queries: functions of Open MPI and MPICH that tell whether MPI takes device buffers.
+        queries: functions of Open MPI and MPICH that return whether MPI accepts device buffers.
     """
 
     kind: str
@@ -45,13 +45,13 @@ log = logging.getLogger("mpikfac")
 def world() -> MPI.Intracomm:
     """Start MPI, and return the communicator of all ranks, if the ranks form one job.
 
-    Without an MPI library, a process works alone, after a warning.
+    Without an MPI library, the process works alone, after a warning.
 
     Collective over: none.
 
     Raises:
-        SystemExit: code 2 if a launcher started N jobs of size 1, or in a worker process, such as a
-            loader's; a line says why.
+        SystemExit: code 2 if a launcher started N jobs of size 1, or in a worker process, such as
+            that of a data loader; a line states why.
     """
     comm = MPI.COMM_WORLD
     for size_name, rank_name in LAUNCHERS:
@@ -87,11 +87,11 @@ def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
 
 
 def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
-    """Return this rank's device; ranks of a node take GPUs in turn, and share if GPUs are fewer.
+    """Return this rank's device: the GPUs of a node are assigned to its ranks in round-robin order.
 
     Args:
-        kind: "cpu", torch's name for the GPUs ("cuda", also for ROCm, or "xpu"), or "auto" for the
-            GPUs where torch finds any.
+        kind: "cpu", torch's name for the GPUs ("cuda", also for ROCm, or "xpu"), or "auto" for
+            GPUs if torch finds any.
 
     Collective over: comm.
     """
@@ -111,7 +111,7 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
 
 
 def cuda_aware() -> bool:
-    """Return whether MPI takes device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides MPI's answer."""
+    """Return whether MPI accepts device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides the answer."""
     override = os.environ.get("MPIKFAC_CUDA_AWARE")
     if override is not None:
         return override == "1"
@@ -125,7 +125,7 @@ def cuda_aware() -> bool:
 
 
 def _maker() -> Maker | None:
-    """Return the maker of the GPU that torch finds; None without a GPU of a known maker."""
+    """Return the vendor of the GPU that torch finds; None without a GPU of a known vendor."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return next((maker for maker in MAKERS if accelerator and maker.kind == accelerator.type), None)
 
@@ -144,7 +144,7 @@ def lowest_in_node(comm: MPI.Intracomm) -> int:
 def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
     """Check that ranks with the same `r // ranks_per_node` share memory.
 
-    A node may hold several groups of `ranks_per_node` ranks.
+    A node can have several groups of `ranks_per_node` ranks.
 
     Collective over: comm.
 
@@ -162,12 +162,12 @@ def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
 
 
 def check_survivable() -> None:
-    """Check that the job survives the death of a rank, and the remaining ranks can train on.
+    """Check that the job survives the death of a rank, and the remaining ranks can continue.
 
     Collective over: none.
 
     Raises:
-        ValueError: MPI, or the command that started MPI, ends the job; the text says what to do.
+        ValueError: MPI, or the command that started it, would end the job; the text has the remedy.
     """
     if survives():
         return
@@ -179,9 +179,9 @@ def check_survivable() -> None:
 
 
 def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
-    """Return whether the error comes from the death of a rank.
+    """Return whether the error was caused by the death of a rank.
 
-    An error also counts if another rank has found the death and revoked the communicator.
+    This includes errors after another rank has detected the death and revoked the communicator.
 
     Collective over: none.
     """
@@ -206,8 +206,8 @@ def tells_of_loss(error: BaseException) -> bool:
 def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Intracomm:
     """Return a communicator of the remaining ranks, in the old order.
 
-    Every remaining rank has to call `survivors`. Ranks still waiting in `comm` or in one of
-    `communicators` are woken with an error.
+    Every remaining rank must call `survivors`. Ranks that still wait in `comm` or in one of
+    `communicators` receive an error.
 
     Collective over: the remaining ranks of comm.
     """
@@ -218,10 +218,10 @@ def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Int
 
 
 def leaving(code: int) -> int:
-    """End MPI and return the exit code `code`; a rank may then exit without ending other ranks.
+    """End MPI and return the exit code `code`; the rank can then exit without ending other ranks.
 
-    After the death of a rank the process exits without finalizing MPI: MPI may wait for the dead
-    rank for ever.
+    After the death of a rank, the process exits without finalizing MPI, which could wait for the
+    dead rank forever.
 
     Collective over: the remaining ranks.
     """
@@ -239,5 +239,5 @@ def _leave_without_mpi(code: int) -> None:
 
 
 def survives() -> bool:
-    """Return whether MPI lets the remaining ranks go on when a rank dies."""
+    """Return whether MPI lets the remaining ranks continue when a rank dies."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 (Open MPI's spelling)

@@ -1,6 +1,6 @@
-"""Start MPI when a program first asks for MPI, by `world()`, and not at an import.
+"""Start MPI when a program first uses it, in `world()`, and not on import.
 
-Where no MPI library is found, the calls are those of a process that works alone.
+If no MPI library is found, the calls are those of a process that works alone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LAUNCHERS = (
 
 
 class _Done:
-    """A request that is done."""
+    """A completed request."""
 
     def Test(self) -> bool:
         return True
 
 
 class _Alone:
-    """The communicator of a single process: messages go nowhere, and sums are there already."""
+    """The communicator of a single process: no messages, and reductions return their input."""
 
     rank, size, name = 0, 1, "alone"
 
@@ -76,7 +76,7 @@ class _Alone:
 
 
 def _copied(value: object) -> object:
-    """Return a copy, as messages make copies."""
+    """Return a copy, as messages do."""
     return pickle.loads(pickle.dumps(value))
 
 
@@ -119,7 +119,7 @@ class _OnDemand:
 
 
 def _refuse_in_worker() -> None:
-    """Return if the process may start MPI: a rank's workers would join the job a second time.
+    """Check that the process can start MPI: a rank's workers would join the job a second time.
 
     The server of `forkserver`, which is no worker yet, runs the main program under another name.
 

@@ -1,7 +1,7 @@
-"""Connect clients, which compute updates, and servers, which hold the weights.
+"""Connect clients, which compute updates, and servers, which store the weights.
 
-A client asks a server, and waits for the answer. A server answers in order of arrival. Numbers
-travel in non-blocking messages.
+A client sends a request to a server, and waits for the answer. A server answers in order of
+arrival. Tensors are sent in non-blocking messages.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ sends a state."""
 
 
 class Request(NamedTuple):
-    """The words of a client beside an update.
+    """What a client sends with an update.
 
     Attributes:
         step: the step of the client that made the update.
         wish: whether the client wants all clients to meet.
         votes: the means of the votes of the client's ranks.
-        numbers: numbers of the optimizer's parameter groups that the client has changed.
+        numbers: hyperparameters of the optimizer's parameter groups that the client has changed.
     """
 
     step: int
@@ -41,13 +41,13 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The words of a server beside weights.
+    """What a server sends with weights.
 
     Attributes:
-        version: how many updates are in the weights.
+        version: the number of updates in the weights.
         staleness: how many updates of other clients came between the weights of the client's update
             and the update; None without an update.
-        meet_at: the step after which all clients meet; None if no client has asked to meet.
+        meet_at: the step after which all clients meet; None if no client has requested a meeting.
         votes: the means of the latest votes of all clients.
     """
 
@@ -72,14 +72,14 @@ def ask(
     update: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> Answer:
-    """Send each server a share of an update; fill shares of weights, and return the first answer.
+    """Send each server a shard of an update; receive shards of weights; return the first answer.
 
     Collective over: none; the servers answer.
 
     Args:
-        update: a share for each server, on the host; empty to send no update.
-        weights: a share from each server, on the host, other memory than `update`; empty to get no
-            weights.
+        update: a shard for each server, on the host; empty to send no update.
+        weights: a shard from each server, on the host, in other memory than `update`; empty to
+            receive no weights.
     """
     waits = [begin_receive(link, part, server, tag) for server, part in enumerate(weights)]
     for server in range(link.remote_size):
@@ -98,7 +98,7 @@ def ask(
 def look(link: MPI.Intercomm) -> tuple[int, int] | None:
     """Return source and tag of a message that has arrived; None after a pause without a message.
 
-    The caller has to receive the message before the next look. Collective over: none.
+    The caller must receive the message before the next call. Collective over: none.
     """
     status = MPI.Status()
     try:
@@ -112,7 +112,7 @@ def look(link: MPI.Intercomm) -> tuple[int, int] | None:
 
 
 def receive_request(link: MPI.Intercomm, client: int, tag: int) -> Request:
-    """Return the words of a client whose message a server has found. Collective over: none."""
+    """Return the request of a client whose message a server has found. Collective over: none."""
     return cast(Request, link.recv(source=client, tag=tag))
 
 
@@ -131,7 +131,7 @@ def lost_ranks(link: MPI.Intercomm) -> list[int]:
 def answer(
     link: MPI.Intercomm, client: int, tag: int, weights: Sequence[Tensor], words: Answer
 ) -> None:
-    """Send a client a share of the weights, or words alone.
+    """Send a client a shard of the weights, or only an answer.
 
     Collective over: none; the client waits.
     """

@@ -1,4 +1,4 @@
-"""Choose the modules of a model that K-FAC covers, the forms of layers, and uncovered tensors."""
+"""Select the modules of a model that K-FAC covers, the form of their factors, and other tensors."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Coverage:
         rule: maps the whole factors of a layer to the kept factors: only diagonals or blocks, or
             only one side; how positions that share a weight count; the layer's preconditioner, if
             different from the run's preconditioner.
-        own_examples: names of modules, with all modules inside, whose inputs do not begin with the
-            batch but with examples of the modules' own, in any number, such as the boxes of images.
-            The own examples count as examples of the layers, and K-FAC does not warn of the number.
-            The loss is a mean over the own examples.
+        own_examples: names of modules, with all modules inside, whose first input dimension is not
+            the batch but their own examples, in any number, such as the boxes of images. These
+            count as the examples of the layers, and K-FAC does not warn about their number. The
+            loss is a mean over them.
         part_of_batch: names of modules, with all modules inside, whose calls see a part of the
             batch, such as experts, early exits or masked words. The loss is a mean over the whole
             batch, whose number of examples is that of the other layers.
@@ -116,10 +116,10 @@ def cover(
 
 
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """Return the layers that see all uses of their parameters, and the other layers' ties.
+    """Return the layers that see all uses of their parameters, and the ties of the other layers.
 
-    A gradient sums over all uses of a parameter, such as the weight of an embedding that is the
-    weight of the head, too; factors of some of the uses are not the curvature of the sum.
+    A gradient is the sum over all uses of a parameter, such as the weight that an embedding and
+    the head share; factors of only some of the uses are not the curvature of the sum.
     """
     uses: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -138,7 +138,7 @@ def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer
 
 
 def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
-    """Return the shape that the rule keeps of a layer.
+    """Return the shape of a layer after the rule.
 
     Raises:
         ValueError: the rule keeps something that the layer does not have.

@@ -27,8 +27,8 @@ class EmbeddingLayer(Layer):
     def whole_shape(self) -> LayerShape:
         """Return the shape: a diagonal of frequencies, and a factor of the order of a vector.
 
-        An example's gradient would be as large as the weight and nearly all zeros, so gradients of
-        examples are never made (`rescaled=False`).
+        The gradient of an example would be as large as the weight and nearly all zeros, so
+        per-example gradients are never computed (`rescaled=False`).
         """
         inputs, outputs = self.module.weight.shape
         return LayerShape(self.name, inputs, outputs, diagonal="A", rescaled=False)
@@ -48,7 +48,7 @@ class EmbeddingLayer(Layer):
         return used
 
     def input_means(self, x: Tensor) -> Tensor:
-        """Return for every example the share of positions that use an entry, `[batch, inputs]`."""
+        """Return, per example, the fraction of positions that use an entry, `[batch, inputs]`."""
         entries, count = x.reshape(len(x), -1), len(self.module.weight)
         means = torch.zeros(len(x), count, dtype=self._dtype, device=x.device)
         share = torch.full_like(entries, 1 / entries.shape[1], dtype=means.dtype)

@@ -1,4 +1,4 @@
-"""The kinds of layers: by class of the module, or by the full name of the class."""
+"""List the kinds of layers, by the class of the module or by its full name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # an attention multiplies by 
 
 
 def same_as(module: nn.Module, covers: Kinds) -> bool:
-    """Return whether an uncovered module computes as a covered class does, by inherited methods."""
+    """Return whether an uncovered module computes the same as a covered class, by inheritance."""
     kind = type(module)
     base = covered_base(kind, covers)
     if base is None or maker_of(module, covers) or kind in NEVER_CALLED:
@@ -68,7 +68,7 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
-    """Return the argument of `KFAC` that covers a class that computes as a covered class does."""
+    """Return the argument of `KFAC` that covers a class that computes what a covered class does."""
     base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
     (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]
@@ -84,7 +84,7 @@ def covered_base(kind: type[nn.Module], covers: Kinds) -> type[nn.Module] | None
 
 
 def _changes(kind: type, base: type) -> bool:
-    """Return whether a class may change what the methods of a base class compute."""
+    """Return whether a class can change what the methods of a base class compute."""
     harmless = {"__init__", "__module__", "__doc__", "__repr__", "extra_repr", "reset_parameters"}
     return any(
         isinstance(value, property) or (callable(value) and hasattr(base, name))

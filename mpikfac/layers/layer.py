@@ -54,8 +54,8 @@ class NotCovered(ValueError):
 class Layer:
     """Describe a module whose gradient K-FAC preconditions; the base class describes `Linear`.
 
-    For modules of your own, derive a class, override what differs (often only `inputs` and
-    `outputs`), and pass the class as `Coverage(covers={YourModule: YourLayer})`.
+    For your own modules, derive a class, override what differs (often only `inputs` and
+    `outputs`), and pass it as `Coverage(covers={YourModule: YourLayer})`.
 
     Attributes:
         name: the module's name in the model, or of a layer inside the module.
@@ -65,11 +65,11 @@ class Layer:
         bias: whether the matrix's last column is the bias.
         bias_alone: whether the bias is the only column.
         shape: the layer's factors and the form of the gradient.
-        spatial: whether positions are pixels; normalisations other than "expand" ask.
-        dimensions: smallest number of dimensions of a batch; an input of fewer is a single example.
+        spatial: whether positions are pixels; used by normalisations other than "expand".
+        dimensions: the minimum number of dimensions of a batch; an input with fewer is one example.
         quadratic: the sides whose sums are of squares of gradients; other sums are of inputs alone.
         rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
-        of_batch: whether inputs begin with the batch; else with examples of the layer's own.
+        of_batch: whether inputs begin with the batch; else with the layer's own examples.
         of_part: whether these examples are a part of the batch, over which the loss is a mean.
         group: the only group that the layer's statistics are of; None for all groups.
     """
@@ -106,7 +106,7 @@ class Layer:
         self.shape = self.whole_shape()
 
     def __repr__(self) -> str:
-        """Return the name, the kind of module and the factors in short."""
+        """Return a short description: the name, the kind of module and the factors."""
         factors = ", ".join(f"{side} {self._form(side)}" for side in self.shape.sides)
         return f"{type(self).__name__}({self.name!r}, {type(self.module).__name__}, {factors})"
 
@@ -137,8 +137,7 @@ class Layer:
     def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
         """Call `hook` after each forward call of a module of the layer; return what to remove.
 
-        The hook comes before all hooks of the program: a hook of the program may replace the
-        module's output.
+        The hook runs before all hooks of the program, which could replace the module's output.
         """
         return [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
 

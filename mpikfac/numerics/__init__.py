@@ -1,4 +1,4 @@
-"""Compute on tensors by pure functions, and hold tensors in flat buffers."""
+"""Compute on tensors with pure functions, and store tensors in flat buffers."""
 
 from mpikfac.numerics.arena import Arena as Arena
 from mpikfac.numerics.arena import Copies as Copies

@@ -1,4 +1,4 @@
-"""Hold named tensors as views of a flat buffer; find and copy those that one call can take."""
+"""Store named tensors as views of a flat buffer; group and copy tensors in few calls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Copies: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
 @torch.no_grad()
 def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Fill each first tensor from the second, in few calls.
+    """Copy the second tensor of each pair to the first, in few calls.
 
-    A GPU copies many tensors by one kernel, if each tensor is stored like the tensor's source.
+    A GPU copies many tensors with one kernel if each tensor has the layout of its source.
     """
     stored: dict[bool, list[tuple[Tensor, Tensor]]] = {}
     for filled, source in copies:
@@ -31,10 +31,10 @@ def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
-    """Return the keys in lists of equal shape and dtype; on the CPU, every key alone.
+    """Return the keys grouped by equal shape and dtype; on the CPU, every key separately.
 
-    A GPU spends as long on the start of a small kernel as on the kernel. On the CPU a stack would
-    only be a copy.
+    A GPU takes as long to launch a small kernel as to run it. On the CPU, a stack would only be a
+    copy.
     """
     groups: dict[object, list[Key]] = {}
     for name, tensor in tensors.items():
@@ -48,7 +48,7 @@ class Arena(dict[str, Tensor]):
 
     Attributes:
         layout: the offset and shape of every block.
-        flat: the buffer, zero at first, `[layout.size]`; the buffer's address never changes.
+        flat: the buffer, initially zero, `[layout.size]`; its address never changes.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -64,9 +64,9 @@ class Arena(dict[str, Tensor]):
         return slice(start, start + self[name].numel())
 
     def stack(self, names: Sequence[str]) -> Tensor | None:
-        """Return equal blocks at even distances as a view `[names, ...]`; None if they are not.
+        """Return equal blocks at equal distances as a view `[names, ...]`; None if they are not.
 
-        A view goes forward: names have to be in the order of the blocks.
+        Names must be in the order of the blocks.
         """
         first, starts = self[names[0]], [self.layout.offsets[name] for name in names]
         distance = starts[1] - starts[0] if len(names) > 1 else first.numel()
@@ -92,7 +92,7 @@ def together(arena: Arena, names: Sequence[str]) -> Tensor:
 
 
 class Parts:
-    """Keep an arena's content for every part of a rank's batch; parts are summed in order later."""
+    """Store an arena's content for every part of a local batch; parts are summed in order later."""
 
     def __init__(self, arena: Arena, count: int) -> None:
         self._flat = arena.flat
@@ -101,7 +101,7 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the kept parts."""
+        """Return the bytes of the stored parts."""
         return self._stored.nbytes
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class Parts:
         return self._stored[: self._taken]
 
     def add(self) -> None:
-        """Keep a copy of the arena's content as the next part.
+        """Store a copy of the arena's content as the next part.
 
         Raises:
             ValueError: all of this rank's parts are already there.
@@ -136,5 +136,5 @@ class Parts:
         return self._stored
 
     def clear(self) -> None:
-        """Drop all parts added so far."""
+        """Discard all parts added so far."""
         self._taken = 0

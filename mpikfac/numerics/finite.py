@@ -22,7 +22,7 @@ def each_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def not_finite(blocks: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the blocks that hold infinity or NaN."""
+    """Return the names of the blocks that contain infinity or NaN."""
     if not blocks:
         return []
     sound = each_finite(list(blocks.values())).tolist()

@@ -1,12 +1,13 @@
 """Compute gradients of outputs that estimate the Fisher matrix of a model's own distribution.
 
-The empirical Fisher takes the gradients of the loss at the data's labels. The functions here take
-labels from the model's own distribution [Martens 2020; Kunstner et al. 2019]: drawn labels, or all
-labels at once. All labels at once are the columns of a root of the loss's Hessian, the generalised
-Gauss-Newton matrix (type-2).
+The empirical Fisher uses gradients of the loss for the labels of the data. The functions here use
+labels from the model's own distribution [Martens 2020; Kunstner et al. 2019]: sampled labels, or
+all labels at once. The latter are the columns of a square root of the loss's Hessian, which gives
+the generalised Gauss-Newton matrix (type-2).
 
-Outputs are `[batch, outputs]`, or for drawn labels `[batch, outputs, *positions]`. The loss is the
-result of `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits` for the outputs.
+Outputs are `[batch, outputs]`, or for sampled labels `[batch, outputs, *positions]`. The loss is
+the result of `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits` for these
+outputs.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ LOSSES: tuple[Loss, ...] = ("cross-entropy", "squared-error", "logistic")
 
 
 def sampled(outputs: Tensor, loss: Loss) -> Tensor:
-    """Return the gradient of the mean loss `[batch, outputs, *positions]` at drawn labels.
+    """Return the gradient of the mean loss `[batch, outputs, *positions]` for sampled labels.
 
-    Labels are drawn independently at every position, and gradients of positions are added up as
-    independent gradients: correlations between positions do not count.
+    Labels are sampled independently at every position, and gradients of positions are summed as
+    independent gradients: correlations between positions are ignored.
     """
     with torch.no_grad():
         positions = math.prod(outputs.shape[2:])
@@ -34,13 +35,13 @@ def sampled(outputs: Tensor, loss: Loss) -> Tensor:
 
 
 def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
-    """Yield gradients `[batch, outputs]`, as many as outputs, that together stand for all labels.
+    """Yield gradients `[batch, outputs]`, as many as outputs, that together represent all labels.
 
     For every example, the sum of the gradients' outer products is the Hessian of the example's part
-    of the mean loss, divided by the batch as squares of gradients of the mean loss are.
+    of the mean loss, divided by the batch size like squared gradients of the mean loss.
 
     Raises:
-        ValueError: outputs have positions; every position would take as many gradients as outputs.
+        ValueError: outputs have positions; every position would need as many gradients as outputs.
     """
     if outputs.dim() != 2:
         raise ValueError(
@@ -104,10 +105,10 @@ ROOTS: Mapping[Loss, Callable[[Tensor], Tensor]] = {
 
 
 def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
-    """Return if `heads` `[batch, outputs, ...]` may be the outputs of the losses of a batch.
+    """Check that `heads` `[batch, outputs, ...]` can be the outputs of the losses of a batch.
 
     Raises:
-        ValueError: heads and losses are not equally many; heads have different numbers of rows, or
+        ValueError: there are not as many heads as losses; heads have different numbers of rows, or
             one of them cannot have its loss.
     """
     rows = [len(outputs) if outputs.dim() else 0 for outputs in heads]
@@ -121,10 +122,10 @@ def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
 
 
 def _check_head(outputs: Tensor, loss: Loss) -> None:
-    """Return if `outputs` `[batch, outputs, ...]` may be the outputs of a loss.
+    """Check that `outputs` `[batch, outputs, ...]` can be the outputs of a loss.
 
     Raises:
-        ValueError: outputs have no dimension of outputs; or for a cross-entropy, a single output,
+        ValueError: outputs have no output dimension; or for a cross-entropy, a single output,
             or probabilities.
     """
     if outputs.dim() < 2:

@@ -1,4 +1,4 @@
-"""Compute first and second moments of layer inputs and output gradients, and normalise moments.
+"""Compute and normalise first and second moments of layer inputs and output gradients.
 
 B is the number of examples in the batch, S the number of positions that share a weight (outputs of
 a convolution, tokens). `a` is a layer's inputs `[batch, shared, inputs]`, 1 appended for a bias,
@@ -15,7 +15,7 @@ change the meaning of a damping value:
 
 For linear layers "sc20" and "kfac-pytorch" count positions as examples (S = 1).
 
-Eva [Zhang et al. 2023] takes means in the place of second moments: A and G become `v v^T` with
+Eva [Zhang et al. 2023] uses means instead of second moments: A and G become `v v^T` with
 
     expand         v = sum(a) / (B S)          v = sum(g) / sqrt(S)
 
@@ -59,7 +59,7 @@ def vector_scales(normalization: Normalization, batch: int, shared: float) -> tu
 def squares(columns: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = product) -> Tensor:
     """Return `sum(v v^T)` `[..., n, n]` over vectors `v`, the columns of `[..., n, vectors]`.
 
-    On a GPU, numbers rounded to 16 bits are multiplied as they are, and add up in float32.
+    On a GPU, 16-bit values are multiplied without conversion, and summed in float32.
     """
     if columns.is_cuda and columns.dtype in ADDED_IN_FLOAT32:
         multiply = partial(torch.mm if columns.dim() == 2 else torch.bmm, out_dtype=torch.float32)

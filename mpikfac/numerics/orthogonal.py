@@ -1,4 +1,4 @@
-"""Make the singular values of matrices equal, by products of matrices alone."""
+"""Make the singular values of matrices equal, using only matrix products."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return matrices with the same singular vectors, and with singular values near 1.
 
     Four odd polynomials bring all singular values above 1/350 of a bound on the largest to between
-    0.78 and 1.24. A smaller one grows to at least 270 times its share of the bound. Zeros stay
-    zeros, and a matrix that is not finite becomes NaN.
+    0.78 and 1.24. A smaller one grows to at least 270 times its fraction of the bound. Zeros
+    stay zeros, and a matrix that is not finite becomes NaN.
 
     With X a matrix in its wide form, divided by a bound on its largest singular value, a step is
-    `X <- F X`, where F is a polynomial of `X X^T`. The product of all F meets the wide matrix once,
-    at the end.
+    `X <- F X`, where F is a polynomial of `X X^T`. The product of all F is multiplied by the wide
+    matrix once, at the end.
 
     Args:
-        matrices: `[..., outputs, inputs]` each; leading dimensions count matrices.
+        matrices: `[..., outputs, inputs]` each; leading dimensions are batch dimensions.
     """
     stacks, places = list[Tensor](), dict[int, list[int]]()
     for place, matrix in enumerate(matrices):

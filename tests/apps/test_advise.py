@@ -9,9 +9,9 @@ import pytest
 
 import mpikfac
 from mpikfac.predict import Level, Machine, Network
+from mpikfac_apps.lab.predict import advise, simulate
+from mpikfac_apps.lab.predict.options import ADVISE
 from mpikfac_apps.options.parse import parse
-from mpikfac_apps.planning import advise, simulate
-from mpikfac_apps.planning.options import ADVISE
 
 OWN = "import torch\n\ndef build():\n    return torch.nn.Linear(1000, 500, bias=False)\n"
 

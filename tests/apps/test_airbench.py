@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from mpikfac.checkpoint import latest_checkpoint, read_checkpoint
+from mpikfac_apps.lab.study import spec
 from mpikfac_apps.problems import airbench, datasets, models
-from mpikfac_apps.study import spec
 from mpikfac_apps.training import batches, train
 
 WIDTHS = (8, 16, 16)

@@ -89,7 +89,7 @@ def test_checkpoints_are_written_when_they_are_due(runs):
 def test_a_signal_stops_all_clients_after_the_same_step(tmp_path):
     """Oracle: the chosen code, and a checkpoint."""
     options = (*PROGRAM, UPDATES, "--epochs=9999", "--exit_code=75", f"--run_dir={tmp_path}")
-    with start(4, TRAIN, *options) as job:
+    with start(4, *TRAIN, *options) as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)
@@ -108,7 +108,7 @@ def test_a_signal_stops_all_clients_after_the_same_step(tmp_path):
 def test_a_mistake_of_clients_ends_all_ranks(tmp_path):
     """Oracle: code and message; the server does not wait for ever."""
     more = ("--sync.push_interval=2", "--optimizer=adamw", f"--run_dir={tmp_path}")
-    job = launch(3, TRAIN, *PROGRAM, UPDATES, *more)
+    job = launch(3, *TRAIN, *PROGRAM, UPDATES, *more)
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert "push_interval=2 needs the optimizer SGD, not AdamW" in line

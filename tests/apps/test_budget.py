@@ -13,9 +13,11 @@ from mpi4py import MPI
 import mpikfac
 from mpikfac.plan import operations
 from mpikfac_apps.checking import check
+from mpikfac_apps.lab.predict import predictions
+from mpikfac_apps.lab.predict.options import SIMULATE
 from mpikfac_apps.options.strategy import kfac_settings
-from mpikfac_apps.planning import plan, predictions
-from mpikfac_apps.planning.options import PLAN, SIMULATE
+from mpikfac_apps.planning import plan
+from mpikfac_apps.planning.options import PLAN
 from mpikfac_apps.problems import models
 from support import inside
 

@@ -16,7 +16,7 @@ from mpikfac_apps.checking.options import CHECK
 from mpikfac_apps.problems import models
 from support.launch import launch
 
-PROGRAM = str(Path(__file__).parents[2] / "apps" / "check.py")
+PROGRAM = ("-m", "mpikfac_apps", "check")
 MODELS = """
 import torch
 from torch import nn
@@ -438,7 +438,7 @@ def test_bad_input_is_one_line(arguments, told, file, tmp_path, monkeypatch, cap
 @pytest.mark.gate
 def test_strategies_are_compared_under_mpi(file):
     """Oracle: a single process on the joined batches, by the program; the next test fails."""
-    job = launch(2, PROGRAM, f"{file()}:mixed", *MIXED)
+    job = launch(2, *PROGRAM, f"{file()}:mixed", *MIXED)
     assert job.returncode == 0, job.stderr
     found = dict(re.findall(r"^  ([a-z-]+) +\S+  (ok|WRONG)$", job.stdout, re.MULTILINE))
     assert found == dict.fromkeys(["sgd", *comparison.STRATEGIES], "ok")
@@ -448,7 +448,7 @@ def test_strategies_are_compared_under_mpi(file):
 @pytest.mark.gate
 def test_a_model_that_fails_in_eval_is_one_line_under_mpi(file):
     """Oracle: the line; strategies are compared in eval()."""
-    job = launch(2, PROGRAM, f"{file()}:training", "--input", "4")
+    job = launch(2, *PROGRAM, f"{file()}:training", "--input", "4")
     (line,) = [line for line in job.stderr.splitlines() if "mpikfac" in line]
     assert job.returncode == 2 and "Traceback" not in job.stderr
     assert "in eval() with 4 examples raised RuntimeError: not in this way" in line
@@ -457,7 +457,7 @@ def test_a_model_that_fails_in_eval_is_one_line_under_mpi(file):
 @pytest.mark.slow
 def test_a_model_that_cannot_be_distributed_is_seen_under_mpi(file):
     """Oracle: an embedding whose gradient depends on the rest of the batch."""
-    job = launch(2, PROGRAM, f"{file()}:Frequent", "--input", "4")
+    job = launch(2, *PROGRAM, f"{file()}:Frequent", "--input", "4")
     assert job.returncode == 1
     assert f"WRONG: sgd, {', '.join(comparison.STRATEGIES)}\n" in job.stdout, job.stderr
 
@@ -486,7 +486,7 @@ def test_attentions_to_others_and_cells_are_checked(file, capsys):
 @pytest.mark.slow
 def test_attentions_with_dropout_are_compared_under_mpi(file):
     """Oracle: a single process on the joined batches, by the program."""
-    job = launch(2, PROGRAM, f"{file()}:translates", "--input", "3,4")
+    job = launch(2, *PROGRAM, f"{file()}:translates", "--input", "3,4")
     assert job.returncode == 0, job.stdout
     assert "All right: 18 of 18 checked" in job.stdout
 

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from mpikfac_apps.study import compare
-from mpikfac_apps.study.seeds import by_seed
+from mpikfac_apps.lab.study import compare
+from mpikfac_apps.lab.study.seeds import by_seed
 
 
 def run_of(path, accuracies, pace=1.5, scales=()):

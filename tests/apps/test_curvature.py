@@ -93,7 +93,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
 def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
     """Oracle: code and line of a run without curvature servers."""
     (tmp_path / "file").touch()
-    job = launch(3, TRAIN, *ONE, f"--run_dir={tmp_path}")
+    job = launch(3, *TRAIN, *ONE, f"--run_dir={tmp_path}")
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert "is not empty; give another one" in line
@@ -103,7 +103,7 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
 def test_a_signal_to_all_stops_the_run(tmp_path):
     """Oracle: the chosen code and the checkpoint of a step, possibly with pending bases."""
     options = (*ONE, "--epochs=9999", "--exit_code=75", f"--run_dir={tmp_path}")
-    with start(3, TRAIN, *options) as job:
+    with start(3, *TRAIN, *options) as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from mpikfac_apps.graphs import data, partitions
 from support.launch import launch
 
-PROGRAM = str(Path(__file__).parents[2] / "apps" / "train_graph.py")
+PROGRAM = ("-m", "mpikfac_apps", "train-graph")
 SHORT = (
     *("--planted.nodes=120", "--planted.inputs=8", "--planted.communities=3", "--known=0.2"),
     *("--epochs=8", "--device=cpu", "--threads=1", "--hidden=8", "--warmup=2"),
@@ -142,7 +141,7 @@ def unbroken(tmp_path_factory):
     rows = {}
     for ranks, name in ((1, "exact"), (2, "delayed")):
         arguments = (*SHORT, f"--aggregate={name}", "--delay=3", f"--run_dir={root / name}")
-        ended = launch(ranks, PROGRAM, *arguments)
+        ended = launch(ranks, *PROGRAM, *arguments)
         assert ended.returncode == 0, ended.stderr
         rows[name] = rows_of(root / name)
     return rows
@@ -152,8 +151,8 @@ def unbroken(tmp_path_factory):
 def test_a_run_goes_on_on_other_ranks(tmp_path, unbroken, before, after):
     """Oracle: the run on a single rank without an end, to the digits of float32."""
     arguments = (*SHORT, f"--run_dir={tmp_path / 'run'}")
-    assert launch(before, PROGRAM, *arguments, "--max_steps=5").returncode == 0
-    ended = launch(after, PROGRAM, *arguments, "--resume=auto")
+    assert launch(before, *PROGRAM, *arguments, "--max_steps=5").returncode == 0
+    ended = launch(after, *PROGRAM, *arguments, "--resume=auto")
     assert ended.returncode == 0, ended.stderr
     for found, expected in itertools.zip_longest(rows_of(tmp_path / "run"), unbroken["exact"]):
         assert found == pytest.approx(expected, rel=1e-3, abs=0.02)
@@ -163,11 +162,11 @@ def test_a_run_goes_on_on_other_ranks(tmp_path, unbroken, before, after):
 def test_late_rows_go_on_with_the_run(tmp_path, unbroken):
     """Oracle: the run without an end, to the last bit; a line where late rows begin anew."""
     arguments = (*SHORT, "--aggregate=delayed", "--delay=3", f"--run_dir={tmp_path / 'run'}")
-    assert launch(2, PROGRAM, *arguments, "--max_steps=5").returncode == 0
-    ended = launch(2, PROGRAM, *arguments, "--resume=auto", "--max_steps=7")
+    assert launch(2, *PROGRAM, *arguments, "--max_steps=5").returncode == 0
+    ended = launch(2, *PROGRAM, *arguments, "--resume=auto", "--max_steps=7")
     assert ended.returncode == 0 and "begin with 0" not in ended.stdout + ended.stderr
     assert rows_of(tmp_path / "run") == unbroken["delayed"][:7]
-    ended = launch(3, PROGRAM, *arguments, "--resume=auto")
+    ended = launch(3, *PROGRAM, *arguments, "--resume=auto")
     assert ended.returncode == 0
     assert (ended.stdout + ended.stderr).count("late rows begin with 0") == 1
 
@@ -178,6 +177,6 @@ def test_mistakes_are_told_in_a_line(tmp_path):
         (["--planted.nodes=2", "--known=0.9"], "leaves ranks [2] without a node"),
         (["--aggregate=mean"], "aggregate=mean"),
     ):
-        ended = launch(3, PROGRAM, *SHORT[2:], *arguments, f"--run_dir={tmp_path / 'run'}")
+        ended = launch(3, *PROGRAM, *SHORT[2:], *arguments, f"--run_dir={tmp_path / 'run'}")
         assert ended.returncode == 2
         assert text in ended.stderr and "Traceback" not in ended.stderr

@@ -146,7 +146,7 @@ def test_a_restart_goes_back_to_a_step_of_all_groups(runs, tmp_path):
     shutil.copytree(runs / "half", run_dir)
     assert steps(run_dir / "group-0") == steps(run_dir / "group-1") == [6, 9]
     shutil.rmtree(run_dir / "group-1" / "checkpoints" / "step-000000009")
-    ended = launch(2, TRAIN, "--resume=auto", f"--run_dir={run_dir}")
+    ended = launch(2, *TRAIN, "--resume=auto", f"--run_dir={run_dir}")
     assert ended.returncode == 0, ended.stderr
     for number in range(2):
         assert "step-000000006" in (run_dir / f"group-{number}" / "log.txt").read_text()
@@ -169,7 +169,7 @@ def test_groups_without_a_common_step_are_refused(monkeypatch, found, told):
 def test_a_burn_in_without_an_end_is_told(tmp_path, burn_in, lines):
     """Oracle: by hand: the run has 9 steps; one rank tells."""
     asked = (*QUICK, "--optimizer=sgd", f"--burn_in={burn_in}", "--max_steps=1")
-    ended = launch(2, TRAIN, *asked, f"--run_dir={tmp_path}")
+    ended = launch(2, *TRAIN, *asked, f"--run_dir={tmp_path}")
     assert ended.returncode == 0, ended.stderr
     told = f"burn_in={burn_in}: groups learn nothing from each other in the 9 steps of the run"
     assert (ended.stdout + ended.stderr).count(told) == lines
@@ -182,7 +182,7 @@ def test_a_request_to_a_group_reaches_all_groups(tmp_path):
     control.mkdir(parents=True)
     (control / "stop").touch()
     asked = (*QUICK, "--optimizer=sgd", "--resume=auto", "--exit_code=7", f"--run_dir={tmp_path}")
-    ended = launch(2, TRAIN, *asked)
+    ended = launch(2, *TRAIN, *asked)
     assert ended.returncode == 7, ended.stderr
     assert steps(tmp_path / "group-0") == steps(tmp_path / "group-1") == [1]
 

@@ -103,7 +103,7 @@ def test_factors_of_the_gradient_are_factors():
 def test_a_singular_layer_without_damping_has_an_infinite_condition():
     """Oracle: by definition; rounding below 0 is no negative condition."""
     values = torch.tensor([-1e-18, 1.0])
-    assert spectra.Spectrum("layer", values, values).condition("eigen", 0.0) == float("inf")
+    assert spectra.Spectrum("layer", values, values).condition(mpikfac.Eigen(), 0.0) == float("inf")
 
 
 def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from mpikfac_apps.checking import check
+from mpikfac_apps.lab.study import compare, spec
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.problems.language import corpus
 from mpikfac_apps.problems.tasks import LANGUAGE
-from mpikfac_apps.study import compare, spec
 from mpikfac_apps.training import train
 from mpikfac_apps.training.parts.optimizers import hidden_matrices
-from support.launch import run_each
+from support.launch import TRAIN, run_each
 
 NETWORKS = ("gpt_small", "lstm_small")
-STARTER = Path(__file__).parents[2] / "apps" / "train_lm.py"
+CONFIG = Path(__file__).parents[2] / "jobs" / "configs" / "text_kfac.yaml"
 TEXT = "\n".join(f"{n} times {n} is {n * n};" for n in range(900))
 SHORT = ("--batch=24", "--data.train_images=120", "--data.test_images=8", "--epochs=2")
 KFAC = ("--kfac.factor_update_steps=2", "--kfac.inv_update_steps=4")
@@ -246,8 +246,8 @@ def test_compare_knows_that_few_bits_are_good(job, capsys):
     assert told in capsys.readouterr().out
 
 
-def test_the_starter_has_a_language_model_and_takes_options():
+def test_the_file_of_options_has_a_language_model():
     """Oracle: the printed options."""
-    command = [sys.executable, str(STARTER), "--optimizer=adamw", "--print_config"]
+    command = [sys.executable, *TRAIN, f"--config={CONFIG}", "--optimizer=adamw", "--print_config"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert {"optimizer: adamw", "model: gpt_small", "  name: text"} <= set(shown.splitlines())

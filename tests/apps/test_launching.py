@@ -77,11 +77,11 @@ def test_a_program_refuses_its_options_before_ranks_start(capsys, monkeypatch):
     [
         (
             "SLURM_JOB_ID",
-            "Slurm starts a job's ranks; use srun --mpi=pmi2 -n 3 python -m mpi4py -m",
+            "Slurm starts a job's ranks; use srun --mpi=pmi2 -n 3 mpikfac train --lr=1",
         ),
         (
             "PBS_JOBID",
-            "PBS knows a job's hosts; use mpirun -n 3 python -m mpi4py -m mpikfac_apps",
+            "PBS knows a job's hosts; use mpirun -n 3 mpikfac train --lr=1",
         ),
         ("PMIX_RANK", "PMIX_RANK is set: a rank starts no ranks; leave out mpirun or srun"),
     ],

@@ -17,11 +17,11 @@ from torch import nn
 
 import mpikfac
 from mpikfac_apps.inspecting import export, weights
+from mpikfac_apps.lab.study.spec import plan_of
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.planning import plan
 from mpikfac_apps.problems import models, own
-from mpikfac_apps.study.spec import plan_of
 from mpikfac_apps.training import train
 from programs.plain import NETWORKS, plain
 from support import zoo

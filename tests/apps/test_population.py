@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from mpikfac_apps.populations.selection import Parents
 from mpikfac_apps.training.parts.problem import first_model
 from support.launch import TRAIN, launch
 
-PROGRAM = str(Path(TRAIN).with_name("train_population.py"))
+PROGRAM = ("-m", "mpikfac_apps", "train-population")
 QUICK = (
     *("--data.train_images=460", "--population.held_out=100", "--batch=120", "--epochs=4"),
     *("--threads=1", "--log_every=1", "--population.every=4", "--seed=2"),
@@ -181,14 +180,14 @@ slow = pytest.mark.slow
 
 def test_a_mistake_is_told_in_a_line(tmp_path):
     """Oracle: the line, from one rank, and the code."""
-    ended = launch(2, PROGRAM, "--population.held_out=5000", f"--run_dir={tmp_path / 'run'}")
+    ended = launch(2, *PROGRAM, "--population.held_out=5000", f"--run_dir={tmp_path / 'run'}")
     assert ended.returncode == 2
     assert ended.stderr.count("population.held_out=5000 must be less than the") == 1
     assert "Traceback" not in ended.stderr
 
 
 def run(ranks, run_dir, *more, program=PROGRAM):
-    ended = launch(ranks, program, *QUICK, *more, f"--run_dir={run_dir}")
+    ended = launch(ranks, *program, *QUICK, *more, f"--run_dir={run_dir}")
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -263,7 +262,7 @@ def test_a_restart_repeats_every_bit_on_other_ranks(runs, tmp_path):
 def test_a_member_is_a_plain_run_until_a_selection(runs, tmp_path):
     """Oracle: the training program with the images that are not held out, bit for bit."""
     plain = ("--data.train_images=360", "--batch=120", "--epochs=4", "--threads=1", "--seed=2")
-    ended = launch(1, TRAIN, *plain, "--max_steps=4", f"--run_dir={tmp_path / 'run'}")
+    ended = launch(1, *TRAIN, *plain, "--max_steps=4", f"--run_dir={tmp_path / 'run'}")
     assert ended.returncode == 0, ended.stderr
     expected = saved(tmp_path / "run", 4)
     found = of_member(saved(runs / "apart", 4), 0)
@@ -302,7 +301,7 @@ def test_a_request_reaches_all_ranks(tmp_path):
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "stop").touch()
     asked = (*QUICK, "--resume=auto", "--exit_code=7", f"--run_dir={tmp_path}")
-    ended = launch(2, PROGRAM, *asked)
+    ended = launch(2, *PROGRAM, *asked)
     assert ended.returncode == 7, ended.stderr
     assert {name.partition("/")[0] for name in saved(tmp_path, 1)} == {
         *("member-0", "member-1", "member-2", "member-3", "trainer")

@@ -11,11 +11,12 @@ import torch
 import mpikfac
 from mpikfac.preconditioners import PRECONDITIONERS, Defaults
 from mpikfac.settings import MOMENTUM
+from mpikfac_apps.lab.predict.options import SIMULATE
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import TRAIN
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import kfac_settings, make_strategy
-from mpikfac_apps.planning.options import PLAN, SIMULATE
+from mpikfac_apps.planning.options import PLAN
 from mpikfac_apps.training import train
 from support import inside
 

@@ -27,7 +27,7 @@ def alone(tmp_path):
     jobs = []
 
     def start(*more: str, **how: object) -> subprocess.Popen[str]:
-        command = [sys.executable, TRAIN, *OPTIONS, f"--run_dir={tmp_path / 'run'}", *more]
+        command = [sys.executable, *TRAIN, *OPTIONS, f"--run_dir={tmp_path / 'run'}", *more]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         jobs.append(subprocess.Popen(command, **(pipes | how)))
         return jobs[-1]

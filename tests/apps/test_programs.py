@@ -10,6 +10,8 @@ import pytest
 
 from mpikfac_apps import __main__ as program
 from mpikfac_apps.launching.programs import PROGRAMS, answer
+from support.launch import environment, launcher
+from support.pace import paced
 
 ANSWERS = """
 import sys
@@ -19,10 +21,24 @@ for name in HEAVY:
 from mpikfac_apps.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
+WITHOUT_TORCH = [name for name, program in PROGRAMS.items() if program.command_line]
+DIES = """
+import sys
+from mpikfac_apps import __main__ as program
+import mpikfac
+
+def main():
+    comm = mpikfac.world()
+    assert comm.rank == 0, "rank 1 fails"
+    comm.Barrier()
+
+program.main = main
+program.command()
+"""
 
 
 @pytest.mark.parametrize(("argument", "code"), [("--help_all", 0), ("--bogus_option=1", 2)])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_help_and_unknown_options_need_neither_torch_nor_mpi(name, argument, code):
     """Oracle: a process in which the import of torch, mpi4py or h5py fails."""
     command = [sys.executable, "-c", ANSWERS, name, argument]
@@ -40,6 +56,9 @@ def test_the_table_of_programs_names_what_exists(name):
     """Oracle: the modules, and the name of the program in its command line."""
     entry = PROGRAMS[name]
     assert callable(import_module(f"mpikfac_apps.{entry.module}").main)
+    if not entry.command_line:
+        assert entry.purpose.startswith("example: ")
+        return
     module, _, line = entry.command_line.partition(":")
     assert getattr(import_module(f"mpikfac_apps.{module}"), line).program == f"mpikfac {name}"
 
@@ -80,3 +99,16 @@ def test_a_rank_leaves_the_answer_to_the_program(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr("mpikfac_apps.planning.strategies.main", lambda arguments: 7)
     assert program.main(["strategies", "--help"]) == 7
+
+
+def test_a_failing_rank_of_the_command_ends_all_ranks():
+    """Oracle: an end at all; without `python -m mpi4py`, the other rank would wait for ever."""
+    mpirun, flags = launcher()
+    ended = subprocess.run(
+        [mpirun, *flags, "-n", "2", sys.executable, "-c", DIES],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=paced(60),
+    )
+    assert ended.returncode and "rank 1 fails" in ended.stderr

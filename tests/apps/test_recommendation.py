@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +15,12 @@ from mpikfac_apps.recommendation.network import Dlrm
 from mpikfac_apps.recommendation.train import RecommendationOptions, area, standardised
 from support.launch import launch
 
-PROGRAM = str(Path(__file__).parents[2] / "apps" / "train_recommendation.py")
-IN_FLOAT64 = f"""
-import runpy, torch
+PROGRAM = ("-m", "mpikfac_apps", "train-recommendation")
+IN_FLOAT64 = """
+import sys, torch
+from mpikfac_apps.recommendation.train import main
 torch.set_default_dtype(torch.float64)
-runpy.run_path({PROGRAM!r}, run_name="__main__")
+sys.exit(main())
 """
 RATINGS = """user_id:token\titem_id:token\trating:float\ttimestamp:float
 7\t3\t4\t881253600

@@ -16,12 +16,12 @@ import yaml
 from matplotlib.figure import Figure
 
 import mpikfac
+from mpikfac_apps.lab.study import results, spec, study
+from mpikfac_apps.lab.study.report import page as report
+from mpikfac_apps.lab.study.report import pictures, style
+from mpikfac_apps.lab.study.report.findings import findings
+from mpikfac_apps.lab.study.seeds import doubt, mean_of, student
 from mpikfac_apps.problems import models
-from mpikfac_apps.study import results, spec, study
-from mpikfac_apps.study.report import page as report
-from mpikfac_apps.study.report import pictures, style
-from mpikfac_apps.study.report.findings import findings
-from mpikfac_apps.study.seeds import doubt, mean_of, student
 from mpikfac_apps.text import ms
 
 STUDY = {

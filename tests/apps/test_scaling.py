@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 import mpikfac
+from mpikfac_apps.lab.study import results, scaling, spec
+from mpikfac_apps.lab.study.report import at_ranks
+from mpikfac_apps.lab.study.report import page as report
 from mpikfac_apps.options.strategy import make_plan
 from mpikfac_apps.problems import models
-from mpikfac_apps.study import results, scaling, spec
-from mpikfac_apps.study.report import at_ranks
-from mpikfac_apps.study.report import page as report
 
 SECONDS = {
     **{"forward": 1e-3, "backward": 2e-3, "statistics": 1e-3, "gradients": 1e-4},

@@ -11,8 +11,8 @@ import pytest
 
 import mpikfac
 from mpikfac.predict import Job, Level, Machine, Network
-from mpikfac_apps.planning import search, simulate
-from mpikfac_apps.planning.options import SIMULATE
+from mpikfac_apps.lab.predict import search, simulate
+from mpikfac_apps.lab.predict.options import SIMULATE
 from mpikfac_apps.problems import models
 
 ASK = ["--search", "--model=resnet50", "--machine=v100-edr"]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac_apps.planning import simulate
+from mpikfac_apps.lab.predict import simulate
+from mpikfac_apps.lab.predict.options import STRATEGIES
 from mpikfac_apps.planning.facts import near_root
-from mpikfac_apps.planning.options import STRATEGIES
 from mpikfac_apps.problems import models
 from support.pace import paced
 

@@ -30,7 +30,7 @@ def picture(run):
 def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
     """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; equal bytes in both files."""
     chosen = ("--trace_steps=3", "--strategy=mem-opt", "--kfac.inv_update_steps=3")
-    job = launch(2, TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
+    job = launch(2, *TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
     assert job.returncode == 0, job.stderr
     log = (tmp_path / "log.txt").read_text()
     assert "steps 2 to 4, means over ranks, in ms:" in log
@@ -81,7 +81,7 @@ def test_clients_of_servers_have_stages_too(tmp_path):
         "--sync.ranks_per_client=2",
         "--trace_steps=2",
     )
-    job = launch(5, TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
+    job = launch(5, *TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
     assert job.returncode == 0, job.stderr
     means = json.loads((tmp_path / "stages.json").read_text())
     assert (means["rows"], means["columns"]) == (2, 2)

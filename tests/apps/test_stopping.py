@@ -48,7 +48,7 @@ ALL = [(name, to) for name in SIGNALS for to in TO if (name, to) != ("SIGTERM", 
 def started(tmp_path) -> Iterator[subprocess.Popen[str]]:
     """Yield a run of two ranks that trains, and writes a checkpoint most of the time."""
     often = ("--epochs=9999", "--log_every=1", "--checkpoint_every=2", "--exit_code=75")
-    with start(2, TRAIN, *OPTIONS, *often, f"--run_dir={tmp_path}") as job:
+    with start(2, *TRAIN, *OPTIONS, *often, f"--run_dir={tmp_path}") as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)

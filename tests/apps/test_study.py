@@ -17,7 +17,7 @@ import yaml
 import mpikfac
 from mpikfac.lab import DiLoCo, Parle, TopK
 from mpikfac_apps.guard.processes import processes_with
-from mpikfac_apps.study import jobs, progress, spec, study
+from mpikfac_apps.lab.study import jobs, progress, spec, study
 from support.pace import paced
 
 STUDY = {

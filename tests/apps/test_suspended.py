@@ -123,7 +123,7 @@ elif mpikfac.world().rank == 1 and where == "cores":
 elif where == "evaluate":
     type(EVALUATE).read = hangs
 elif where == "calibrate":
-    from mpikfac_apps.planning import calibrate
+    from mpikfac_apps.lab.predict import calibrate
     calibrate.TimedNetwork = hangs
 sys.exit(command.main(sys.argv[3:]))
 """

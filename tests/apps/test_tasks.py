@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpikfac_apps.inspecting import export
+from mpikfac_apps.lab.study import compare
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.problems.tasks import RECONSTRUCTION
-from mpikfac_apps.study import compare
 from mpikfac_apps.training import batches, train
 from support.launch import run_each
 

@@ -61,7 +61,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     """Oracle: 95 % of the test digits, and the files and keys promised by the program's text."""
     config = ROOT / "jobs" / "configs" / "digits_kfac.yaml"
     run = tmp_path / "run"
-    job = launch(2, TRAIN, f"--config={config}", f"--run_dir={run}", "--epochs=4")
+    job = launch(2, *TRAIN, f"--config={config}", f"--run_dir={run}", "--epochs=4")
     assert job.returncode == 0, job.stderr
     assert "epoch 4: " in job.stdout
     assert last(run, "test_accuracy") > 0.95
@@ -74,7 +74,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     keys = set().union(*(line.keys() for line in lines))
     assert {"step", "epoch", "lr", "loss", "test_loss", *TIMES} <= keys
-    again = launch(2, TRAIN, f"--config={config}", f"--run_dir={run}")
+    again = launch(2, *TRAIN, f"--config={config}", f"--run_dir={run}")
     assert again.returncode == 2
     assert again.stderr.count("is not empty; give another one, or resume=auto") == 1
 
@@ -536,7 +536,7 @@ def test_a_diverging_run_keeps_a_checkpoint_from_before(tmp_path):
 def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
     """Oracle: a single line, code 2, no traceback, and no run directory."""
     run = tmp_path / "run"
-    job = launch(2, TRAIN, *arguments(run), *re.split(" (?=--)", given))
+    job = launch(2, *TRAIN, *arguments(run), *re.split(" (?=--)", given))
     assert job.returncode == 2
     assert (job.stdout + job.stderr).count("mpikfac: ") == 1
     assert message in job.stderr

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from mpikfac_apps.checking import check
+from mpikfac_apps.lab.study.measures import MEASURES
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.problems.tasks import SEGMENTATION
 from mpikfac_apps.problems.volumes import crops
 from mpikfac_apps.problems.volumes.networks import ResidualBlock3d
-from mpikfac_apps.study.measures import MEASURES
 from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Normalise
 from mpikfac_apps.training.testing import evaluate

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import mpikfac
-from mpikfac_apps.planning import simulate
+from mpikfac_apps.lab.predict import simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "decision.md"
 RANKS = ("8", "64", "512")

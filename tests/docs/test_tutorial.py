@@ -18,7 +18,7 @@ from support.launch import launch
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "start" / "tutorial.md"
 TIMED = ROOT / "benchmarks" / "newcomer.sh"
-RANKS = "mpirun -n 2 python -m mpi4py "
+RANKS = "mpirun -n 2 mpikfac "
 
 
 def commands(page: str = "") -> Iterator[str]:
@@ -62,7 +62,8 @@ def test_the_commands_run(tmp_path, monkeypatch, capfd):
     for line in commands():
         if line.startswith(RANKS):
             for _ in range(2):  # the second run goes on
-                assert launch(2, *shlex.split(line.removeprefix(RANKS))).returncode == 0
+                arguments = shlex.split(line.removeprefix(RANKS))
+                assert launch(2, "-m", "mpikfac_apps", *arguments).returncode == 0
         elif line.startswith("mpikfac "):
             capfd.readouterr()
             assert program.main(shlex.split(line)[1:]) == 0, line

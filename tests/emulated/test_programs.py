@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from support.launch import TRAIN, launch, run_each
 if "emulated" not in sys.modules:
     pytest.skip("needs the emulated device: bash jobs/test.sh --device", allow_module_level=True)
 
-CALIBRATE = str(Path(TRAIN).with_name("calibrate.py"))
+CALIBRATE = ("-m", "mpikfac_apps", "calibrate")
 # Orthogonal directions, the default, enlarge differences of rounding.
 PLAIN = ["--optimizer", "kfac", "--epochs", "2", "--kfac.grafting.orthogonalize", "false"]
 STRATEGIES = {
@@ -87,7 +86,7 @@ def test_ranks_take_devices_in_turn_and_share_them():
 def test_training_on_two_devices_is_that_on_one(job, tmp_path):
     """Oracle: the run on a single device."""
     options = [*PLAIN, "--device", "cuda", "--run_dir", str(tmp_path / "run")]
-    ran = launch(2, TRAIN, *options, env={"EMULATED_DEVICES": "2"})
+    ran = launch(2, *TRAIN, *options, env={"EMULATED_DEVICES": "2"})
     assert ran.returncode == 0, ran.stderr
     assert losses(tmp_path / "run") == losses(job / "plain-cuda")
 
@@ -95,7 +94,7 @@ def test_training_on_two_devices_is_that_on_one(job, tmp_path):
 def test_too_little_memory_ends_the_job_with_a_line():
     """Oracle: the line names the rank, the activity and the device."""
     options = ["--optimizer", "kfac", "--model", "resnet20", "--device", "cuda", "--epochs", "1"]
-    ran = launch(2, TRAIN, *options, env={"EMULATED_BYTES": "20000000"})
+    ran = launch(2, *TRAIN, *options, env={"EMULATED_BYTES": "20000000"})
     assert ran.returncode == 1
     assert re.search(r"mpikfac: rank \d of 2, .*OutOfMemoryError: CUDA out of memory", ran.stderr)
 
@@ -141,7 +140,7 @@ def test_a_device_is_measured(tmp_path):
     for direct, way in (("0", "staged"), ("1", "direct")):
         file = tmp_path / f"{way}.json"
         options = ["--out", str(file), "--model", "digits_cnn", "--batch_per_rank", "4"]
-        ran = launch(2, CALIBRATE, *options, env={"MPIKFAC_CUDA_AWARE": direct})
+        ran = launch(2, *CALIBRATE, *options, env={"MPIKFAC_CUDA_AWARE": direct})
         assert ran.returncode == 0, ran.stderr
         machine = mpikfac.predict.load_machine(str(file))
         assert machine.about["device buffers"] == way

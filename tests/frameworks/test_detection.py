@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-PROGRAM = str(Path(__file__).parents[2] / "apps" / "train_detection.py")
+PROGRAM = ("-m", "mpikfac_apps", "train-detection")
 RECORDS = {"run/seconds", "run/metrics_bytes"}
 SHORT = ("--size=32", "--images=24", "--test_images=4", "--batch=4", "--epochs=3", "--device=cpu")
 
@@ -36,7 +35,7 @@ def model_of(size=32):
 
 def trained(ranks, run_dir, *more):
     """Return the lines about epochs of a run, and the losses of epochs."""
-    ended = launch(ranks, PROGRAM, *SHORT, f"--run_dir={run_dir}", *more)
+    ended = launch(ranks, *PROGRAM, *SHORT, f"--run_dir={run_dir}", *more)
     assert ended.returncode == 0, ended.stderr
     assert "different numbers of examples" not in ended.stderr
     lines = [line for line in ended.stdout.splitlines() if line.startswith("epoch ")]
@@ -83,7 +82,7 @@ def test_wrong_options_of_kfac_are_refused_in_one_line():
         ("--kfac.workers=3", "workers=3 must divide the number of ranks (2)"),
         ("--kfac.skip=[backbones]", "skip names 'backbones', which is no module of the model"),
     ):
-        ended = launch(2, PROGRAM, *SHORT, argument)
+        ended = launch(2, *PROGRAM, *SHORT, argument)
         assert ended.returncode == 2
         assert ended.stderr.splitlines()[0].startswith(f"mpikfac: options: {text}")
 

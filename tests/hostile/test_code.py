@@ -5,6 +5,7 @@ Oracle of all tests: the trace that the file leaves when it is executed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ import yaml
 
 import mpikfac
 from mpikfac_apps.inspecting import export, inspect
+from mpikfac_apps.lab.study import compare
 from mpikfac_apps.options.fields import possible
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.study import compare
 from mpikfac_apps.training import settings, train
 from mpikfac_apps.training.testing import evaluate
 
@@ -80,10 +81,8 @@ def forged(finished: Path, run: Path, hidden: bool, **values: object) -> Path:
 
 def ended(program: Callable[[Sequence[str]], int], *arguments: str) -> None:
     """Run a program up to its end, or up to its refusal."""
-    try:
+    with contextlib.suppress(SystemExit, ValueError):
         program(list(arguments))
-    except (SystemExit, ValueError):
-        pass
 
 
 def programs(run: Path) -> None:

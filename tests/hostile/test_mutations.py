@@ -31,9 +31,9 @@ from mpikfac.checkpoint import read_checkpoint
 from mpikfac_apps import cli
 from mpikfac_apps.guard.lock import Holder
 from mpikfac_apps.inspecting import export, inspect
-from mpikfac_apps.planning import simulate
+from mpikfac_apps.lab.predict import simulate
+from mpikfac_apps.lab.study import compare, progress, spec, study
 from mpikfac_apps.problems import datasets
-from mpikfac_apps.study import compare, progress, spec, study
 from mpikfac_apps.training import train
 from support import attacks
 from support.cifar import python2_pickle

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from mpikfac_apps.study import compare, jobs, progress, results, spec
-from mpikfac_apps.study.report import timelines
+from mpikfac_apps.lab.study import compare, jobs, progress, results, spec
+from mpikfac_apps.lab.study.report import timelines
 
 GOOD = {"step": 1, "epoch": 1.0, "seconds": 1.0, "test_accuracy": 0.5}
 LINES = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mpikfac_apps.lab.study import spec, study
 from mpikfac_apps.options import documents
 from mpikfac_apps.options.parse import parse
-from mpikfac_apps.study import spec, study
 from support.pace import paced
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

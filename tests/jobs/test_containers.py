@@ -23,7 +23,8 @@ def test_both_recipes_copy_the_same_files():
     files = {file for line in copied for file in line}
     assert files == {line.split()[0] for line in section("files")}
     assert all((ROOT / file).exists() for file in files)
-    assert {"setup.cfg", "pyproject.toml", "constraints.txt", "mpikfac", "apps"} <= files
+    installed = {"setup.cfg", "setup.py", "pyproject.toml", "constraints.txt", "mpikfac", "apps"}
+    assert installed <= files
 
 
 def test_both_recipes_have_the_same_arguments_and_run_the_same_script():

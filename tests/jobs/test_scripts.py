@@ -58,7 +58,7 @@ def test_every_script_has_one_block_to_edit(script):
 def test_a_job_starts_the_program_on_all_its_ranks_and_hands_on_its_code(tmp_path, name):
     """Oracle: the options that stop the program in time and resume the program."""
     job = run(tmp_path, name, CODE="3")
-    assert job.stdout.startswith("ranks 8 apps/train_cnn.py --config jobs/configs/")
+    assert job.stdout.startswith("ranks 8 -m mpikfac_apps train --config jobs/configs/")
     assert "--run_dir runs/7 --resume auto --max_time 60" in job.stdout
     assert job.returncode == 3
 

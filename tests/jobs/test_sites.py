@@ -55,7 +55,7 @@ def launched(tmp_path: Path, script: str, **environment: str) -> tuple[str, dict
     )
     assert (job.returncode, job.stderr) == (0, "")
     lines = job.stdout.splitlines()
-    (command,) = (line for line in lines if "apps/train_cnn.py" in line)
+    (command,) = (line for line in lines if " -m mpikfac_apps train " in line)
     seen = dict(line.split("=", 1) for line in lines if line.startswith(SHOWN))
     return command, seen
 
@@ -83,7 +83,7 @@ def test_a_site_s_script_starts_a_rank_per_gpu(tmp_path, name, gpus, cores, thre
     job = {"SLURM_NTASKS": str(2 * gpus), "SLURM_CPUS_PER_TASK": str(cores)}
     command, seen = launched(tmp_path, script, **job)
     start = f"srun {flags} --cpus-per-task={cores} --kill-on-bad-exit=1 -n {2 * gpus} python"
-    assert command.startswith(f"{start} -m mpi4py apps/train_cnn.py --config jobs/configs/")
+    assert command.startswith(f"{start} -m mpi4py -m mpikfac_apps train --config jobs/configs/")
     assert command.endswith("--resume auto --run_dir runs/7")
     assert seen["OMP_NUM_THREADS"] == str(threads)
     # Cray MPICH does not tell what it takes; the remaining MPI does.
@@ -137,7 +137,9 @@ def test_the_page_s_lines_for_slurm(tmp_path):
     """Oracle: srun's own variables, which options on the command line do not overrule."""
     job = {"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "8"}
     command, seen = launched(tmp_path, edited("jobs/slurm/requeue.sbatch"), **job)
-    assert command.startswith("srun --mpi=pmix --cpus-per-task=8 -n 8 python -m mpi4py apps/")
+    assert command.startswith(
+        "srun --mpi=pmix --cpus-per-task=8 -n 8 python -m mpi4py -m mpikfac_apps"
+    )
     assert "bind" not in command
     assert seen["SLURM_CPU_BIND"] == "cores"
 
@@ -146,7 +148,7 @@ def test_the_page_s_lines_for_pbs(tmp_path):
     """Oracle: the options of PALS, and a rank per GPU."""
     command, seen = launched(tmp_path, edited("jobs/pbs/multi_node.pbs"))
     assert command.startswith(
-        "mpiexec --ppn 4 --depth 8 --cpu-bind depth -n 8 python -m mpi4py apps/train_cnn.py"
+        "mpiexec --ppn 4 --depth 8 --cpu-bind depth -n 8 python -m mpi4py -m mpikfac_apps train"
     )
     assert seen["CUDA_VISIBLE_DEVICES"] == "3,2,1,0"
     assert (seen["MPICH_GPU_SUPPORT_ENABLED"], seen["MPIKFAC_CUDA_AWARE"]) == ("1", "1")
@@ -156,5 +158,5 @@ def test_the_page_s_lines_for_lsf(tmp_path):
     """Oracle: a resource set per rank, with a rank, a GPU and a GPU's share of the cores."""
     command, _ = launched(tmp_path, edited("jobs/lsf/multi_node.lsf"))
     assert command.startswith(
-        "jsrun -a 1 -c 7 -g 1 -l gpu-cpu -b packed:7 --smpiargs=-gpu -n 12 python -m mpi4py apps/"
+        "jsrun -a 1 -c 7 -g 1 -l gpu-cpu -b packed:7 --smpiargs=-gpu -n 12 python -m mpi4py -m m"
     )

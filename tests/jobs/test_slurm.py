@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import mpikfac
-from support.launch import PROGRAMS
+from support.launch import PROGRAMS, TRAIN
 from support.pace import paced
 
 HERE = Path(__file__).parent
@@ -51,6 +51,11 @@ COMMON = f"""
 VENV="{sys.prefix}" PYTHON="{sys.executable}"
 make_venv() {{ :; }}
 install() {{ :; }}
+eval "$(declare -f mpi | sed '1s/mpi/python_on_ranks/')"
+mpi() {{
+    [ "$2" = -c ] || set -- "$1" "{PROGRAMS}/slow.py" "${{@:5}}" # for -m mpikfac_apps train
+    python_on_ranks "$@"
+}}
 """
 BLOCK = """#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --output=log
 #SBATCH {sbatch}
@@ -168,9 +173,7 @@ def submit(slurm, tmp_path_factory) -> Callable[..., Job]:
 
 
 def submitted(slurm: Slurm, project: Path, script: str, sbatch: str, plugin: str = "pmix") -> Job:
-    for folder in ("apps", "jobs"):
-        (project / folder).mkdir()
-    shutil.copy(PROGRAMS / "slow.py", project / "apps" / "train_cnn.py")
+    (project / "jobs").mkdir()
     (project / "jobs" / "common.sh").write_text(COMMON)
     block = BLOCK.format(sbatch=sbatch, plugin=plugin, root=ROOT, program=PROGRAM)
     text = (ROOT / "jobs" / "slurm" / script).read_text()
@@ -257,7 +260,7 @@ def test_a_launcher_that_starts_singletons_is_refused_by_the_script(submit):
 
 def test_singletons_are_refused_by_the_program(slurm, tmp_path):
     """Oracle: the program's single line, and no run directory."""
-    program = [sys.executable, "-m", "mpi4py", f"{ROOT}/apps/train_cnn.py", "--run_dir=run"]
+    program = [sys.executable, "-m", "mpi4py", *TRAIN, "--run_dir=run"]
     found = slurm("srun", "--mpi=none", "--ntasks=2", *program, "--batch=120", cwd=tmp_path)
     assert found.count("mpikfac: ") == 1
     assert "separate jobs" in found

@@ -74,18 +74,19 @@ def test_training_on_two_ranks(name):
 
 # -- the page ------------------------------------------------------------------------------------
 
-HEADING = """# Models of others
+HEADING = """# Third-party models
 
-Networks of timm and transformers, small and with random weights, through `mpikfac check` and
-through four steps on two ranks. `PYTHONPATH=tests python tests/models/test_zoo.py` writes the page.
-`pip install ".[models]"` and `pip install --no-deps timm` bring the packages.
+This table shows which layers of networks of timm and transformers K-FAC covers. The networks are
+small and have random weights. Each one runs through `mpikfac check` and four steps on two ranks.
+`PYTHONPATH=tests python tests/models/test_zoo.py` writes the page. Install the packages with
+`pip install ".[models]"` and `pip install --no-deps timm`.
 
-- **covered**: the covered share of all trained numbers, and the classes of covered modules.
-- **not covered**: the classes that the optimizer alone trains.
-- **to skip**: the modules that K-FAC refuses until `skip` names them. Behind "positions",
-  embeddings whose input has a row for all examples or for each position: without `skip` their
-  curvature would be wrong, and the log warns. In brackets, modules whose weight is used without a
-  call of the module, so without statistics.
+- **covered**: the covered fraction of all trained parameters, and the classes of covered modules.
+- **not covered**: the classes that only the optimizer trains.
+- **to skip**: the modules that K-FAC refuses until `skip` names them. "positions" lists embeddings
+  whose input has one row for all examples or one per position: without `skip`, their curvature
+  would be wrong, and the log has a warning. In brackets, modules whose weight is used without
+  calling the module, and which therefore have no statistics.
 - **right**: factors, gradients and directions equal autograd and dense solves to 1e-9, and the
   weights after four steps on two ranks equal those of one process to 1e-6, in float64.
 

@@ -9,7 +9,7 @@ import torch
 
 import mpikfac
 from mpikfac import CommOpt, Strategy
-from mpikfac_apps.planning import calibrate
+from mpikfac_apps.lab.predict import calibrate
 from support import problem
 
 pytestmark = pytest.mark.usefixtures("made_on_the_host")

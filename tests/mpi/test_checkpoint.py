@@ -13,6 +13,7 @@ import torch
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, load_checkpoint, save_checkpoint
 from mpikfac.checkpoint import checkpoint, latest_checkpoint
 from mpikfac.comm import together
+from mpikfac.errors import RanksDifferError
 from support.pace import paced
 
 DTYPES = (
@@ -301,3 +302,21 @@ def test_files_that_one_rank_does_not_see_yet(comm, root, monkeypatch, lag) -> N
     else:
         with pytest.raises(UserError, match=r"shard-0\.h5 .*ranks see different directories"):
             find_checkpoint(comm, root)
+
+
+@pytest.mark.parametrize("differs", ["values", "shape", "step", "kind"])
+def test_ranks_that_differ_raise_an_error_of_their_own(comm, root, differs) -> None:
+    """Oracle: the type; trying again is of no use, as it is after a failure to write."""
+    if comm.size == 1:
+        pytest.skip("one rank cannot disagree")
+    last = comm.rank == comm.size - 1
+    value = torch.ones(3)
+    if last:
+        others = {"values": value + 1, "shape": torch.ones(4), "kind": 1.0}
+        value = others.get(differs, value)
+    for _ in range(2):
+        with pytest.raises(RanksDifferError):
+            save_checkpoint(comm, root, {"a": value}, 2 if last and differs == "step" else 1)
+    with pytest.raises(UserError) as failed:
+        save_checkpoint(comm, root, {"a": object() if last else torch.ones(3)}, 1)
+    assert not isinstance(failed.value, RanksDifferError)

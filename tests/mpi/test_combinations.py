@@ -87,7 +87,7 @@ def alone(own, *estimator):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids="-".join)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda names: "-".join(map(str, names)))
 def test_each_estimator_and_preconditioner_under_each_placement(comm, estimator, placement):
     """Oracle: a single process that takes all shares, with every share's drawn labels."""
     expected = alone(*estimator)

@@ -187,7 +187,7 @@ class Soak:
         log = self.logs / f"start-{self.starts}.txt"
         options = (*OPTIONS, f"--run_dir={self.run}", *more)
         with open(log, "w") as output, ExitStack() as stack:
-            job = stack.enter_context(launch.start(ranks, launch.TRAIN, *options, output=output))
+            job = stack.enter_context(launch.start(ranks, *launch.TRAIN, *options, output=output))
             stack.callback(lambda: launch.kill(job) if job.poll() is None else None)
             while not (first := re.search(r"steps (\d+) to", log.read_text())):
                 if job.poll() is not None:
@@ -240,7 +240,7 @@ def small_disk(place: Path) -> Iterator[bool]:
 def quiet(run: Path, steps: int) -> None:
     """Train `steps` steps undisturbed."""
     options = (*OPTIONS, f"--run_dir={run}", f"--max_steps={steps}")
-    with launch.start(4, launch.TRAIN, *options, output=subprocess.DEVNULL) as job:
+    with launch.start(4, *launch.TRAIN, *options, output=subprocess.DEVNULL) as job:
         job.wait()
 
 

@@ -20,7 +20,8 @@ LIMIT = 240  # seconds at pace 1, for hangs alone: jobs take less than 30 on an 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 NOT_STARTED = "The PMIx server's listener thread failed to start."
 """What Open MPI's launcher prints when it gives up before any rank starts, once in thousands."""
-TRAIN = str(Path(__file__).parents[2] / "apps" / "train_cnn.py")
+TRAIN = ("-m", "mpikfac_apps", "train")
+"""The training program, as arguments of `launch`."""
 
 
 def launch(

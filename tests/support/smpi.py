@@ -16,8 +16,8 @@ from pathlib import Path
 
 from mpikfac.plan import BATCH, PASSED, PIECE, Message, Plan, names
 from mpikfac.predict import Machine, algorithms, costs, load_machine, simulator
-from mpikfac_apps.planning import predictions
-from mpikfac_apps.planning.options import SIMULATE
+from mpikfac_apps.lab.predict import predictions
+from mpikfac_apps.lab.predict.options import SIMULATE
 
 PROGRAM = Path(__file__).parents[1] / "smpi" / "replay.c"
 SCALE = 256

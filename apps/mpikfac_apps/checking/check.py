@@ -3,7 +3,7 @@
     mpikfac check resnet20
     mpikfac check my_models.py:build --input 3,32,32
     mpikfac check my_models.py:translator --input 16 --tokens 1000
-    mpirun -n 2 python -m mpi4py apps/check.py resnet20      # strategies against one process, too
+    mpirun -n 2 mpikfac check resnet20      # strategies against one process, too
 
 A file may set COVERS, the value of `covers` for `KFAC`. Exit code 1: a number is wrong.
 """

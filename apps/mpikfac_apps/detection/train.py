@@ -1,7 +1,7 @@
 """Train a Mask R-CNN of torchvision on drawn shapes, with K-FAC or SGD, on one or more ranks.
 
-    mpirun -n 2 python -m mpi4py apps/train_detection.py
-    mpirun -n 2 python -m mpi4py apps/train_detection.py --optimizer sgd --run_dir runs/shapes
+    mpirun -n 2 mpikfac train-detection
+    mpirun -n 2 mpikfac train-detection --optimizer sgd --run_dir runs/shapes
 
 The loss of a detector is a sum of losses, so K-FAC takes the factors from the gradients of the sum:
 the empirical Fisher.
@@ -25,7 +25,7 @@ from mpikfac_apps.programs.run import main as run
 from mpikfac_apps.programs.trainer import trainer_of
 from mpikfac_apps.programs.work import Taken, Work
 
-PROGRAM = "train_detection.py"
+PROGRAM = "mpikfac train-detection"
 LOSSES = ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg")
 SHOWN = 0.5  # a pixel of a predicted mask belongs to the shape from this probability on
 

@@ -1,7 +1,7 @@
 """Train a graph network on all nodes of a graph in every step; the nodes are dealt to ranks.
 
-    mpirun -n 2 python -m mpi4py apps/train_graph.py
-    mpirun -n 2 python -m mpi4py apps/train_graph.py --aggregate delayed --delay 5
+    mpirun -n 2 mpikfac train-graph
+    mpirun -n 2 mpikfac train-graph --aggregate delayed --delay 5
 
 A rank computes the rows of its own nodes; K-FAC takes nodes as examples. With the exact aggregate,
 any number of ranks computes the numbers of a single rank.
@@ -174,4 +174,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
-    return run("train_graph.py", GraphOptions, GraphWork, argv)
+    return run("mpikfac train-graph", GraphOptions, GraphWork, argv)

@@ -27,7 +27,7 @@ Start a program on N ranks of this machine, under the MPI that mpi4py loads.
   mpikfac launch -n 4 train --data.name digits
   mpikfac launch -n 4 my_script.py --lr 0.01
 
-PROGRAM is train, evaluate, check or calibrate of mpikfac, or a file of Python.
+PROGRAM is train, evaluate, check, calibrate or an example of mpikfac, or a file of Python.
 
 Ctrl-C or SIGTERM asks the training to stop after a step, with a checkpoint; the same command with
 --resume auto goes on. A script of yours gets SIGTERM on every rank, which ends a script without a
@@ -43,6 +43,12 @@ class RankProgram(NamedTuple):
     ranks: int
     name: str
     arguments: list[str]
+
+    @property
+    def words(self) -> list[str]:
+        """The command of a rank as a user writes it."""
+        start = ["mpikfac"] if self.name in PROGRAMS else ["python", "-m", "mpi4py"]
+        return [*start, self.name, *self.arguments]
 
     @property
     def command(self) -> list[str]:
@@ -103,7 +109,7 @@ def launch(program: RankProgram) -> int:
     remove_left(directory.parent)
     try:
         variables = mpi.variables(chosen, program.ranks, directory, environ)
-        saves = program.name == "train"
+        saves = program.name.startswith("train")
         return MpiJob(Order(command, program.command, variables, directory, saves)).wait()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -124,7 +130,7 @@ def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
     Raises:
         ValueError: a single line says what to write instead.
     """
-    ranks, words = program.ranks, shlex.join(["python", *program.command[1:]])
+    ranks, words = program.ranks, shlex.join(program.words)
     if "SLURM_JOB_ID" in environ:
         plugin = mpi.PLUGINS[mpi.loaded_mpi(environ).maker]
         raise ValueError(f"Slurm starts a job's ranks; use srun --mpi={plugin} -n {ranks} {words}")

@@ -20,6 +20,7 @@ class Program(NamedTuple):
     Attributes:
         module: the module with `main`.
         command_line: the place of the `CommandLine`, as MODULE:NAME; the module needs no torch.
+            "": an example, which parses its own options.
         purpose: what the program does.
         ranks: whether the program starts under MPI, on any number of ranks.
     """
@@ -55,29 +56,29 @@ PROGRAMS = {
         ranks=True,
     ),
     "calibrate": Program(
-        "planning.calibrate",
-        "planning.options:CALIBRATE",
+        "lab.predict.calibrate",
+        "lab.predict.options:CALIBRATE",
         "measure a machine, on 2 ranks or more",
         ranks=True,
     ),
     "simulate": Program(
-        "planning.simulate",
-        "planning.options:SIMULATE",
+        "lab.predict.simulate",
+        "lab.predict.options:SIMULATE",
         "predict step times on a machine, without MPI",
     ),
     "advise": Program(
-        "planning.advise",
-        "planning.options:ADVISE",
+        "lab.predict.advise",
+        "lab.predict.options:ADVISE",
         "choose batch, servers and strategy that hide messages",
     ),
     "compare": Program(
-        "study.compare",
-        "study.compare:COMPARE",
+        "lab.study.compare",
+        "lab.study.compare:COMPARE",
         "compare several runs: a table and curves",
     ),
     "study": Program(
-        "study.study",
-        "study:STUDY",
+        "lab.study.study",
+        "lab.study:STUDY",
         "run a matrix of options and write a report in HTML",
     ),
     "inspect": Program(
@@ -94,6 +95,24 @@ PROGRAMS = {
         "inspecting.export",
         "inspecting.options:EXPORT",
         "write weights and factors of a checkpoint as plain files",
+    ),
+    "train-graph": Program(
+        "graphs.train",
+        "",
+        "example: a graph network with its nodes distributed over ranks",
+        ranks=True,
+    ),
+    "train-recommendation": Program(
+        "recommendation.train",
+        "",
+        "example: a recommender with its tables distributed over ranks",
+        ranks=True,
+    ),
+    "train-detection": Program(
+        "detection.train", "", "example: a detector of drawn shapes", ranks=True
+    ),
+    "train-population": Program(
+        "populations.run", "", "example: many trainings that select their settings", ranks=True
     ),
 }
 
@@ -113,6 +132,8 @@ def run(name: str, arguments: list[str]) -> int:
 
 def answer(name: str, arguments: Sequence[str]) -> int | None:
     """Print a program's help, or refuse unknown options; None if the program has to start."""
+    if not PROGRAMS[name].command_line:
+        return None
     module, _, line = PROGRAMS[name].command_line.partition(":")
     try:
         getattr(import_module(f"mpikfac_apps.{module}"), line).answer(arguments)

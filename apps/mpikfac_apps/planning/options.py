@@ -1,42 +1,25 @@
-"""The options of the programs that plan and measure; help needs no torch.
+"""The options of the programs that plan; help needs no torch.
 
 A module of a program imports torch, so the options stand apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-import mpikfac
-from mpikfac.preconditioners import Inverse, Preconditioner
-from mpikfac_apps.cli import picture
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import bounded, inline, listed, read_by, required
 from mpikfac_apps.options.options import (
-    COMM_OPT,
-    JOINTS,
     MODELS,
     PRESETS,
     KfacOptions,
     StrategyOptions,
-    preset,
     usual_values,
 )
-from mpikfac_apps.options.sources import Presets
 from mpikfac_apps.planning.facts import UNPLANNED
-from mpikfac_apps.text import MOST, counts
+from mpikfac_apps.text import MOST
 
-STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
-SGD = "sgd:"  # before the name of a strategy for training without K-FAC
-OWN = (
-    "strategy",
-    "preconditioner",
-    "inv_update_steps",
-    "machine",
-)  # K-FAC's options with another meaning here
 PLAN_BASIC = (
     *(
         "model",
@@ -50,20 +33,6 @@ PLAN_BASIC = (
     ),
     *("refresh.staleness", "transport.overlap", "transport.ranks_per_node"),
 )
-SIMULATE_BASIC = (
-    *(
-        "machine",
-        "model",
-        "classes",
-        "ranks",
-        "strategy",
-        "preconditioner.type",
-        "batch_per_rank",
-        "stragglers",
-    ),
-    *("factor_update_steps", "inv_update_steps", "json"),
-)
-SEARCH = ("search", "picture")
 
 
 def json_file(text: str) -> Path:
@@ -116,151 +85,10 @@ class PlanOptions:
     kfac: KfacOptions = inline(KfacOptions)
 
 
-def strategy_names(text: str) -> tuple[str, ...]:
-    """Return names of strategies from a text such as "sgd,comm-opt,sgd:local-sgd", or "all".
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    chosen = STRATEGIES if text == "all" else tuple(map(str.strip, text.split(",")))
-    for name in chosen:
-        if name.removeprefix(SGD) not in STRATEGIES:
-            raise ValueError(f"{name!r} is unknown; try all or some of {', '.join(STRATEGIES)}")
-    return chosen
-
-
-@dataclass(frozen=True)
-class PredictionOptions:
-    """The strategies, the machine and the training of predictions.
-
-    Args:
-        machine: the machine: a file of `mpikfac calibrate`, or a published machine.
-        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
-            network by name.
-        ranks: the numbers of ranks to predict for, with commas: 16,64,256.
-        classes: the number of classes; null for 1000 with most networks of timm and the networks of
-            ImageNet, for the number of a model of your own, and for 10 with all further networks.
-        strategy: the names of strategies, with commas: comm-opt,mem-opt. "all": all names that
-            `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd": training
-            without K-FAC under a strategy.
-        preconditioner: the preconditioner of every strategy with factors; a strategy with vectors
-            keeps its own. null: the preconditioner with which each strategy was published.
-        inv_update_steps: the number of steps between two decompositions of the factors. null: 50
-            with every strategy, or more to keep to the budget.
-        batch_per_rank: the number of images of a step on each rank.
-        stragglers: the spread of the computing times of ranks, as a standard deviation of the
-            logarithm; 0.05 for 5 %.
-        json: a file to write the predictions to; null for none.
-        given: the values of options that a user gives, by key.
-        distribution: the choices that replace those of each strategy.
-    """
-
-    machine: str = listed(mpikfac.predict.published_machines())
-    model: str = listed(MODELS)
-    ranks: tuple[int, ...] = required(read=counts)
-    classes: int | None = bounded(None, ">= 1")
-    strategy: tuple[str, ...] = read_by(strategy_names, "all")
-    preconditioner: Preconditioner | None = field(default_factory=Inverse)
-    inv_update_steps: int | None = bounded(None, ">= 1")
-    batch_per_rank: int = bounded(32, ">= 1")
-    stragglers: float = bounded(0.0, ">= 0")
-    json: Path | None = read_by(json_file, None)
-    distribution: StrategyOptions = inline(StrategyOptions, without=(*OWN, *UNPLANNED))
-    kfac: KfacOptions = inline(KfacOptions, without=OWN)
-    given: Mapping[str, Any] = field(default_factory=dict, metadata={"given": True})
-
-    @property
-    def change(self) -> dict[str, Any]:
-        """The choices by key that replace those of each strategy."""
-        return {k: value for k, value in self.given.items() if k.partition(".")[0] in JOINTS}
-
-
-@dataclass(frozen=True)
-class SimulateOptions(PredictionOptions):
-    """Predict step times of strategies on a machine, for any number of ranks. No MPI.
-
-    Args:
-        search: print the choices that no other choice is better than: strategies, workers, two
-            levels, intervals and wires; see docs/extensions/search.md.
-        picture: a file to draw the choices of `search` into, .pdf, .png or .svg; null for none.
-    """
-
-    search: bool = False
-    picture: Path | None = read_by(picture, None)
-
-
-@dataclass(frozen=True)
-class AdviseOptions(PredictionOptions):
-    """Advise batch, servers and strategy that hide messages on a machine. No MPI.
-
-    Args:
-        efficiency: the least efficiency, such as 0.8: print the largest number of ranks that has
-            the efficiency, up to the largest of `ranks`; null for none.
-    """
-
-    efficiency: float | None = bounded(None, "> 0", "<= 1")
-
-
 @dataclass(frozen=True)
 class StrategiesOptions:
     """List the strategies by name: computation, messages, source. No MPI."""
 
 
-def model_names(text: str) -> tuple[str, ...]:
-    """Return names of models from a text such as "resnet20,my_models.py:build".
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    names = tuple(text.split(","))
-    if not set(names) <= set(MODELS):
-        from mpikfac_apps.problems import models
-
-        for name in names:
-            models.network(name)
-    return names
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """Measure the present machine for `mpikfac simulate`; start the program under mpirun or srun.
-
-    Args:
-        out: the file to write, in JSON.
-        model: the models to measure, with commas: resnet20,timm:resnet18,my_models.py:build.
-        input: the shape of an example, such as 3,32,32, in the place of a network's usual shape. A
-            model of your own needs a shape.
-        tokens: the examples of a model of your own hold whole numbers below `tokens`; null for real
-            numbers.
-        batch_per_rank: the numbers of images of a step on each rank, with commas: 8,32,128.
-            Predictions for numbers in between lie on a line.
-        device: the device of each rank; "auto" takes a GPU if a GPU exists.
-    """
-
-    out: Path = required()
-    model: tuple[str, ...] = read_by(model_names, "resnet20")
-    input: tuple[int, ...] | None = read_by(counts, None)
-    tokens: int | None = bounded(None, ">= 1")
-    batch_per_rank: tuple[int, ...] = read_by(counts, "32")
-    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-
-
-def first_preset(names: str) -> dict[str, Any]:
-    """Return the options of the first strategy of a text; of "sgd" and "all", of COMM-OPT."""
-    return preset(names.partition(",")[0].strip().removeprefix(SGD)) or preset(COMM_OPT)
-
-
-FIRST = Presets("strategy", first_preset)
 PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC, usual=usual_values, presets=PRESETS)
-SIMULATE = CommandLine(
-    *("mpikfac simulate", SimulateOptions, (*SIMULATE_BASIC, *SEARCH)),
-    usual=usual_values,
-    presets=FIRST,
-)
-ADVISE = CommandLine(
-    *("mpikfac advise", AdviseOptions, (*SIMULATE_BASIC, "efficiency")),
-    usual=usual_values,
-    presets=FIRST,
-)
 LIST = CommandLine("mpikfac strategies", StrategiesOptions)
-CALIBRATE = CommandLine("mpikfac calibrate", CalibrateOptions)

@@ -78,7 +78,7 @@ def usual(_: type, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 POPULATION = CommandLine(
-    "train_population.py",
+    "mpikfac train-population",
     PopulationOptions,
     [*BASIC, *(f"population.{entry.name}" for entry in dataclasses.fields(Search))],
     files=True,

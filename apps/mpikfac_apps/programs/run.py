@@ -41,7 +41,7 @@ def main(
     Collective over: world.
 
     Args:
-        program: the name of the program, such as train_detection.py.
+        program: the name of the program, such as mpikfac train-detection.
         group: the dataclass of the options.
         make: makes the work on every rank; collective. A `ValueError` of a single rank goes in
             `mpikfac.comm.together`.

@@ -1,8 +1,8 @@
 """Train a DLRM, with embedding tables dealt to ranks and K-FAC for the layers.
 
     pip install --no-deps recbole
-    mpirun -n 2 python -m mpi4py apps/train_recommendation.py --run_dir runs/movies
-    mpirun -n 2 python -m mpi4py apps/train_recommendation.py --optimizer adamw --data day.tsv
+    mpirun -n 2 mpikfac train-recommendation --run_dir runs/movies
+    mpirun -n 2 mpikfac train-recommendation --optimizer adamw --data day.tsv
 
 The tables are no part of the trainer: Adagrad steps a table on the rank that owns the table.
 """
@@ -31,7 +31,7 @@ from mpikfac_apps.recommendation import clicks
 from mpikfac_apps.recommendation.network import Dlrm
 from mpikfac_apps.recommendation.tables import Tables
 
-PROGRAM = "train_recommendation.py"
+PROGRAM = "mpikfac train-recommendation"
 WIDTHS = {"bounds": (">= 1",)}
 
 

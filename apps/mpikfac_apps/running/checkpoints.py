@@ -9,6 +9,7 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
+from mpikfac.errors import RanksDifferError
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
@@ -49,7 +50,7 @@ class Saver:
         """Begin a checkpoint; the last checkpoint of a run is on disk when the method returns.
 
         Raises:
-            UserError: the last checkpoint cannot be written.
+            UserError: the last checkpoint cannot be written, or ranks differ.
         """
         self.settle(last and self.step == step)
         bare = self._is_bare()
@@ -116,9 +117,19 @@ class Saver:
         return bool(bare)
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
+        """Go on without the checkpoint; end the run if no later one could be written either.
+
+        Raises:
+            UserError: it was the last checkpoint, or ranks differ.
+        """
         self.step = -1
         self._guard.end_write()
         self._guard.requests.saved(self._guard.clock() - self._began)
+        if isinstance(error, RanksDifferError):
+            raise mpikfac.UserError(
+                f"{error}; the run ends, since ranks that differ stay different: --resume auto "
+                f"resumes from the last checkpoint"
+            ) from error
         if last:
             raise error
         log.warning("%s; training goes on, the next one is tried when it is due", error)

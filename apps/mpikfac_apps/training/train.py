@@ -1,6 +1,6 @@
 """Train a CNN with K-FAC or a first-order optimizer on all ranks of the MPI job.
 
-    mpirun -n 4 python -m mpi4py apps/train_cnn.py --config jobs/configs/cifar10_resnet20_kfac.yaml
+    mpirun -n 4 mpikfac train --config jobs/configs/cifar10_resnet20_kfac.yaml
 
 Every option of `--help_all` may stand in the file or, as `--key value`, on the command line.
 """

@@ -1,4 +1,4 @@
-"""Ways to send a message: as it is, encoded, combined by a rule, or overlapped; and the buffers."""
+"""Send messages unchanged, encoded, combined by a rule, or overlapped; and provide buffers."""
 
 from mpikfac.comm.messages.buffers import MAX_COUNT as MAX_COUNT
 from mpikfac.comm.messages.buffers import SUMMABLE as SUMMABLE

@@ -22,10 +22,10 @@ MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
 
 
 def check_summable(flat: Tensor) -> None:
-    """Check that MPI can add up elements of `flat`.
+    """Check that MPI can sum elements of `flat`.
 
     Raises:
-        ValueError: MPI does not know the dtype, or `flat` is not contiguous.
+        ValueError: MPI does not support the dtype, or `flat` is not contiguous.
     """
     if flat.dtype not in SUMMABLE:
         allowed = ", ".join(map(str, SUMMABLE))
@@ -35,7 +35,7 @@ def check_summable(flat: Tensor) -> None:
 
 
 def check_sendable(stage: str, count: int) -> None:
-    """Check that MPI takes a message of `count` elements or bytes.
+    """Check that MPI accepts a message of `count` elements or bytes.
 
     Raises:
         ValueError: there are more.
@@ -54,23 +54,23 @@ def pieces(buffer: Any, start: int, stop: int, count: int) -> Iterator[Any]:
 
 
 def synchronize(buffer: Any) -> None:
-    """Wait for the kernels that fill a device buffer: DLPack passes on the pointer alone."""
+    """Wait for the kernels that fill a device buffer: DLPack passes only the pointer."""
     if isinstance(buffer, Tensor) and not buffer.is_cpu:
         torch.accelerator.current_stream(buffer.device).synchronize()
 
 
 class Buffers:
-    """Keep a thread's buffers: copies on the host, and working memory."""
+    """Hold a thread's buffers: copies on the host, and working memory."""
 
     def __init__(self, trace: Trace, direct: bool) -> None:
-        """Keep no buffer at first; `direct`: MPI takes device buffers."""
+        """Start without buffers; `direct`: MPI accepts device buffers."""
         self._trace = trace
         self._direct = direct
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
-        """Yield a buffer for MPI to read and write in place of `flat`; copies are in the stage."""
+        """Yield a buffer for MPI to read and write instead of `flat`; copies count as the stage."""
         by_host = summed and flat.dtype not in SUMMABLE  # the host adds up dtypes unknown to MPI
         if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
@@ -81,7 +81,7 @@ class Buffers:
 
     @contextmanager
     def on_host(self, flat: Tensor, stage: str) -> Iterator[Any]:
-        """Yield a buffer in the host's memory in place of `flat`."""
+        """Yield a buffer in the host's memory instead of `flat`."""
         if flat.is_cpu:
             yield flat.numpy()
             return
@@ -95,7 +95,7 @@ class Buffers:
 
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
-        """Yield buffers for MPI to read in place of `sent`, and to fill in place of `received`."""
+        """Yield buffers for MPI to read instead of `sent`, and to fill instead of `received`."""
         if sent.is_cpu:  # `numpy()` would freeze the size of a program's tensor for good
             yield np.from_dlpack(sent), received.numpy()
             return
@@ -126,7 +126,7 @@ class Buffers:
         return joined
 
     def like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
-        """Return a kept buffer `[count]` of the same kind as `buffer`; every use has its own."""
+        """Return a reused buffer `[count]` of the same kind as `buffer`, one for each use."""
         if not isinstance(buffer, Tensor):
             return self.like(torch.from_numpy(buffer), use, count).numpy()
         memory = self._scratch.get((use, buffer.dtype))

@@ -1,4 +1,4 @@
-"""Call MPI's blocking collectives on buffers, piece by piece, as a plan's messages ask."""
+"""Call MPI's blocking collectives on buffers, piece by piece, for the messages of a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _bfloat16_sum() -> MPI.Op:
 
 
 def op_of(message: Message) -> MPI.Op:
-    """Return the operation that adds; MPI knows no bfloat16 and takes the bits for integers."""
+    """Return the sum operation; MPI does not support bfloat16, whose bits it sees as integers."""
     return _bfloat16_sum() if message.codec else MPI.SUM
 
 
@@ -137,7 +137,7 @@ COPIES = ("Allgatherv", "Bcast", PASSED)
 
 
 def sent_elements(message: Message, rank: int) -> int:
-    """Return how many elements of a message member `rank` gives to MPI."""
+    """Return how many elements of a message member `rank` passes to MPI."""
     if message.primitive == PASSED:
         return sum(m.size for m in passed(message.spans, message.to) if m.source == rank)
     silent = message.primitive == "Bcast" and rank != message.root

@@ -1,7 +1,7 @@
-"""Carry out collectives of encoded numbers: MPI copies bytes, and ranks add up decoded numbers.
+"""Execute collectives of encoded values: MPI copies bytes, and ranks sum decoded values.
 
-All ranks that get a number, its sender included, decode the same bytes and add up parts in the
-order of ranks. So all ranks hold the same bits.
+All ranks that receive a value, and its sender, decode the same bytes and sum parts in rank order,
+so the results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ LATER, RIGHT = "later", "right"  # names in the memory, beside stages
 
 
 class Encoded:
-    """Carry out messages with a codec, except sums that MPI itself adds up.
+    """Execute messages with a codec, except reductions that MPI itself computes.
 
     Attributes:
-        memory: what a rank keeps for the next step. By stage, the residuals of the stage's arena:
-            errors of the encoding, to be sent in the next message. By stage and LATER, the velocity
-            of numbers that wait. By stage, span and RIGHT, the last sum of all Q of a message.
+        memory: what a rank stores for the next step. By stage, the residuals of the stage's arena:
+            encoding errors, to be added to the next message. By stage and LATER, the velocity of
+            values that are not sent yet. By stage, span and RIGHT, the last sum of all Q of a
+            message.
     """
 
     def __init__(self, direct: bool, memory: dict[Hashable, Tensor] | None = None) -> None:
-        """Begin with a `memory`, if given; `direct`: MPI takes device buffers."""
+        """Start with a `memory`, if given; `direct`: MPI accepts device buffers."""
         self._direct = direct
         self.memory = {} if memory is None else memory
 
@@ -44,12 +45,12 @@ class Encoded:
         assert sent == message.bytes
 
     def forget(self) -> None:
-        """Set the memory to zero: ranks then train on as after a restart."""
+        """Set the memory to zero: ranks then continue as after a restart."""
         for tensor in self.memory.values():
             tensor.zero_()
 
     def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Sum by shards: every member adds up a shard, encodes the sum and sends the sum to all."""
+        """Reduce by shards: every member sums a shard, encodes the sum and sends it to all."""
         (span,) = message.spans
         length = shard_length(span[1] - span[0], comm.size)
         encoded = self._encoded(flat, span, message.stage, codec)
@@ -70,7 +71,7 @@ class Encoded:
         return parts.numel() + len(shard)
 
     def _to_all(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Sum on all members: every member gets all parts of the span and adds up the parts."""
+        """Reduce on all members: every member receives and sums all parts of the span."""
         (span,) = message.spans
         encoded = self._encoded(flat, span, message.stage, codec)
         parts = self._passed(comm.Allgather, encoded, comm.size * len(encoded))
@@ -78,7 +79,7 @@ class Encoded:
         return len(encoded)
 
     def _to_owners(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Sum on owners: every member gets all parts of its own span and adds up the parts."""
+        """Reduce on owners: every member receives and sums all parts of its own span."""
         encoded = [self._encoded(flat, span, message.stage, codec) for span in message.spans]
         counts = [len(part) for part in encoded]
         incoming = [counts[comm.rank]] * comm.size
@@ -94,7 +95,7 @@ class Encoded:
     def _in_two_sums(
         self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor
     ) -> int:
-        """Sum matrices on all members as products of low rank, of two sums [PowerSGD]."""
+        """Reduce matrices on all members as low-rank products of two sums [PowerSGD]."""
         (span,), places = message.spans, codec.matrices
         residuals = self._memory_of(message.stage, flat)
         residuals[slice(*span)] += flat[slice(*span)]
@@ -155,7 +156,7 @@ class Encoded:
         return len(encoded)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
-        """Return a span of `flat` as bytes; with feedback, the error is kept as a residual."""
+        """Return a span of `flat` as bytes; with feedback, the error is stored as a residual."""
         part, codec = slice(*span), codec.within(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
@@ -165,13 +166,13 @@ class Encoded:
         return encode(flat[part], codec, residuals[part], velocity)
 
     def _memory_of(self, name: Hashable, like: Tensor) -> Tensor:
-        """Return the memory under a name; zeros at first."""
+        """Return the memory under a name, initially zeros."""
         if name not in self.memory:
             self.memory[name] = torch.zeros_like(like)
         return self.memory[name]
 
     def _add_up(self, comm: MPI.Intracomm, numbers: Tensor) -> None:
-        """Add up on all members, in place."""
+        """Reduce on all members, in place."""
         place = numbers.device if self._direct else torch.device("cpu")
         buffer = numbers.to(place)
         synchronize(buffer)

@@ -1,10 +1,10 @@
 """Send overlapped messages, the most urgent message first.
 
 Messages become ready at different times and in different orders on different ranks, but all ranks
-have to send messages in the same order. So the threads of all ranks find the messages that are
+have to send them in the same order. The threads of all ranks therefore determine which messages are
 ready on all ranks, and send a batch of them, the most urgent first: small messages, or a piece of a
-large one. All ranks ask for the next batch before the present batch leaves; the answer comes while
-the batch is under way. A late urgent message overtakes messages already under way, between batches.
+large one. All ranks agree on the next batch before the current one is sent; the answer arrives in
+the meantime. A late urgent message can overtake others between batches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Piece(NamedTuple):
 
 @dataclass
 class Letter:
-    """Hold a message under way.
+    """Hold a message that is being sent.
 
     Attributes:
-        pieces: the pieces that are in no batch yet, in order.
+        pieces: the pieces that are not in a batch yet, in order.
         left: the number of pieces that are not sent yet.
     """
 
@@ -49,16 +49,16 @@ Batch = list[tuple[Letter, Piece]]
 class Outbox:
     """Run a thread that sends messages in the same order on all ranks.
 
-    Messages are numbered from 0 on; a number means the same message on every rank. Messages of
-    lower `urgency` are sent sooner.
+    Messages are numbered from 0; a number identifies the same message on every rank. Messages with
+    lower `urgency` are sent earlier.
     """
 
     def __init__(self, ask: Callable[[list[int]], Callable[[], list[int]]]) -> None:
         """Start the thread.
 
         Args:
-            ask: begins to find the numbers that are ready on all ranks, and returns a function that
-                waits for them; collective, as pieces are.
+            ask: starts to determine the numbers that are ready on all ranks, and returns a function
+                that waits for them; collective, like pieces.
         """
         self._ask = ask
         self._letters: dict[int, Letter] = {}
@@ -73,7 +73,7 @@ class Outbox:
 
         Raises:
             RuntimeError: the outbox is closed.
-            ValueError: the message is already under way.
+            ValueError: the message is already being sent.
         """
         letter = Letter(urgency, list(pieces), len(pieces))
         with self._changed:
@@ -87,7 +87,7 @@ class Outbox:
             self._changed.notify_all()
 
     def wait(self, number: int) -> None:
-        """Wait until message `number`, put in before, is sent on this rank.
+        """Wait until message `number`, which was put before, is sent on this rank.
 
         Raises:
             Exception: the error that ended the thread.
@@ -137,7 +137,7 @@ class Outbox:
             return bool(self._waiting())
 
     def _waiting(self) -> dict[int, Letter]:
-        """Return the messages with pieces that are in no batch."""
+        """Return the messages with pieces that are not in a batch."""
         with self._changed:
             return {number: letter for number, letter in self._letters.items() if letter.pieces}
 

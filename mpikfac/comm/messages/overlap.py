@@ -1,4 +1,4 @@
-"""Send overlapped sums over the world: a thread calls MPI during the computation.
+"""Send overlapped reductions over the world: a thread calls MPI during computation.
 
 The thread's buffers are on the host, because Open MPI crashes in non-blocking reductions of device
 buffers.
@@ -28,7 +28,7 @@ from mpikfac.trace import Trace
 
 
 class OverlappedSums:
-    """Send an arena's messages during the computation: a message goes when its blocks are ready.
+    """Send an arena's messages during computation, each when its blocks are ready.
 
     Collective over: world, in any order and at any time.
     """
@@ -76,7 +76,7 @@ class OverlappedSums:
         self.ready_blocks.clear()
 
     def drop(self, world: MPI.Intracomm) -> None:
-        """Forget a batch whose sums no step takes, on all ranks if any rank has sent a block.
+        """Discard a batch that no step uses, on all ranks if any rank has sent a block.
 
         Collective over: world.
         """
@@ -87,12 +87,12 @@ class OverlappedSums:
 
 
 class ProgressThread:
-    """Run the thread that sends overlapped sums over the world.
+    """Run the thread that sends overlapped reductions over the world.
 
     Collective over: world.
 
     Attributes:
-        comm: all ranks, for this thread alone.
+        comm: a communicator of all ranks for this thread only.
 
     Raises:
         ValueError: MPI does not allow threads to call MPI.
@@ -101,7 +101,7 @@ class ProgressThread:
     def __init__(
         self, world: MPI.Intracomm, trace: Trace, device: torch.device, kept: dict[Hashable, Tensor]
     ) -> None:
-        """Start the thread; `device` holds the arenas, and `kept` what encoding keeps."""
+        """Start the thread; `device` holds the arenas, and `kept` the state of the encoding."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
         self.comm = world.Dup()
@@ -145,7 +145,7 @@ class ProgressThread:
         self._outbox.close()
 
     def _ask(self, numbers: list[int]) -> Callable[[], list[int]]:
-        """Begin to find the message numbers that all ranks have among their `numbers`."""
+        """Start to determine the message numbers that are in `numbers` on all ranks."""
         # In one array, which `answer` keeps: mpi4py does not keep what MPI still reads.
         ready, everywhere = np.zeros((2, self._numbered), np.uint8)
         ready[numbers] = 1
@@ -199,7 +199,7 @@ class ProgressThread:
             synchronize(piece)
 
     def _sum(self, message: Message, numbers: Tensor, flight: int) -> None:
-        """Add up with MPI, which takes bfloat16 for integers."""
+        """Reduce with MPI, which sees bfloat16 as integers."""
         with (
             self._buffers.on_host(numbers, message.stage) as buffer,
             self._trace.stage(message.stage, message.over, numbers.nbytes, flight),

@@ -1,8 +1,8 @@
-"""Call collectives on a thread beside the computation: the thread sleeps until MPI is done.
+"""Call collectives on a thread during computation: the thread sleeps until MPI is done.
 
-Open MPI makes no progress on non-blocking collectives outside of calls of MPI, and a collective has
-many rounds: every round waits for a look. A look takes some microseconds, and a thread that polls
-would take the core from the computation.
+Open MPI makes progress on non-blocking collectives only inside MPI calls, and a collective has many
+rounds, each of which waits for the next check. A check takes some microseconds, and a thread that
+polls would take the core from the computation.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class Patient:
         self.rank, self.size = comm.rank, comm.size
 
     def Allreduce(self, sent: Any, received: Any, op: MPI.Op | None = None) -> None:
-        """Add up on all members.
+        """Reduce on all members.
 
-        Open MPI sums in place by a tree, whose root sends the numbers log2(ranks) times; from
-        64 KiB on, numbers in another buffer pass through equal shares, and no member sends more
-        than twice their bytes.
+        Open MPI reduces in place by a tree, whose root sends the values log2(ranks) times; from
+        64 KiB on, values in another buffer are reduced through equal shards, and no member sends
+        more than twice their bytes.
         """
         if sent is MPI.IN_PLACE:
             sent = np.asarray(received).copy()
         sleep_until(self._comm.Iallreduce(sent, received, op or MPI.SUM))
 
     def Reduce(self, sent: Any, received: Any, op: MPI.Op, root: int) -> None:
-        """Add up on member `root`."""
+        """Reduce on member `root`."""
         sleep_until(self._comm.Ireduce(sent, received, op, root))
 
     def Allgather(self, sent: Any, received: Any) -> None:
-        """Give equal parts of all members to all members."""
+        """Gather equal parts of all members on all members."""
         sleep_until(self._comm.Iallgather(sent, received))
 
     def Alltoall(self, sent: Any, received: Any) -> None:
-        """Give every member a part of equal parts."""
+        """Send every member an equal part."""
         sleep_until(self._comm.Ialltoall(sent, received))
 
     def Alltoallv(self, sent: Any, received: Any) -> None:
@@ -57,7 +57,7 @@ class Patient:
 
 
 def sleep_until(done: MPI.Request) -> None:
-    """Wait for the request: look again after a 16th of the time waited so far, or `LONGEST`."""
+    """Wait for the request: check again after a 16th of the time waited so far, or `LONGEST`."""
     start = time.perf_counter()
     while not done.Test():
         time.sleep(min((time.perf_counter() - start) / 16, LONGEST))

@@ -15,10 +15,10 @@ from mpikfac.trace import Trace
 
 
 class Combiner:
-    """Carry out messages with a rule, on copies in the host's memory.
+    """Execute messages with a rule, on copies in the host's memory.
 
     Attributes:
-        rules: rules by vector, by stage, with the memory of earlier steps.
+        rules: rules on whole vectors, by stage, with their state.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -26,7 +26,7 @@ class Combiner:
         self.rules: dict[str, ByVector] = {}
 
     def prepare(self, dealt: Iterable[Message], rank: int, dtype: torch.dtype) -> None:
-        """Begin the memory of rules by vector; `dealt` are the messages with shards."""
+        """Initialize the rules on whole vectors; `dealt` are the messages with shards."""
         for message in dealt:
             rule, ranks = message.rule, len(message.spans)
             assert isinstance(rule, Aggregation)
@@ -42,12 +42,12 @@ class Combiner:
             rule.forget()
 
     def exchange(self, comm: MPI.Intracomm, messages: Sequence[Message], flat: Tensor) -> None:
-        """Set the messages' span of `flat` to what the rule makes of the span on all ranks.
+        """Set the messages' span of `flat` to the result of the rule over all ranks.
 
         Collective over: comm.
 
         Args:
-            messages: the shards of all vectors, perhaps the inner products, and the results.
+            messages: the shards of all vectors, the inner products if needed, and the results.
         """
         deal, *others, gather = messages
         starts = [start for start, _ in deal.spans]
@@ -70,7 +70,7 @@ class Combiner:
         flat[first:last] = host
 
     def _rule(self, deal: Message, parts: Tensor, first: int) -> ByVector | Near:
-        """Return the rule of a message's shard, with the memory of earlier steps."""
+        """Return the rule of a message's shard, with its state."""
         if isinstance(deal.rule, NearMost):
             return Near(deal.rule, first)
         assert isinstance(deal.rule, Aggregation)
@@ -79,7 +79,7 @@ class Combiner:
     def _by_vector(
         self, comm: MPI.Intracomm, products: Message, parts: Tensor, rule: ByVector | Near
     ) -> Tensor:
-        """Return the rank's shard of the result; ranks add up the inner products."""
+        """Return the rank's shard of the result; the inner products are reduced over ranks."""
         total = rule.products(parts)
         with self._trace.stage(products.stage, comm.name, products.bytes):
             comm.Allreduce(MPI.IN_PLACE, total.numpy())

@@ -1,6 +1,6 @@
-"""Senders: objects that add up an arena over ranks, at once, part by part, or overlapped.
+"""Reduce an arena over ranks: at once, part by part, or overlapped.
 
-The choices of a strategy select the sender; those who fill an arena call every sender alike.
+The strategy selects the sender; code that fills an arena calls every sender in the same way.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Turns = Mapping[Any, Sequence[Message]]
 
 
 class Sender:
-    """Send an arena's sums when the step asks.
+    """Reduce an arena when the step requests it.
 
     Attributes:
-        arena: the numbers of the rank, and after `add_up` the sums, or the means.
-        early: whether blocks leave as soon as they are ready, in the backward pass.
-        in_parts: whether a batch comes part by part, by `collect`.
-        alone: whether the present sums are those of the rank's copy of the model alone.
+        arena: the local values, and after `add_up` the sums, or the means.
+        early: whether blocks are sent as soon as they are ready, in the backward pass.
+        in_parts: whether a batch arrives part by part, through `collect`.
+        alone: whether the current sums are only those of the rank's replica of the model.
     """
 
     early = False
@@ -37,7 +37,7 @@ class Sender:
     def __init__(
         self, grid: Grid, arena: Arena, messages: Turns, divided: Sequence[Tensor] = ()
     ) -> None:
-        """Take an arena whose content may change until `add_up`.
+        """Hold an arena whose content can change until `add_up`.
 
         Args:
             divided: the views of the arena whose sums become means over ranks.
@@ -48,12 +48,12 @@ class Sender:
 
     @property
     def collected(self) -> Tensor:
-        """The numbers of the rank's batch so far, `[..., size of the arena]`."""
+        """The values of the local batch so far, `[..., size of the arena]`."""
         return self.arena.flat
 
     @property
     def nbytes(self) -> int:
-        """The bytes kept beside the arena."""
+        """The bytes stored in addition to the arena."""
         return 0
 
     def ready(self, *names: str) -> None:
@@ -63,11 +63,11 @@ class Sender:
         """
 
     def is_ready(self, name: str) -> bool:
-        """Return whether a block was marked as complete; only an early sender keeps marks."""
+        """Return whether a block was marked as complete; only an early sender stores marks."""
         return False
 
     def collect(self) -> None:
-        """Keep the content of the arena as a part of the rank's batch.
+        """Store the content of the arena as a part of the local batch.
 
         Raises:
             ValueError: the batch has no parts.
@@ -75,7 +75,7 @@ class Sender:
         raise ValueError("collect() was called more than 0 times before step()")
 
     def add_up(self, turn: int | None = None) -> None:
-        """Add up the arena over ranks.
+        """Reduce the arena over ranks.
 
         Collective over: world.
 
@@ -100,7 +100,7 @@ class Sender:
 
 
 class Overlapped(Sender):
-    """Send blocks during the computation, each as soon as the block is ready."""
+    """Send blocks during computation, each as soon as it is ready."""
 
     early = True
 
@@ -112,7 +112,7 @@ class Overlapped(Sender):
         divided: Sequence[Tensor] = (),
         urgency: int = 0,
     ) -> None:
-        """Start a thread that sends; `urgency` orders messages of several arenas."""
+        """Start a sending thread; `urgency` orders the messages of several arenas."""
         super().__init__(grid, arena, messages, divided)
         self._sums = grid.overlapped(messages[None], arena.layout, arena.flat, urgency)
 
@@ -141,7 +141,7 @@ class Overlapped(Sender):
 
 
 class InOrder(Sender):
-    """Add up the parts of a batch in the order of parts, whatever rank has made a part."""
+    """Sum the parts of a batch in order, regardless of which rank has computed a part."""
 
     in_parts = True
 
@@ -155,7 +155,7 @@ class InOrder(Sender):
         count: int,
         stage: str,
     ) -> None:
-        """Make room for the `count` parts of the rank's batch."""
+        """Allocate memory for the `count` parts of the local batch."""
         super().__init__(grid, arena, messages, divided)
         self._parts, self._stage = Parts(arena, count), stage
 
@@ -170,15 +170,15 @@ class InOrder(Sender):
         return self._parts.nbytes
 
     def collect(self) -> None:
-        """Keep the content of the arena as the next part.
+        """Store the content of the arena as the next part.
 
         Raises:
-            ValueError: all parts are there.
+            ValueError: there are already all parts.
         """
         self._parts.add()
 
     def add_up(self, turn: int | None = None) -> None:
-        """Add up all parts of all ranks, in order.
+        """Sum all parts of all ranks, in order.
 
         Raises:
             ValueError: parts are missing.

@@ -34,7 +34,7 @@ class ProjectionLayer(InnerLayer):
 class ProjectionsLayer(Layer):
     """Cover the projections of query, key and value with common parameters: a group for each.
 
-    Groups have factors and numbers of positions of their own, as three linear layers have.
+    Groups have separate factors and numbers of positions, like three linear layers.
 
     Args:
         watched: for each group, the weight to find the product with, and the part of the weight.
@@ -71,7 +71,7 @@ class ProjectionsLayer(Layer):
         return LayerShape(self.name, inputs[0] + self.bias, outputs, groups)
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """Return a view with the rows of query, key and value apart, `[3, ...]`."""
+        """Return a view with separate rows for query, key and value, `[3, ...]`."""
         return parameter.unflatten(0, (len(SOURCES), -1))
 
 

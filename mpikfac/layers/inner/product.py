@@ -1,9 +1,9 @@
 """Find products with a weight in autograd's graph, and record a product as a linear layer.
 
-A module such as an attention multiplies by its weights without modules of their own. The forward
-call leaves a graph behind: the products are the nodes that take the weight, transposed. A hook on a
-node gets the gradient of the product. Other layers are not touched, and the module computes what
-the module computes without K-FAC.
+A module such as an attention multiplies by its weights without submodules for the products. In the
+graph of the forward call, the products are the nodes that use the transposed weight. A hook on such
+a node receives the gradient of the product. Other layers are not affected, and the results of the
+module do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # a weight on its way to a 
 class InnerLayer(Layer):
     """Cover a linear layer inside a module; the gradient comes from the product's node.
 
-    A module may multiply by a weight at once, or by parts of the weight's rows in several products.
+    A module can multiply by a weight in one product, or by parts of its rows in several.
 
     Args:
         source: the argument of the module that is the layer's input; "" for none.
@@ -93,7 +93,7 @@ def of_examples(rows: Tensor, batch: int) -> Tensor:
 
 
 def saved_input(product: Node) -> Tensor:
-    """Return the left operand of a product, as kept for the backward pass."""
+    """Return the left operand of a product, as saved for the backward pass."""
     left: Tensor = product._saved_mat1 if hasattr(product, "_saved_mat1") else product._saved_self
     return left
 

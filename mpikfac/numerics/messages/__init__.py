@@ -1,4 +1,4 @@
-"""Numbers in messages: encoded in fewer bytes, and combined so that wrong ranks do little harm."""
+"""Encode values in fewer bytes, and combine vectors so that faulty ranks do little harm."""
 
 from mpikfac.numerics.messages.codecs import add_decoded as add_decoded
 from mpikfac.numerics.messages.codecs import encode as encode

@@ -1,11 +1,11 @@
-"""Encode numbers as fewer bytes, and decode: bfloat16, 8 bits by blocks, only the largest numbers.
+"""Encode values in fewer bytes, and decode: bfloat16, blocks of 8 bits, only the largest values.
 
-Error feedback [Seide et al. 2014]: the error of an encoding is kept as a residual and added to the
-next numbers before encoding. So sums over time lose only the last step's residual.
+Error feedback [Seide et al. 2014]: the encoding error is stored as a residual and added to the next
+values before encoding. Sums over time therefore lose only the residual of the last step.
 
-A sum of matrices is not encoded number by number. PowerSGD [Vogels et al. 2019] sums `P = M Q`,
-makes the columns of P orthonormal, sums `Q = M^T P`, and takes `P Q^T` for the sum of all M: a step
-of a power iteration, which begins at the Q of the last step.
+A sum of matrices is not encoded element by element. PowerSGD [Vogels et al. 2019] sums `P = M Q`,
+makes the columns of P orthonormal, sums `Q = M^T P`, and uses `P Q^T` as the sum of all M. This is
+a step of a power iteration, which starts from the Q of the last step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def encode(
 
     Args:
         residual: the residual `[n]` of the last encoding: added to `values`, then set to the new
-            residual. Non-finite numbers are sent, but not kept in the residual.
-        velocity: `[n]`, with "top-k" only: `momentum * velocity + values` takes the place of
-            `values`, and becomes 0 where numbers are sent [DGC, Lin et al. 2018].
+            residual. Non-finite values are sent, but not stored in the residual.
+        velocity: `[n]`, with "top-k" only: `momentum * velocity + values` replaces `values`,
+            and becomes 0 where values are sent [DGC, Lin et al. 2018].
     """
     if residual is None:
         return ENCODERS[codec.name](values, codec)
@@ -46,7 +46,7 @@ def encode(
 
 
 def add_decoded(total: Tensor, encoded: Tensor, codec: Codec, weight: int = 1) -> None:
-    """Add the decoded numbers, times `weight`, to `total` `[n]`."""
+    """Add the decoded values, times `weight`, to `total` `[n]`."""
     ADDERS[codec.name](total, encoded, weight)
 
 
@@ -59,11 +59,11 @@ def _add_bfloat16(total: Tensor, encoded: Tensor, weight: int) -> None:
 
 
 def _to_int8(values: Tensor, _: Codec) -> Tensor:
-    """Return blocks of an exponent and 8-bit numbers.
+    """Return blocks of an exponent and 8-bit values.
 
-    The exponent is the exponent of the block's largest number; numbers are in units of 1/64 of 2 to
-    the exponent. The format is OCP's MXINT8 with shorter blocks: a block never spans two layers,
-    because numbers of two layers may be many orders of magnitude apart. Numbers that are not finite
+    The exponent is that of the largest value of the block; values are in units of 1/64 of 2 to the
+    exponent. The format is OCP's MXINT8 with shorter blocks: a block never spans two layers,
+    because the values of two layers can differ by orders of magnitude. Values that are not finite
     in float32 become NaN.
     """
     blocks = values.float().view(-1, ALIGNMENT)
@@ -92,7 +92,7 @@ def _power(exponents: Tensor) -> Tensor:
 
 
 def _to_largest(values: Tensor, codec: Codec) -> Tensor:
-    """Return the largest numbers, where NaN counts as the largest, followed by their indices."""
+    """Return the largest values, where NaN counts as the largest, followed by their indices."""
     places = values.abs().topk(codec.count(len(values)), sorted=False).indices
     return torch.cat([values[places].view(torch.uint8), places.int().view(torch.uint8)])
 
@@ -105,7 +105,7 @@ def _add_largest(total: Tensor, encoded: Tensor, weight: int) -> None:
 
 
 def places_of(encoded: Tensor, itemsize: int) -> Tensor:
-    """Return the indices of the numbers that "top-k" sends."""
+    """Return the indices of the values that "top-k" sends."""
     count = len(encoded) // (itemsize + PLACE)
     return encoded[count * itemsize :].clone().view(torch.int32).long()
 
@@ -127,9 +127,9 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def renewed(right: Tensor, seed: int) -> Tensor:
-    """Return Q `[groups, inputs, rank]`, with normal columns in the place of useless columns.
+    """Return Q `[groups, inputs, rank]`, with useless columns replaced by normal random ones.
 
-    A column that is 0 would stay 0, and a column that is not finite would spoil all later sums.
+    A column that is 0 would stay 0, and a column that is not finite would corrupt all later sums.
     """
     sizes = right.abs().sum(-2, keepdim=True)
     usable = sizes.isfinite() & (sizes > 0)

@@ -1,10 +1,10 @@
-"""Combine vectors of ranks so that a few wrong ranks do little harm.
+"""Combine the vectors of all ranks so that a few faulty ranks do little harm.
 
-A rule takes each coordinate by itself, or gives each rank a weight. Weights follow from the inner
-products of the ranks' vectors alone, `[ranks, ranks]`. So ranks that hold shards of all vectors
-only have to add up their inner products.
+A rule works on each coordinate separately, or computes a weight for each rank. The weights depend
+only on the inner products of the vectors, `[ranks, ranks]`, so ranks that have shards of all
+vectors only need to sum their inner products.
 
-Vectors that are not finite get the weight 0, and are the largest in each coordinate.
+Vectors that are not finite have weight 0, and are the largest in each coordinate.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def combined(vectors: Tensor, weights: Tensor) -> Tensor:
 
 
 def median(vectors: Tensor) -> Tensor:
-    """Return the median of each coordinate: of an even number of ranks, the middle two's mean."""
+    """Return the median of each coordinate; of an even number, the mean of the middle two."""
     middle = (len(vectors) - 1) // 2
     return vectors.sort(0).values[middle : len(vectors) - middle].mean(0)
 
 
 def trimmed_mean(vectors: Tensor, num_byzantine: int) -> Tensor:
-    """Return the mean of each coordinate without its smallest and largest numbers [Yin 2018]."""
+    """Return the mean of each coordinate without its smallest and largest values [Yin 2018]."""
     return vectors.sort(0).values[num_byzantine : len(vectors) - num_byzantine].mean(0)
 
 
@@ -43,7 +43,7 @@ def trimmed_mean(vectors: Tensor, num_byzantine: int) -> Tensor:
 def krum(products: Tensor, num_byzantine: int) -> Tensor:
     """Return weight 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
 
-    Neighbours are all other vectors but the `num_byzantine + 1` farthest.
+    Its neighbours are all other vectors except the `num_byzantine + 1` farthest.
     """
     ranks = len(products)
     nearest = _distances(products).sort(1).values[:, 1 : ranks - num_byzantine - 1]
@@ -51,7 +51,7 @@ def krum(products: Tensor, num_byzantine: int) -> Tensor:
 
 
 def geometric_median(products: Tensor) -> Tensor:
-    """Return the weights of the point with the least sum of distances, by Weiszfeld's iteration."""
+    """Return the weights of the point with the smallest sum of distances, by Weiszfeld's method."""
     usable = products.diagonal().isfinite()
     products = products.where(usable & usable[:, None], 0.0)
     weights = usable.double() / usable.sum()
@@ -67,7 +67,7 @@ def geometric_median(products: Tensor) -> Tensor:
 def centered_clipping(products: Tensor, radius: float) -> Tensor:
     """Return the weights of `centre + mean(clip(vector - centre))` [Karimireddy et al. 2021].
 
-    The first vector is the centre: the result of the step before.
+    The first vector is the centre: the result of the previous step.
     """
     usable = products.diagonal().isfinite()
     products = products.where(usable & usable[:, None], 0.0)
@@ -85,13 +85,13 @@ def near_most(
 ) -> Tensor:
     """Return which of some ranks are near most ranks, `[ranks]` [Allen-Zhu et al. 2021].
 
-    The median rank reaches more than half of all ranks, itself included, within the least distance.
-    A rank is near if its distance from the median rank is at most `factor` times as long.
+    The median rank has more than half of all ranks, itself included, within the smallest distance.
+    A rank is near if its distance from the median rank is at most `factor` times this distance.
 
     Args:
-        ranks: the ranks to look at, `[ranks]`; ranks with vectors that are not finite are far. Half
-            of all ranks or fewer are all near.
-        least: a distance that is near in any case.
+        ranks: the ranks to consider, `[ranks]`; ranks with vectors that are not finite are far. If
+            these are at most half of all ranks, all of them are near.
+        least: a distance that is always near.
     """
     ranks = ranks & products.diagonal().isfinite()
     distances = _distances_among(products, ranks)
@@ -105,8 +105,8 @@ def near_most(
 def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
     """Return the longest distance of some ranks from the median rank; NaN if there is none.
 
-    It is at most `factor` times as long as the distance within which half of the ranks reach most
-    ranks. So a few wrong ranks cannot make it much longer than a distance of right ranks.
+    It is at most `factor` times the distance within which half of the ranks have most ranks. A few
+    faulty ranks therefore cannot make it much longer than a distance between correct ranks.
 
     Args:
         ranks: as in `near_most`.
@@ -120,24 +120,24 @@ def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
 
 
 def _distances_among(products: Tensor, ranks: Tensor) -> Tensor:
-    """Return distances `[ranks, ranks]`; infinite but between some of the ranks."""
+    """Return distances `[ranks, ranks]`, infinite except between some of the ranks."""
     among = ranks & ranks[:, None]
     return _distances(products.where(among, 0.0)).sqrt().where(among, torch.inf)
 
 
 def _reach(distances: Tensor) -> Tensor:
-    """Return the distance within which each rank reaches more than half of all ranks."""
+    """Return the distance within which each rank has more than half of all ranks."""
     return distances.sort(1).values[:, len(distances) // 2]
 
 
 def _distances(products: Tensor) -> Tensor:
-    """Return squared distances `[ranks, ranks]`; infinite to vectors that are not finite."""
+    """Return squared distances `[ranks, ranks]`, infinite to vectors that are not finite."""
     squares = products.diagonal()
     distances = (squares + squares[:, None] - 2 * products).clamp_(min=0)
     return distances.where(distances.isfinite(), torch.inf).fill_diagonal_(0)
 
 
 def _distances_from(products: Tensor, weights: Tensor) -> Tensor:
-    """Return squared distances of all vectors from the weighted sum of the vectors."""
+    """Return squared distances of all vectors from their weighted sum."""
     along = products @ weights
     return (products.diagonal() - 2 * along + weights @ along).clamp_(min=0)

@@ -1,6 +1,6 @@
-"""Combine shards of the ranks' vectors by weights of whole vectors, and remember earlier steps.
+"""Combine shards of all ranks' vectors by weights of whole vectors, with state across steps.
 
-Ranks hold shards of all vectors and add up inner products, so all ranks find the same weights.
+Ranks have shards of all vectors and sum the inner products, so all ranks compute the same weights.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SPREAD = 2_654_435_761  # a prime: seeds of neighbouring steps and shards differ
 
 
 class ByVector:
-    """Combine shards by a rule without memory.
+    """Combine shards by a rule without state.
 
     Attributes:
-        memory: tensors that the rule keeps from step to step, by name; zeros at first.
+        memory: tensors that the rule stores across steps, by name; initially zeros.
     """
 
     def __init__(self, rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> None:
-        """Begin without earlier steps.
+        """Start without earlier steps.
 
         Args:
             like: a shard of a vector, `[n]`.
@@ -39,12 +39,12 @@ class ByVector:
         return {}
 
     def forget(self) -> None:
-        """Forget earlier steps."""
+        """Discard the state of earlier steps."""
         for tensor in self.memory.values():
             tensor.zero_()
 
     def products(self, parts: Tensor) -> Tensor:
-        """Return the shard's inner products, `[..., rows, rows]` in float64; ranks add them up.
+        """Return the shard's inner products, `[..., rows, rows]` in float64, to be reduced.
 
         Args:
             parts: the shards of all ranks' vectors, `[ranks, n]`.
@@ -53,7 +53,7 @@ class ByVector:
         return wide @ wide.mT
 
     def rows(self, parts: Tensor) -> Tensor:
-        """Return rows `[..., rows, n]` whose inner products the ranks add up."""
+        """Return rows `[..., rows, n]` whose inner products are reduced over ranks."""
         return parts
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class ByVector:
 
 
 class Centred(ByVector):
-    """Combine shards by a rule that takes the result of the step before as the first vector."""
+    """Combine shards by a rule whose first vector is the result of the previous step."""
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
         return {"centre": torch.zeros_like(like)}
@@ -77,7 +77,7 @@ class Centred(ByVector):
         return torch.cat([self.memory["centre"][None], parts])
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Return the shard of the result, and keep the shard as the next centre."""
+        """Return the shard of the result, and store it as the next centre."""
         shard = super().combine(products, self.rows(parts))
         self.memory["centre"].copy_(shard)
         return shard
@@ -86,7 +86,7 @@ class Centred(ByVector):
 class Windows(ByVector):
     """Average the ranks whose vectors, summed over two windows, stay near most ranks' sums.
 
-    With `reset_interval`, dropped ranks count again at times [Allen-Zhu et al. 2021].
+    With `reset_interval`, dropped ranks count again after so many steps [Allen-Zhu et al. 2021].
     """
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class Windows(ByVector):
         return self.memory["dropped"] == 0
 
     def rows(self, parts: Tensor) -> Tensor:
-        """Add the vectors of good ranks to both sums; return sums and vectors, `[3, ranks, n]`."""
+        """Add good ranks' vectors to both sums; return the sums and vectors, `[3, ranks, n]`."""
         steps, sums = int(self.memory["steps"]), self.memory["sums"]
         for window, of_window in zip(self.rule.windows, sums):
             if steps % window == 0:
@@ -116,7 +116,7 @@ class Windows(ByVector):
         return torch.cat([sums, parts[None]])
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Drop ranks whose sums are far off; return the mean of good ranks, with noise."""
+        """Drop ranks whose sums are far away; return the mean of good ranks, with noise."""
         *of_windows, of_step = products
         before = good = self.good
         spread = self._spread(of_step)
@@ -136,7 +136,7 @@ class Windows(ByVector):
         return mean
 
     def _spread(self, of_step: Tensor) -> Tensor:
-        """Return the mean square of the longest distance of right ranks' terms of the sums.
+        """Return the mean square of the longest distance between terms of correct ranks.
 
         It is a running mean over the steps of the long window.
         """
@@ -146,17 +146,17 @@ class Windows(ByVector):
         return spread.lerp_(longest.where(longest.isfinite(), spread[0]), 1 / steps)[0]
 
     def _noise(self, like: Tensor) -> Tensor:
-        """Return normal numbers of the step and the shard, the same after a restart."""
+        """Return normal random values for the step and the shard, the same after a restart."""
         generator = torch.Generator(like.device)
         generator.manual_seed((int(self.memory["steps"]) * SPREAD + self.first) % 2**32)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 class Near:
-    """Add up each block over the ranks whose blocks are near most ranks' blocks.
+    """Sum each block over the ranks whose blocks are near most ranks' blocks.
 
-    A block is a sum over a rank's examples, and ranks compare means. Ranks without examples, and
-    ranks with many more examples than most ranks, are far.
+    A block is a sum over local examples, but distances are those of means. Ranks without examples,
+    and ranks with many more examples than most ranks, are far.
     """
 
     def __init__(self, rule: NearMost, first: int) -> None:
@@ -168,7 +168,7 @@ class Near:
         self.rule, self.first = rule, first
 
     def _places(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the places of each block and of the block's count in the shard."""
+        """Yield the positions of each block and of its count in the shard."""
         for start, stop, count in self.rule.blocks:
             yield (
                 slice(max(0, start - self.first), max(0, stop - self.first)),
@@ -199,5 +199,5 @@ class Near:
 
 
 def by_vector(rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> ByVector:
-    """Return the rule's way to combine shards; the arguments are those of `ByVector`."""
+    """Return the object that combines shards by the rule; the arguments are those of `ByVector`."""
     return rule.combiner(ranks, like, first) or ByVector(rule, ranks, like, first)

@@ -1,7 +1,7 @@
 """Test the network of a checkpoint, or of a file of weights, on the test images of its run.
 
     mpikfac evaluate runs/a
-    mpirun -n 4 python -m mpi4py -m mpikfac_apps evaluate runs/a --weights runs/a/best.pt
+    mpirun -n 4 mpikfac evaluate runs/a --weights runs/a/best.pt
 
 The test is the test of the training program: the same images, numbers and averages of weights.
 """

@@ -1,0 +1,1 @@
+"""Programs that predict: a measured machine, step times of strategies, and advice."""

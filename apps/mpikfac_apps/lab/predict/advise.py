@@ -1,0 +1,308 @@
+"""Advise batch, servers, ranks and strategy for training on a machine. No MPI.
+
+    mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_update_steps 10
+
+docs/extensions/advice.md states the assumptions of the two lemmas.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import mpikfac
+from mpikfac import files
+from mpikfac.preconditioners import Preconditioner
+from mpikfac_apps import cli
+from mpikfac_apps.lab.predict.options import ADVISE, SGD, AdviseOptions
+from mpikfac_apps.lab.predict.predictions import (
+    BOUNDED,
+    WIDTH,
+    Row,
+    intervals_in_words,
+    job_in_words,
+    machine_in_words,
+    network_of,
+    predictions,
+)
+from mpikfac_apps.lab.predict.search import PER_NODE, changed, variants
+from mpikfac_apps.options import joints
+from mpikfac_apps.options.fields import flat
+from mpikfac_apps.options.strategy import preconditioner_of
+from mpikfac_apps.planning.facts import strategy_of
+from mpikfac_apps.text import MIB, number, show, table
+
+PASSES = ("forward", "backward")
+FLOAT32 = 4  # bytes
+OVERLAP = "transport.overlap"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the advice; return 0, or 2 after one line about wrong options."""
+    return cli.run(ADVISE.program, lambda: advise(ADVISE.read(argv)))
+
+
+def advise(options: AdviseOptions) -> int:
+    """Print the advice for each number of ranks; return 0.
+
+    Raises:
+        ValueError: no strategy can be predicted.
+        OSError: a file cannot be read or written.
+    """
+    machine = mpikfac.predict.load_machine(options.machine)
+    options = replace(options, given={OVERLAP: True, **options.given})
+    rows = [row | needs(row, options) for row in predictions(options, machine)]
+    sections = [heading(options, machine)]
+    for ranks in dict.fromkeys(options.ranks):
+        candidates = [row for row in rows if row["ranks"] == ranks]
+        if any("left_out" not in row for row in candidates):
+            row = best([*candidates, *further(ranks, options, machine)], options.batch_per_rank)
+            rows += [row] if row not in rows else []
+            shown = [row for row in rows if row["ranks"] == ranks]
+            sections += [overview(ranks, shown), of_batch(row, options)]
+            sections += [of_servers(ranks, options, machine), of_rate(row, options)]
+    if options.efficiency:
+        sections += [of_ranks(rows, options, machine)]
+    show(sections)
+    if options.json:
+        files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
+    return 0
+
+
+# -- the lemmas ------------------------------------------------------------------------------------
+
+
+def images_to_cover(messages: float, per_image: float) -> int:
+    """Return the least images per rank whose computing takes as long as messages, in seconds."""
+    return max(1, math.ceil(messages / per_image - 1e-9))
+
+
+def servers_to_hide(size: float, clients: int, bandwidth: float, computing: float) -> int:
+    """Return the least servers that take and give `size` bytes of all clients while these compute.
+
+    Every client pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
+    all servers. A server moves `bandwidth` bytes per second.
+    """
+    return max(1, math.ceil(2 * size * clients / (bandwidth * computing) - 1e-9))
+
+
+def efficient(steps: Mapping[int, float], least: float) -> int:
+    """Return the largest number of ranks whose efficiency is at least `least`.
+
+    The efficiency is the step of a single rank over the step of all ranks, with as many images per
+    rank: the share of a rank's images per second that is left.
+
+    Args:
+        steps: the seconds of a step by number of ranks, of a single rank among them.
+    """
+    return max(ranks for ranks, seconds in steps.items() if steps[1] / seconds >= least)
+
+
+def growing(options: AdviseOptions) -> tuple[str, ...]:
+    """Return the stages whose computing grows with the batch; factors of the gradient do not."""
+    chosen = options.preconditioner
+    of_gradient = chosen is not None and chosen.form.of == "gradient"
+    return PASSES if of_gradient else (*PASSES, "statistics")
+
+
+def needs(row: Row, options: AdviseOptions) -> Row:
+    """Return the computing of an image and the images needed, for a predicted row."""
+    if "left_out" in row:
+        return {}
+    stages = row["mean"]["stages"]
+    computing = sum(stages.get(stage, 0.0) for stage in growing(options))
+    per_image = computing / options.batch_per_rank
+    return {
+        "per_image": per_image,
+        "images": images_to_cover(row["mean"]["overlapped"], per_image),
+    }
+
+
+def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
+    """Yield rows of the strategies with other workers and levels, which train the same numbers."""
+    for row in variants(options, network_of(options), ranks, machine, {"": {}}):
+        if row["change"]:
+            yield row | needs(row, options)
+
+
+def best(rows: Sequence[Row], images: int) -> Row:
+    """Return the quickest strategy that `images` images cover, or the one that needs least images.
+
+    Strategies with the numbers of one process come first, before strategies with another estimator
+    or with an upper bound as prediction, and these before training without K-FAC.
+    """
+    candidates = [row for row in rows if "left_out" not in row]
+    rank = min(_place(row["strategy"]) for row in candidates)
+    candidates = [row for row in candidates if _place(row["strategy"]) == rank]
+    covered = [row for row in candidates if row["images"] <= images]
+    if covered:
+        return min(covered, key=lambda row: row["mean"]["seconds"])
+    return min(candidates, key=lambda row: (row["images"], row["mean"]["seconds"]))
+
+
+def _place(name: str) -> int:
+    if name.startswith("sgd"):
+        return 2
+    return 0 if mpikfac.plan.NAMED[name].same and name not in BOUNDED else 1
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
+    """Return lines with the job, the machine and the meaning of the columns."""
+    return [
+        job_in_words(options),
+        *machine_in_words(machine),
+        "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",
+        "  further messages, which no batch hides; step, exposed: the step played by the model,",
+        "  and the part in which a rank does nothing but communicate.",
+        "images: the least images per rank whose computing takes as long as overlapped messages",
+    ]
+
+
+def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
+    """Return the table of all strategies for a number of ranks."""
+    lines: list[tuple[str, ...]] = [
+        ("strategy", "overlapped", "blocking", "images", "step", "exposed")
+    ]
+    for row in rows:
+        if "left_out" not in row:
+            step = row["mean"]
+            times = step["overlapped"], blocking(row), step["seconds"], step["exposed"]
+            overlapped, blocked, *played = map(ms, times)
+            lines.append((label(row), overlapped, blocked, str(row["images"]), *played))
+    left_out = [row["strategy"] for row in rows if "left_out" in row]
+    words = f"Left out: {', '.join(left_out)}; mpikfac simulate --{OVERLAP} true says why"
+    notes = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
+    return [number(ranks, "rank"), *intervals_in_words(rows), *table(lines), *notes]
+
+
+def of_batch(row: Row, options: AdviseOptions) -> list[str]:
+    """Return the arithmetic of the mini-batch lemma for a strategy."""
+    step, images, batch = row["mean"], row["images"], options.batch_per_rank
+    parts = [f"{stage} {ms(step['stages'].get(stage, 0.0))}" for stage in growing(options)]
+    least = step["overlapped"] / row["per_image"]
+    taken = max(images, batch)
+    choice = {"strategy": (row["strategy"],), "ranks": (row["ranks"],), "batch_per_rank": taken}
+    machine = mpikfac.predict.load_machine(options.machine)
+    chosen = changed(replace(options, **choice), row.get("change", {}))
+    played, *_ = predictions(chosen, machine)
+    return [
+        f"Batch per rank, with {label(row)}",
+        f"  computing of an image = ({' + '.join(parts)}) ms / {number(batch, 'image')} = "
+        f"{ms(row['per_image'], 3)} ms",
+        f"  images >= overlapped messages / computing of an image = "
+        f"{ms(step['overlapped'])} ms / {ms(row['per_image'], 3)} ms = {least:.1f}: {images}",
+        f"  Take {words_for(row, options)} --batch_per_rank {taken}",
+        f"  A step is then {ms(played['mean']['seconds'])} ms, of which "
+        f"{ms(played['mean']['exposed'])} ms are exposed, {ms(blocking(played))} ms of blocking "
+        f"messages among them",
+    ]
+
+
+def label(row: Row) -> str:
+    """Return the strategy, and the choices that the search has changed."""
+    change = row.get("change", {})
+    return ", ".join([row["strategy"], *(f"{key}={value}" for key, value in change.items())])
+
+
+def words_for(row: Row, options: AdviseOptions) -> str:
+    """Return the options of the training program for a row."""
+    first_order, name = row["strategy"].startswith("sgd"), row["strategy"].removeprefix(SGD)
+    words = ["--optimizer sgd"] if first_order else []
+    words += [f"--strategy {name}"] if name != "sgd" else []
+    if not first_order:
+        _, preconditioner = strategy_of(name, row["ranks"], options.preconditioner)
+        usual = preconditioner_of(mpikfac.plan.NAMED[name].settings)
+        words += words_of(preconditioner) if preconditioner != usual else []
+    words += [f"--assignment.grad_workers {row['workers']}"] if name == "hybrid" else []
+    change = row.get("change", {})
+    words += [f"--{PER_NODE} {change[PER_NODE]}"] if PER_NODE in change else []
+    return " ".join([*words, f"--{OVERLAP} {str(options.given[OVERLAP]).lower()}"])
+
+
+def words_of(preconditioner: Preconditioner) -> list[str]:
+    """Return the options of the training program for a preconditioner."""
+    now, usual = flat(preconditioner), flat(type(preconditioner)())
+    own = [f"--kfac.preconditioner.{k} {json.dumps(v)}" for k, v in now.items() if v != usual[k]]
+    return [f"--kfac.preconditioner {joints.name_of(preconditioner)}", *own]
+
+
+def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
+    """Return the arithmetic of the parameter-server lemma."""
+    _, others = network_of(options).bare
+    size = FLOAT32 * sum(math.prod(shape) for _, shape in others)
+    network = machine.network(options.model, options.batch_per_rank)
+    computing = network.forward + network.backward
+    bandwidth = (machine.between or machine.inside).bandwidth
+    least = 2 * size * ranks / (bandwidth * computing)
+    servers = servers_to_hide(size, ranks, bandwidth, computing)
+    return [
+        f"Parameter servers, for {number(ranks, 'client')} without K-FAC",
+        "  servers >= 2 x bytes of the model x clients / (bandwidth of a server x computing)",
+        f"  = 2 x {size / MIB:.2f} MiB x {ranks} / "
+        f"({bandwidth / 1e9:.2f} GB/s x {ms(computing)} ms) = {least:.1f}: "
+        f"{servers}",
+        f"  Take --strategy downpour --optimizer sgd --sync.servers {servers} on {ranks + servers} "
+        f"ranks",
+    ]
+
+
+def of_rate(row: Row, options: AdviseOptions) -> list[str]:
+    """Return the learning rates of the batch of all ranks, by both rules."""
+    ranks, images = row["ranks"], max(row["images"], options.batch_per_rank)
+    return [
+        f"Learning rate of {number(ranks * images, 'image')}, in place of {images} on one rank",
+        f"  --scale_lr linear: lr x {ranks}",
+        f"  --scale_lr sqrt: lr x {math.sqrt(ranks):.2f}",
+    ]
+
+
+def of_ranks(
+    rows: Sequence[Row], options: AdviseOptions, machine: mpikfac.predict.Machine
+) -> list[str]:
+    """Return the efficiency of a strategy on 1, 2, 4 ... ranks, and the largest efficient number.
+
+    The strategy is the best one on the largest number of ranks, without the choices of the search,
+    which fit a single number of ranks.
+
+    Raises:
+        ValueError: the strategy, or a choice of the options, does not fit a single rank.
+    """
+    assert options.efficiency, "asked for"
+    named = [row for row in rows if "left_out" not in row and not row.get("change")]
+    most = max(row["ranks"] for row in named)
+    row = best([row for row in named if row["ranks"] == most], options.batch_per_rank)
+    ranks = (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
+    doubled = replace(options, strategy=(row["strategy"],), ranks=ranks)
+    found = predictions(doubled, machine)
+    if "left_out" in found[0]:
+        raise ValueError(
+            f"efficiency={options.efficiency:g} compares with a single rank: {found[0]['left_out']}"
+        )
+    steps = {row["ranks"]: row["mean"]["seconds"] for row in found if "left_out" not in row}
+    lines = [("ranks", "step", "efficiency")]
+    lines += [(f"{n:,}", ms(seconds), f"{steps[1] / seconds:.2f}") for n, seconds in steps.items()]
+    count = efficient(steps, options.efficiency)
+    return [
+        f"Ranks for an efficiency of {options.efficiency:g}, with {row['strategy']}",
+        *table(lines),
+        f"  efficiency = step of 1 rank / step; {options.batch_per_rank} images per rank",
+        f"  Take {words_for(row, options)} on {number(count, 'rank')}",
+    ]
+
+
+def blocking(row: Row) -> float:
+    """Return the seconds of messages that block, in a mean step."""
+    step = row["mean"]
+    sent = (step["stages"].get(stage, 0.0) for stage in mpikfac.trace.COMMUNICATION)
+    return max(0.0, sum(sent) - step["overlapped"])
+
+
+def ms(seconds: float, digits: int = 1) -> str:
+    """Return seconds in milliseconds."""
+    return f"{1e3 * seconds:,.{digits}f}"

@@ -1,0 +1,201 @@
+"""Predict the steps of strategies by name: a row for each strategy and number of ranks. No MPI."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mpikfac
+from mpikfac.plan import BASIS_EVERY
+from mpikfac.preconditioners import Inverse
+from mpikfac_apps.lab.predict.options import SGD, PredictionOptions
+from mpikfac_apps.options.choices import with_choices
+from mpikfac_apps.options.options import Options, StrategyOptions
+from mpikfac_apps.options.strategy import (
+    Shapes,
+    coverage,
+    make_plan,
+    make_strategy,
+    of_gradients,
+    preconditioner_of,
+)
+from mpikfac_apps.planning.budget import Calls, Foreseen, calls_of, foreseen
+from mpikfac_apps.planning.facts import at_ranks
+from mpikfac_apps.problems import models
+from mpikfac_apps.text import number
+
+BOUNDED = ("stale-inverse", "event-driven")  # predictions are upper bounds
+WIDTH = 96
+Row = dict[str, Any]
+
+
+def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
+    """Return a row for each strategy and number of ranks; without a prediction, the reason.
+
+    Raises:
+        ValueError: no strategy can be predicted.
+    """
+    network = network_of(options)
+    rows = [
+        predicted(options, network, name, ranks, machine)
+        for ranks in dict.fromkeys(options.ranks)
+        for name in dict.fromkeys(options.strategy)
+    ]
+    if all("left_out" in row for row in rows):
+        raise ValueError(rows[0]["left_out"])
+    return rows
+
+
+def predicted(
+    options: PredictionOptions,
+    network: NetworkShapes,
+    name: str,
+    ranks: int,
+    machine: mpikfac.predict.Machine,
+) -> Row:
+    """Return the row of a strategy; without a prediction, the reason."""
+    row: Row = {"strategy": name, "ranks": ranks}
+    try:
+        run = foreseen_of(options, network, name, ranks, machine)
+        job = job_of(options, run.factor_update_steps, run.inv_update_steps)
+        found = mpikfac.predict.simulate(run.plan, machine, job).as_dict()
+    except ValueError as error:
+        return row | {"left_out": str(error)}
+    intervals = {
+        "factor_update_steps": run.factor_update_steps,
+        "inv_update_steps": run.inv_update_steps,
+    }
+    return row | {"workers": run.plan.grid.workers} | intervals | found
+
+
+def job_of(
+    options: PredictionOptions, factor_update_steps: int, inv_update_steps: int
+) -> mpikfac.predict.Job:
+    """Return the training to predict."""
+    return mpikfac.predict.Job(
+        options.model,
+        options.batch_per_rank,
+        factor_update_steps,
+        inv_update_steps,
+        options.stragglers,
+        of_gradients(Options(kfac=options.kfac)),
+    )
+
+
+@dataclass(frozen=True)
+class NetworkShapes:
+    """What predictions know of a network.
+
+    Attributes:
+        covered: the shapes with K-FAC.
+        bare: the shapes without K-FAC.
+        calls: of the covered layers in the pass of a rank.
+    """
+
+    covered: Shapes
+    bare: Shapes
+    calls: Calls
+
+
+def network_of(options: PredictionOptions) -> NetworkShapes:
+    """Return the network of the options."""
+    entry = models.network(options.model)
+    covers = coverage(options.kfac, entry.covers)
+    covered = models.shapes_of(options.model, options.classes, covers)
+    bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
+    model = models.skeleton(options.model, options.classes)
+    return NetworkShapes(
+        covered,
+        models.shapes_of(options.model, options.classes, bare),
+        calls_of(options.model, model, options.kfac, entry.image, options.batch_per_rank),
+    )
+
+
+def foreseen_of(
+    options: PredictionOptions,
+    network: NetworkShapes,
+    name: str,
+    ranks: int,
+    machine: mpikfac.predict.Machine,
+) -> Foreseen:
+    """Return plan and intervals of a strategy by name, with messages chosen for the machine.
+
+    Raises:
+        ValueError: choices do not fit together, or the machine does not know the network.
+    """
+    usual = options.inv_update_steps or BASIS_EVERY  # whatever the strategy takes
+    kfac = replace(options.kfac, inv_update_steps=usual)
+    first_order = name.startswith("sgd")
+    shapes = network.bare if first_order else network.covered
+    name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
+    strategy, settings = make_strategy(chosen(options, name, ranks), kfac, ranks)
+    preconditioner = preconditioner_of(settings)
+    if options.preconditioner is not None and not preconditioner.form.vector:
+        preconditioner = options.preconditioner
+    if first_order:
+        strategy, preconditioner = strategy.first_order(), Inverse()
+    forms, job = (
+        mpikfac.preconditioners.forms(preconditioner),
+        job_of(options, kfac.lasting_factor_update_steps, usual),
+    )
+    strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
+    plan = make_plan(kfac, *shapes, ranks, strategy, preconditioner)
+    given = {"inv_update_steps": options.inv_update_steps}
+    return foreseen(kfac, preconditioner, given, shapes, plan, network.calls, ranks)
+
+
+def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions:
+    """Return a strategy by name with the choices that replace its own.
+
+    Raises:
+        ValueError: the strategy has no such choice, or choices do not fit together.
+    """
+    strategy, _ = mpikfac.get_strategy(name)
+    if not any(key.startswith("assignment.") for key in options.change):
+        strategy = at_ranks(strategy, ranks)
+    return StrategyOptions(name, **vars(with_choices(strategy, options.change)))
+
+
+def without_factors(options: PredictionOptions) -> bool:
+    """Return whether the preconditioner of the options has no factors, and so no intervals."""
+    return options.preconditioner is not None and not options.preconditioner.form.blocks
+
+
+def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
+    """Return lines with the machine, and with its numbers that are estimates."""
+    words = f"Estimated: {', '.join(machine.estimated)}" if machine.estimated else ""
+    lines = textwrap.wrap(words, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [f"Machine: {machine.name}; predicted, not measured", *lines]
+
+
+def job_in_words(options: PredictionOptions) -> str:
+    """Return model, batch, preconditioner and intervals of the runs to predict."""
+    words = f"{options.model}, {options.batch_per_rank} images per rank, "
+    chosen = options.preconditioner
+    words += f"preconditioner {chosen.form.name}" if chosen else "each strategy's preconditioner"
+    if without_factors(options):
+        return f"{words}, without factors"
+    given = options.kfac.factor_update_steps, options.inv_update_steps
+    if given == (None, None):
+        return f"{words}, usual intervals"
+    return f"{words}, {in_words(options.kfac.lasting_factor_update_steps, given[1] or BASIS_EVERY)}"
+
+
+def in_words(factor_update_steps: int, inv_update_steps: int) -> str:
+    """Return the intervals of a run in words."""
+    return f"factors every {number(factor_update_steps, 'step')}, bases every {inv_update_steps}"
+
+
+def intervals_in_words(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each pair of intervals of strategies with factors."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if "left_out" not in row and not row["strategy"].startswith("sgd"):
+            words = in_words(row["factor_update_steps"], row["inv_update_steps"])
+            names.setdefault(words, []).append(row["strategy"])
+    return [
+        words[0].upper() + words[1:] + f": {', '.join(of)}" * (len(names) > 1)
+        for words, of in names.items()
+    ]

@@ -1,0 +1,283 @@
+"""Search the choices of a strategy for those that no other choice is better than. No MPI.
+
+    mpikfac simulate --search true --model resnet50 --ranks 1024 --machine a100-hdr
+
+A choice is a strategy, a number of workers, one level or two levels of messages, wires and
+intervals.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mpikfac
+from mpikfac import files
+from mpikfac_apps.lab.predict.options import PredictionOptions
+from mpikfac_apps.lab.predict.predictions import (
+    NetworkShapes,
+    Row,
+    job_in_words,
+    machine_in_words,
+    network_of,
+    predicted,
+    without_factors,
+)
+from mpikfac_apps.text import MIB, NONE, mib, number, table
+
+
+def _compressed(sums: str, inverses: str) -> dict[str, str]:
+    sent = {"gradients": sums, "factors": sums, "inverses": inverses}
+    return {f"compression.{what}.type": name for what, name in sent.items()}
+
+
+WIRES: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    "bfloat16": _compressed("bfloat16", "bfloat16"),
+    "int8": _compressed("int8", "bfloat16"),
+}
+"""The choices of wires by name, from the finest numbers to the coarsest."""
+STEP = 1.03  # from a number of a cost to the next; predictions are not more exact
+COST = ("seconds", "sent", "memory")
+PER_NODE = "transport.ranks_per_node"
+Options = TypeVar("Options", bound=PredictionOptions)
+TRAINED = (
+    "factor_update_steps",
+    "inv_update_steps",
+    "wires",
+)  # of a choice, what changes the numbers
+
+
+def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
+    """Return all choices for each number of ranks, and which ones are the `best` to choose from.
+
+    Only choices that train the same numbers are compared, by seconds, bytes sent and memory.
+
+    Raises:
+        ValueError: no choice can be predicted, or strategies would have preconditioners of their
+            own.
+    """
+    if options.preconditioner is None:
+        raise ValueError(
+            "search=true compares strategies of one preconditioner; give preconditioner, not null"
+        )
+    network, groups = network_of(options), dict[Hashable, list[Row]]()
+    every = dict.fromkeys(options.ranks)
+    rows = [row for ranks in every for row in variants(options, network, ranks, machine, WIRES)]
+    if all("left_out" in row for row in rows):
+        none = (
+            "search=true needs a strategy that trains like one process on all images; hybrid needs "
+            "a divisor of the ranks above 1 and below the ranks"
+        )
+        raise ValueError(rows[0]["left_out"] if rows else none)
+    for row in rows:
+        for choice in at_intervals(row, options):
+            numbers = row["ranks"], *(choice[name] for name in TRAINED)
+            groups.setdefault(numbers, []).append(choice)
+    found: list[Row] = []
+    for rows in groups.values():
+        best = front([costs(row) for row in rows])
+        flagged = [row | {"best": place in best} for place, row in enumerate(rows)]
+        found += sorted(flagged, key=lambda row: float(row["seconds"]))
+    return found
+
+
+def front(points: Sequence[Sequence[float]]) -> set[int]:
+    """Return the places of points than which no other point is better; less is better.
+
+    A point is better if it is as good everywhere, and either not equal or first among equals.
+    """
+    kept: list[int] = []
+    # A better point comes first in this order.
+    for place in sorted(range(len(points)), key=lambda place: tuple(points[place])):
+        if not any(all(a <= b for a, b in zip(points[k], points[place])) for k in kept):
+            kept.append(place)
+    return set(kept)
+
+
+def costs(row: Row) -> tuple[int, ...]:
+    """Return seconds, bytes sent and bytes kept, each as a number of steps of `STEP`."""
+    return tuple(round(math.log(row[name] or 1, STEP)) for name in COST)
+
+
+# -- the choices -----------------------------------------------------------------------------------
+
+
+def variants(
+    options: PredictionOptions,
+    network: NetworkShapes,
+    ranks: int,
+    machine: mpikfac.predict.Machine,
+    wires: Mapping[str, Mapping[str, str]],
+) -> list[Row]:
+    """Return the predicted rows of all variants of the strategies, with `change` and `wires`.
+
+    Args:
+        wires: the wires to try, by name.
+    """
+    rows = []
+    for name in filter(alike, dict.fromkeys(options.strategy)):
+        for wire, change in changes(options, name, ranks, machine, wires):
+            row = predicted(changed(options, change), network, name, ranks, machine)
+            rows.append(row | {"change": change, "wires": wire})
+    return rows
+
+
+def changed(options: Options, change: Mapping[str, Any]) -> Options:
+    """Return options with further choices of a strategy."""
+    return replace(options, given={**options.given, **change})
+
+
+def alike(name: str) -> bool:
+    """Return whether a strategy trains like one process with the joined batch and usual timing."""
+    way = mpikfac.plan.NAMED.get(name)
+    return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
+
+
+def changes(
+    options: PredictionOptions,
+    name: str,
+    ranks: int,
+    machine: mpikfac.predict.Machine,
+    wires: Mapping[str, Mapping[str, str]],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the wires and the choices of every variant of a strategy.
+
+    What the options choose stays.
+    """
+    given, per_node = options.change, machine.ranks_per_node
+    workers: list[dict[str, Any]] = [{}]
+    if name == "hybrid" and not any(key.startswith("assignment.") for key in given):
+        counts = mpikfac.plan.divisors(ranks)[1:-1]
+        workers = [{"assignment.grad_workers": count} for count in counts]
+    levels: list[dict[str, Any]] = [{}]
+    if machine.between and per_node and per_node < ranks and PER_NODE not in given:
+        levels.append({PER_NODE: per_node})
+    if any(key.startswith("compression.") for key in given):
+        wires = {"": {}}
+    for rows, level, wire in itertools.product(workers, levels, wires):
+        yield wire, {**rows, **level, **wires[wire]}
+
+
+def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
+    """Yield the costs of a variant, and those with other intervals if the wires are as asked.
+
+    A variant without a prediction has no costs.
+    """
+    if "left_out" in row:
+        return
+    given = row["factor_update_steps"], row["inv_update_steps"]
+    stagger = options.change.get("refresh.stagger", 1)
+    of_choice = {
+        "strategy": row["strategy"],
+        "ranks": row["ranks"],
+        "workers": row["workers"],
+        "ranks_per_node": row["change"].get(PER_NODE),
+        "wires": row["wires"],
+    }
+    alone = row["wires"] or without_factors(options)
+    pairs = [given] if alone else intervals(*given, stagger)
+    for factors, bases in pairs:
+        job = mpikfac.predict.Job(options.model, options.batch_per_rank, factors, bases)
+        parts = mpikfac.predict.shares(job, stagger)
+        asked = (factors, bases) == given
+        cost = {name: row["mean"][name] if asked else mean(row, parts, name) for name in COST[:2]}
+        cost |= {"memory": row["memory"], "factor_update_steps": factors, "inv_update_steps": bases}
+        yield of_choice | cost | {"asked": asked and not row["wires"]}
+
+
+def intervals(
+    factor_update_steps: int, inv_update_steps: int, stagger: int = 1
+) -> list[tuple[int, int]]:
+    """Return the intervals of factors and of bases, and pairs with one of both halved or doubled.
+
+    In a further pair, bases are always made with new factors.
+    """
+    further = [
+        *((factors, inv_update_steps) for factors in _around(factor_update_steps)),
+        *((factor_update_steps, bases) for bases in _around(inv_update_steps)),
+    ]
+    whole = [(factors, bases) for factors, bases in further if not bases % (factors * stagger)]
+    return [(factor_update_steps, inv_update_steps), *whole]
+
+
+def _around(interval: int) -> list[int]:
+    """Return half of an interval, if that is a whole number, and twice the interval."""
+    return [2 * interval] if interval % 2 else [interval // 2, 2 * interval]
+
+
+def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float:
+    """Return the mean of a number over steps, from the shares of the kinds of steps."""
+    kinds = {(False, False): "ordinary", (True, False): "factors", (True, True): "refresh"}
+    return sum(parts[kind] * float(row[step][name]) for kind, step in kinds.items())
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[str]:
+    """Return lines with the job, the machine and the meaning of the columns."""
+    return [
+        job_in_words(options),
+        *machine_in_words(machine),
+        "The choices that no other choice with the same intervals and wires is better than, in",
+        "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
+        f"  numbers that differ by less than {STEP - 1:.0%} may count as equal",
+        "* trains other numbers than the options ask for; how well, no prediction says",
+    ]
+
+
+def section(ranks: int, rows: Sequence[Row]) -> list[str]:
+    """Return the table of the best choices for a number of ranks."""
+    same = [row for row in rows if row["ranks"] == ranks]
+    best = [row for row in same if row["best"]]
+    head = ("strategy", "workers", "per node", "wires", "factors", "bases", "mean", "sent", "MiB")
+    lines = table([head, *map(cells, best)])
+    return [f"{number(ranks, 'rank')}: {len(best)} of {len(same)} choices", *lines]
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a line of the table."""
+    return (
+        row["strategy"] + "*" * (not row["asked"]),
+        *(str(row[name] or NONE) for name in ("workers", "ranks_per_node", "wires")),
+        *(str(row[name]) for name in ("factor_update_steps", "inv_update_steps")),
+        f"{row['seconds'] * 1e3:.1f}",
+        *(mib(row[name]) for name in COST[1:]),
+    )
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the best choices by MiB sent and milliseconds, a panel for each number of ranks.
+
+    The area of a marker is in proportion to the memory. Choices that train other numbers are
+    hollow.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    best = [row for row in rows if row["best"]]
+    ranks = list(dict.fromkeys(row["ranks"] for row in best))
+    names = list(dict.fromkeys(row["strategy"] for row in best))
+    most = max(row["memory"] for row in best)
+    figure = Figure(figsize=(7 * len(ranks), 5), layout="constrained")
+    panels = dict(zip(ranks, figure.subplots(1, len(ranks), squeeze=False)[0]))
+    for row in best:
+        colour = f"C{names.index(row['strategy'])}"
+        face, area = colour if row["asked"] else "none", 20 + 200 * row["memory"] / most
+        at = row["sent"] / MIB, 1e3 * row["seconds"]
+        panels[row["ranks"]].scatter(*at, s=area, facecolors=face, edgecolors=colour)
+    for count, panel in panels.items():
+        panel.set(title=number(count, "rank"), xlabel="MiB sent by a rank", ylabel="ms per step")
+        panel.grid(alpha=0.3)
+    keys = [Patch(color=f"C{place}") for place in range(len(names))]
+    words = "hollow: trains other numbers than asked for; area: memory of the fullest rank"
+    figure.legend(keys, names, loc="outside lower center", ncols=5, title=words)
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:], dpi=120)
+    files.write_bytes(path, image.getvalue(), named=True)

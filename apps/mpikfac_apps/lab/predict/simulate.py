@@ -1,0 +1,110 @@
+"""Predict step times of strategies on a machine, for any number of ranks. No MPI.
+
+    mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --inv_update_steps 100
+
+A machine is a file of `mpikfac calibrate`, or a published machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import mpikfac
+from mpikfac import files
+from mpikfac_apps import cli
+from mpikfac_apps.lab.predict import search
+from mpikfac_apps.lab.predict.options import SIMULATE, SimulateOptions
+from mpikfac_apps.lab.predict.predictions import (
+    BOUNDED,
+    Row,
+    intervals_in_words,
+    job_in_words,
+    machine_in_words,
+    predictions,
+)
+from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.text import mib, number, show, table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table for each number of ranks; return 0, or 2 after one line about wrong options."""
+    return cli.run(SIMULATE.program, lambda: predict(SIMULATE.read(argv)))
+
+
+def predict(options: SimulateOptions) -> int:
+    """Print the predictions; return 0.
+
+    Raises:
+        ValueError: no strategy can be predicted.
+        OSError: a file cannot be read or written.
+    """
+    if options.picture and not options.search:
+        raise ValueError(f"picture={options.picture} needs search=true")
+    machine = mpikfac.predict.load_machine(options.machine)
+    rows = search.search(options, machine) if options.search else predictions(options, machine)
+    head, page = (search.heading, search.section) if options.search else (heading, section)
+    show([head(options, machine), *(page(ranks, rows) for ranks in dict.fromkeys(options.ranks))])
+    if options.picture:
+        search.draw(rows, options.picture)
+    if options.json:
+        files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
+    return 0
+
+
+def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:
+    """Return lines with the job, the machine and the meaning of the columns."""
+    lines = [
+        job_in_words(options),
+        *machine_in_words(machine),
+        "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
+        "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",
+        "  rank does nothing but communicate, and wait, for slower ranks.",
+        "MiB kept by the fullest rank, without model, momenta and averages of lengths; MiB sent by",
+        "  a rank in a mean step",
+        "* upper bounds: as if no core were free for the background and all factors had changed",
+    ]
+    if machine.between is None:
+        lines.append("The machine is a single node: predictions assume all ranks on a single node")
+    if settings := ", ".join(uncounted(options.kfac)):
+        lines.append(f"Not counted: {settings}")
+    return lines
+
+
+def uncounted(kfac: KfacOptions) -> Iterator[str]:
+    """Yield the work of a step that predictions leave out."""
+    if kfac.estimator.fisher_type in ("mc", "type-2"):
+        yield f"the backward passes of fisher_type={kfac.estimator.fisher_type}"
+    if kfac.grafting.needs_batch:
+        yield f"the passes of grafting={kfac.grafting.name}"
+    if kfac.damping_adapt:
+        yield f"the forward passes of damping_adapt={kfac.damping_adapt}"
+
+
+def section(ranks: int, rows: list[Row]) -> list[str]:
+    """Return the table for a number of ranks."""
+    lines = [("strategy", "mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent MiB")]
+    notes = []
+    for row in rows:
+        if row["ranks"] == ranks and "left_out" in row:
+            notes.append(f"{row['strategy']} is left out: {row['left_out']}")
+        elif row["ranks"] == ranks:
+            steps = [row[kind]["seconds"] for kind in ("mean", "ordinary", "factors", "refresh")]
+            times = [*steps, row["mean"]["exposed"], row["mean"]["waiting"]]
+            sizes = [row["memory"], row["mean"]["sent"]]
+            cells = [f"{time * 1e3:.1f}" for time in times] + list(map(mib, sizes))
+            lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
+            notes += of_clients(row)
+    same = [row for row in rows if row["ranks"] == ranks]
+    return [number(ranks, "rank"), *intervals_in_words(same), *table(lines), *notes]
+
+
+def of_clients(row: Row) -> list[str]:
+    """Return a line about asynchronous clients; none for other strategies."""
+    if (clients := row["clients"]) is None:
+        return []
+    return [
+        f"{row['strategy']}: {number(clients['number'], 'client')}, {clients['updates']:,.1f} "
+        f"updates a second, mean staleness {clients['staleness']:.1f}; a server works "
+        f"{clients['busy']:.0%} of the time"
+    ]

@@ -1,0 +1,175 @@
+"""Show the predicted time to the target at many ranks: a table, a picture and a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from mpikfac_apps.lab.study import scaling
+from mpikfac_apps.lab.study.measures import Measure
+from mpikfac_apps.lab.study.report.style import (
+    QUIET,
+    WIDTH,
+    legend,
+    plain_ticks,
+    styled,
+    variant_style,
+)
+from mpikfac_apps.lab.study.report.table import Column, Group, Row, by_ranks, column
+from mpikfac_apps.lab.study.results import Measured
+from mpikfac_apps.lab.study.scaling import Forecast, Steps
+from mpikfac_apps.lab.study.spec import Study
+from mpikfac_apps.text import ms, number
+
+NOTHING = (
+    "No time to the target is predicted: no optimizer reached the target with all seeds and a "
+    "batch that the ranks of predict_ranks can share, or the machine has no times of the network."
+)
+THIN = {"linewidth": 0.7, "markersize": 2.5, "alpha": 0.55}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page; without forecasts, all values are empty.
+
+    Attributes:
+        table: texts and values to sort by, in groups of equal numbers of ranks.
+    """
+
+    rows: Sequence[Row] = ()
+    columns: Sequence[Column] = ()
+    table: Sequence[Group] = ()
+    picture: Figure | None = None
+    sentences: Sequence[str] = ()
+
+
+def section(study: Study, cells: Sequence[Measured], target: float | None) -> Section:
+    """Return the part of the page about the numbers of ranks that the study asks for."""
+    if study.machine is None or not study.predict_ranks or target is None:
+        return Section()
+    forecasts = scaling.forecasts(study.machine, study.predict_ranks, cells, target)
+    if not forecasts:
+        return Section(sentences=[NOTHING])
+    forecast_rows, steps = rows(forecasts), scaling.steps_to_target(cells, target)
+    return Section(
+        rows=forecast_rows,
+        columns=columns(),
+        table=by_ranks(forecast_rows, columns()),
+        picture=draw(steps, forecasts),
+        sentences=[*sentences(forecasts, study.measure, target), *efficiency(steps)],
+    )
+
+
+def rows(forecasts: Sequence[Forecast]) -> list[Row]:
+    """Return a row for each forecast, by ranks, the quickest first."""
+    forecast_rows = []
+    for forecast in sorted(forecasts, key=lambda each: (each.ranks, each.seconds)):
+        sgd = _of(forecasts, "sgd", forecast.ranks)
+        forecast_rows.append(
+            {
+                **{"name": forecast.name, "ranks": forecast.ranks},
+                **{"batch": forecast.measured.batch, "steps": forecast.measured.steps.mean},
+                **{"seeds": forecast.measured.steps.count, "step_seconds": forecast.step},
+                "seconds": forecast.seconds,
+                "against_sgd": forecast.seconds / sgd.seconds if sgd else None,
+            }
+        )
+    return forecast_rows
+
+
+def columns() -> list[Column]:
+    """Return the columns of the table."""
+    return [
+        Column("optimizer", lambda row: str(row["name"])),
+        column("batch", "batch", lambda batch: f"{batch:,}"),
+        column("steps to the target, measured", "steps", lambda steps: f"{steps:,.0f}"),
+        column("seeds", "seeds", str),
+        column("ms per step, predicted", "step_seconds", ms),
+        column("s to the target", "seconds", lambda seconds: f"{seconds:.3g}"),
+        column("against SGD", "against_sgd", lambda ratio: f"{ratio:.2f} x"),
+    ]
+
+
+def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) -> Iterator[str]:
+    """Return a sentence about the most ranks that several optimizers can use."""
+    shared = [
+        ranks
+        for ranks in {forecast.ranks for forecast in forecasts}
+        if len({_optimizer(each) for each in forecasts if each.ranks == ranks}) > 1
+    ]
+    if not shared:
+        return
+    ranks = max(shared)
+    best: dict[str, Forecast] = {}
+    for each in sorted(forecasts, key=lambda each: each.seconds):
+        if each.ranks == ranks:
+            best.setdefault(_optimizer(each), each)
+    claims = [
+        f"{each.name} after {each.seconds:.3g} s with a batch of {each.measured.batch:,}"
+        for each in best.values()
+    ]
+    aim = f"a test {measure.name} of {measure.text(target)}"
+    yield f"Predicted for {number(ranks, 'rank')}: {aim} is reached by {'; by '.join(claims)}."
+
+
+def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
+    """Return a sentence about the largest batches that are used well."""
+    if largest := scaling.efficient_batches(steps):
+        batches = ", ".join(f"{batch:,} ({kind})" for kind, batch in largest.items())
+        yield (
+            "The largest measured batch that reaches the target with at most twice the images of "
+            f"the optimizer's best batch: {batches}."
+        )
+
+
+def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
+    """Draw steps by batch, and time by ranks: K-FAC's quickest strategy thick, the others thin."""
+    names = list(dict.fromkeys(each.kind for each in steps))
+    styles = {name: variant_style(place) for place, name in enumerate(names)}
+    with styled():
+        figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for name in names:
+            points = sorted((each.batch, each.steps.mean) for each in steps if each.kind == name)
+            left.plot(*zip(*points), **styles[name])
+            _times(right, [each for each in forecasts if each.measured.kind == name], styles[name])
+        smallest, largest = (f(each.batch for each in steps) for f in (min, max))
+        most = max(each.steps.mean for each in steps)
+        ideal: Any = {"color": QUIET, "linestyle": "-", "linewidth": 0.8}
+        left.plot((smallest, largest), (most, most * smallest / largest), **ideal)
+        left.set(xlabel="batch", ylabel="steps to the target, measured")
+        right.set(xlabel="ranks", ylabel="seconds to the target, predicted")
+        batches = sorted({each.batch for each in steps})
+        ranks = sorted({each.ranks for each in forecasts})
+        for panel, ticks in ((left, batches), (right, ranks)):
+            panel.set(xscale="log", yscale="log")
+            panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            panel.xaxis.set_minor_locator(NullLocator())
+            plain_ticks(panel.yaxis)
+        legend(figure, {**styles, "half the steps for twice the batch": ideal})
+        return figure
+
+
+def _times(panel: Axes, forecasts: Sequence[Forecast], style: dict[str, Any]) -> None:
+    """Draw a thin line for each strategy, and a line through the quickest."""
+    by_name: dict[str, list[tuple[int, float]]] = {}
+    best: dict[int, float] = {}
+    for each in forecasts:
+        by_name.setdefault(each.name, []).append((each.ranks, each.seconds))
+        best[each.ranks] = min(best.get(each.ranks, each.seconds), each.seconds)
+    for line in by_name.values() if len(by_name) > 1 else ():
+        panel.plot(*zip(*sorted(line)), **style | THIN)
+    panel.plot(*zip(*sorted(best.items())), **style)
+
+
+def _optimizer(forecast: Forecast) -> str:
+    return forecast.measured.optimizer
+
+
+def _of(forecasts: Sequence[Forecast], name: str, ranks: int) -> Forecast | None:
+    return next((f for f in forecasts if (f.name, f.ranks) == (name, ranks)), None)

@@ -1,0 +1,135 @@
+"""Choose colours, markers, lines and ticks of pictures, and turn figures into files and pages.
+
+A picture takes the page's colours of text, grid and paper, so a picture fits a light and a dark
+page. Text stays text: a reader can search, select and enlarge the words.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from mpikfac_apps.lab.study.results import OTHER, WAITING
+
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
+
+WIDTH = 11.0  # inches, of every picture
+# Six of eight colours that readers with any colour vision tell apart (Okabe and Ito, 2008). Black
+# is left out as the colour of text, yellow as pale on white paper.
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MARKERS = "os^DvP<X>ph*8"  # no common divisor with the colours: 78 pairs of colour and marker
+LINES = ("-", "--", ":", "-.")
+
+# Colours that the page replaces: text and axes, quiet lines, grid, the lightest bars.
+INK, QUIET, GRID, WAIT, REST = "#222222", "#767676", "#e6e6e6", "#d0d0d0", "#f0f0f0"
+PAGE = {INK: "ink", QUIET: "quiet", GRID: "grid", WAIT: "wait", REST: "rest"}
+STAGES = {
+    "forward": ("#9ecae1", ""),
+    "backward": ("#2171b5", ""),
+    "statistics": ("#41ab5d", ""),
+    "decomposition": ("#006d2c", ""),
+    "preconditioning": ("#a1d99b", ""),
+    "optimizer": ("#6a51a3", ""),
+    "factor messages": ("#d94801", "////"),
+    "basis messages": ("#fdae6b", "\\\\\\\\"),
+    "gradient messages": ("#a50f15", "xxxx"),
+    WAITING: (WAIT, ".."),
+    OTHER: (REST, ""),
+}
+"""Colour and hatch of each part of a step: plain is computing, hatched is communication."""
+STYLE: dict[RcKeyType, Any] = {
+    **{"font.size": 9, "axes.titlesize": 9, "axes.titleweight": "bold"},
+    **{"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "hatch.linewidth": 0.5},
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+    **{"figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False},
+    **{"svg.fonttype": "none", "svg.hashsalt": "mpikfac"},
+    **{"pdf.fonttype": 42},  # TrueType: publishers refuse matplotlib's usual fonts
+    **{"text.parse_math": False},  # a name may hold dollar signs
+}
+
+
+def styled() -> AbstractContextManager[None]:
+    """Return a context in which matplotlib draws in the style of the page."""
+    return matplotlib.rc_context(STYLE)
+
+
+def variant_style(place: int) -> dict[str, Any]:
+    """Return colour, marker and line of the variant at a place of a study's list."""
+    return {
+        "color": SERIES[place % len(SERIES)],
+        "marker": MARKERS[place % len(MARKERS)],
+        "linestyle": LINES[place // len(SERIES) % len(LINES)],
+        **{"markeredgecolor": INK, "markeredgewidth": 0.4, "linewidth": 1.2},
+    }
+
+
+def bar_style(part: str) -> dict[str, Any]:
+    """Return colours and hatch of a bar for a part of a step."""
+    colour, hatch = STAGES[part]
+    edge = INK if hatch else QUIET
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Set ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], columns: int = 4) -> None:
+    """Put a legend of variants below a figure."""
+    keys = [Line2D([], [], **style) for style in styles.values()]
+    # matplotlib hides names that begin with a line below.
+    names = [f"\N{WORD JOINER}{name}" if name.startswith("_") else name for name in styles]
+    figure.legend(keys, names, loc="outside lower center", ncols=columns, handlelength=3.5)
+
+
+def figure_file(figure: Figure, kind: str) -> bytes:
+    """Return a figure as a file of its own, on white paper; equal figures have equal files.
+
+    Args:
+        kind: "pdf", "png" or "svg".
+    """
+    dates: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    image = io.BytesIO()
+    with styled():
+        figure.savefig(image, format=kind, dpi=120, facecolor="white", metadata=dates.get(kind))
+    return image.getvalue()
+
+
+def inline_svg(figure: Figure, name: str, title: str) -> str:
+    """Return a figure as SVG for the inside of a page; `name` makes identifiers unique."""
+    file = io.StringIO()
+    with styled():
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r"<[^!][^>]*>", lambda tag: _tag(tag[0], name), text)
+    words = f'<svg role="img" aria-labelledby="{name}-title"'
+    text = text.replace("<svg", words, 1).replace(
+        ">", f'><title id="{name}-title">{title}</title>', 1
+    )
+    return re.sub(r"\n +", "\n", text)  # indentation would be a twelfth of the text
+
+
+def _tag(tag: str, name: str) -> str:
+    """Return a tag with unique identifiers, and with colours and font of the page."""
+    tag = re.sub(r' (?:xmlns|xmlns:xlink|version)="[^"]*"', "", tag).replace("xlink:href", "href")
+    tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", tag)
+    tag = re.sub(r"(font: [^;\"]*?px )'[^;\"]*", r"\g<1>var(--face, sans-serif)", tag)
+    for colour, variable in PAGE.items():
+        tag = tag.replace(colour, f"var(--{variable}, {colour})")
+    return tag

@@ -1,0 +1,231 @@
+"""Lay out the numbers of a study's cells as tables: for the page, as CSV, JSON and LaTeX.
+
+Rows hold plain values in seconds, bytes and shares. A `Column` makes the text for the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mpikfac_apps.lab.study.measures import Measure
+from mpikfac_apps.lab.study.report.findings import baseline
+from mpikfac_apps.lab.study.results import WAITING, Measured
+from mpikfac_apps.lab.study.seeds import SeedMean, mean_of
+from mpikfac_apps.text import NONE, brief_mib, latex, ms, number, percent
+
+Row = dict[str, Any]
+Group = tuple[str, list[list[tuple[str, float | str]]]]
+"""A heading, and the texts of rows with the values to sort by."""
+
+MESSAGES = ("factor messages", "basis messages", "gradient messages")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table on the page.
+
+    Attributes:
+        show: makes the text of a row.
+        key: the value by which readers sort rows; "" for a column that is sorted by the text.
+    """
+
+    title: str
+    show: Callable[[Row], str]
+    key: str = ""
+
+    def cell(self, row: Row) -> tuple[str, float | str]:
+        """Return the text of a row, and the value to sort by; "" for a missing value."""
+        value = row[self.key] if self.key else self.show(row)
+        value = value.mean if isinstance(value, SeedMean) else value
+        return self.show(row), "" if value is None else value
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def rows(
+    cells: Sequence[Measured],
+    target: float | None,
+    letters: Mapping[str, str],
+    predictions: Mapping[str, float],
+) -> list[Row]:
+    """Return a row for each cell, by number of ranks."""
+    cell_rows = []
+    for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
+        base = baseline(cells, cell)
+        ratio = cell.step / base.step if base and base.step and cell.step else None
+        share, waiting = _collectives(cell)
+        reached = cell.curve.reached(target) if target else None
+        row = {
+            **{"cell": cell.cell.label, "variant": cell.cell.variant, "ranks": cell.cell.ranks},
+            **{"seed": cell.cell.options.seed, "state": cell.state},
+            **{"numbers": letters[cell.cell.variant], "step_seconds": cell.step},
+            "least_step_seconds": min(cell.step_seconds, default=None),
+            "most_step_seconds": max(cell.step_seconds, default=None),
+            "predicted_step_seconds": predictions.get(cell.cell.label),
+            **{"images_per_second": cell.images_per_second, "against_sgd": ratio},
+            **{"share_in_collectives": share, "share_waiting": waiting},
+            **{"sent_bytes_per_step": cell.wire, "held_bytes": cell.memory},
+            **{"first_train_loss": cell.train_loss, cell.curve.measure.key: cell.final},
+            "epochs_to_target": reached.epochs if reached else None,
+            "seconds_to_target": reached.seconds if reached else None,
+            "steps_to_target": reached.steps if reached else None,
+        }
+        cell_rows.append(row)
+    return cell_rows
+
+
+def _collectives(cell: Measured) -> tuple[float | None, float | None]:
+    """Return the share of a step in collectives, and the share of waiting for further ranks."""
+    parts, step = cell.breakdown, cell.traced_seconds
+    if not parts or not step:
+        return cell.communication, None
+    waiting = parts[WAITING]
+    return (sum(parts[group] for group in MESSAGES) + waiting) / step, waiting / step
+
+
+def means(
+    rows: Sequence[Row], measure: Measure, best: Collection[tuple[str, int]]
+) -> tuple[list[Row], list[Row]]:
+    """Return rows of means over seeds by variant and number of ranks, and the rows of the best.
+
+    Cells that are not complete do not count. A study without several seeds has no means.
+
+    Args:
+        best: the variants and numbers of ranks that are the best.
+    """
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["variant"], row["ranks"]), []).append(row)
+    to_target = ("steps_to_target", "epochs_to_target", "seconds_to_target")
+    averaged = ("step_seconds", measure.key, *to_target)
+    mean_rows = []
+    for (variant, ranks), group in groups.items():
+        complete = [row for row in group if row["state"] == "complete"]
+        about = {"variant": variant, "ranks": ranks, "numbers": group[0]["numbers"]}
+        about |= {"seeds": len(group), "complete": len(complete)}
+        mean_rows.append(about | {key: mean_of(row[key] for row in complete) for key in averaged})
+    several = any(len(group) > 1 for group in groups.values())
+    chosen = [row for row in mean_rows if (row["variant"], row["ranks"]) in best]
+    return mean_rows if several else [], chosen
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def columns(measure: Measure, target: float | None) -> list[Column]:
+    """Return the columns of the table of cells."""
+    aim = measure.text(target)
+    return [
+        Column("cell", _name),
+        Column("numbers", lambda row: str(row["numbers"])),
+        Column("ms per step", lambda row: ms(row["step_seconds"]), "step_seconds"),
+        Column("range", _range, "least_step_seconds"),
+        column("predicted", "predicted_step_seconds", ms),
+        column("images/s", "images_per_second", lambda pace: f"{pace:,.0f}"),
+        column("against SGD", "against_sgd", lambda ratio: f"{ratio:.2f} x"),
+        column("in collectives", "share_in_collectives", lambda share: percent(share, 0)),
+        column("waiting", "share_waiting", lambda share: percent(share, 0)),
+        column("MiB sent per step", "sent_bytes_per_step", brief_mib),
+        column("MiB held", "held_bytes", brief_mib),
+        column(f"test {measure.name}", measure.key, measure.text),
+        column(f"steps to {aim}", "steps_to_target", lambda steps: f"{steps:,.0f}"),
+        Column(f"s to {aim}", _reached, "seconds_to_target"),
+    ]
+
+
+def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
+    """Return the columns of the table of means."""
+    aim = measure.text(target)
+    return [
+        Column("variant", lambda row: str(row["variant"])),
+        Column("numbers", lambda row: str(row["numbers"])),
+        Column("seeds", lambda row: f"{row['complete']} of {row['seeds']}", "complete"),
+        _averaged("ms per step", "step_seconds", ms),
+        _averaged(f"test {measure.name}", measure.key, measure.text),
+        _averaged(f"steps to {aim}", "steps_to_target", lambda mean: f"{mean:,.0f}"),
+        _averaged(f"epochs to {aim}", "epochs_to_target", lambda mean: f"{mean:.1f}"),
+        _averaged(f"s to {aim}", "seconds_to_target", lambda mean: f"{mean:.1f}"),
+    ]
+
+
+def column(title: str, key: str, show: Callable[[Any], str]) -> Column:
+    """Return a column of values by a key; a missing value is a dash."""
+    return Column(title, lambda row: NONE if row[key] is None else show(row[key]), key)
+
+
+def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
+    """Return a column of means; seeds without a value are counted in the text."""
+
+    def text(row: Row) -> str:
+        mean: SeedMean | None = row[key]
+        if mean is None:
+            return NONE
+        missing = f" ({mean.count} of {row['complete']})" if mean.count < row["complete"] else ""
+        return f"{mean.text(show)}{missing}"
+
+    return Column(title, text, key)
+
+
+def _name(row: Row) -> str:
+    """Return a cell's name without the number of ranks, with the state of an incomplete cell."""
+    name = row["cell"].replace(f" on {number(row['ranks'], 'rank')}", "")
+    return name if row["state"] == "complete" else f"{name} ({row['state']})"
+
+
+def _range(row: Row) -> str:
+    least, most = row["least_step_seconds"], row["most_step_seconds"]
+    return NONE if least is None else NONE.join((ms(least), ms(most)))
+
+
+def _reached(row: Row) -> str:
+    if row["seconds_to_target"] is not None:
+        return f"{row['seconds_to_target']:.1f}"
+    return "never" if row["state"] == "complete" else NONE
+
+
+def by_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Group]:
+    """Return texts and values of all rows, in groups of equal numbers of ranks."""
+    groups: dict[int, list[list[tuple[str, float | str]]]] = {}
+    for row in rows:
+        groups.setdefault(row["ranks"], []).append([column.cell(row) for column in columns])
+    return [(number(ranks, "rank"), lines) for ranks, lines in groups.items()]
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def parts_of_means(rows: Sequence[Row]) -> list[Row]:
+    """Return rows of means with plain values, such as "step_seconds_mean"."""
+    averaged = {key for row in rows for key in row if isinstance(row[key], SeedMean)}
+    parts = [field.name for field in fields(SeedMean)]
+    plain = []
+    for row in rows:
+        values: Row = {}
+        for key, value in row.items():
+            named = {f"{key}_{part}": getattr(value, part, None) for part in parts}
+            values |= named if key in averaged else {key: value}
+        plain.append(values)
+    return plain
+
+
+def as_latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """Return the texts of all rows in LaTeX, with the number of ranks behind the name."""
+    name, *further = columns
+    shown = [name, Column("ranks", lambda row: str(row["ranks"])), *further]
+    lines = [[column.show(row) for column in shown] for row in rows]
+    return latex([[column.title for column in shown], *lines])
+
+
+def as_json(about: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> str:
+    """Return facts about the study, and the rows of tables by name, as JSON."""
+    plain = {
+        name: [
+            {k: asdict(v) if isinstance(v, SeedMean) else v for k, v in row.items()} for row in rows
+        ]
+        for name, rows in tables.items()
+    }
+    return json.dumps({**about, **plain}, indent=1) + "\n"

@@ -1,0 +1,351 @@
+"""Read the measurements of a study's cells from their files, and compute the planned bytes.
+
+A run directory may be missing, or hold an interrupted run. Values without a file are None or empty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import mpikfac
+from mpikfac import files
+from mpikfac.plan import names
+from mpikfac_apps.lab.study import curves, jobs
+from mpikfac_apps.lab.study.curves import Curve
+from mpikfac_apps.lab.study.spec import STOPPED, Cell, Study, inv_update_steps
+from mpikfac_apps.options.fields import flat, leaves
+from mpikfac_apps.options.options import JOINTS, Options, StrategyOptions
+from mpikfac_apps.options.strategy import make_strategy, training_ranks
+from mpikfac_apps.planning.facts import looked_at
+
+GROUPS = {
+    "forward": (names.FORWARD,),
+    "backward": (names.BACKWARD,),
+    "statistics": (names.STATISTICS,),
+    "factor messages": (names.REDUCE_SCALES, names.REDUCE_STATISTICS),
+    "decomposition": (names.DECOMPOSE,),
+    "basis messages": (names.SEND_FACTORS, names.RECEIVE_BASES, names.PUBLISH_BASES),
+    "preconditioning": (names.PRECONDITION,),
+    "gradient messages": (
+        names.REDUCE_GRADIENTS,
+        names.PUBLISH_DIRECTIONS,
+        names.PUBLISH_WEIGHTS,
+        names.CLIP,
+    ),
+    "optimizer": (names.OPTIMIZER,),
+}
+"""Stages of a step by name in a report; all remaining stages are "other"."""
+WAITING, OTHER = "waiting", "other"
+# Options and choices of place, transport and records change no number, except by rounding. All
+# options and choices that are missing in the sets change numbers.
+WRITTEN = {
+    *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
+    *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
+    *("eval_every", "keep_best", "data.cache"),
+}
+# Options that a strategy is made of: `_numbers` looks at the strategy.
+RESOLVED = {
+    *(leaf.key for leaf in leaves(StrategyOptions)),
+    *("kfac.preconditioner.type", "kfac.inv_update_steps"),
+}
+
+
+STAGE = {"seconds": float, "bytes": float, "waiting": float}
+MEANS = {
+    "steps": [int],
+    "seconds": float,
+    "ranks": [{"stages": {str: STAGE}, "beside": {str: {str: STAGE}}}],
+}
+"""The form of stages.json."""
+ENVIRONMENT = {"started": str, "ranks_per_host": {str: int}, "packages": {str: str}}
+"""The form of environment.json."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell and the measurements of the cell.
+
+    Attributes:
+        run: the run directory of the cell.
+        result: the end of the run; None before the end.
+        environment: host, versions and command, as the run noted them; empty if the run noted
+            nothing.
+        curve: the values of tests over time; empty before the first epoch has ended.
+        train_loss: mean over the first epoch, None before the first epoch has ended.
+        step_seconds: mean seconds per step of each interval between two lines of metrics.
+        communication: share of the time in collectives, waiting included; None if not measured.
+        stages: means over the traced steps, by rank and stage; empty without a trace of whole
+            intervals between two refreshes.
+        traced_seconds: seconds of a traced step, the mean over steps and ranks; None without a
+            trace.
+        counted: bytes that a rank handed to MPI in a traced step, the mean over ranks; None without
+            a trace of whole intervals, or if messages overlap the beginning or end of the trace.
+        interval: steps after which the sequence of messages repeats.
+        wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
+            over ranks and over `interval` steps.
+        handed: bytes that a rank hands to MPI per step, from the plan: the mean over ranks and over
+            `interval` steps.
+        memory: bytes of arenas on the rank with the largest arenas, from the plan.
+    """
+
+    cell: Cell
+    run: Path
+    result: jobs.Result | None
+    environment: Mapping[str, Any]
+    curve: Curve
+    train_loss: float | None
+    step_seconds: Sequence[float]
+    communication: float | None
+    stages: Sequence[Mapping[str, Mapping[str, float]]]
+    traced_seconds: float | None
+    counted: float | None
+    interval: int
+    wire: float
+    handed: float
+    memory: int
+
+    @property
+    def complete(self) -> bool:
+        """True if the run has ended without an error."""
+        return self.result is not None and self.result.code == 0
+
+    @property
+    def pending(self) -> bool:
+        """True if the study will run the cell, or the rest of the cell."""
+        return self.state in ("begun", "not run")
+
+    @property
+    def state(self) -> str:
+        """Run state: "complete", "failed", "begun" (running or stopped early) or "not run"."""
+        if self.result is None or self.result.code == STOPPED:
+            return "begun" if self.environment else "not run"
+        return "complete" if self.complete else "failed"
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step: the median over intervals; None without metrics."""
+        return median(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Images per second of all ranks, at the median step time; None without metrics."""
+        return self.cell.options.step_batch / self.step if self.step else None
+
+    @property
+    def final(self) -> float | None:
+        """The value of the last test; None before the first epoch has ended."""
+        return self.curve.values[-1] if self.curve.values else None
+
+    @property
+    def crowded(self) -> bool:
+        """True if ranks shared cores on the machine of the study."""
+        hosts = self.environment.get("ranks_per_host") or {}
+        cores = self.result.cores if self.result else None
+        return len(hosts) == 1 and cores is not None and self.cell.ranks > cores
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of a traced step by group, the mean over ranks; empty without a trace."""
+        if not self.stages or self.traced_seconds is None:
+            return {}
+        parts = dict.fromkeys([*GROUPS, WAITING, OTHER], 0.0)
+        group_of = {stage: group for group, stages in GROUPS.items() for stage in stages}
+        for rank in self.stages:
+            for stage, means in rank.items():
+                waited = means["waiting"]
+                parts[WAITING] += waited / len(self.stages)
+                busy = (means["seconds"] - waited) / len(self.stages)
+                parts[group_of.get(stage, OTHER)] += busy
+        grouped = sum(seconds for group, seconds in parts.items() if group != OTHER)
+        parts[OTHER] = max(0.0, self.traced_seconds - grouped)
+        return parts
+
+
+def read(study: Study, directory: Path) -> list[Measured]:
+    """Return the measurements of each cell of a study, from the study's directory."""
+    return [_measured(cell, directory / "cells" / cell.directory) for cell in study.cells]
+
+
+def _measured(cell: Cell, directory: Path) -> Measured:
+    run = directory / "run"
+    rows: list[dict[str, Any]] = []
+    with suppress(ValueError):  # missing or damaged metrics: the cell is not complete
+        rows = curves.read(run)
+    means = _json(run / "stages.json", MEANS)
+    if len(means.get("steps", ())) % inv_update_steps(cell.options, cell.ranks):
+        means = {}  # the run was too short
+    planned = _planned(cell)
+    return Measured(
+        cell=cell,
+        run=run,
+        result=jobs.result(directory),
+        environment=_json(run / "environment.json", ENVIRONMENT),
+        curve=curves.curve(rows, cell.measure),
+        train_loss=next((row["train_loss"] for row in rows if "train_loss" in row), None),
+        step_seconds=_step_seconds(cell, rows),
+        communication=_mean([row["communication"] for row in rows if "communication" in row]),
+        stages=[rank["stages"] for rank in means.get("ranks", ())],
+        traced_seconds=means.get("seconds"),
+        counted=_counted(means, planned["interval"]),
+        **planned,
+    )
+
+
+def _json(path: Path, form: Any) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if the file is missing or was not written whole.
+
+    Raises:
+        ValueError: the file has another form.
+    """
+    try:
+        content = files.read_json(path)
+    except (FileNotFoundError, ValueError):
+        return {}
+    if not files.has_form(content, form):
+        raise ValueError(f"{path} is damaged; delete the file: it has another form")
+    return content
+
+
+def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    batch = cell.options.step_batch
+    speeds = [row["images_per_second"] for row in rows if "images_per_second" in row]
+    if not speeds and rows:  # the run was shorter than an interval
+        return [rows[-1]["seconds"] / rows[-1]["step"]]
+    return [batch / speed for speed in speeds]
+
+
+def _counted(means: Mapping[str, Any], interval: int) -> float | None:
+    """Return bytes per traced step; None unless whole intervals hold whole messages."""
+    ranks = means.get("ranks", ())
+    # Overlapped messages cross the edges of traced steps.
+    beside = (
+        stage for rank in ranks for named in rank["beside"].values() for stage in named.values()
+    )
+    if not ranks or len(means["steps"]) % interval or any(stage["bytes"] for stage in beside):
+        return None
+    return fmean(sum(stage["bytes"] for stage in rank["stages"].values()) for rank in ranks)
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return fmean(numbers) if numbers else None
+
+
+def best_variants(cells: Sequence[Measured]) -> set[tuple[str, int]]:
+    """Return the variant with the best mean end of each strategy and number of ranks.
+
+    Only variants with the most complete seeds of a strategy count. A study whose strategies have
+    one variant each has no best variants.
+    """
+    ends: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for cell in cells:
+        if cell.complete and cell.final is not None and math.isfinite(cell.final):
+            variants = ends.setdefault((cell.cell.strategy, cell.cell.ranks), {})
+            variants.setdefault(cell.cell.variant, []).append(cell.final)
+    chosen: set[tuple[str, int]] = set()
+    if all(len(variants) == 1 for variants in ends.values()):
+        return chosen
+    for (_, ranks), variants in ends.items():
+        most = max(map(len, variants.values()))
+        means = {name: fmean(values) for name, values in variants.items() if len(values) == most}
+        best = cells[0].cell.measure.best(means.values())
+        chosen |= {(name, ranks) for name, mean in means.items() if mean == best}
+    return chosen
+
+
+# -- planned bytes -------------------------------------------------------------------------------
+
+
+def _planned(cell: Cell) -> dict[str, Any]:
+    """Return bytes per step and in memory; of a large job, only some ranks are computed."""
+    kfac, plan = cell.options.kfac, cell.plan
+    intervals = kfac.lasting_factor_update_steps, inv_update_steps(cell.options, cell.ranks)
+    kinds = Counter(_kinds(plan, *intervals))
+    period, ranks = kinds.total(), looked_at(plan)
+    wire = handed = 0.0
+    for rank in ranks:
+        for (statistics, refresh, share), count in kinds.items():
+            clip = kfac.clip is not None
+            messages = plan.messages(rank, statistics, refresh, clip, share)
+            weight = count / period / len(ranks)
+            wire += weight * sum(message.wire for message in messages)
+            handed += weight * sum(message.bytes for message in messages)
+    memory = max(sum(plan.memory(rank).values()) for rank in ranks)
+    return {"interval": period, "wire": wire, "handed": handed, "memory": memory}
+
+
+def _kinds(
+    plan: mpikfac.plan.Plan, factor_update_steps: int, inv_update_steps: int
+) -> Iterator[tuple[bool, bool, int | None]]:
+    """Return for each step: factors are due, a refresh is due, the share to refresh (or None)."""
+    stagger = plan.strategy.refresh.stagger
+    turn = inv_update_steps // stagger
+    for step in range(math.lcm(factor_update_steps, inv_update_steps)):
+        refresh = step % turn == 0
+        share = step // turn % stagger if refresh and stagger > 1 else None
+        yield step % factor_update_steps == 0, refresh, share
+
+
+def estimators(cells: Sequence[Cell]) -> dict[str, str]:
+    """Return a letter for each variant; variants that compute the same numbers share a letter.
+
+    Letters compare cells on the same number of ranks: statistics of BatchNorm depend on the number
+    of ranks.
+    """
+    letters: dict[str, str] = {}
+    kinds: dict[str, str] = {}
+    for cell in cells:
+        kind = json.dumps(_numbers(cell), sort_keys=True)
+        letters.setdefault(cell.variant, kinds.setdefault(kind, _letter(len(kinds))))
+    return letters
+
+
+def _numbers(cell: Cell) -> dict[str, Any]:
+    """Return the options that change a run's numbers, without the seed and the number of ranks."""
+    values = flat(cell.options)
+    numbers = {key: value for key, value in values.items() if not _of_no_number(key)}
+    if numbers["batch_per_rank"]:
+        del numbers["batch"]
+    distribution, ranks = cell.options.distribution, training_ranks(cell.options, cell.ranks)
+    strategy, settings = make_strategy(distribution, cell.options.kfac, ranks)
+    if cell.options.optimizer != "kfac":
+        numbers = {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
+        strategy, settings = strategy.first_order(), {}
+    return (
+        numbers
+        | settings
+        | {
+            "refresh": repr(strategy.refresh),
+            "own batches": strategy.assignment.factor_reduction == "local",
+            "virtual_ranks": strategy.transport.virtual_ranks,
+            "compression": repr(strategy.compression),
+            "sync": repr(strategy.sync),
+        }
+    )
+
+
+def _of_no_number(key: str) -> bool:
+    """Return whether an option changes no number, or is of the strategy."""
+    return key in WRITTEN | RESOLVED or key.partition(".")[0] in JOINTS
+
+
+def other_estimator(options: Options) -> bool:
+    """Return whether the options ask for K-FAC with another estimator than COMM-OPT's."""
+    distribution = options.distribution
+    named = mpikfac.plan.NAMED.get(distribution.strategy)  # "auto" chooses no different estimator
+    differs = named is not None and not named.same
+    return options.optimizer == "kfac" and (
+        differs or distribution.assignment.factor_reduction == "local"
+    )
+
+
+def _letter(number: int) -> str:
+    return chr(ord("a") + number) if number < 26 else f"z{number - 25}"
