@@ -16,6 +16,7 @@ from .checkpoint import save_checkpoint as save_checkpoint
 from .comm import device as device
 from .comm import split_comm as split_comm
 from .comm import world as world
+from .errors import RanksDifferError as RanksDifferError
 from .errors import UserError as UserError
 from .errors import abort_on_error as abort_on_error
 from .kfac import KFAC as KFAC

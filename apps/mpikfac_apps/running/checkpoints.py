@@ -9,7 +9,6 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
-from mpikfac.errors import RanksDifferError
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
@@ -125,10 +124,10 @@ class Saver:
         self.step = -1
         self._guard.end_write()
         self._guard.requests.saved(self._guard.clock() - self._began)
-        if isinstance(error, RanksDifferError):
+        if isinstance(error, mpikfac.RanksDifferError):
             raise mpikfac.UserError(
-                f"{error}; the run ends, since ranks that differ stay different: --resume auto "
-                f"resumes from the last checkpoint"
+                f"{error}; the run ends, because ranks that differ stay different; start it again "
+                f"with --resume auto to continue from the last checkpoint"
             ) from error
         if last:
             raise error
