@@ -6,9 +6,17 @@ from mpikfac.numerics.arena import Parts as Parts
 from mpikfac.numerics.arena import alike as alike
 from mpikfac.numerics.arena import copy_all as copy_all
 from mpikfac.numerics.arena import together as together
+from mpikfac.numerics.eigenbases import damped_denominators as damped_denominators
 from mpikfac.numerics.eigenbases import damping_unit as damping_unit
 from mpikfac.numerics.eigenbases import eigenbasis as eigenbasis
+from mpikfac.numerics.eigenbases import iterated as iterated
+from mpikfac.numerics.eigenbases import leading_eigenbasis as leading_eigenbasis
+from mpikfac.numerics.eigenbases import mean_eigenvalues as mean_eigenvalues
+from mpikfac.numerics.eigenbases import precondition as precondition
 from mpikfac.numerics.eigenbases import products_of_values as products_of_values
+from mpikfac.numerics.eigenbases import (
+    relatively_damped_denominators as relatively_damped_denominators,
+)
 from mpikfac.numerics.eigenbases import squares_in_bases as squares_in_bases
 from mpikfac.numerics.eigenbases import values_in_basis as values_in_basis
 from mpikfac.numerics.finite import all_finite as all_finite

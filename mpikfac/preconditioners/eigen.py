@@ -61,7 +61,7 @@ class Eigen(Preconditioner):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return eigenvalues and eigenvectors of a factor, all or the `rank` leading vectors."""
-        from mpikfac.numerics.eigenbases import eigenbasis, leading_eigenbasis
+        from mpikfac.numerics import eigenbasis, leading_eigenbasis
 
         values, vectors = leading_eigenbasis(factor, rank) if rank else eigenbasis(factor)
         return {"values": values, "vectors": vectors}
@@ -70,7 +70,7 @@ class Eigen(Preconditioner):
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return iterated eigenvectors, the eigenvalues that vectors give, and the misfit."""
-        from mpikfac.numerics.eigenbases import iterated, values_in_basis
+        from mpikfac.numerics import iterated, values_in_basis
 
         vectors = blocks["vectors"]
         for _ in range(self.iterations):
@@ -80,7 +80,7 @@ class Eigen(Preconditioner):
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
         """Write the damped products of eigenvalues of layers to their `denominators`."""
-        from mpikfac.numerics.eigenbases import (
+        from mpikfac.numerics import (
             damped_denominators,
             mean_eigenvalues,
             relatively_damped_denominators,
@@ -100,7 +100,7 @@ class Eigen(Preconditioner):
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `(G (x) A + damping I)^-1` applied to the gradient, `[outputs, inputs]`."""
-        from mpikfac.numerics.eigenbases import precondition
+        from mpikfac.numerics import precondition
 
         assert held.denominators is not None
         return precondition(gradient, held.a["vectors"], held.g["vectors"], held.denominators)

@@ -32,7 +32,7 @@ class Inverses(Preconditioner):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return the damped inverse of a factor."""
-        from mpikfac.numerics.inverses import damped_inverse
+        from mpikfac.numerics import damped_inverse
 
         return {"inverse": damped_inverse(factor, damping)}
 
@@ -40,7 +40,7 @@ class Inverses(Preconditioner):
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return no blocks, and the error of directions by the older inverse."""
-        from mpikfac.numerics.inverses import damp, error_of_inverse
+        from mpikfac.numerics import damp, error_of_inverse
 
         assert damping is not None
         return {}, error_of_inverse(damp(factor, damping), blocks["inverse"])

@@ -48,9 +48,7 @@ class Roots(Moments):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return the inverse root of a damped factor."""
-        from mpikfac.numerics import product
-        from mpikfac.numerics.eigenbases import eigenbasis
-        from mpikfac.numerics.inverses import damp
+        from mpikfac.numerics import damp, eigenbasis, product
 
         values, vectors = eigenbasis(damp(factor, damping))
         roots = values.pow(-self.exponent)

@@ -62,8 +62,7 @@ class SOAP(Moments):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return all eigenvectors, and 1 for each eigenvalue up to the damping, else 0."""
-        from mpikfac.numerics.eigenbases import eigenbasis
-        from mpikfac.numerics.inverses import damp
+        from mpikfac.numerics import damp, eigenbasis
 
         values, vectors = eigenbasis(factor)
         bounds = damp(factor.new_zeros(factor.shape), damping).diagonal(dim1=-2, dim2=-1)
