@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import UserError, find_checkpoint, load_checkpoint, save_checkpoint
+from mpikfac import (
+    RanksDifferError,
+    UserError,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from mpikfac.checkpoint import latest_checkpoint
 from mpikfac.checkpoint.checkpoint import _assign
 from mpikfac.checkpoint.manifest import _digest
@@ -439,6 +445,6 @@ def test_who_writes_what() -> None:
 def test_holders_that_differ_are_named() -> None:
     """Oracle: the message holds the item and both ranks."""
     with pytest.raises(
-        ValueError, match=r"item 'a' is .*\[5\].* on rank 1 but .*\[6\].* on rank 2"
+        RanksDifferError, match=r"item 'a' is .*\[5\].* on rank 1 but .*\[6\].* on rank 2"
     ):
         _assign([held(b=1), held(a=5), held(a=6)])
