@@ -26,7 +26,7 @@ from mpikfac.preconditioners import Preconditioner
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.documents import flattened, loaded
-from mpikfac_apps.options.fields import flat, possible
+from mpikfac_apps.options.fields import TYPE, flat, possible
 from mpikfac_apps.options.options import TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.running.checkpoints import root
@@ -189,7 +189,7 @@ def of_checkpoint(path: Path) -> RunSettings | None:
 def _settings(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
     if "settings" in saved:
         of_run = dict(saved["settings"])
-        return RunSettings(of_run | saved["open"], of_run)
+        return RunSettings(_given(of_run, saved["open"]), of_run)
     folder = path.resolve().parent
     try:
         document = loaded(files.read_text(folder.parent / "config.yaml"))
@@ -199,6 +199,13 @@ def _settings(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
         return None
     of_run = flattened(document)
     return RunSettings(of_run, of_run)
+
+
+def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as given: null for those left open, and nothing of a type left open."""
+    of_types = tuple(key.removesuffix(TYPE) for key in left_open if key.endswith(f".{TYPE}"))
+    chosen = {key: value for key, value in of_run.items() if not key.startswith(of_types)}
+    return {**chosen, **left_open}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -236,7 +243,7 @@ def about_run(options: Options, ranks: int) -> dict[str, Any]:
     """
     choices, given = flattened(resolved(options, ranks)), flat(options)
     of_run = {key: value for key, value in choices.items() if key not in OF_A_START}
-    left_open = {key: None for key, value in of_run.items() if given[key] != value}
+    left_open = {key: None for key in of_run if key in given and given[key] != of_run[key]}
     return identity(options) | {"settings": of_run, "open": left_open}
 
 
