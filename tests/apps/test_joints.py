@@ -352,6 +352,18 @@ class Dog:
 '''
 
 
+def test_files_may_have_the_same_name(tmp_path: Path) -> None:
+    """Oracle: the classes; each file imports the types of its annotations itself."""
+    for folder in ("a", "b"):
+        file = tmp_path / folder / "same.py"
+        file.parent.mkdir()
+        file.write_text(OWN if folder == "b" else "class Train: pass")
+    with pytest.raises(ValueError, match="same.py"):
+        LINE.read([f"--vehicle={tmp_path}/a/same.py:Train"])
+    read = LINE.read([f"--vehicle={tmp_path}/b/same.py:Train", "--vehicle.wagons=3"])
+    assert flat(read)["vehicle.wagons"] == 3
+
+
 def test_a_type_may_come_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,11 +134,13 @@ def _content(name: str) -> ModuleType:
 
 @cache  # a second execution would make classes that COVERS of the first does not hold
 def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a changed file is another)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # Annotations are looked up in the module of that name, so another module must not have it.
+    name = str(path.with_suffix("")) if path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no file of Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
+    sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     with one_line_errors(f"{path}"):
         spec.loader.exec_module(module)
