@@ -239,7 +239,7 @@ def test_agreement_names_the_first_key_that_differs(comm):
         ("factor_update_steps", lambda first: {"factor_update_steps": 1 + first}),
         ("inv_update_steps", lambda first: {"inv_update_steps": 1 + first}),
         ("factor_decay", lambda first: {"factor_decay": 0.9 if first else 0.8}),
-        ("clip", lambda first: {"clip": None if first else "kl"}),
+        ("clip", lambda first: {"kl_clip": None if first else 0.001}),
         ("normalization", lambda first: {"normalization": "sc20" if first else "expand"}),
         ("initial_factor", lambda first: {"initial_factor": "first" if first else "identity"}),
         (
