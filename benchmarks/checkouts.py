@@ -46,6 +46,7 @@ from mpikfac import (
     FisherClip,
     HybridOpt,
     Int8,
+    Inverse,
     KLClip,
     MemOpt,
     NoGrafting,
@@ -74,6 +75,9 @@ NAMES = {
     **{"colocate": "colocate_factors", "exchange_every": "sync_every"},
     **{"DataParallel": "FirstOrderTrainer", "Asynchronous": "AsyncSGD"},
     **{"rank-one": "eva", "solver": "preconditioner"},
+    "basis_dtype": "preconditioner.dtype",
+    "preconditioner unsplit-inverse": "preconditioner inverse",
+    **{f"{word}'unsplit-inverse'": f"{word}'inverse'" for word in ("preconditioner=", "not ")},
     # of refusals
     **{"needs workers": "needs grad_workers", "needs packing": "needs transport.packing"},
     **{"needs delay": "needs refresh.staleness", "needs tolerance": "needs refresh.tolerance"},
@@ -126,6 +130,8 @@ PRECONDITIONERS = (
     *("eigen", "ekfac", "inverse", "unsplit-inverse", "eva"),
     *("shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
 )
+UNSPLIT = "unsplit-inverse"
+"""The name in cases of `Inverse(split_damping=False)`."""
 WITH_MOMENTUM = "soap", "muon", "normuon", "newton-muon"
 """Preconditioners by whose defaults the momentum is taken before gradients are preconditioned."""
 SERVED = "eigen", "ekfac", "inverse", "unsplit-inverse"
@@ -445,6 +451,8 @@ def batch(step: int, comm: Any, dtype: str) -> Any:
 def settings_of(case: Case, named: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `KFAC`."""
     settings = {"factor_update_steps": 2, "inv_update_steps": 3} | named | case.settings
+    if settings.get("preconditioner") == UNSPLIT:
+        settings["preconditioner"] = Inverse(split_damping=False)
     if isinstance(settings.get("damping"), dict):
         settings["damping"] = mpikfac.Damping(**settings["damping"])
     if settings.get("damping") == "adapted":

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac.lab import TopK
+from mpikfac.preconditioners import named_preconditioner
 from mpikfac_apps.lab.predict import calibrate
 from mpikfac_apps.lab.predict.options import STRATEGIES as NAMES
 from mpikfac_apps.planning.facts import strategy_of
@@ -123,7 +124,9 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     if name == "sgd":
         trainer = mpikfac.FirstOrderTrainer(model, optimizer, comm)
     else:
-        strategy, preconditioner = strategy_of(name, comm.size, asked or "inverse")
+        strategy, preconditioner = strategy_of(
+            name, comm.size, named_preconditioner(asked or "inverse")
+        )
         layers, others = models.shapes_of(options.model)
         forms = mpikfac.preconditioners.forms(preconditioner)
         strategy = mpikfac.predict.tuned(strategy, layers, others, comm.size, machine, job, forms)

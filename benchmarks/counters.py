@@ -98,7 +98,7 @@ def counted(
 
     Collective over: world.
     """
-    strategy, preconditioner = strategy_of(name, comm.size, "inverse")
+    strategy, preconditioner = strategy_of(name, comm.size, mpikfac.Inverse())
     layers, others = models.shapes_of(options.model)
     forms = mpikfac.preconditioners.forms(preconditioner)
     plan = mpikfac.plan.plan_for(layers, comm.size, strategy, others, forms)

@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpikfac.numerics import product
-from mpikfac.preconditioners import damped_inverse, eigenbasis, error_of_inverse, values_in_basis
+from mpikfac.numerics import damped_inverse, eigenbasis, error_of_inverse, product, values_in_basis
 
 ORDERS = (64, 128, 256, 512, 1024)
 DAMPING = 0.1

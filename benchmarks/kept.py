@@ -13,6 +13,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def compared(options: argparse.Namespace, preconditioner: str, damping: float) -
     own = trainer(preconditioner=preconditioner, damping=damping)
     others = {
         way: trainer(
-            preconditioner=named_preconditioner(preconditioner, bases),
+            preconditioner=replace(named_preconditioner(preconditioner), dtype=bases),
             damping=damping,
             estimator=mpikfac.Estimator(factor_dtype=averages),
         )

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
-from mpikfac.numerics import triangles
-from mpikfac.preconditioners import eigen, eigenbasis
-from mpikfac.preconditioners.eigen import _by_iteration, leading_eigenbasis
+from mpikfac.numerics import eigenbases, eigenbasis, triangles
+from mpikfac.numerics.eigenbases import _by_iteration, leading_eigenbasis
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation
@@ -134,8 +133,10 @@ def direction(
     """Return `gradient (A + damping mean(A) I)^-1`, with A as the basis describes A."""
     values, vectors = basis
     denominators = gradient.new_empty(len(gradient), len(values))
-    eigen.damped_denominators([values], [], damping * float(factor.diagonal().mean()), denominators)
-    return eigen.precondition(gradient, [vectors], [], denominators)
+    eigenbases.damped_denominators(
+        [values], [], damping * float(factor.diagonal().mean()), denominators
+    )
+    return eigenbases.precondition(gradient, [vectors], [], denominators)
 
 
 def whole(factor: Tensor, gradient: Tensor, damping: float) -> Tensor:

@@ -39,8 +39,8 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac import MemOpt, Refresh, Strategy
-from mpikfac.numerics import product, triangles
-from mpikfac.preconditioners import Eigen, damped_inverse, eigenbasis, tikhonov_share
+from mpikfac.numerics import damped_inverse, eigenbasis, product, tikhonov_share, triangles
+from mpikfac.preconditioners import Eigen
 from mpikfac.settings import RATE
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches

@@ -71,18 +71,19 @@ class KFAC(Trainer):
             fewer in the first 160 steps (`schedule.growing`).
         inv_update_steps: steps between two decompositions, or a schedule; a multiple of `stagger`.
             None: 50, and fewer in the first 160 steps.
-        preconditioner: a name, or an object as `Eigen(dtype=torch.bfloat16)` or a `Preconditioner`
-            of your own. None: "inverse". "inverse": damped inverses with the damping split between
-            A and G; a change of damping takes effect at the next decomposition. "eigen": eigenbases
-            and all of the damping. "ekfac": the same with eigenvalues of the gradients of examples
-            [George et al. 2018]. "unsplit-inverse": inverses with all of the damping added to each,
-            as published codes do. "eva": mean vectors, with A and G as squares of vectors, a
-            different estimator [Zhang et al. 2023, Eva]; `inv_update_steps=1` is the paper's.
-            "newton-muon": A alone, for orthogonal directions [Newton-Muon]. "shampoo": roots of
-            factors of the averaged gradient [Gupta et al. 2018]. "kl-shampoo": the same, of factors
-            whitened by each other [Lin et al. 2025]. "soap": Adam in the eigenbases of Shampoo's
-            factors [SOAP]. "muon": the averaged gradient, without factors, for orthogonal
-            directions [Muon]. "normuon": the same, with rows of about equal lengths [NorMuon].
+        preconditioner: a `Preconditioner` with settings, such as `Eigen(dtype=torch.bfloat16)` or
+            your own, or the name of one with its defaults. None: "inverse". "inverse": damped
+            inverses with the damping split between A and G; a change of damping takes effect at the
+            next decomposition. `Inverse(split_damping=False)` adds all of the damping to each, as
+            published codes do. "eigen": eigenbases and all of the damping. "ekfac": the same with
+            eigenvalues of the gradients of examples [George et al. 2018]. "eva": mean vectors, with
+            A and G as squares of vectors, a different estimator [Zhang et al. 2023, Eva];
+            `inv_update_steps=1` is the paper's. "newton-muon": A alone, for orthogonal directions
+            [Newton-Muon]. "shampoo": roots of factors of the averaged gradient [Gupta et al. 2018].
+            "kl-shampoo": the same, of factors whitened by each other [Lin et al. 2025]. "soap":
+            Adam in the eigenbases of Shampoo's factors [SOAP]. "muon": the averaged gradient,
+            without factors, for orthogonal directions [Muon]. "normuon": the same, with rows of
+            about equal lengths [NorMuon].
         grafting: what gives each layer's direction its length: `NoGrafting`, `SGDGrafting`,
             `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: what the preconditioner takes,
             for most `AdamGrafting()`; with a clip, `NoGrafting()`.

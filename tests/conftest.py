@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mpikfac.comm import Grid
+from mpikfac.plan import Choice
 from support.pace import paced
 
 torch.set_num_threads(1)
@@ -20,6 +21,11 @@ hypothesis.settings.load_profile("mpikfac")
 SIGTERM = signal.getsignal(signal.SIGTERM)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_make_parametrize_id(val):
+    """Return the name of a case with a method as a value: the call that makes the method."""
+    return repr(val) if isinstance(val, Choice) else None
 
 
 def pytest_collection_modifyitems(config, items):

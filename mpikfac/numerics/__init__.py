@@ -6,6 +6,19 @@ from mpikfac.numerics.arena import Parts as Parts
 from mpikfac.numerics.arena import alike as alike
 from mpikfac.numerics.arena import copy_all as copy_all
 from mpikfac.numerics.arena import together as together
+from mpikfac.numerics.eigenbases import damped_denominators as damped_denominators
+from mpikfac.numerics.eigenbases import damping_unit as damping_unit
+from mpikfac.numerics.eigenbases import eigenbasis as eigenbasis
+from mpikfac.numerics.eigenbases import iterated as iterated
+from mpikfac.numerics.eigenbases import leading_eigenbasis as leading_eigenbasis
+from mpikfac.numerics.eigenbases import mean_eigenvalues as mean_eigenvalues
+from mpikfac.numerics.eigenbases import precondition as precondition
+from mpikfac.numerics.eigenbases import products_of_values as products_of_values
+from mpikfac.numerics.eigenbases import (
+    relatively_damped_denominators as relatively_damped_denominators,
+)
+from mpikfac.numerics.eigenbases import squares_in_bases as squares_in_bases
+from mpikfac.numerics.eigenbases import values_in_basis as values_in_basis
 from mpikfac.numerics.finite import all_finite as all_finite
 from mpikfac.numerics.finite import each_finite as each_finite
 from mpikfac.numerics.finite import not_finite as not_finite
@@ -14,6 +27,10 @@ from mpikfac.numerics.fisher import Loss as Loss
 from mpikfac.numerics.fisher import check_outputs as check_outputs
 from mpikfac.numerics.fisher import exact as exact
 from mpikfac.numerics.fisher import sampled as sampled
+from mpikfac.numerics.inverses import damp as damp
+from mpikfac.numerics.inverses import damped_inverse as damped_inverse
+from mpikfac.numerics.inverses import error_of_inverse as error_of_inverse
+from mpikfac.numerics.inverses import tikhonov_share as tikhonov_share
 from mpikfac.numerics.messages import ByVector as ByVector
 from mpikfac.numerics.messages import Centred as Centred
 from mpikfac.numerics.messages import Near as Near
@@ -50,6 +67,7 @@ from mpikfac.numerics.precision import end_step as end_step
 from mpikfac.numerics.precision import is_unscaled as is_unscaled
 from mpikfac.numerics.precision import without_autocast as without_autocast
 from mpikfac.numerics.products import Side as Side
+from mpikfac.numerics.products import between as between
 from mpikfac.numerics.products import from_left as from_left
 from mpikfac.numerics.products import from_right as from_right
 from mpikfac.numerics.products import multiplying as multiplying
@@ -63,3 +81,4 @@ from mpikfac.numerics.triangles import add_identity as add_identity
 from mpikfac.numerics.triangles import add_triangle as add_triangle
 from mpikfac.numerics.triangles import triangle_trace as triangle_trace
 from mpikfac.numerics.triangles import unfold_triangle as unfold_triangle
+from mpikfac.numerics.vectors import precondition_by_vectors as precondition_by_vectors

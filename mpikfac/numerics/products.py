@@ -215,3 +215,9 @@ def _of_block(block: Tensor, weights: Tensor) -> Tensor:
         return weights
     outside, inside = weights[..., :1], weights[..., 1:]
     return torch.cat([outside.expand(*outside.shape[:-1], _rows(block)), inside - outside], -1)
+
+
+def between(left: Side, gradient: Tensor, right: Side) -> Tensor:
+    """Return `left gradient right` `[outputs, inputs]`, in the dtype of the symmetric sides."""
+    dtype = (*left, *right, gradient)[0].dtype
+    return from_right(from_left(left, gradient.to(dtype)), right, transpose=True)

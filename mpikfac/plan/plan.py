@@ -112,14 +112,10 @@ class Plan:
 
     @property
     def all_preconditioners(self) -> str:
-        """The run's preconditioner, then the layers with another one: "eigen, fc: eva"."""
-        preconditioners = [(layer.name, layer.preconditioner.name) for layer in self.covered]
-        different = (
-            f"{name}: {preconditioner}"
-            for name, preconditioner in preconditioners
-            if preconditioner != self.preconditioner
-        )
-        return ", ".join([self.preconditioner, *different])
+        """The run's decompositions, then the layers with other ones: "eigen, fc: eva"."""
+        run = self.forms[0].kept if self.forms else ""
+        kept = ((layer.name, layer.preconditioner.kept) for layer in self.covered)
+        return ", ".join([run, *(f"{name}: {form}" for name, form in kept if form != run)])
 
     @cached_property
     def grid(self) -> RankGrid:

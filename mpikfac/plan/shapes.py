@@ -36,6 +36,8 @@ class Form:
         whitened: factors of the gradient are made of products of the gradient with a side.
         timed_as: the name of a preconditioner with the same measured times; "" for the
             preconditioner itself.
+        kept_as: the name of its decompositions in a state, where a setting of the preconditioner
+            makes other ones; "" for `name`.
         needs: the preconditioner's needs of choices.
     """
 
@@ -52,12 +54,18 @@ class Form:
     products: int = 1
     whitened: bool = False
     timed_as: str = ""
+    kept_as: str = ""
     needs: tuple[Combination, ...] = field(default=(), repr=False)
 
     @cached_property
     def vector(self) -> bool:
         """Whether factors are kept as vectors."""
         return self.keeps == "vector"
+
+    @cached_property
+    def kept(self) -> str:
+        """The name of decompositions in a state, which a run with another name leaves out."""
+        return self.kept_as or self.name
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,12 @@
-"""From a factor to a decomposition, and from a gradient to a direction: a file each."""
+"""From a factor to a decomposition, and from a gradient to a direction: a type each.
 
-from mpikfac.preconditioners.decompose import decomposed as decomposed
-from mpikfac.preconditioners.decompose import decomposed_together as decomposed_together
-from mpikfac.preconditioners.decompose import renewed_together as renewed_together
-from mpikfac.preconditioners.eigen import Eigen as Eigen
-from mpikfac.preconditioners.eigen import eigenbasis as eigenbasis
-from mpikfac.preconditioners.eigen import products_of_values as products_of_values
-from mpikfac.preconditioners.eigen import values_in_basis as values_in_basis
-from mpikfac.preconditioners.eigenvalues import mean_eigenvalues as mean_eigenvalues
-from mpikfac.preconditioners.eigenvalues import repeated as repeated
-from mpikfac.preconditioners.ekfac import EKFAC as EKFAC
-from mpikfac.preconditioners.ekfac import squares_in_bases as squares_in_bases
-from mpikfac.preconditioners.eva import Eva as Eva
-from mpikfac.preconditioners.gradient import SOAP as SOAP
-from mpikfac.preconditioners.gradient import KLShampoo as KLShampoo
-from mpikfac.preconditioners.gradient import Muon as Muon
-from mpikfac.preconditioners.gradient import NorMuon as NorMuon
-from mpikfac.preconditioners.gradient import Shampoo as Shampoo
-from mpikfac.preconditioners.gradient import damped_squares as damped_squares
-from mpikfac.preconditioners.gradient import turned_back as turned_back
-from mpikfac.preconditioners.inverse import Inverse as Inverse
-from mpikfac.preconditioners.inverse import damped_inverse as damped_inverse
-from mpikfac.preconditioners.inverse import error_of_inverse as error_of_inverse
-from mpikfac.preconditioners.inverse import tikhonov_share as tikhonov_share
-from mpikfac.preconditioners.newton_muon import NewtonMuon as NewtonMuon
-from mpikfac.preconditioners.preconditioner import Defaults as Defaults
-from mpikfac.preconditioners.preconditioner import Held as Held
-from mpikfac.preconditioners.preconditioner import Means as Means
-from mpikfac.preconditioners.preconditioner import Preconditioner as Preconditioner
-from mpikfac.preconditioners.registry import PRECONDITIONERS as PRECONDITIONERS
-from mpikfac.preconditioners.registry import PreconditionerName as PreconditionerName
-from mpikfac.preconditioners.registry import forms as forms
-from mpikfac.preconditioners.registry import make_plan as make_plan
-from mpikfac.preconditioners.registry import named_preconditioner as named_preconditioner
-from mpikfac.preconditioners.registry import preconditioners_by_name as preconditioners_by_name
+The types import neither torch nor MPI, as programs print help from them; a method imports the
+functions that it calls.
+"""
+
+import lazy_loader
+
+# This import makes the types known by name.
+from mpikfac.preconditioners import registry as registry
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

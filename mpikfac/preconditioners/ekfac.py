@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from mpikfac.numerics import Side, from_right, product
 from mpikfac.plan import Combination, Form, OneOf, Same
 from mpikfac.preconditioners.eigen import RENEWED, Eigen
 
@@ -30,49 +27,20 @@ AS_THEY_ARE = Combination(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EKFAC(Eigen):
     """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
 
     `mpikfac.engine.Scales` keeps the estimates.
     """
 
+    name: ClassVar[str] = "ekfac"
     form: ClassVar[Form] = Form(
-        "ekfac",
+        name,
         {"vectors": 2, "values": 1},
         denominators=True,
         rescaled=True,
         products=2,
         timed_as="eigen",
-        needs=(EVERYWHERE, AS_THEY_ARE, replace(RENEWED, choice="ekfac.iterations")),
+        needs=(EVERYWHERE, AS_THEY_ARE, RENEWED),
     )
-
-
-def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: Side) -> Tensor:
-    """Return `sum((Q_G^T sum(g a^T) Q_A)^2)` `[outputs, inputs]`, elementwise, over examples.
-
-    The inner sum is over positions. A side's vectors are rotated before the inner sum, or the sum's
-    rows after: the fewer of both.
-
-    Args:
-        a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, as the sum.
-        g: `[batch, shared, outputs]`, alike.
-        input_vectors: Q_A, as a gradient's side; empty for the identity.
-        output_vectors: Q_G.
-    """
-    shared, a_first, g_first = a.shape[-2], a.shape[-2] <= g.shape[-1], a.shape[-2] <= a.shape[-1]
-    a = _rotated(a, input_vectors) if a_first else a
-    g = _rotated(g, output_vectors) if g_first else g
-    if shared == 1:
-        return product(g.squeeze(-2).square().mT, a.squeeze(-2).square())
-    gradients = g.mT @ a
-    gradients = gradients if a_first else _rotated(gradients, input_vectors)
-    gradients = gradients if g_first else _rotated(gradients.mT, output_vectors).mT
-    return gradients.square().sum(-3)
-
-
-def _rotated(rows: Tensor, vectors: Side) -> Tensor:
-    """Return `rows Q` `[batch, rows, n]`, or of several groups."""
-    if not vectors:
-        return rows
-    return from_right(rows.flatten(-3, -2), vectors).view(rows.shape)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from mpikfac.plan import AdamGrafting, Combination, Form
-from mpikfac.preconditioners.inverse import BLOCKS, Inverse
-from mpikfac.preconditioners.preconditioner import Defaults
+from mpikfac.preconditioners.inverse import BLOCKS, Inverses
+from mpikfac.preconditioners.preconditioner import Defaults, Means
 from mpikfac.settings import Damping, Estimator
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ALONE = Combination(
     "preconditioner",
@@ -16,29 +20,35 @@ ALONE = Combination(
     {"fisher_type": "forward-only"},
     "the identity takes the place of G",
 )
-FORM = Form("newton-muon", BLOCKS, sides="A", damped=True, timed_as="inverse", needs=(ALONE,))
 
 
-@dataclass(frozen=True)
-class NewtonMuon(Inverse):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NewtonMuon(Inverses):
     """The inverse `(A + 0.2 mean(A) I)^-1` of the inputs' second moments alone [Newton-Muon].
 
     `mean(A)` is the mean eigenvalue. `AdamGrafting()` makes the polar factor of the gradient
     times the inverse. A bias without inputs keeps G.
 
     Attributes:
-        split: never, as there is one factor.
         dtype: inverses are kept, sent and multiplied in this dtype; None for the model's.
     """
 
-    split: bool = field(default=False, init=False)
+    name: ClassVar[str] = "newton-muon"
+    form: ClassVar[Form] = Form(
+        name, BLOCKS, sides="A", damped=True, timed_as="inverse", needs=(ALONE,)
+    )
     defaults: ClassVar[Defaults] = Defaults(
         damping=Damping(relative=0.2),
         grafting=AdamGrafting(momentum=0.95),
         estimator=Estimator(fisher_type="forward-only"),
     )
 
-    @property
-    def form(self) -> Form:
-        """The description for the plan."""
-        return FORM
+    dtype: torch.dtype | None = None
+
+    def added(self, means: Means, damping: float, relative: bool) -> Tensor:
+        """Return the damping of a factor, `[]` or `[groups]`."""
+        from mpikfac.numerics import damping_unit
+
+        if relative:
+            return damping_unit(means.factor) * damping
+        return means.factor.new_full(means.factor.shape, damping)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
-from mpikfac.numerics import Side
-from mpikfac.plan import AdamGrafting, Form, Grafting, one_of
+from mpikfac.plan import AdamGrafting, Choice, Form, Grafting, one_of
 from mpikfac.settings import Damping, Estimator, Precision
+
+if TYPE_CHECKING:  # programs print help from these types, and the import of torch takes seconds
+    import torch
+    from torch import Tensor
+
+    from mpikfac.numerics import Side
 
 
 class Means(NamedTuple):
@@ -63,23 +65,25 @@ class Defaults:
     matmul_precision: Precision | None = None
 
 
-class Preconditioner:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Preconditioner(Choice):
     """From a factor to a decomposition, and from a gradient to a direction.
 
     An own preconditioner derives from this class, sets `form`, defines `decompose` and `direction`,
-    and is given to `KFAC(preconditioner=...)`. A preconditioner is a frozen dataclass: ranks
-    compare preconditioners by `repr`.
+    and is given to `KFAC(preconditioner=...)`. A preconditioner is a frozen dataclass, whose fields
+    are its settings: ranks compare preconditioners by `repr`.
 
     Attributes:
-        dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
         defaults: what `KFAC` takes for settings that are not given.
     """
 
     defaults: ClassVar[Defaults] = Defaults()
-    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        one_of("dtype", self.dtype, (None, torch.bfloat16))
+        if self.dtype is not None:
+            import torch
+
+            one_of("dtype", self.dtype, (None, torch.bfloat16))
 
     @property
     def form(self) -> Form:
@@ -87,9 +91,9 @@ class Preconditioner:
         raise NotImplementedError(f"{type(self).__name__} does not set form")
 
     @property
-    def name(self) -> str:
-        """The name that state, logs and layers know the preconditioner by."""
-        return self.form.name
+    def dtype(self) -> torch.dtype | None:
+        """The dtype in which decompositions are kept, sent and multiplied; None: the model's."""
+        return None
 
     def attach(self, bases: Any) -> Iterable[Any]:
         """Return parts of the trainer that keep a state of the preconditioner's own.
@@ -108,7 +112,7 @@ class Preconditioner:
             relative: damping is relative to mean eigenvalues.
         """
         raise NotImplementedError(
-            f"preconditioner {self.name!r} is damped but does not define added()"
+            f"preconditioner {self.form.name!r} is damped but does not define added()"
         )
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
@@ -136,7 +140,7 @@ class Preconditioner:
         Raises:
             ArithmeticError: the factor cannot be decomposed.
         """
-        raise NotImplementedError(f"preconditioner {self.name!r} does not define decompose()")
+        raise NotImplementedError(f"preconditioner {self.form.name!r} does not define decompose()")
 
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
@@ -151,7 +155,7 @@ class Preconditioner:
             blocks: the older decomposition, by kind.
             damping: the result of `added`; None for a form that is not damped.
         """
-        return {}, factor.new_full(factor.shape[:-2], torch.nan)
+        return {}, factor.new_full(factor.shape[:-2], float("nan"))
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
         """Write damped products of eigenvalues of all its layers to `denominators`.
@@ -159,8 +163,10 @@ class Preconditioner:
         Only a preconditioner whose form has `denominators` is asked, when damping or decompositions
         change.
         """
-        raise NotImplementedError(f"preconditioner {self.name!r} has denominators but not damp()")
+        raise NotImplementedError(
+            f"preconditioner {self.form.name!r} has denominators but no damp()"
+        )
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return the direction of a layer `[outputs, inputs]` for the layer's gradient."""
-        raise NotImplementedError(f"preconditioner {self.name!r} does not define direction()")
+        raise NotImplementedError(f"preconditioner {self.form.name!r} does not define direction()")

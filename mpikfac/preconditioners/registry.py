@@ -1,11 +1,8 @@
-"""The preconditioners by name. A new one is a new file and a line in `PRECONDITIONERS`."""
+"""The preconditioners by name. A new one is a new file and an entry of `TYPES`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass, replace
-
-import torch
 
 from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
 from mpikfac.preconditioners.eigen import Eigen
@@ -17,47 +14,24 @@ from mpikfac.preconditioners.newton_muon import NewtonMuon
 from mpikfac.preconditioners.preconditioner import Preconditioner
 
 PreconditionerName = str
-PRECONDITIONERS: dict[PreconditionerName, Preconditioner] = {
-    "eigen": Eigen(),
-    "ekfac": EKFAC(),
-    "inverse": Inverse(),
-    "unsplit-inverse": Inverse(split=False),
-    "eva": Eva(),
-    "shampoo": Shampoo(),
-    "kl-shampoo": KLShampoo(),
-    "soap": SOAP(),
-    "muon": Muon(),
-    "normuon": NorMuon(),
-    "newton-muon": NewtonMuon(),
-}
+TYPES = (
+    *(Eigen, EKFAC, Inverse, Eva),
+    *(Shampoo, KLShampoo, SOAP, Muon, NorMuon, NewtonMuon),
+)
+PRECONDITIONERS: dict[PreconditionerName, Preconditioner] = {kind.name: kind() for kind in TYPES}
+"""The preconditioners that layers may name, with their defaults."""
 
 
-def named_preconditioner(
-    preconditioner: PreconditionerName | Preconditioner, dtype: torch.dtype | None = None
-) -> Preconditioner:
+def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) -> Preconditioner:
     """Return the preconditioner of a name; a `Preconditioner` is returned as given.
 
-    Args:
-        dtype: the dtype to keep decompositions in; None for the preconditioner's own choice.
-
     Raises:
-        ValueError: no preconditioner has the name, or the preconditioner has no decompositions to
-            round.
+        ValueError: no preconditioner has the name.
     """
-    if not isinstance(preconditioner, Preconditioner):
-        one_of("preconditioner", preconditioner, tuple(PRECONDITIONERS))
-        preconditioner = PRECONDITIONERS[preconditioner]
-    if dtype is None:
+    if isinstance(preconditioner, Preconditioner):
         return preconditioner
-    if (
-        preconditioner.form.vector
-        or not preconditioner.form.blocks
-        or not is_dataclass(preconditioner)
-    ):
-        raise ValueError(
-            f"preconditioner={preconditioner.name!r} has no decompositions to keep in {dtype}"
-        )
-    return replace(preconditioner, dtype=dtype)
+    one_of("preconditioner", preconditioner, tuple(PRECONDITIONERS))
+    return PRECONDITIONERS[preconditioner]
 
 
 def preconditioners_by_name(
@@ -69,9 +43,8 @@ def preconditioners_by_name(
         ValueError: no preconditioner has the name.
     """
     first = named_preconditioner(preconditioner)
-    return {first.name: first} | {
-        n: entry for n, entry in PRECONDITIONERS.items() if n != first.name
-    }
+    others = {n: entry for n, entry in PRECONDITIONERS.items() if n != first.form.name}
+    return {first.form.name: first} | others
 
 
 def forms(preconditioner: PreconditionerName | Preconditioner) -> tuple[Form, ...]:

@@ -22,7 +22,7 @@ SETTINGS: tuple[Combination, ...] = (
         "between two exchanges, a rank preconditions all layers without further messages",
     ),
     Combination(
-        "basis_dtype",
+        "preconditioner.dtype",
         None,
         {"compression.inverses": None},
         "decompositions that are kept in a dtype also travel in the dtype",

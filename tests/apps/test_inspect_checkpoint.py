@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mpikfac
+from mpikfac.preconditioners import named_preconditioner
 from mpikfac_apps.inspecting import inspect, spectra
 from support import inside, problem
 from support.pace import paced
@@ -54,7 +55,7 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
 
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize(
-    "preconditioner", ["eigen", "inverse", "unsplit-inverse", "shampoo", "kl-shampoo"]
+    "preconditioner", ["eigen", "inverse", problem.UNSPLIT, "shampoo", "kl-shampoo"]
 )
 def test_conditions_are_those_of_what_each_preconditioner_inverts(preconditioner, relative):
     """Oracle: NumPy's condition number of the dense matrix, the damping shared as documented.
@@ -77,7 +78,8 @@ def test_conditions_are_those_of_what_each_preconditioner_inverts(preconditioner
         dense += 0.1 * (means[0] * means[1] if relative else 1) * np.eye(24)
     spectrum = spectra.Spectrum("layer", *map(spectra.eigenvalues, map(torch.from_numpy, (a, g))))
     expected = np.linalg.cond(dense) ** power
-    assert spectrum.condition(preconditioner, 0.1, relative) == pytest.approx(expected)
+    inverted = spectrum.condition(named_preconditioner(preconditioner), 0.1, relative)
+    assert inverted == pytest.approx(expected)
 
 
 def test_factors_of_the_gradient_are_factors():
@@ -101,7 +103,7 @@ def test_factors_of_the_gradient_are_factors():
 def test_a_singular_layer_without_damping_has_an_infinite_condition():
     """Oracle: by definition; rounding below 0 is no negative condition."""
     values = torch.tensor([-1e-18, 1.0])
-    assert spectra.Spectrum("layer", values, values).condition("eigen", 0.0) == float("inf")
+    assert spectra.Spectrum("layer", values, values).condition(mpikfac.Eigen(), 0.0) == float("inf")
 
 
 def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
@@ -113,7 +115,7 @@ def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
     run(kfac, mpikfac.world(), [0])
     kfac.update_damping(1.0, -100.0)
     mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
-    settings = "{preconditioner: eigen, damping: null, relative_damping: 0.01}"
+    settings = "{preconditioner: {type: eigen}, damping: null, relative_damping: 0.01}"
     (tmp_path / "config.yaml").write_text(f"kfac: {settings}\n")
     assert inspect.main([str(tmp_path)]) == 0
     assert damping.damping != 0.01
@@ -139,7 +141,8 @@ def test_a_layer_is_judged_by_its_own_preconditioner(tmp_path, capsys):
     for layer, preconditioner in (("0", "eigen"), ("3", "inverse")):
         packed = (inside.factors(kfac)[f"{layer}.{side}"] for side in "AG")
         values = (spectra.eigenvalues(mpikfac.numerics.unfold_triangle(one)) for one in packed)
-        expected = spectra.Spectrum(layer, *values).condition(preconditioner, SETTINGS["damping"])
+        inverse = named_preconditioner(preconditioner)
+        expected = spectra.Spectrum(layer, *values).condition(inverse, SETTINGS["damping"])
         assert float(found[layer][-1]) == close(expected)
 
 
@@ -153,7 +156,7 @@ def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path,
 def test_a_damping_that_no_run_has_is_none(trained, tmp_path, capsys, damping):
     """Oracle: the heading of the table."""
     (tmp_path / "run" / "config.yaml").write_text(
-        f"kfac: {{preconditioner: eigen, damping: {damping}}}\n"
+        f"kfac: {{preconditioner: {{type: eigen}}, damping: {damping}}}\n"
     )
     assert inspect.main([str(tmp_path / "run")]) == 0
     assert "no damping (none is known)" in table_of_layers(capsys.readouterr().out)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,7 +126,7 @@ def test_any_usual_value_of_a_preconditioner_replaces_a_default(monkeypatch):
     """Oracle: by hand: of a preconditioner with a number of each kind; what is given, stays."""
     estimator = mpikfac.Estimator(fisher_type="forward-only", factor_decay=0.5)
     defaults = Defaults(estimator=estimator, factor_update_steps=3)
-    monkeypatch.setitem(PRECONDITIONERS, "eigen", SimpleNamespace(defaults=defaults))
+    monkeypatch.setattr(mpikfac.Eigen, "defaults", defaults)
     options = TRAIN.read(["--kfac.preconditioner=eigen", "--kfac.factor_decay=0.95"])
     found = flat(options)
     assert (found["kfac.fisher_type"], found["kfac.factor_decay"]) == ("forward-only", 0.95)
@@ -171,7 +170,9 @@ def test_another_preconditioner_takes_its_own_usual_values(run):
     changed = (
         *(
             "momentum 0.9 -> 0.95",
-            "kfac.preconditioner shampoo -> muon",
+            "kfac.preconditioner.type shampoo -> muon",
+            "kfac.preconditioner.dtype null -> no option",
+            "kfac.preconditioner.exponent 0.25 -> no option",
             "kfac.grafting.orthogonalize false -> true",
         ),
         *("kfac.factor_update_steps 1 -> null", "kfac.relative_damping 0.001 -> 10.0"),

@@ -158,7 +158,7 @@ def test_a_strategy_brings_its_own_choices(run):
 
 NAMED = {
     "kfac.relative_damping": ("0.2", "kfac.relative_damping 10.0 -> 0.2"),
-    "kfac.preconditioner": ("eigen", "kfac.preconditioner inverse -> eigen"),
+    "kfac.preconditioner.type": ("eigen", "kfac.preconditioner.type inverse -> eigen"),
     "kfac.grafting.max_trust_ratio": ("4.0", "kfac.grafting.max_trust_ratio 8.0 -> 4.0"),
     "kfac.factor_decay": ("0.9", "kfac.factor_decay 0.95 -> 0.9"),
     "label_smoothing": ("0.1", "label_smoothing 0.0 -> 0.1"),
@@ -293,8 +293,8 @@ def test_a_checkpoint_without_settings_is_said(run):
         ({"settings": {"lr": "x"}, "open": {}}, "lr=x must be a finite number > 0"),
         ({"settings": {"lr": {"a": 1}}, "open": {}}, "must be a finite number > 0"),
         (
-            {"settings": {"kfac.preconditioner": ["eigen"]}, "open": {}},
-            "kfac.preconditioner=['eigen'] must be one",
+            {"settings": {"kfac.preconditioner.type": ["eigen"]}, "open": {}},
+            'kfac.preconditioner=["eigen"] must be one',
         ),
         ({"settings": {"lr": 1e999}, "open": {}}, "finite"),
     ],
@@ -307,7 +307,7 @@ def test_settings_of_another_form_are_refused_in_one_line(run, capfd, items, mes
 
 def test_a_wrong_value_of_the_checkpoint_can_be_replaced(run):
     """Oracle: by hand."""
-    options = config(run) | {"strategy": "comm-opt", "kfac.preconditioner": "of old"}
+    options = config(run) | {"strategy": "comm-opt", "kfac.preconditioner.type": "of old"}
     change(run, settings=options, open={})
     text = go_on(run, "--max_steps=3", "--kfac.preconditioner=eigen")
-    assert "kfac.preconditioner 'of old' -> eigen" in text
+    assert "kfac.preconditioner.type 'of old' -> eigen" in text

@@ -19,10 +19,10 @@ SETTINGS = problem.SETTINGS | {"inv_update_steps": 2}
 STEPS = range(3)  # factors and decompositions at 0 and 2
 SHARING = "expand", "reduce"
 ESTIMATORS = [
-    *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("mc", "type-2"), SHARING),
-    *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("empirical",), ("reduce",)),
+    *itertools.product(("eigen", "inverse", problem.UNSPLIT), ("mc", "type-2"), SHARING),
+    *itertools.product(("eigen", "inverse", problem.UNSPLIT), ("empirical",), ("reduce",)),
     (
-        "unsplit-inverse",
+        problem.UNSPLIT,
         "forward-only",
         "reduce",
     ),  # a single damped factor: equal for all preconditioners
@@ -87,7 +87,7 @@ def alone(own, *estimator):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids="-".join)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda names: "-".join(map(str, names)))
 def test_each_estimator_and_preconditioner_under_each_placement(comm, estimator, placement):
     """Oracle: a single process that takes all shares, with every share's drawn labels."""
     expected = alone(*estimator)

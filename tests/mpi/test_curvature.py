@@ -14,13 +14,13 @@ import mpikfac
 from mpikfac import CommOpt, Refresh, Trace
 from mpikfac.comm import curvature_servers as intercomm
 from mpikfac.lab import CurvatureServers
+from mpikfac.numerics import eigenbases, inverses
 from mpikfac.plan import NAMED
-from mpikfac.preconditioners import eigen, inverse
 from support import inside, problem
 from support.strategies import changed, strategy_of
 
 RANKS = mpikfac.world().size
-PRECONDITIONERS = "eigen", "inverse", "unsplit-inverse"
+PRECONDITIONERS = "eigen", "inverse", problem.UNSPLIT
 STEPS = range(10)  # decompositions at 0, 3, 6 and 9
 OWNERS = {"assignment.factor_reduction": "reduce_scatter", "assignment.shard_optimizer": True}
 # Choices of strategies, by the number of training ranks.
@@ -148,7 +148,7 @@ def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
 @pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 def test_owners_note_what_curvature_servers_cannot_decompose(comm, preconditioner, monkeypatch):
     """Oracle: see `assert_same`; a factor fails at 0, 3 and 6, whose decompositions are used."""
-    for module, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
+    for module, name in ((eigenbases, "eigenbasis"), (inverses, "damped_inverse")):
         make = getattr(module, name)
 
         def failing(factor, *damping, make=make):

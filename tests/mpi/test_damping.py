@@ -41,7 +41,7 @@ def refused(strategy, preconditioner):
     )
 
 
-@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", problem.UNSPLIT])
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_relative_damping_is_the_textbooks(comm, strategy, preconditioner):
     """Oracle: K-FAC by im2col and dense solves on the joined batch."""

@@ -67,7 +67,7 @@ def test_equals_kfac_pytorch(
         damping=0.001,
         inv_update_steps=1,
         kl_clip=None if clip == "none" else float(clip),
-        preconditioner="eigen" if preconditioner == "eigen" else "unsplit-inverse",
+        preconditioner="eigen" if preconditioner == "eigen" else problem.UNSPLIT,
         normalization="kfac-pytorch" if scaling == "main" else "sc20",
         initial_factor="identity",
     )

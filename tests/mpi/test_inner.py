@@ -66,7 +66,7 @@ def test_overlapped_statistics_wait_for_all_groups(comm, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "settings",
-    [{"preconditioner": "inverse"}, {"preconditioner": "unsplit-inverse", "fisher_type": "type-2"}],
+    [{"preconditioner": "inverse"}, {"preconditioner": problem.UNSPLIT, "fisher_type": "type-2"}],
     ids=str,
 )
 def test_other_preconditioners(comm, kind, settings):

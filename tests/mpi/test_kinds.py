@@ -16,7 +16,7 @@ from support import inside, problem
 RANKS = mpikfac.world().size
 COVERS = {**mpikfac.KINDS, **mpikfac.NORMS}
 SETTINGS = problem.SETTINGS | {"covers": COVERS, "damping": 0.1}
-PRECONDITIONERS = "eigen", "inverse", "unsplit-inverse", "eva"
+PRECONDITIONERS = "eigen", "inverse", problem.UNSPLIT, "eva"
 STRATEGIES = [
     *problem.strategies(RANKS, ["allreduce", "reduce_scatter"]),
     Strategy(CommOpt(), transport=Transport(packing="square", fusion=1)),
@@ -128,7 +128,7 @@ def test_all_kinds_of_layers_under_each_placement(comm, strategy, preconditioner
     assert_as_one_process(comm, strategy, preconditioner=preconditioner, rule=rule)
 
 
-@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", problem.UNSPLIT])
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_relative_damping_under_each_placement(comm, strategy, preconditioner):
     """Oracle: a single process on the joined batches; factors in blocks may have several owners."""

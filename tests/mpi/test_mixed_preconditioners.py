@@ -97,7 +97,7 @@ def test_a_curvature_rank_decomposes_each_layer_by_its_preconditioner(comm):
         mpikfac.lab.run_curvature_server(team)
         return
     training = team.comm
-    mixture = MIXTURE | {"5": "unsplit-inverse"}
+    mixture = MIXTURE | {"5": "inverse"}
     choices = {"assignment": CommOpt(), "refresh.staleness": 2}
     spared = choices | {"refresh": CurvatureServers()}
     found = trainer(team, spared, mixture)

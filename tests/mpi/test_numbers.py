@@ -12,7 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import MemOpt, Refresh, Strategy, UserError
-from mpikfac.preconditioners import eigen, inverse
+from mpikfac.numerics import eigenbases, inverses
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -164,7 +164,7 @@ def fail_at(monkeypatch, order):
 
         return decomposed
 
-    for preconditioner, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
+    for preconditioner, name in ((eigenbases, "eigenbasis"), (inverses, "damped_inverse")):
         monkeypatch.setattr(preconditioner, name, failing(getattr(preconditioner, name)))
 
 
@@ -175,7 +175,7 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
 ):
     """Oracle: nothing is counted if a later attempt works; damping as documented."""
     seen = []
-    for module, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
+    for module, name in ((eigenbases, "eigenbasis"), (inverses, "damped_inverse")):
         function = getattr(module, name)
 
         def picky(factor, *damping, function=function):

@@ -26,7 +26,7 @@ FEW = 5
 STEPS = range(8)  # factors at 0, 2, 4 and 6; decompositions at 0 and 5, or by turns from 5 on
 SETTINGS = problem.SETTINGS | {"inv_update_steps": 5}
 ALL = {"subsample": 1}  # uneven shards weigh by their examples only if all examples count
-PRECONDITIONERS = "eigen", "inverse", "unsplit-inverse"
+PRECONDITIONERS = "eigen", "inverse", problem.UNSPLIT
 
 if RANKS < FEW:
     pytest.skip("other files test 1 to 4 ranks", allow_module_level=True)

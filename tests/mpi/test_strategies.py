@@ -18,7 +18,7 @@ from support import inside, problem
 from support.strategies import strategy_of
 
 RANKS = mpikfac.world().size
-PRECONDITIONERS = "eigen", "unsplit-inverse", "eva"
+PRECONDITIONERS = "eigen", problem.UNSPLIT, "eva"
 SETTINGS = problem.SETTINGS | {"inv_update_steps": 6}
 STEPS = range(14)  # all kinds of step, with every share of a staggered refresh
 OWNERS = {"assignment": MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)}
@@ -287,7 +287,7 @@ def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     assert torch.equal(problem.run(second, comm, range(3, 9)), expected)
 
 
-@pytest.mark.parametrize("preconditioner", ["eigen", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", problem.UNSPLIT])
 def test_owners_decide_alike_what_is_decomposed_anew(comm, preconditioner):
     """Oracle: a single process, which decomposes some factors again and keeps some, by number."""
     strategy = Strategy(CommOpt(), refresh=Refresh(tolerance=0.3))
@@ -329,7 +329,7 @@ def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
 def test_a_share_is_refreshed_at_its_turn(comm):
     """Oracle: by hand: at a time the bases of a single share change, share after share."""
     strategy = Strategy(CommOpt(), refresh=Refresh(stagger=3))
-    kfac = trainer(comm, strategy, "unsplit-inverse", factor_update_steps=1)
+    kfac = trainer(comm, strategy, problem.UNSPLIT, factor_update_steps=1)
     changed = []
     for step in range(13):
         before = {name: block.clone() for name, block in inside.bases(kfac).items()}

@@ -13,7 +13,7 @@ from support import inside, problem
 
 RANKS = mpikfac.world().size
 STRATEGIES = problem.strategies(RANKS)
-PRECONDITIONER = {"preconditioner": "unsplit-inverse"}
+PRECONDITIONER = {"preconditioner": problem.UNSPLIT}
 
 
 def recorded(comm, strategy):

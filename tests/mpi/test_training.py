@@ -59,7 +59,7 @@ def assert_trained(comm, trainer, found, expected):
     assert trainer.steps == problem.STEPS
 
 
-@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse", "eva"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", problem.UNSPLIT, "eva"])
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_every_strategy_trains_as_one_process_does(comm, strategy, preconditioner):
     """Oracle: K-FAC by im2col and dense solves on the joined batch; the plan's messages."""
@@ -139,7 +139,7 @@ def test_adam_on_owners_keeps_state_of_what_it_steps_only(comm, workers, reducti
     assert {name.split("/")[2] for name in saved} == stepped
 
 
-@pytest.mark.parametrize("preconditioner", ["eigen", "unsplit-inverse", "eva"])
+@pytest.mark.parametrize("preconditioner", ["eigen", problem.UNSPLIT, "eva"])
 def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, preconditioner):
     """Oracle: the strategies, compared in pairs."""
     placements = [(w, b, c) for w in WORKERS for b, c in (("compute", False), ("memory", True))]

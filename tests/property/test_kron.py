@@ -4,9 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikfac.numerics import triangles
+from mpikfac.numerics import eigenbases, triangles
 from mpikfac.plan.layout import triangle_shape
-from mpikfac.preconditioners import eigen
 from support import oracles
 
 
@@ -36,9 +35,9 @@ def test_preconditioning_solves_the_damped_system(outputs, inputs, rank, damping
     torch.manual_seed(seed)
     a, g = symmetric(inputs, rank), symmetric(outputs, rank)
     gradient = torch.randn(outputs, inputs).double()
-    (a_values, a_vectors), (g_values, g_vectors) = map(eigen.eigenbasis, (a, g))
+    (a_values, a_vectors), (g_values, g_vectors) = map(eigenbases.eigenbasis, (a, g))
     denominators = torch.empty_like(gradient)
-    eigen.damped_denominators([a_values], [g_values], damping, denominators)
-    out = eigen.precondition(gradient, [a_vectors], [g_vectors], denominators)
+    eigenbases.damped_denominators([a_values], [g_values], damping, denominators)
+    out = eigenbases.precondition(gradient, [a_vectors], [g_vectors], denominators)
     expected = oracles.kronecker_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mpikfac.numerics import eigenbases
 from mpikfac.plan import LayerShape
-from mpikfac.preconditioners import eigen
 from support import oracles
 
 
@@ -43,9 +43,9 @@ def decomposed(layer, side, factors):
             own = factor.diagonal(dim1=-2, dim2=-1)
             found.append((own, torch.ones_like(own)))
             continue
-        basis = eigen.eigenbasis(factor)
+        basis = eigenbases.eigenbasis(factor)
         if shape.rank is not None:
-            basis = eigen.leading_eigenbasis(factor, shape.rank)
+            basis = eigenbases.leading_eigenbasis(factor, shape.rank)
         assert [tuple(part.shape) for part in basis] == [shape.part(1), shape.part(2)]
         found.append(basis)
     return [values for values, _ in found], [vectors for _, vectors in found]
@@ -98,8 +98,10 @@ def test_preconditioning_is_the_exact_inverse_of_what_is_kept(layer, damping, se
     gradient = torch.randn(layer.gradient).double()
     (a_values, a), (g_values, g) = (decomposed(layer, s, factors[s]) for s in "AG")
     denominators = torch.empty(layer.denominators).double()
-    eigen.damped_denominators(a_values, g_values, damping, denominators)
-    out = eigen.precondition(gradient, a, g, denominators).view(layer.groups, *gradient.shape[-2:])
+    eigenbases.damped_denominators(a_values, g_values, damping, denominators)
+    out = eigenbases.precondition(gradient, a, g, denominators).view(
+        layer.groups, *gradient.shape[-2:]
+    )
     for group, one in enumerate(gradient.view_as(out)):
         inputs, outputs = (dense(layer, side, factors[side], group) for side in "AG")
         expected = oracles.kronecker_solve(one, inputs, outputs, damping)
@@ -115,7 +117,7 @@ def test_means_of_low_rank_are_those_of_the_factor(layer, seed):
     for side in layer.sides:
         values, vectors = decomposed(layer, side, factors[side])
         for own, mean, factor in zip(
-            values, eigen.mean_eigenvalues(values, vectors), factors[side]
+            values, eigenbases.mean_eigenvalues(values, vectors), factors[side]
         ):
             expected = factor.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).expand_as(own)
             torch.testing.assert_close(mean, expected, rtol=1e-12, atol=0)
@@ -128,7 +130,7 @@ def test_low_rank_and_a_multiple_of_the_identity_lose_nothing(order, rank, rest,
     rank = min(rank, order - 1)
     rows = torch.randn(rank, order).double()
     factor = rows.T @ rows + rest * torch.eye(order).double()
-    (first, *others), vectors = eigen.leading_eigenbasis(factor, rank)
+    (first, *others), vectors = eigenbases.leading_eigenbasis(factor, rank)
     turned = vectors * torch.stack(others)
     found = turned @ vectors.T + first * (torch.eye(order).double() - vectors @ vectors.T)
     torch.testing.assert_close(found, factor, rtol=1e-12, atol=1e-12)

@@ -10,6 +10,7 @@ from mpikfac import BFloat16, Compression, Int8, LayerShape, MemOpt, Strategy, T
 from mpikfac.lab import PowerSGD, TopK
 from mpikfac.plan import ALIGNMENT, curvature_servers, divisors
 from mpikfac.plan.layout import triangle_shape
+from support.oracles import UNSPLIT
 from support.strategies import assigned
 
 orders = st.integers(1, 40)
@@ -32,7 +33,7 @@ def plans(draw):
     """Draw any plan that `make_plan` accepts, for up to 12 ranks."""
     ranks = draw(st.integers(1, 12))
     sizes = draw(st.lists(shapes(), max_size=8))
-    preconditioner = draw(st.sampled_from(["eigen", "ekfac", "inverse", "unsplit-inverse", "eva"]))
+    preconditioner = draw(st.sampled_from(["eigen", "ekfac", "inverse", UNSPLIT, "eva"]))
     everywhere = preconditioner == "ekfac"
     reductions = ["allreduce"] if everywhere else ["allreduce", "reduce_scatter", "local"]
     reduction = draw(st.sampled_from(reductions))
@@ -48,7 +49,7 @@ def plans(draw):
         ),
         transport=Transport(ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)]))),
     )
-    own = st.sampled_from([None, None, "eigen", "unsplit-inverse", "eva"])
+    own = st.sampled_from([None, None, "eigen", "eva"])
     layers = [
         LayerShape(f"layer{i}", *size, preconditioner=draw(own)) for i, size in enumerate(sizes)
     ]

@@ -126,8 +126,8 @@ TABLE = (
     Mistake(
         "Shampoo: a relative damping is taken as it is",
         "preconditioners/gradient/shampoo.py",
-        "unit = damping_unit(means.factor) if relative else torch.ones_like(means.factor)",
-        "unit = torch.ones_like(means.factor)",
+        "unit = damping_unit(means.factor) if relative else",
+        "unit =",
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
@@ -259,14 +259,14 @@ TABLE = (
     ),
     Mistake(
         "SOAP: averages depend on the basis of a space without gradients",
-        "preconditioners/gradient/soap.py",
+        "preconditioners/gradient/rotation.py",
         'squares = _shared(squares, held.a["small"])',
         "squares = squares.clone()",
         "tests/unit/test_soap.py",
     ),
     Mistake(
         "SOAP: rounding errors give steps",
-        "preconditioners/gradient/soap.py",
+        "preconditioners/gradient/rotation.py",
         "return squares + held.damping**2 * squares.mean((-2, -1), keepdim=True)",
         "return squares",
         "tests/unit/test_soap.py",
@@ -324,9 +324,9 @@ TABLE = (
     ),
     Mistake(
         "Newton-Muon: the damping is split as if there were a G",
-        "preconditioners/inverse.py",
-        "halved = self.split and means.ratio is not None",
-        "halved = True",
+        "preconditioners/newton_muon.py",
+        "return damping_unit(means.factor) * damping",
+        "return damping_unit(means.factor) * damping**0.5",
         "tests/unit/test_newton_muon.py",
     ),
     Mistake(
@@ -742,8 +742,8 @@ TABLE = (
     Mistake(
         "damping: A gets all of the damping, and G gets all of the damping",
         "preconditioners/inverse.py",
-        "return tikhonov_share(means.ratio, damping)",
-        "return torch.full_like(means.factor, damping)",
+        "return tikhonov_share(ratio, damping)",
+        "return means.factor.new_full(means.factor.shape, damping)",
         "tests/unit/test_kfac.py",
     ),
     Mistake(
@@ -770,7 +770,7 @@ TABLE = (
     ),
     Mistake(
         "damping: eigenvalues are not damped",
-        "preconditioners/eigen.py",
+        "numerics/eigenbases.py",
         "out += damping",
         "pass",
         "tests/unit/test_kron.py",
@@ -799,7 +799,7 @@ TABLE = (
     ),
     Mistake(
         "iterations: vectors of small eigenvalues come before vectors of large eigenvalues",
-        "preconditioners/eigen.py",
+        "numerics/eigenbases.py",
         "argsort(-1, descending=True)",
         "argsort(-1)",
         "tests/unit/test_iterations.py",
@@ -829,14 +829,14 @@ TABLE = (
     ),
     Mistake(
         "low rank: the mean of the rest counts the kept eigenvalues, too",
-        "preconditioners/eigen.py",
+        "numerics/eigenbases.py",
         "others / (order - rank)",
         "others / order",
         "tests/property/test_low_rank.py",
     ),
     Mistake(
         "eva: the length of the vectors is not damped",
-        "preconditioners/eva.py",
+        "numerics/vectors.py",
         "along / (size + damping)",
         "along / size",
         "tests/unit/test_kron.py",

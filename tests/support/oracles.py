@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from mpikfac import SGDGrafting
 from mpikfac.plan import Grafting
+from mpikfac.preconditioners import Inverse, Preconditioner
 from mpikfac_apps.checking.reference import kronecker_solve, tikhonov_solve
 
 Batch = tuple[Tensor, Tensor]
+UNSPLIT = Inverse(split_damping=False)
 
 
 def kfac_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -125,7 +127,7 @@ def eva_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
 
 
 def relative_solve(
-    preconditioner: str, gradient: Tensor, a: Tensor, g: Tensor, damping: float
+    preconditioner: str | Preconditioner, gradient: Tensor, a: Tensor, g: Tensor, damping: float
 ) -> Tensor:
     """Return a preconditioner's direction, damped in units of mean eigenvalues."""
     means = a.trace() / len(a), g.trace() / len(g)
@@ -137,10 +139,10 @@ def relative_solve(
     return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
 
 
-SOLVES: dict[str, Callable[..., Tensor]] = {
+SOLVES: dict[str | Preconditioner, Callable[..., Tensor]] = {
     "eigen": kronecker_solve,
     "inverse": tikhonov_solve,
-    "unsplit-inverse": unsplit_solve,
+    UNSPLIT: unsplit_solve,
     "eva": eva_solve,
 }
 
@@ -174,7 +176,7 @@ def train(
     norm_clip: float | None = None,
     fisher_clip: float | None = None,
     grafting: Grafting | None = None,
-    preconditioner: str = "eigen",
+    preconditioner: str | Preconditioner = "eigen",
     initial_factor: str = "first",
     relative_damping: bool = False,
     sources: Mapping[str, int] | None = None,

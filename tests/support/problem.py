@@ -34,6 +34,7 @@ from mpikfac.lab import LSGD
 from mpikfac.plan import Grafting, divisors
 from mpikfac.preconditioners import named_preconditioner
 from support import inside
+from support.oracles import UNSPLIT  # noqa: F401 (for tests)
 from support.strategies import assigned
 
 SETTINGS = {
@@ -70,9 +71,9 @@ def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
     """
     values = {}
     if "basis_dtype" in settings:
-        preconditioner = settings.get("preconditioner", "inverse")
-        settings["preconditioner"] = named_preconditioner(
-            preconditioner, settings.pop("basis_dtype")
+        preconditioner = named_preconditioner(settings.get("preconditioner", "inverse"))
+        settings["preconditioner"] = dataclasses.replace(
+            preconditioner, dtype=settings.pop("basis_dtype")
         )
     if "relative_damping" in settings:
         kind = "relative" if settings.pop("relative_damping") else "value"

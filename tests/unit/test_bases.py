@@ -133,7 +133,7 @@ def dense(kfac, name):
     return triangles.unfold_triangle(inside.factors(kfac)[name])
 
 
-@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", problem.UNSPLIT])
 def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, preconditioner):
     """Oracle: the run without a tolerance, which decomposes everything at every refresh."""
     settings = {"preconditioner": preconditioner, "inv_update_steps": 1, "factor_update_steps": 1}
@@ -143,7 +143,7 @@ def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, preconditioner):
         assert kfac.trace.calls["decompositions"] == problem.STEPS * len(kfac.plan.owners)
 
 
-@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", problem.UNSPLIT])
 def test_with_a_huge_tolerance_all_is_decomposed_once(comm, preconditioner):
     """Oracle: the first step's eigenvectors or inverses; in these, present factors' values."""
     kfac = trainer(
@@ -196,7 +196,7 @@ def refreshed(kfac):
 
 def test_an_inverse_is_made_anew_when_its_factor_has_grown_by_the_tolerance(comm):
     """Oracle: by hand: M's inverse is off by c - 1 for c M; small steps add up."""
-    kfac = full_rank(comm, preconditioner="unsplit-inverse")
+    kfac = full_rank(comm, preconditioner=problem.UNSPLIT)
     averages = inside.factors(kfac)
     assert refreshed(kfac) == {"0.A", "0.G"}
     assert refreshed(kfac) == set()
@@ -213,7 +213,7 @@ def test_a_new_damping_counts_as_a_change_of_the_factor(comm):
     """Oracle: by hand: a damping far above the factor; eigenvectors do not hold the damping."""
     settings = {"damping": lambda step: 1e-12 if step < 2 else 1e6}
     inverse, eigen = (
-        full_rank(comm, preconditioner=s, **settings) for s in ("unsplit-inverse", "eigen")
+        full_rank(comm, preconditioner=s, **settings) for s in (problem.UNSPLIT, "eigen")
     )
     for kfac, expected in ((inverse, {"0.A", "0.G"}), (eigen, set())):
         assert len(refreshed(kfac)) == 2

@@ -15,7 +15,7 @@ from mpikfac import AdamGrafting, AdamInEigenbases, NoGrafting, SGDGrafting
 from support import inside, problem
 from support.replay import Recorder
 
-PRECONDITIONERS = "inverse", "unsplit-inverse", "eigen", "ekfac", "eva"
+PRECONDITIONERS = "inverse", problem.UNSPLIT, "eigen", "ekfac", "eva"
 ADAM, ORTHOGONAL, ROWS = problem.BY_ADAM
 GRAFTINGS = NoGrafting(), SGDGrafting(), ADAM, ORTHOGONAL, ROWS
 OF_GRADIENT = [

@@ -12,7 +12,7 @@ from torch import nn
 from mpikfac.numerics import triangles
 from support import inside, problem
 
-INVERSES = ("inverse", "unsplit-inverse")
+INVERSES = ("inverse", problem.UNSPLIT)
 FORMS = {
     "0": {"diagonal": "A"},
     "2": {"largest": 3},

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpikfac import LayerShape, MemOpt, Strategy, make_plan
-from mpikfac.numerics import add_triangle
-from mpikfac.preconditioners import PRECONDITIONERS, decomposed, decomposed_together, eigen, inverse
+from mpikfac import LayerShape, MemOpt, Strategy, make_plan, numerics
+from mpikfac.numerics import add_triangle, eigenbases, inverses
+from mpikfac.preconditioners import PRECONDITIONERS, decomposed, decomposed_together
 
-LEAF = inverse.LEAF
+LEAF = inverses.LEAF
 
 
 def spectrum(values):
@@ -32,7 +32,7 @@ def test_eigenvalues_are_not_negative():
     """Oracle: rounding makes some eigenvalues of a singular factor negative; a basis has none."""
     factor = spectrum(torch.tensor([3.0, 2.0, 1.0] + [0.0] * 17))
     assert torch.linalg.eigvalsh(factor).min() < 0
-    values, vectors = eigen.eigenbasis(factor)
+    values, vectors = eigenbases.eigenbasis(factor)
     assert values.min() == 0
     torch.testing.assert_close(vectors * values @ vectors.T, factor)
 
@@ -45,7 +45,7 @@ def test_factors_with_dead_inputs_are_decomposed(dead, seed):
     inputs = torch.randn(64, 32).relu() * (torch.rand(32) >= dead)
     factor = torch.zeros(288, 288)
     factor[4::9, 4::9] = inputs.T @ inputs / 64  # of a 3x3 kernel on 1x1 maps
-    values, vectors = eigen.eigenbasis(factor.double())
+    values, vectors = eigenbases.eigenbasis(factor.double())
     torch.testing.assert_close(vectors * values @ vectors.T, factor.double())
 
 
@@ -55,7 +55,7 @@ def test_a_damped_inverse_is_the_dense_inverse(order, rank):
     """Oracle: the inverse in float64; orders at and around the sizes at which blocks are split."""
     rows = torch.randn(max(1, int(rank * order)), order)
     factor = rows.T @ rows / len(rows)
-    found = inverse.damped_inverse(factor, 0.1)
+    found = inverses.damped_inverse(factor, 0.1)
     assert error(found, factor + 0.1 * torch.eye(order)) < 5e-5
 
 
@@ -64,16 +64,16 @@ def test_blocks_give_the_inverse_and_are_taken(order):
     """Oracle: the inverse in float64; Cholesky's inverse would hide a wrong inverse by blocks."""
     factor = spectrum(torch.rand(order))
     damped = factor + 0.1 * torch.eye(order)
-    alone = inverse._inverse_by_blocks(damped)
+    alone = inverses._inverse_by_blocks(damped)
     assert error(alone, damped) < 1e-5
-    assert torch.equal(inverse.damped_inverse(factor, 0.1), alone)
+    assert torch.equal(inverses.damped_inverse(factor, 0.1), alone)
 
 
 def test_a_damped_inverse_leaves_the_factor_as_it_is():
     """Oracle: the factor before; damping added in place would pile up in the running average."""
     factor = spectrum(torch.rand(LEAF + 1))
     before = factor.clone()
-    inverse.damped_inverse(factor, 0.1)
+    inverses.damped_inverse(factor, 0.1)
     assert torch.equal(factor, before)
 
 
@@ -82,10 +82,10 @@ def test_where_blocks_are_not_accurate_enough_cholesky_is_taken(damping):
     """Oracle: LAPACK's inverse, bit by bit; blocks alone are off by more than the tolerance."""
     factor = spectrum(torch.cat([torch.rand(3) + 30, torch.zeros(5 * LEAF)]))
     damped = factor + damping * torch.eye(len(factor))
-    alone = inverse._inverse_by_blocks(damped)
-    assert not error(alone, damped) < inverse.TOLERANCE  # may be NaN
+    alone = inverses._inverse_by_blocks(damped)
+    assert not error(alone, damped) < inverses.TOLERANCE  # may be NaN
     expected = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    assert torch.equal(inverse.damped_inverse(factor, damping), expected)
+    assert torch.equal(inverses.damped_inverse(factor, damping), expected)
 
 
 @pytest.mark.parametrize("off", [1e-2, 1e-4])
@@ -93,7 +93,7 @@ def test_the_error_of_an_inverse_is_seen(off):
     """Oracle: an inverse whose every direction is off by a known factor."""
     matrix = spectrum(torch.rand(300) + 0.1)
     wrong = torch.linalg.inv(matrix.double()).float() * (1 + off)
-    assert inverse.error_of_inverse(matrix, wrong) == pytest.approx(off, rel=0.1)
+    assert inverses.error_of_inverse(matrix, wrong) == pytest.approx(off, rel=0.1)
 
 
 def test_a_turned_basis_is_off_by_what_it_leaves_off_the_diagonal():
@@ -102,7 +102,7 @@ def test_a_turned_basis_is_off_by_what_it_leaves_off_the_diagonal():
     sine, cosine = angle.sin(), angle.cos()
     turned = torch.stack([torch.stack([cosine, -sine]), torch.stack([sine, cosine])])
     factor = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
-    values, misfit = eigen.values_in_basis(factor, turned)
+    values, misfit = eigenbases.values_in_basis(factor, turned)
     expected = torch.stack([3 * cosine**2 + sine**2, 3 * sine**2 + cosine**2])
     torch.testing.assert_close(values, expected)
     off_diagonal = (3 - 1) * sine * cosine
@@ -113,8 +113,8 @@ def test_a_turned_basis_is_off_by_what_it_leaves_off_the_diagonal():
 def test_a_factors_own_basis_fits(order):
     """Oracle: the decomposition, and zero except for rounding."""
     factor = spectrum(torch.rand(order))
-    expected, vectors = eigen.eigenbasis(factor)
-    values, misfit = eigen.values_in_basis(factor, vectors)
+    expected, vectors = eigenbases.eigenbasis(factor)
+    values, misfit = eigenbases.values_in_basis(factor, vectors)
     torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-6)
     assert misfit < 1e-5
 
@@ -157,13 +157,13 @@ def test_factors_of_one_order_are_decomposed_together(order, preconditioner):
 @pytest.mark.parametrize("order", [3, LEAF + 1, 3 * LEAF])
 def test_what_is_not_positive_definite_is_not_inverted(order):
     """Oracle: NaN; an indefinite matrix may well have an inverse, also by blocks."""
-    assert inverse.damped_inverse(-torch.eye(order), 0.1).isnan().all()
+    assert inverses.damped_inverse(-torch.eye(order), 0.1).isnan().all()
 
 
 @pytest.mark.parametrize(("a", "g"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
     """Oracle: sqrt(damping) for both; a zero-initialised layer behind makes a factor of zeros."""
-    share = inverse.tikhonov_share(torch.tensor(a) / torch.tensor(g), 0.04)
+    share = inverses.tikhonov_share(torch.tensor(a) / torch.tensor(g), 0.04)
     assert share.item() == pytest.approx(0.2)
 
 
@@ -181,7 +181,7 @@ def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, preconditioner, tr
         raise ArithmeticError("on purpose")
 
     for name in ("eigenbasis", "damped_inverse"):
-        monkeypatch.setattr(eigen if name == "eigenbasis" else inverse, name, failing)
+        monkeypatch.setattr(numerics, name, failing)
     factor = make_plan(
         [LayerShape("0", 2, 2)], 1, Strategy(MemOpt()), preconditioner=preconditioner
     ).factors["0.A"]

@@ -66,7 +66,7 @@ def test_directions_are_those_of_linear_layers(comm, case):
         {"preconditioner": "eigen", "fisher_type": "mc"},
         {"preconditioner": "eigen", "fisher_type": "type-2"},
         {"preconditioner": "eigen", "normalization": "sc20"},
-        {"preconditioner": "unsplit-inverse", "fisher_type": "forward-only"},
+        {"preconditioner": problem.UNSPLIT, "fisher_type": "forward-only"},
     ],
     ids=str,
 )

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpikfac.numerics import products, triangles
+from mpikfac.numerics import eigenbases, inverses, precondition_by_vectors, products, triangles
 from mpikfac.plan.layout import triangle_shape
-from mpikfac.preconditioners import Held, eigen, eva, inverse
+from mpikfac.preconditioners import Held, Inverse
 from support import inside, oracles
 
 
@@ -52,10 +52,10 @@ def test_preconditioning_is_the_dense_solve(outputs, inputs, damping, rank):
     """Oracle: `(G (x) A + damping I)^-1` written out; also for singular factors."""
     a, g = symmetric(inputs, rank), symmetric(outputs, rank)
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
-    (a_values, a_vectors), (g_values, g_vectors) = map(eigen.eigenbasis, (a, g))
+    (a_values, a_vectors), (g_values, g_vectors) = map(eigenbases.eigenbasis, (a, g))
     denominators = torch.empty_like(gradient)
-    eigen.damped_denominators([a_values], [g_values], damping, denominators)
-    out = eigen.precondition(gradient, [a_vectors], [g_vectors], denominators)
+    eigenbases.damped_denominators([a_values], [g_values], damping, denominators)
+    out = eigenbases.precondition(gradient, [a_vectors], [g_vectors], denominators)
     expected = oracles.kronecker_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
@@ -74,12 +74,12 @@ def test_preconditioning_in_bfloat16():
     """Oracle: float64; the error of four rounded products stays below 2 %."""
     a, g = symmetric(96), symmetric(64)
     gradient = torch.randn(64, 96, dtype=torch.float64)
-    (a_values, a_vectors), (g_values, g_vectors) = map(eigen.eigenbasis, (a, g))
+    (a_values, a_vectors), (g_values, g_vectors) = map(eigenbases.eigenbasis, (a, g))
     denominators = torch.empty_like(gradient)
-    eigen.damped_denominators([a_values], [g_values], 0.01, denominators)
-    exact = eigen.precondition(gradient, [a_vectors], [g_vectors], denominators)
+    eigenbases.damped_denominators([a_values], [g_values], 0.01, denominators)
+    exact = eigenbases.precondition(gradient, [a_vectors], [g_vectors], denominators)
     rounded = [[part.bfloat16()] for part in (a_vectors, g_vectors)]
-    found = eigen.precondition(gradient.float(), *rounded, denominators.float())
+    found = eigenbases.precondition(gradient.float(), *rounded, denominators.float())
     assert 1e-4 < (found.double() - exact).norm() / exact.norm() < 0.02
 
 
@@ -90,8 +90,8 @@ def test_damped_inverses_are_factored_tikhonov(outputs, inputs, damping):
     a, g = symmetric(inputs), 100 * symmetric(outputs)
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
     ratio = a.diagonal().mean() / g.diagonal().mean()
-    a_inverse = inverse.damped_inverse(a, inverse.tikhonov_share(ratio, damping))
-    g_inverse = inverse.damped_inverse(g, inverse.tikhonov_share(1 / ratio, damping))
+    a_inverse = inverses.damped_inverse(a, inverses.tikhonov_share(ratio, damping))
+    g_inverse = inverses.damped_inverse(g, inverses.tikhonov_share(1 / ratio, damping))
     out = by_inverses(gradient, [a_inverse], [g_inverse])
     expected = oracles.tikhonov_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -103,13 +103,13 @@ def test_preconditioning_by_vectors_is_the_dense_solve(outputs, inputs, damping)
     """Oracle: the Kronecker product of both squares, damped, inverted densely."""
     a, g = (torch.randn(n, dtype=torch.float64) for n in (inputs, outputs))
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
-    found = eva.precondition_by_vectors(gradient, [a], [g], damping)
+    found = precondition_by_vectors(gradient, [a], [g], damping)
     expected = oracles.eva_solve(gradient, a, g, damping)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
 def by_inverses(gradient, a, g):
-    return inverse.Inverse().direction(gradient, Held({"inverse": a}, {"inverse": g}))
+    return Inverse().direction(gradient, Held({"inverse": a}, {"inverse": g}))
 
 
 def side(form, order):
@@ -145,12 +145,12 @@ def test_eigenbases_of_each_form_of_a_side(a_form, g_form):
     gradient = torch.randn(4, 5, dtype=torch.float64)
     values, vectors = [], []
     for blocks in (a, g):
-        bases = [eigen.eigenbasis(b if b.dim() == 2 else b.view(-1, 1, 1)) for b in blocks]
+        bases = [eigenbases.eigenbasis(b if b.dim() == 2 else b.view(-1, 1, 1)) for b in blocks]
         values.append([found.view(-1) for found, _ in bases])
         vectors.append([v.view(b.shape) for (_, v), b in zip(bases, blocks)])
     denominators = torch.empty_like(gradient)
-    eigen.damped_denominators(*values, 0.01, denominators)
-    found = eigen.precondition(gradient, *vectors, denominators)
+    eigenbases.damped_denominators(*values, 0.01, denominators)
+    found = eigenbases.precondition(gradient, *vectors, denominators)
     torch.testing.assert_close(found, oracles.kronecker_solve(gradient, whole_a, whole_g, 0.01))
 
 
@@ -166,8 +166,8 @@ def test_groups_are_preconditioned_one_by_one():
     assert torch.equal(triangles.unfold_triangle(packed), a)
     torch.testing.assert_close(triangles.triangle_trace(packed), a.diagonal(dim1=1, dim2=2).sum(1))
     damping = torch.tensor([0.1, 0.2, 0.3]).double()
-    inverses = [inverse.damped_inverse(each, float(d)) for each, d in zip(a, damping)]
-    torch.testing.assert_close(inverse.damped_inverse(a, damping), torch.stack(inverses))
+    each_inverse = [inverses.damped_inverse(each, float(d)) for each, d in zip(a, damping)]
+    torch.testing.assert_close(inverses.damped_inverse(a, damping), torch.stack(each_inverse))
 
 
 @pytest.mark.parametrize("missing", ["A", "G"])
@@ -176,7 +176,7 @@ def test_a_vector_may_stand_for_one_side(missing):
     a, g = (torch.randn(3, n, dtype=torch.float64) for n in (5, 4))
     gradient = torch.randn(3, 4, 5, dtype=torch.float64)
     sides = ([] if missing == "A" else [a]), ([] if missing == "G" else [g])
-    found = eva.precondition_by_vectors(gradient, *sides, 0.1)
+    found = precondition_by_vectors(gradient, *sides, 0.1)
     for own_a, own_g, own, direction in zip(a, g, gradient, found):
         whole_a = torch.eye(5).double() if missing == "A" else torch.outer(own_a, own_a)
         whole_g = torch.eye(4).double() if missing == "G" else torch.outer(own_g, own_g)

@@ -12,7 +12,6 @@ import mpikfac
 from mpikfac import KFAC, AdamGrafting, Coverage, MemOpt, Refresh, Strategy, Transport
 from mpikfac.lab import LocalSGD
 from mpikfac.plan import LayerShape
-from mpikfac.preconditioners import Muon, named_preconditioner
 from support import gradients, inside
 
 STEPS, RATE, MOMENTUM = 20, 0.05, 0.9
@@ -98,9 +97,3 @@ def test_a_table_of_entries_is_left_out_by_name(comm):
         muon(model, comm)
     kfac = muon(model, comm, coverage=Coverage(skip=["0"]))
     assert [layer.name for layer in kfac.plan.layers] == ["2"]
-
-
-def test_no_decomposition_has_a_dtype():
-    """Oracle: the text of the error."""
-    with pytest.raises(ValueError, match="preconditioner='muon' has no decompositions"):
-        named_preconditioner(Muon(), torch.bfloat16)

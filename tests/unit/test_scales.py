@@ -11,8 +11,8 @@ from torch import nn
 
 import mpikfac
 from mpikfac import CommOpt, MemOpt, Refresh, Strategy, Transport
+from mpikfac.numerics import products_of_values, squares_in_bases
 from mpikfac.plan import count_of
-from mpikfac.preconditioners import ekfac, products_of_values
 from support import inside, oracles, problem
 
 DAMPING = 0.02
@@ -218,7 +218,7 @@ def test_either_vectors_or_matrices_are_rotated(shared):
     a, g = torch.randn(5, shared, 6).double(), torch.randn(5, shared, 4).double()
     q_a, q_g = torch.randn(6, 6).double(), torch.randn(4, 4).double()
     expected = torch.einsum("bto,oi,btj,jk->bik", g, q_g, a, q_a).square().sum(0)
-    found = ekfac.squares_in_bases(a, g, [q_a], [q_g])
+    found = squares_in_bases(a, g, [q_a], [q_g])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

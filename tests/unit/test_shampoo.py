@@ -112,7 +112,7 @@ def test_shampoo_steps_as_the_formulas_do(comm, kind, exponent, relative):
     """Oracle: the formulas in numpy, with own eigenvalues and bias corrections, for 20 steps."""
     rate = RATE if exponent == 0.25 else RATE / 50  # directions grow as gradients shrink
     expected = gradients.by_hand(kind, STEPS, in_groups(ByHand(exponent, relative)), rate)
-    preconditioner = Shampoo(exponent)
+    preconditioner = Shampoo(exponent=exponent)
     kfac = shampoo(
         gradients.network(kind), comm, preconditioner=preconditioner, relative=relative, rate=rate
     )
@@ -304,7 +304,7 @@ def test_factors_of_a_run_are_of_one_kind(comm):
 def test_an_exponent_is_positive():
     """Oracle: the text of the error."""
     with pytest.raises(ValueError, match="exponent=0"):
-        Shampoo(0)
+        Shampoo(exponent=0)
 
 
 def test_the_optimizer_of_a_script_takes_the_preconditioners_usual_values(comm):

@@ -23,8 +23,7 @@ from mpikfac import (
     Strategy,
 )
 from mpikfac.lab import TopK
-from mpikfac.numerics import orthogonal, orthogonalised
-from mpikfac.preconditioners import inverse
+from mpikfac.numerics import inverses, orthogonal, orthogonalised
 from support import inside, oracles, problem
 
 PRECONDITIONERS = ["eigen", "ekfac", "inverse", "eva"]
@@ -417,7 +416,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
         raise ArithmeticError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(inverse, "damped_inverse", failing)
+        patch.setattr(inverses, "damped_inverse", failing)
         unlimited = replace(grafting, max_trust_ratio=math.inf) if grafting.by_adam else grafting
         gradients, found, kfac = directions(comm, preconditioner="inverse", grafting=unlimited)
     assert kfac.nonfinite.counts["decomposition"] == 6

@@ -291,7 +291,7 @@ REGRESSIONS = {  # models linear in the parameters, and 30 inputs
 }
 
 
-@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", problem.UNSPLIT])
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_one_step_of_a_linear_regression_reaches_its_least_squares(comm, name, preconditioner):
     """Oracle: `torch.linalg.lstsq` of the outputs' derivatives by the parameters."""
@@ -382,7 +382,7 @@ def function_after(make_step, model):
 
 
 @pytest.mark.parametrize("kl_clip", [None, 0.01])
-@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("preconditioner", ["eigen", "inverse", problem.UNSPLIT])
 def test_without_damping_a_step_is_the_same_in_all_affine_coordinates(
     comm, preconditioner, kl_clip
 ):

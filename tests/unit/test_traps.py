@@ -26,7 +26,7 @@ from mpikfac import (
     NormClip,
     UserError,
 )
-from support import inside
+from support import inside, problem
 
 COMM = mpikfac.world()
 EXAMPLES = 8
@@ -586,7 +586,7 @@ def test_little_damping_in_float32_is_warned_of_once(caplog):
 
 
 @pytest.mark.parametrize(
-    ("preconditioner", "damping"), [("eigen", 1e-3), ("inverse", 1e-5), ("unsplit-inverse", 1e-1)]
+    ("preconditioner", "damping"), [("eigen", 1e-3), ("inverse", 1e-5), (problem.UNSPLIT, 1e-1)]
 )
 def test_pixels_that_are_not_normalised_are_warned_of_once(preconditioner, damping, caplog):
     """Oracle: the log, and directions in float64: wrong if and only if a warning came."""

@@ -17,6 +17,7 @@ from typing import cast
 from torch import nn
 
 import mpikfac
+from mpikfac.preconditioners import Inverse
 from mpikfac_apps.checking import reference
 from mpikfac_apps.checking.comparison import (
     LARGEST_PRODUCT,
@@ -226,7 +227,7 @@ def plans(subject: Subject, ranks: int) -> list[str]:
         ("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")
     ]
     for name in STRATEGIES:
-        strategy, preconditioner = strategy_of(name, ranks, "inverse")
+        strategy, preconditioner = strategy_of(name, ranks, Inverse())
         plan = mpikfac.make_plan(layers, ranks, strategy, others, preconditioner, ITEMSIZE)
         looked = looked_at(plan)
         memory = [sum(plan.memory(rank).values()) for rank in looked]
@@ -251,7 +252,7 @@ def cost(subject: Subject, examples: int) -> list[str]:
     kfac, shapes = KfacOptions(), [layer.shape for layer in layers]
     tensors = [(other.name, tuple(other.tensor.shape)) for other in others]
     plan = mpikfac.make_plan(shapes, 1, mpikfac.Strategy(), tensors)
-    run = foreseen(kfac, {}, (shapes, tensors), plan, calls, 1)
+    run = foreseen(kfac, Inverse(), {}, (shapes, tensors), plan, calls, 1)
     remedy = (
         "take a larger batch; or smaller blocks of factors, by a rule of mpikfac.Coverage with a "
         "smaller `largest`; or grafting=mpikfac.AdamGrafting(orthogonalize=False)"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import mpikfac
+from mpikfac.preconditioners import Inverse
 from mpikfac_apps.checking import reference
 from mpikfac_apps.checking.inside import as_modules
 from mpikfac_apps.checking.model import Batch, Subject, loss
@@ -303,7 +304,7 @@ def distributed(
     kinds = subject.coverage.covers.items()
     covers = {k: by for k, by in kinds if isinstance(k, str) or not issubclass(k, _BatchNorm)}
     coverage = dataclasses.replace(subject.coverage, covers=covers)
-    strategy, preconditioner = strategy_of(name, comm.size, "inverse")
+    strategy, preconditioner = strategy_of(name, comm.size, Inverse())
     kfac = mpikfac.KFAC(
         model,
         optimizer,

@@ -8,13 +8,17 @@ Exit code 1: the checkpoint is damaged, or has an unknown format version.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime
+from typing import Any
 
 from torch import Tensor
 
 import mpikfac
 from mpikfac import files
+from mpikfac.plan import named_types
+from mpikfac.preconditioners import PRECONDITIONERS, Eigen, Preconditioner
 from mpikfac_apps.cli import checkpoint_at, complain
 from mpikfac_apps.inspecting import spectra
 from mpikfac_apps.inspecting.options import INSPECT
@@ -22,7 +26,41 @@ from mpikfac_apps.options import documents
 from mpikfac_apps.text import show, table
 
 ADAPTED = "kfac/damping"  # present value of an adapted damping
-NONE = "eigen", 0.0, False
+
+
+@dataclass(frozen=True)
+class Inversion:
+    """How a run inverts factors.
+
+    Attributes:
+        names: the run's preconditioner, then the layers with another one: "eigen, conv1: inverse".
+        run: the run's preconditioner.
+        damping: 0 if none is known.
+        relative: the damping is relative.
+    """
+
+    names: str
+    run: Preconditioner
+    damping: float = 0.0
+    relative: bool = False
+
+    def preconditioner_of(self, layer: str) -> Preconditioner:
+        """Return the preconditioner of a layer."""
+        _, *others = self.names.split(", ")
+        name = dict(assignment.split(": ") for assignment in others).get(layer, "")
+        return PRECONDITIONERS.get(name, self.run)
+
+    def described(self) -> str:
+        """Return the inversion in words."""
+        kind = "relative damping" if self.relative else "damping"
+        return (
+            f"{kind} {self.damping:g} and preconditioner {self.names}"
+            if self.damping
+            else "no damping (none is known)"
+        )
+
+
+NONE = Inversion(Eigen.name, Eigen())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,16 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections = [heading(checkpoint), shards(checkpoint, faults), contents(checkpoint)]
         layer_spectra = [] if any(faults.values()) else spectra.of(checkpoint)
         inversion = inversion_of(checkpoint) if layer_spectra else NONE
-        preconditioner, damping, relative = inversion
         conditions = [
-            spectrum.condition(preconditioner_in(preconditioner, spectrum.layer), damping, relative)
+            spectrum.condition(
+                inversion.preconditioner_of(spectrum.layer), inversion.damping, inversion.relative
+            )
             for spectrum in layer_spectra
         ]
         if layer_spectra:
-            sections.append(curvature(layer_spectra, conditions, described(*inversion)))
+            sections.append(curvature(layer_spectra, conditions, inversion.described()))
         show(sections)
         if layer_spectra and options.picture:
-            title = f"{checkpoint.path}, condition number with {described(*inversion)}"
+            title = f"{checkpoint.path}, condition number with {inversion.described()}"
             spectra.draw(layer_spectra, conditions, title, options.picture)
     except mpikfac.UserError as error:
         complain("mpikfac inspect", error)
@@ -124,14 +163,8 @@ def numbers(values: Tensor) -> tuple[str, ...]:
     return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
 
 
-def preconditioner_in(preconditioners: str, layer: str) -> str:
-    """Return the preconditioner of a layer, from a text such as "eigen, conv1: inverse"."""
-    run, *others = preconditioners.split(", ")
-    return dict(assignment.split(": ") for assignment in others).get(layer, run)
-
-
-def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float, bool]:
-    """Return preconditioners and damping of a run, and whether the damping is relative.
+def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> Inversion:
+    """Return how a run inverts factors.
 
     Without a run directory, the answer is eigenbases without damping. If the damping is adapted,
     the answer is the damping in the checkpoint.
@@ -144,21 +177,22 @@ def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float,
     chosen = content.get("kfac") if isinstance(content, dict) else None
     if not isinstance(chosen, dict):
         return NONE
-    preconditioner = checkpoint.get("kfac/preconditioner") or chosen.get("preconditioner")
+    names = checkpoint.get("kfac/preconditioner")
+    first = names.partition(",")[0] if isinstance(names, str) else ""
+    run = _preconditioner(chosen.get("preconditioner")) or PRECONDITIONERS.get(first)
     share = chosen.get("relative_damping")
     relative = share not in (None, False)
     number = share if relative and share is not True else chosen.get("damping")
     damping = checkpoint.get(ADAPTED, number)
-    if not (isinstance(preconditioner, str) and files.has_form(damping, float) and damping > 0):
+    if not (run and files.has_form(damping, float) and damping > 0):
         return NONE
-    return preconditioner, float(damping), relative
+    return Inversion(str(names or run.form.name), run, float(damping), relative)
 
 
-def described(preconditioner: str, damping: float, relative: bool) -> str:
-    """Describe the inversion of factors in words."""
-    kind = "relative damping" if relative else "damping"
-    return (
-        f"{kind} {damping:g} and preconditioner {preconditioner}"
-        if damping
-        else "no damping (none is known)"
-    )
+def _preconditioner(chosen: Any) -> Preconditioner | None:
+    """Return the preconditioner of a run's options; None if it is not known."""
+    if not isinstance(chosen, Mapping) or chosen.get("type") not in named_types(Preconditioner):
+        return None
+    kind = named_types(Preconditioner)[chosen["type"]]
+    names = {field.name for field in fields(kind)} - {"dtype"}  # conditions do not depend on it
+    return kind(**{name: value for name, value in chosen.items() if name in names})

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import mpikfac
 from mpikfac import files
+from mpikfac.preconditioners import Preconditioner
 
 FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # begin the names of averages
 NONE = torch.empty(0, dtype=torch.float64)
@@ -35,30 +36,30 @@ class Spectrum:
     a: Tensor
     g: Tensor
 
-    def condition(self, preconditioner: str, damping: float, relative: bool = False) -> float:
+    def condition(
+        self, preconditioner: Preconditioner, damping: float, relative: bool = False
+    ) -> float:
         """Return the condition number of the matrix that a preconditioner inverts for `A (x) G`.
 
-        For "ekfac", the matrix has the products that the preconditioner's eigenvalues start from.
+        For `EKFAC`, the matrix has the products that the preconditioner's eigenvalues start from.
         Rounding leaves eigenvalues below 0, which count as 0. For a layer of several groups, the
         number covers all pairs of an A and a G: an upper bound. A preconditioner with roots inverts
             powers.
         """
-        exponent = getattr(
-            mpikfac.preconditioners.PRECONDITIONERS.get(preconditioner), "exponent", None
-        )
+        form, exponent = preconditioner.form, getattr(preconditioner, "exponent", None)
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
         unit_a, unit_g = (v.mean() if len(v) and relative else 1.0 for v in (self.a, self.g))
-        if preconditioner in ("eigen", "ekfac") or not (len(self.a) and len(self.g)):
+        if form.denominators or not (len(self.a) and len(self.g)):
             damped = a * g + damping * unit_a * unit_g
         elif relative:
-            share = math.sqrt(damping) if preconditioner == "inverse" else damping
+            share = math.sqrt(damping) if form.both else damping
             damped = (a + share * unit_a) * (g + share * unit_g)
-        elif preconditioner == "unsplit-inverse" or exponent:
+        elif form.damped and not form.both:
             damped = (a + damping) * (g + damping)
         else:
             means = self.a.mean(), self.g.mean()
-            a += mpikfac.preconditioners.tikhonov_share(means[0] / means[1], damping)
-            g += mpikfac.preconditioners.tikhonov_share(means[1] / means[0], damping)
+            a += mpikfac.numerics.tikhonov_share(means[0] / means[1], damping)
+            g += mpikfac.numerics.tikhonov_share(means[1] / means[0], damping)
             damped = a * g
         condition: float = (damped[1] / damped[0]).item() ** (exponent or 1)
         return condition

@@ -57,8 +57,8 @@ class CommandLine(Generic[Group]):
         basic: the options that --help shows; --help_all shows all options. Without basic options,
             --help shows all options.
         files: whether --config FILE names YAML files of options.
-        usual: returns, for `group` and the values that are given by key, the values that replace
-            defaults, and null.
+        usual: returns, for `group` and the values that are given by full key, the values that
+            replace defaults, and null.
         presets: values by name, such as those of named strategies.
     """
 
@@ -90,6 +90,7 @@ class CommandLine(Generic[Group]):
         sources = of_arguments([HELP_ALL.get(text, text) for text in arguments], self.files)
         if kept:
             sources.insert(0, kept_options(kept))
+        settled(self.group, sources, self.presets)  # names of types get their full keys
         usual = self.usual(self.group, given(sources)) if self.usual else {}
         of_usual = OptionSource(usual)
         types, preset = settled(self.group, [of_usual, *sources], self.presets)

@@ -258,7 +258,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
             within = None if like is None else usual
             try:
                 for leaf in _below(typing.cast(type, kind), below, within):
-                    if leaf.path[-1] not in meta.get("without", ()):
+                    if {leaf.path[0], leaf.path[-1]}.isdisjoint(meta.get("without", ())):
                         yield _inside(name, leaf, meta)
             except ValueError as error:  # the name of a joint's type
                 raise ValueError(f"{'' if meta.get('inline') else f'{name}.'}{error}") from error

@@ -9,11 +9,12 @@ from __future__ import annotations
 import types
 import typing
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from mpikfac.plan import Choice, named_types
 from mpikfac_apps.text import is_own
 
+C = TypeVar("C", bound=Choice)
 OWN = "FILE.py:CLASS"
 
 _spelled: dict[type[Choice], str] = {}
@@ -39,7 +40,7 @@ def allowed(base: type[Choice]) -> str:
     return f"one of {', '.join([*named_types(base), OWN])}"
 
 
-def type_of(joint: str, base: type[Choice], name: str) -> type[Choice]:
+def type_of(joint: str, base: type[C], name: str) -> type[C]:
     """Return the type of a name.
 
     Args:
@@ -58,7 +59,7 @@ def type_of(joint: str, base: type[Choice], name: str) -> type[Choice]:
     return known[name]
 
 
-def _own_type(joint: str, base: type[Choice], name: str) -> type[Choice]:
+def _own_type(joint: str, base: type[C], name: str) -> type[C]:
     from mpikfac_apps.problems.own import class_of  # imports torch
 
     try:

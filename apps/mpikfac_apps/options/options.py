@@ -28,13 +28,14 @@ from mpikfac.plan import (
     NoGrafting,
     Synchronization,
 )
+from mpikfac.preconditioners import Preconditioner
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Precision, Schedule
+from mpikfac_apps.options import joints
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.command_line import CommandLine
 from mpikfac_apps.options.fields import (
     TYPE,
     bounded,
-    choice,
     flat,
     inline,
     leaves,
@@ -45,11 +46,6 @@ from mpikfac_apps.options.run import END, LENGTH, LOG, RunOptions
 from mpikfac_apps.options.sources import Presets
 
 # The names of tables whose code needs torch; the tests compare the names with the tables.
-PRECONDITIONERS = (
-    *("eigen", "ekfac", "inverse", "unsplit-inverse", "eva"),
-    *("shampoo", "kl-shampoo", "soap", "muon", "normuon", "newton-muon"),
-)
-"""The names in `mpikfac.preconditioners.PRECONDITIONERS`."""
 DATASETS = (
     *("digits", "cifar10", "cifar100", "curves", "patches", "synthetic", "folder", "packed"),
     *("text", "volume"),
@@ -260,16 +256,13 @@ class KfacOptions:
         preconditioner: the preconditioner of gradients; K-FAC is one of several under the same
             plan. A preconditioner brings usual values of damping, grafting, momentum and
             factor_update_steps, which replace defaults, and no value that is given. "inverse":
-            damped inverses, the damping split between both factors; "unsplit-inverse": inverses
-            with the whole damping in each factor; "eigen": eigenbases; "ekfac": eigenbases with
+            damped inverses; "eigen": eigenbases; "ekfac": eigenbases with
             eigenvalues from the gradients of single images; "eva": mean vectors in the place of
             factors, as Eva; "shampoo", "kl-shampoo": roots of factors of the averaged gradient;
             "soap": Adam in eigenbases of such factors; "muon": the gradient, without factors;
             "normuon": the same, with rows of about equal lengths; "newton-muon": inverses of the
             factors of inputs alone. null: the preconditioner of the strategy (inverse for most
             strategies).
-        basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
-            null for the dtype of the model.
         momentum_of: where `momentum` is taken. "gradients": Nesterov's momentum of the averaged
             gradients, before K-FAC preconditions the gradients; needs grafting by Adam.
             "directions": by the optimizer, with smaller learning rates. null: "gradients" with
@@ -292,8 +285,7 @@ class KfacOptions:
 
     factor_update_steps: int | Schedule | None = section("K-FAC", bounded(None, ">= 1"))
     inv_update_steps: int | Schedule | None = bounded(None, ">= 1")
-    preconditioner: str | None = choice(None, PRECONDITIONERS)
-    basis_dtype: Literal["bfloat16"] | None = None
+    preconditioner: Preconditioner | None = None
     momentum_of: Literal["gradients", "directions"] | None = None
     budget: float | None = bounded(0.3, "> 0")
     damping_adapt: int | None = bounded(None, ">= 1")
@@ -503,7 +495,8 @@ BASIC = (
         "kfac.factor_update_steps",
         "kfac.inv_update_steps",
     ),
-    *("kfac.relative_damping", "kfac.preconditioner", "kfac.grafting.type", "kfac.momentum_of"),
+    *("kfac.relative_damping", "kfac.preconditioner.type", "kfac.grafting.type"),
+    "kfac.momentum_of",
 )
 """The options that a newcomer needs: `--help` shows these options."""
 
@@ -513,17 +506,18 @@ def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         group: a dataclass with a field `kfac` of `KfacOptions`.
-        given: the values by key that a user gives, not checked.
+        given: the values by key that a user gives; the names of types are checked.
     """
     keys = {leaf.path: leaf.key for leaf in leaves(group)}
     prefix = keys["kfac", "damping", "value"].removesuffix("damping")
     strategy = NAMED.get(str(given.get("strategy")))
     of_strategy = strategy.settings.get("preconditioner") if strategy else None
-    named = given.get(f"{prefix}preconditioner", given.get("preconditioner", of_strategy))
+    key = f"preconditioner.{TYPE}"
+    named = given.get(f"{prefix}{key}", given.get(key, of_strategy))
     if given.get("optimizer", "kfac") != "kfac":
         return {}
     usual, momentum = _defaults(named) if isinstance(named, str) else ({}, 0.0)
-    if {f"{prefix}clip", f"{prefix}clip.{TYPE}"} & given.keys():
+    if f"{prefix}clip.{TYPE}" in given:
         usual = {key: v for key, v in usual.items() if not key.startswith("grafting.")}
         usual |= {f"grafting.{TYPE}": NoGrafting.name}
     if {f"{prefix}{key}" for key in DAMPING} & given.keys():  # two keys for one number
@@ -537,11 +531,7 @@ DAMPING = ("damping", "relative_damping")
 
 def _defaults(preconditioner: str) -> tuple[dict[str, Any], Any]:
     """Return the options of K-FAC by key that a preconditioner changes, and its momentum."""
-    from mpikfac.preconditioners import PRECONDITIONERS  # imports torch
-
-    if preconditioner not in PRECONDITIONERS:
-        return {}, 0.0
-    defaults = PRECONDITIONERS[preconditioner].defaults
+    defaults = joints.type_of("preconditioner", Preconditioner, preconditioner).defaults
     now, usual = flat(KfacOptions(**vars(defaults))), flat(KfacOptions())
     changed = {key: v for key, v in now.items() if v is not None and v != usual.get(key)}
     return changed, defaults.grafting.momentum

@@ -71,12 +71,11 @@ def resolved(options: Options, ranks: int) -> dict[str, Any]:
     Args:
         ranks: the ranks that train.
     """
+    if options.optimizer == "kfac" and options.distribution.strategy != AUTO:
+        _, settings = make_strategy(options.distribution, options.kfac, ranks)
+        settings["preconditioner"] = preconditioner_of(settings)
+        options = dataclasses.replace(options, kfac=dataclasses.replace(options.kfac, **settings))
     values = flat(options) | {"batch_per_rank": None, "lr": options.rate}
     if options.optimizer == "kfac":
         values["kfac.momentum_of"] = options.momentum_of
-    if options.optimizer == "kfac" and options.distribution.strategy != AUTO:
-        _, settings = make_strategy(options.distribution, options.kfac, ranks)
-        for key, value in {"preconditioner": preconditioner_of(settings), **settings}.items():
-            if values[f"kfac.{key}"] is None:
-                values[f"kfac.{key}"] = value
     return nested(values)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 import mpikfac
 from mpikfac import (
     KINDS,
@@ -26,12 +24,12 @@ from mpikfac import (
 )
 from mpikfac.layers import Kinds
 from mpikfac.plan import CHANNELS, Channels, Grafting, LayerCall, Plan, forward_only
-from mpikfac.preconditioners import forms, named_preconditioner
+from mpikfac.preconditioners import Preconditioner, forms, named_preconditioner
 from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
 from mpikfac.settings import SETTLED, usual_intervals
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
 from mpikfac_apps.options.choices import with_choices
-from mpikfac_apps.options.fields import Group, dtype, flat
+from mpikfac_apps.options.fields import Group, flat
 from mpikfac_apps.options.options import AUTO, KfacOptions, Options, StrategyOptions
 
 Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
@@ -43,10 +41,9 @@ TUNED = ("transport.fusion", "assignment.replicate_below")
 """The choices that a machine makes."""
 
 
-def preconditioner_of(settings: Mapping[str, Any]) -> str:
+def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
     """Return the preconditioner among settings of `KFAC`, or the usual preconditioner."""
-    preconditioner: str = settings.get("preconditioner", "inverse")
-    return preconditioner
+    return named_preconditioner(settings.get("preconditioner", "inverse"))
 
 
 def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
@@ -217,19 +214,16 @@ def make_plan(
     others: Sequence[tuple[str, tuple[int, ...]]],
     ranks: int,
     strategy: Strategy,
-    preconditioner: str,
+    preconditioner: Preconditioner,
 ) -> Plan:
     """Return the plan of a run in float32 on `ranks` ranks.
 
     Raises:
         ValueError: choices do not fit together.
     """
-    dtypes = options.estimator.factor_dtype, _basis_dtype(options)
+    dtypes = options.estimator.factor_dtype, preconditioner.dtype
     itemsizes = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    preconditioner_object = named_preconditioner(preconditioner, _basis_dtype(options))
-    return mpikfac.make_plan(
-        layers, ranks, strategy, others, preconditioner_object, ITEMSIZE, *itemsizes
-    )
+    return mpikfac.make_plan(layers, ranks, strategy, others, preconditioner, ITEMSIZE, *itemsizes)
 
 
 def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
@@ -302,7 +296,7 @@ def kfac_settings(
         "damping": scheduled(damping),
         "factor_update_steps": by_step(options.factor_update_steps, epochs),
         "inv_update_steps": by_step(chosen.get("inv_update_steps"), epochs),
-        "preconditioner": named_preconditioner(preconditioner_of(chosen), _basis_dtype(options)),
+        "preconditioner": preconditioner_of(chosen),
         "grafting": scheduled(options.grafting),
         "clip": None if options.clip is None else scheduled(options.clip),
         "matmul_precision": options.matmul_precision,
@@ -311,10 +305,6 @@ def kfac_settings(
         "coverage": coverage(options, covers),
         "budget": options.budget,
     }
-
-
-def _basis_dtype(options: KfacOptions) -> torch.dtype | None:
-    return None if options.basis_dtype is None else dtype(options.basis_dtype)
 
 
 def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.plan import CallSize, Plan
+from mpikfac.preconditioners import Preconditioner
 from mpikfac.settings import (
     SETTLED,
     Intervals,
@@ -74,6 +75,7 @@ def calls_of(
 
 def foreseen(
     kfac: KfacOptions,
+    preconditioner: Preconditioner,
     settings: Mapping[str, Any],
     shapes: Shapes,
     plan: Plan,
@@ -83,15 +85,13 @@ def foreseen(
     """Return what the first batch of a run makes of the run's plan and intervals.
 
     Args:
+        preconditioner: of the plan.
         settings: of the strategy, see `make_strategy`.
         shapes: of the network, with the factors that the options ask for.
         plan: of these shapes.
         calls: of a pass.
         passes: of a step, on all ranks together.
     """
-    preconditioner = next(
-        iter(mpikfac.preconditioners.preconditioners_by_name(plan.preconditioner).values())
-    )
     given = at_start(kfac.factor_update_steps), at_start(settings.get("inv_update_steps"))
     usual = preconditioner.defaults.factor_update_steps, None
     budget = budget_of(
@@ -111,7 +111,7 @@ def foreseen(
     if calls and any(budget.cut(layer) != layer for layer in plan.layers):
         layers, others = shapes
         cut = list(map(budget.cut, layers))
-        plan = make_plan(kfac, cut, others, plan.ranks, plan.strategy, plan.preconditioner)
+        plan = make_plan(kfac, cut, others, plan.ranks, plan.strategy, preconditioner)
     budget.count(plan.of(0).layers, kfac.grafting.orthogonalize)
     factor_update_steps, inv_update_steps = (
         int(evaluate(interval, SETTLED)) for interval in intervals

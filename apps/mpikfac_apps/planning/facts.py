@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import mpikfac
+from mpikfac.preconditioners import Inverse, Preconditioner, named_preconditioner
 
 ALL_RANKS = 256  # of a larger job, SAMPLE ranks and the most loaded rank stand for all ranks
 SAMPLE = 64
@@ -62,17 +63,20 @@ def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
     return replace(strategy, assignment=mpikfac.HybridOpt(grad_workers=near_root(ranks)))
 
 
-def strategy_of(name: str, ranks: int, preconditioner: str) -> tuple[mpikfac.Strategy, str]:
+def strategy_of(
+    name: str, ranks: int, preconditioner: Preconditioner | None
+) -> tuple[mpikfac.Strategy, Preconditioner]:
     """Return a named strategy, and its preconditioner or else `preconditioner`.
 
-    "sgd" has no K-FAC; "own" is the preconditioner of the named strategy.
+    "sgd" has no K-FAC.
+
+    Args:
+        preconditioner: None for the preconditioner of the named strategy.
     """
     if name == "sgd":
-        return mpikfac.Strategy(mpikfac.MemOpt()), "inverse"
+        return mpikfac.Strategy(mpikfac.MemOpt()), Inverse()
     strategy, settings = mpikfac.get_strategy(name)
-    usual_preconditioner = settings.get("preconditioner", "inverse")
-    keeps_own = (
-        preconditioner == "own"
-        or mpikfac.preconditioners.PRECONDITIONERS[usual_preconditioner].form.vector
-    )
-    return at_ranks(strategy, ranks), usual_preconditioner if keeps_own else preconditioner
+    usual = named_preconditioner(settings.get("preconditioner", "inverse"))
+    if preconditioner is None or usual.form.vector:
+        preconditioner = usual
+    return at_ranks(strategy, ranks), preconditioner

@@ -28,7 +28,7 @@ PLAN_BASIC = (
         "strategy",
         "assignment.type",
         "sync.type",
-        "preconditioner",
+        "preconditioner.type",
         "skip",
     ),
     *("refresh.staleness", "transport.overlap", "transport.ranks_per_node"),

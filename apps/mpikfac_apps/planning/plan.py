@@ -85,12 +85,13 @@ def foreseen_of(options: PlanOptions) -> Foreseen:
         shapes = models.shapes_of(options.model, options.classes, covered)
     strategy, settings = make_strategy(options.distribution, options.kfac, options.ranks)
     _, strategy = for_machine(run_of(options), shapes, options.ranks, strategy, settings)
-    plan = make_plan(options.kfac, *shapes, options.ranks, strategy, preconditioner_of(settings))
+    preconditioner = preconditioner_of(settings)
+    plan = make_plan(options.kfac, *shapes, options.ranks, strategy, preconditioner)
     passes = options.distribution.transport.virtual_ranks or options.ranks
     examples = options.batch_per_rank * options.ranks // passes
     model = models.skeleton(options.model, options.classes)
     calls = calls_of(options.model, model, options.kfac, entry.image, examples)
-    return foreseen(options.kfac, settings, shapes, plan, calls, passes)
+    return foreseen(options.kfac, preconditioner, settings, shapes, plan, calls, passes)
 
 
 def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[str]:

@@ -353,8 +353,9 @@ class Run(Loop):
         """Restore the state, and say what another preconditioner takes over; see `Loop.restore`."""
         kept = super().restore(checkpoint)
         if checkpoint is not None and isinstance(self.trainer, mpikfac.KFAC):
-            before = settings.saved_run(checkpoint).get("settings", {}).get("kfac.preconditioner")
-            if before != self.trainer.plan.preconditioner:
+            before = settings.saved_run(checkpoint).get("settings", {})
+            now = settings.about_run(self.options, self.comm.size)["settings"]
+            if before.get(settings.PRECONDITIONER) != now[settings.PRECONDITIONER]:
                 parts = carried.carried(self.comm, self.trainer, checkpoint)
                 log.info(
                     "another preconditioner: goes on: %s; starts anew: %s; left out: %s", *parts

@@ -21,11 +21,13 @@ import torch
 
 import mpikfac
 from mpikfac import files
+from mpikfac.plan import named_types
+from mpikfac.preconditioners import Preconditioner
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.documents import flattened, loaded
-from mpikfac_apps.options.fields import flat, possible
-from mpikfac_apps.options.options import PRECONDITIONERS, TRAIN, Options
+from mpikfac_apps.options.fields import TYPE, flat, possible
+from mpikfac_apps.options.options import TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.running.checkpoints import root
 from mpikfac_apps.text import is_own
@@ -37,6 +39,7 @@ OF_A_START = (
 OF_CODE = ("model", "data.name", "metrics")
 """Options whose values may name a file to execute."""
 
+PRECONDITIONER = "kfac.preconditioner.type"
 CHECKSUMS = "images", "pixels", "tests"
 
 log = logging.getLogger("mpikfac.train")
@@ -109,10 +112,10 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
     """Return the options with defaults of the checkpoint's preconditioner, if it changes."""
-    preconditioner = before.resolved.get("kfac.preconditioner")
+    preconditioner = before.resolved.get(PRECONDITIONER)
     if (
-        preconditioner not in PRECONDITIONERS
-        or preconditioner == flattened(resolved(options, ranks))["kfac.preconditioner"]
+        preconditioner not in named_types(Preconditioner)
+        or preconditioner == flattened(resolved(options, ranks))[PRECONDITIONER]
     ):
         return []
     usual = flat(TRAIN.read([f"--kfac.preconditioner={preconditioner}"]))
@@ -186,7 +189,7 @@ def of_checkpoint(path: Path) -> RunSettings | None:
 def _settings(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
     if "settings" in saved:
         of_run = dict(saved["settings"])
-        return RunSettings(of_run | saved["open"], of_run)
+        return RunSettings(_given(of_run, saved["open"]), of_run)
     folder = path.resolve().parent
     try:
         document = loaded(files.read_text(folder.parent / "config.yaml"))
@@ -196,6 +199,13 @@ def _settings(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
         return None
     of_run = flattened(document)
     return RunSettings(of_run, of_run)
+
+
+def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as given: null for those left open, and nothing of a type left open."""
+    of_types = tuple(key.removesuffix(TYPE) for key in left_open if key.endswith(f".{TYPE}"))
+    chosen = {key: value for key, value in of_run.items() if not key.startswith(of_types)}
+    return {**chosen, **left_open}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -233,7 +243,7 @@ def about_run(options: Options, ranks: int) -> dict[str, Any]:
     """
     choices, given = flattened(resolved(options, ranks)), flat(options)
     of_run = {key: value for key, value in choices.items() if key not in OF_A_START}
-    left_open = {key: None for key, value in of_run.items() if given[key] != value}
+    left_open = {key: None for key in of_run if key in given and given[key] != of_run[key]}
     return identity(options) | {"settings": of_run, "open": left_open}
 
 

@@ -397,11 +397,11 @@ class PreconditionerFactory(MethodFactory):
         run = next(iter(self.preconditioners.values()))
         layer_shapes = [layer.shape for layer in model.layers]
         settings = {
-            **{f"{run.name}.{field}": value for field, value in vars(run).items()},
+            **{f"preconditioner.{field}": value for field, value in vars(run).items()},
             **vars(self.estimator),
             **self.settings.described(),
             **{"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)},
-            **{"preconditioner": run.name, "basis_dtype": run.dtype},
+            "preconditioner": run.form.name,
         }
         needs = [need for form in forms for need in form.needs]
         check_layers(

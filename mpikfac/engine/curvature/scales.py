@@ -20,10 +20,9 @@ from mpikfac.engine.curvature.bases import Bases
 from mpikfac.engine.curvature.factors import Running, leave_out_broken, merge
 from mpikfac.engine.part import Item, PreconditionerPart
 from mpikfac.layers import Layer
-from mpikfac.numerics import all_finite
+from mpikfac.numerics import all_finite, products_of_values, squares_in_bases
 from mpikfac.plan import count_of, scales
 from mpikfac.plan.names import DECOMPOSITIONS, DUE, PRECONDITIONER, SCALE_WEIGHTS, SCALES
-from mpikfac.preconditioners import products_of_values, squares_in_bases
 
 CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
 

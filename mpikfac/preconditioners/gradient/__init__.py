@@ -5,5 +5,3 @@ from mpikfac.preconditioners.gradient.muon import Muon as Muon
 from mpikfac.preconditioners.gradient.normuon import NorMuon as NorMuon
 from mpikfac.preconditioners.gradient.shampoo import Shampoo as Shampoo
 from mpikfac.preconditioners.gradient.soap import SOAP as SOAP
-from mpikfac.preconditioners.gradient.soap import damped_squares as damped_squares
-from mpikfac.preconditioners.gradient.soap import turned_back as turned_back

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from mpikfac.plan import Form
-from mpikfac.preconditioners.gradient.shampoo import Roots, between, form_of
+from mpikfac.preconditioners.gradient.shampoo import Roots, form_of
 from mpikfac.preconditioners.preconditioner import Held
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class KLShampoo(Roots):
     """The square roots of running means of `G R^-1 G' / inputs` and `G' L^-1 G / outputs`.
 
@@ -26,12 +27,16 @@ class KLShampoo(Roots):
         dtype: roots are kept, sent and multiplied in this dtype; None for the model's.
     """
 
-    dtype: torch.dtype | None = None
+    name: ClassVar[str] = "kl-shampoo"
+    form: ClassVar[Form] = replace(form_of(name), whitened=True)
     exponent = 0.5
-    form: ClassVar[Form] = replace(form_of("kl-shampoo"), whitened=True)
+
+    dtype: torch.dtype | None = None
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
         """Return `L^-1/2 gradient / sqrt(outputs)` and `gradient R^-1/2 / sqrt(inputs)`."""
+        from mpikfac.numerics import between
+
         a, g = (held.a["root"], held.g["root"]) if held else ((), ())
         outputs, inputs = gradient.shape[-2:]
         x, y = between(g, gradient, ()), between((), gradient, a)

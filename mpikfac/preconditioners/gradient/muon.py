@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from mpikfac.plan import AdamGrafting, Combination, Form
 from mpikfac.preconditioners.gradient.needs import needs_of
 from mpikfac.preconditioners.preconditioner import Defaults, Held, Preconditioner
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def form_of(name: str, grafting: str) -> Form:
@@ -33,7 +34,7 @@ def form_of(name: str, grafting: str) -> Form:
     return Form(name, {}, of="gradient", needs=needs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Muon(Preconditioner):
     """The gradient, or its momentum, as it is: `AdamGrafting()` makes the polar factor.
 
@@ -41,7 +42,8 @@ class Muon(Preconditioner):
     bias is a column of the matrix [Jordan et al. 2024].
     """
 
-    form: ClassVar[Form] = form_of("muon", "grafting.orthogonalize")
+    name: ClassVar[str] = "muon"
+    form: ClassVar[Form] = form_of(name, "grafting.orthogonalize")
     defaults: ClassVar[Defaults] = Defaults(grafting=AdamGrafting(momentum=0.95))
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:

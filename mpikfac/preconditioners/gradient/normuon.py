@@ -10,7 +10,7 @@ from mpikfac.preconditioners.gradient.muon import Muon, form_of
 from mpikfac.preconditioners.preconditioner import Defaults
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NorMuon(Muon):
     """The gradient, or its momentum, as it is [NorMuon].
 
@@ -18,7 +18,8 @@ class NorMuon(Muon):
     Muon keeps, a number is kept for each row of a matrix.
     """
 
-    form: ClassVar[Form] = form_of("normuon", "grafting.normalize_rows")
+    name: ClassVar[str] = "normuon"
+    form: ClassVar[Form] = form_of(name, "grafting.normalize_rows")
     defaults: ClassVar[Defaults] = Defaults(
         grafting=AdamGrafting(normalize_rows=True, momentum=0.95)
     )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from mpikfac.numerics import Side, from_left, from_right, product
 from mpikfac.plan import AdamGrafting, Form, OneOf, check_positive
-from mpikfac.preconditioners.eigen import damping_unit, eigenbasis
 from mpikfac.preconditioners.gradient.needs import needs_of
-from mpikfac.preconditioners.inverse import damp
 from mpikfac.preconditioners.preconditioner import Defaults, Held, Means, Preconditioner
 from mpikfac.settings import Damping
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class Moments(Preconditioner):
@@ -31,7 +29,9 @@ class Moments(Preconditioner):
 
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping of a factor, `[]` or `[groups]`."""
-        unit = damping_unit(means.factor) if relative else torch.ones_like(means.factor)
+        from mpikfac.numerics import damping_unit
+
+        unit = damping_unit(means.factor) if relative else means.factor.new_ones(means.factor.shape)
         return unit * damping
 
 
@@ -48,12 +48,16 @@ class Roots(Moments):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return the inverse root of a damped factor."""
+        from mpikfac.numerics import damp, eigenbasis, product
+
         values, vectors = eigenbasis(damp(factor, damping))
         roots = values.pow(-self.exponent)
         return {"root": product(vectors * roots[..., None, :], vectors.mT)}
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `(L + e I)^-p gradient (R + e I)^-p`, `[outputs, inputs]`."""
+        from mpikfac.numerics import between
+
         return between(held.g["root"], gradient, held.a["root"])
 
 
@@ -65,13 +69,7 @@ def form_of(name: str) -> Form:
     return Form(name, {"root": 2}, of="gradient", damped=True, timed_as="shampoo", needs=needs)
 
 
-def between(left: Side, gradient: Tensor, right: Side) -> Tensor:
-    """Return `left gradient right` `[outputs, inputs]`, in the dtype of the symmetric sides."""
-    dtype = (*left, *right, gradient)[0].dtype
-    return from_right(from_left(left, gradient.to(dtype)), right, transpose=True)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Shampoo(Roots):
     """The roots of running means of `G G'` and `G' G`.
 
@@ -87,9 +85,11 @@ class Shampoo(Roots):
         ValueError: an exponent that is not positive.
     """
 
+    name: ClassVar[str] = "shampoo"
+    form: ClassVar[Form] = form_of(name)
+
     exponent: float = 0.25
     dtype: torch.dtype | None = None
-    form: ClassVar[Form] = form_of("shampoo")
 
     def __post_init__(self) -> None:
         super().__post_init__()

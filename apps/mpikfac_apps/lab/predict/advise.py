@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import mpikfac
 from mpikfac import files
+from mpikfac.preconditioners import Preconditioner
 from mpikfac_apps import cli
 from mpikfac_apps.lab.predict.options import ADVISE, SGD, AdviseOptions
 from mpikfac_apps.lab.predict.predictions import (
@@ -28,6 +29,9 @@ from mpikfac_apps.lab.predict.predictions import (
     predictions,
 )
 from mpikfac_apps.lab.predict.search import PER_NODE, changed, variants
+from mpikfac_apps.options import joints
+from mpikfac_apps.options.fields import flat
+from mpikfac_apps.options.strategy import preconditioner_of
 from mpikfac_apps.planning.facts import strategy_of
 from mpikfac_apps.text import MIB, number, show, table
 
@@ -99,8 +103,8 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
 
 def growing(options: AdviseOptions) -> tuple[str, ...]:
     """Return the stages whose computing grows with the batch; factors of the gradient do not."""
-    preconditioner = mpikfac.preconditioners.PRECONDITIONERS.get(options.preconditioner)
-    of_gradient = preconditioner is not None and preconditioner.form.of == "gradient"
+    chosen = options.preconditioner
+    of_gradient = chosen is not None and chosen.form.of == "gradient"
     return PASSES if of_gradient else (*PASSES, "statistics")
 
 
@@ -213,12 +217,19 @@ def words_for(row: Row, options: AdviseOptions) -> str:
     words += [f"--strategy {name}"] if name != "sgd" else []
     if not first_order:
         _, preconditioner = strategy_of(name, row["ranks"], options.preconditioner)
-        usual = mpikfac.plan.NAMED[name].settings.get("preconditioner", "inverse")
-        words += [f"--kfac.preconditioner {preconditioner}"] if preconditioner != usual else []
+        usual = preconditioner_of(mpikfac.plan.NAMED[name].settings)
+        words += words_of(preconditioner) if preconditioner != usual else []
     words += [f"--assignment.grad_workers {row['workers']}"] if name == "hybrid" else []
     change = row.get("change", {})
     words += [f"--{PER_NODE} {change[PER_NODE]}"] if PER_NODE in change else []
     return " ".join([*words, f"--{OVERLAP} {str(options.given[OVERLAP]).lower()}"])
+
+
+def words_of(preconditioner: Preconditioner) -> list[str]:
+    """Return the options of the training program for a preconditioner."""
+    now, usual = flat(preconditioner), flat(type(preconditioner)())
+    own = [f"--kfac.preconditioner.{k} {json.dumps(v)}" for k, v in now.items() if v != usual[k]]
+    return [f"--kfac.preconditioner {joints.name_of(preconditioner)}", *own]
 
 
 def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:

@@ -37,8 +37,8 @@ PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce",
 ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
 PRECONDITIONERS = ("inverse", "eva")
 DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
-    "inverse": lambda factor: mpikfac.preconditioners.damped_inverse(factor, 0.03),
-    "eigen": mpikfac.preconditioners.eigenbasis,
+    "inverse": lambda factor: mpikfac.numerics.damped_inverse(factor, 0.03),
+    "eigen": mpikfac.numerics.eigenbasis,
     "shampoo": lambda factor: mpikfac.preconditioners.Shampoo().decompose(factor, 1e-3, None),
 }
 CUBES = [2**k for k in range(4, 12)]  # orders of products

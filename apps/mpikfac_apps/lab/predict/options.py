@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mpikfac
+from mpikfac.preconditioners import Inverse, Preconditioner
 from mpikfac_apps.cli import picture
 from mpikfac_apps.options.command_line import CommandLine
-from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
+from mpikfac_apps.options.fields import bounded, inline, listed, read_by, required
 from mpikfac_apps.options.options import (
     COMM_OPT,
     JOINTS,
     MODELS,
-    PRECONDITIONERS,
     KfacOptions,
     StrategyOptions,
     preset,
@@ -41,7 +41,7 @@ SIMULATE_BASIC = (
         "classes",
         "ranks",
         "strategy",
-        "preconditioner",
+        "preconditioner.type",
         "batch_per_rank",
         "stragglers",
     ),
@@ -78,7 +78,7 @@ class PredictionOptions:
             `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd": training
             without K-FAC under a strategy.
         preconditioner: the preconditioner of every strategy with factors; a strategy with vectors
-            keeps its own. "own": the preconditioner with which each strategy was published.
+            keeps its own. null: the preconditioner with which each strategy was published.
         inv_update_steps: the number of steps between two decompositions of the factors. null: 50
             with every strategy, or more to keep to the budget.
         batch_per_rank: the number of images of a step on each rank.
@@ -94,7 +94,7 @@ class PredictionOptions:
     ranks: tuple[int, ...] = required(read=counts)
     classes: int | None = bounded(None, ">= 1")
     strategy: tuple[str, ...] = read_by(strategy_names, "all")
-    preconditioner: str = choice("inverse", (*PRECONDITIONERS, "own"))
+    preconditioner: Preconditioner | None = field(default_factory=Inverse)
     inv_update_steps: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")

@@ -9,6 +9,7 @@ from typing import Any
 
 import mpikfac
 from mpikfac.plan import BASIS_EVERY
+from mpikfac.preconditioners import Inverse
 from mpikfac_apps.lab.predict.options import SGD, PredictionOptions
 from mpikfac_apps.options.choices import with_choices
 from mpikfac_apps.options.options import Options, StrategyOptions
@@ -131,13 +132,10 @@ def foreseen_of(
     name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
     strategy, settings = make_strategy(chosen(options, name, ranks), kfac, ranks)
     preconditioner = preconditioner_of(settings)
-    if (
-        options.preconditioner != "own"
-        and not mpikfac.preconditioners.PRECONDITIONERS[preconditioner].form.vector
-    ):
+    if options.preconditioner is not None and not preconditioner.form.vector:
         preconditioner = options.preconditioner
     if first_order:
-        strategy, preconditioner = strategy.first_order(), "inverse"
+        strategy, preconditioner = strategy.first_order(), Inverse()
     forms, job = (
         mpikfac.preconditioners.forms(preconditioner),
         job_of(options, kfac.lasting_factor_update_steps, usual),
@@ -145,7 +143,7 @@ def foreseen_of(
     strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
     plan = make_plan(kfac, *shapes, ranks, strategy, preconditioner)
     given = {"inv_update_steps": options.inv_update_steps}
-    return foreseen(kfac, given, shapes, plan, network.calls, ranks)
+    return foreseen(kfac, preconditioner, given, shapes, plan, network.calls, ranks)
 
 
 def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions:
@@ -162,8 +160,7 @@ def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions
 
 def without_factors(options: PredictionOptions) -> bool:
     """Return whether the preconditioner of the options has no factors, and so no intervals."""
-    preconditioner = mpikfac.preconditioners.PRECONDITIONERS.get(options.preconditioner)
-    return preconditioner is not None and not preconditioner.form.blocks
+    return options.preconditioner is not None and not options.preconditioner.form.blocks
 
 
 def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
@@ -176,7 +173,8 @@ def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
 def job_in_words(options: PredictionOptions) -> str:
     """Return model, batch, preconditioner and intervals of the runs to predict."""
     words = f"{options.model}, {options.batch_per_rank} images per rank, "
-    words += f"preconditioner {options.preconditioner}"
+    chosen = options.preconditioner
+    words += f"preconditioner {chosen.form.name}" if chosen else "each strategy's preconditioner"
     if without_factors(options):
         return f"{words}, without factors"
     given = options.kfac.factor_update_steps, options.inv_update_steps

@@ -62,9 +62,9 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
         ValueError: no choice can be predicted, or strategies would have preconditioners of their
             own.
     """
-    if options.preconditioner == "own":
+    if options.preconditioner is None:
         raise ValueError(
-            "search=true compares strategies of one preconditioner; give preconditioner, not own"
+            "search=true compares strategies of one preconditioner; give preconditioner, not null"
         )
     network, groups = network_of(options), dict[Hashable, list[Row]]()
     every = dict.fromkeys(options.ranks)

@@ -55,7 +55,7 @@ WRITTEN = {
 # Options that a strategy is made of: `_numbers` looks at the strategy.
 RESOLVED = {
     *(leaf.key for leaf in leaves(StrategyOptions)),
-    *("kfac.preconditioner", "kfac.inv_update_steps"),
+    *("kfac.preconditioner.type", "kfac.inv_update_steps"),
 }
 
 

@@ -173,7 +173,7 @@ def distributed(cell: Cell, strategy: str) -> Options:
     options = cell.options
     distribution, training = options.distribution, training_ranks(options, cell.ranks)
     _, settings = make_strategy(distribution, options.kfac, training)
-    settings = {"preconditioner": preconditioner_of(settings), **settings}
+    settings = {**settings, "preconditioner": preconditioner_of(settings)}
     return replace(
         options, distribution=distribution.renamed(strategy), kfac=replace(options.kfac, **settings)
     )

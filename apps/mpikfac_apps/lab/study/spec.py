@@ -393,12 +393,14 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.distribution, options.kfac, training)
     _, strategy = for_machine(options, (layers, others), training, strategy, settings)
-    plan = make_plan(options.kfac, layers, others, training, strategy, preconditioner_of(settings))
+    preconditioner = preconditioner_of(settings)
+    plan = make_plan(options.kfac, layers, others, training, strategy, preconditioner)
     passes = (options.virtual_ranks or training) * options.accumulate
     calls = calls_of(
         *(options.model, model, options.kfac), _image(options), options.step_batch // passes
     )
-    return foreseen(options.kfac, settings, (layers, others), plan, calls, passes).plan
+    shapes = layers, others
+    return foreseen(options.kfac, preconditioner, settings, shapes, plan, calls, passes).plan
 
 
 def _image(options: Options) -> tuple[int, ...] | None:

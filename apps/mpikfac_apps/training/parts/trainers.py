@@ -191,7 +191,7 @@ def training_of_group(
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
         log.info(
             "preconditioner %s with %s",
-            settings["preconditioner"].name,
+            settings["preconditioner"].form.name,
             in_words(options, settings["preconditioner"]),
         )
         preconditioning = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)

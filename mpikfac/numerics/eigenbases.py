@@ -1,0 +1,265 @@
+"""Eigenvalues and eigenvectors of factors, and directions by eigenvectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpikfac.numerics.arena import alike
+from mpikfac.numerics.products import Side, from_left, from_right, of_coordinates, product
+from mpikfac.plan import few
+
+ITERATIONS = 4  # products with a factor that lead to the range of its leading eigenvectors
+SPARE = 16  # vectors that are iterated beside those that are kept
+RESIDUAL = 1e-2  # of leading eigenvectors, relative to the factor's norm
+PROBES = 8  # vectors that look for what has grown outside of older eigenvectors
+
+
+def damped_denominators(
+    input_values: Side,
+    output_values: Side,
+    damping: float,
+    out: Tensor,
+    scales: Tensor | None = None,
+) -> None:
+    """Write the eigenvalues of `G (x) A + damping I` to `out` `[outputs, inputs]`.
+
+    Sides hold eigenvalues: `[n]`, or `[1 + rank]` for a block of low rank, where the first value
+    belongs to all directions outside of the vectors; `out` is smaller then. `scales`, if given,
+    replace the products.
+
+    Damping is added to the products of eigenvalues, so the damping may change at every step without
+    a new decomposition [Pauloski et al., SC20, eq. 13-15].
+    """
+    _undamped(input_values, output_values, out, scales)
+    out += damping
+
+
+def relatively_damped_denominators(
+    input_values: Side,
+    output_values: Side,
+    input_means: Side,
+    output_means: Side,
+    damping: float,
+    out: Tensor,
+    scales: Tensor | None = None,
+) -> None:
+    """Write `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
+
+    Means come from `mean_eigenvalues`: if a side has blocks, a block of the product is damped in
+    units of the block's mean.
+    """
+    a, g = _whole(input_means, out, -1), _whole(output_means, out, -2)
+    _undamped(input_values, output_values, out, scales)
+    out.addcmul_(g[..., :, None], a[..., None, :], value=damping)
+
+
+def damping_unit(mean: Tensor) -> Tensor:
+    """Return the unit of relative damping: the mean eigenvalue, or 1 for a factor of zeros."""
+    return mean + (mean <= 0)
+
+
+def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
+    """Return each block's mean in the place of every eigenvalue; 1 for a block of zeros."""
+    means = list(values)
+    of_values = alike(dict(enumerate(values)))
+    for places in (group for equal in of_values for group in alike({p: vectors[p] for p in equal})):
+        stacked = torch.stack([values[place] for place in places])
+        order, count = vectors[places[0]].shape[stacked.dim() - 2], stacked.shape[-1]
+        mean = stacked.mean(-1, keepdim=True)
+        if order > count:  # of low rank, the first one counts again
+            mean = torch.lerp(stacked[..., :1], mean, count / order)
+        for place, unit in zip(places, damping_unit(mean)):
+            means[place] = unit.expand_as(values[place])
+    return means
+
+
+def _undamped(input_values: Side, output_values: Side, out: Tensor, scales: Tensor | None) -> None:
+    if scales is None:
+        products_of_values(input_values, output_values, out)
+    else:
+        out.copy_(scales)
+
+
+def products_of_values(input_values: Side, output_values: Side, out: Tensor) -> None:
+    """Write the products of both sides' values to `out` `[outputs, inputs]`."""
+    a = _whole(input_values, out, -1)
+    g = _whole(output_values, out, -2)
+    torch.mul(g[..., :, None], a[..., None, :], out=out)
+
+
+def _whole(values: Side, out: Tensor, dim: int) -> Tensor:
+    """Return the values of all blocks of a side one after the other; ones for the identity."""
+    if len(values) == 1:
+        return values[0]
+    return torch.cat(tuple(values), -1) if values else out.new_ones(out.shape[dim])
+
+
+def precondition(
+    gradient: Tensor, input_vectors: Side, output_vectors: Side, denominators: Tensor
+) -> Tensor:
+    """Return `(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
+
+    The products are computed in the vectors' dtype, the division is not. Denominators come from
+    `damped_denominators`.
+    """
+    dtype = (*input_vectors, *output_vectors)[0].dtype
+    rotated = from_left(output_vectors, gradient.to(dtype), transpose=True)
+    rotated = from_right(rotated, input_vectors)
+    if rotated.shape == denominators.shape:
+        rotated = rotated / denominators
+    else:
+        weights = of_coordinates(denominators.reciprocal(), input_vectors)
+        rotated = rotated * of_coordinates(weights.mT, output_vectors).mT
+    return from_right(from_left(output_vectors, rotated.to(dtype)), input_vectors, transpose=True)
+
+
+def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor.
+
+    Raises:
+        ArithmeticError: LAPACK's iteration does not converge, as in float32 on factors with many
+            zero rows (inputs that are never active).
+    """
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise ArithmeticError("the eigenvalues do not converge") from error
+    return values.clamp_(min=0), vectors
+
+
+def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return values `[1 + rank]` and the `rank` leading eigenvectors `[n, rank]` of a factor.
+
+    The first value is the mean of all remaining eigenvalues: the trace stays the factor's trace.
+    The leading values follow in ascending order.
+
+    Few vectors are computed by iteration [Halko et al. 2011, 4.4 and 5.3], if the result has
+    eigenvectors up to `RESIDUAL`; otherwise by `eigenbasis`.
+
+    Raises:
+        ArithmeticError: see `eigenbasis`.
+    """
+    leading = _by_iteration(factor, rank) if few(rank, factor.shape[-1]) else None
+    values, vectors = leading or eigenbasis(factor)
+    return _with_mean(factor, values[..., -rank:]), vectors[..., -rank:].contiguous()
+
+
+def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
+    """Return the leading eigenvalues and eigenvectors of a range; None if residuals are large.
+
+    With a small residual, a true eigenvalue is as close as the residual. The random start has a
+    part of every eigenvector, so the found eigenvalues are the largest, or hardly less.
+    """
+    basis = _range(factor, rank + SPARE, ITERATIONS)
+    image = product(factor, basis)
+    values, turned = (part[..., -rank:] for part in eigenbasis(product(basis.mT, image)))
+    vectors = product(basis, turned)
+    residual = product(image, turned) - vectors * values[..., None, :]
+    good = residual.norm(dim=(-2, -1)) <= RESIDUAL * factor.norm(dim=(-2, -1))  # not so if NaN
+    return (values, vectors) if good.all() else None
+
+
+def _range(factor: Tensor, vectors: int, times: int, excluded: Tensor | None = None) -> Tensor:
+    """Return an orthonormal basis `[n, vectors]` of a fixed start after products with the factor.
+
+    Args:
+        excluded: eigenvectors to leave out of the range.
+    """
+    order = factor.shape[-1]
+    generator = torch.Generator().manual_seed(0)  # torch's generator belongs to the program
+    start = torch.randn(order, min(vectors, order), generator=generator, device="cpu")
+    basis = start.to(factor)
+    for _ in range(times):
+        image = product(factor, basis)
+        basis = torch.linalg.qr(image if excluded is None else _outside(excluded, image)).Q
+    return basis
+
+
+def _outside(vectors: Tensor, matrix: Tensor) -> Tensor:
+    return matrix - product(vectors, product(vectors.mT, matrix))
+
+
+def _with_mean(factor: Tensor, values: Tensor) -> Tensor:
+    """Return `values` behind the mean of all remaining eigenvalues."""
+    order, rank = factor.shape[-1], values.shape[-1]
+    others = factor.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - values.sum(-1, keepdim=True)
+    return torch.cat([(others / (order - rank)).clamp_(min=0), values], -1)
+
+
+def iterated(factor: Tensor, vectors: Tensor) -> Tensor:
+    """Return vectors after an orthogonal iteration: orthonormal, and nearer to eigenvectors.
+
+    The vectors with the largest eigenvalues come first, as a column of a QR decomposition loses its
+    parts along all columns before. An iteration reduces the part of the j-th eigenvector in the
+    i-th vector by the ratio of the eigenvalues, `values[j] / values[i]` for j > i [Golub & Van Loan
+    2013, 8.2.4]. Exact eigenvectors keep their directions; signs may change.
+    """
+    image = product(factor, vectors)
+    order = image.norm(dim=-2, keepdim=True).argsort(-1, descending=True)
+    return torch.linalg.qr(image.take_along_dim(order, -1)).Q
+
+
+def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues `[n]` by older eigenvectors, and the misfit `[]` of the eigenvectors.
+
+    The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of the matrix
+    off the diagonal, relative to the factor's norm: 0 for exact eigenvectors. One product is
+    enough, as an orthogonal matrix changes no norm. Several factors, `[count, n, n]`, have values
+    and misfits `[count, ...]`.
+
+    For leading eigenvectors `[n, rank]` the values are `[1 + rank]`, with the mean of the remaining
+    values first. The misfit grows by the excess of an eigenvalue outside over the smallest kept
+    value; a few probes look for the excess.
+    """
+    rotated = product(factor, vectors)
+    values = (rotated * vectors).sum(-2)
+    left_over = rotated.sub_(vectors * values[..., None, :]).norm(dim=(-2, -1))
+    values.clamp_(min=0)
+    if vectors.shape[-1] < factor.shape[-1]:
+        left_over = torch.hypot(left_over, _grown(factor, vectors, values))
+        values = _with_mean(factor, values)
+    norm = factor.norm(dim=(-2, -1)).clamp(min=torch.finfo(factor.dtype).tiny)  # zeros fit
+    return values, left_over / norm
+
+
+def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
+    """Return the excess `[]` of an eigenvalue outside of the vectors over the smallest kept value.
+
+    The excess is a lower bound: no Rayleigh quotient of the probes is larger than the largest
+    eigenvalue outside.
+    """
+    # What rounding has left of these vectors in the range would count as outside of them.
+    probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))
+    largest = (probes * product(factor, probes)).sum(-2).amax(-1)
+    return (largest - values.amin(-1)).clamp_(min=0)
+
+
+def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: Side) -> Tensor:
+    """Return `sum((Q_G^T sum(g a^T) Q_A)^2)` `[outputs, inputs]`, elementwise, over examples.
+
+    The inner sum is over positions. A side's vectors are rotated before the inner sum, or the sum's
+    rows after: the fewer of both.
+
+    Args:
+        a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, as the sum.
+        g: `[batch, shared, outputs]`, alike.
+        input_vectors: Q_A, as a gradient's side; empty for the identity.
+        output_vectors: Q_G.
+    """
+    shared, a_first, g_first = a.shape[-2], a.shape[-2] <= g.shape[-1], a.shape[-2] <= a.shape[-1]
+    a = _rotated(a, input_vectors) if a_first else a
+    g = _rotated(g, output_vectors) if g_first else g
+    if shared == 1:
+        return product(g.squeeze(-2).square().mT, a.squeeze(-2).square())
+    gradients = g.mT @ a
+    gradients = gradients if a_first else _rotated(gradients, input_vectors)
+    gradients = gradients if g_first else _rotated(gradients.mT, output_vectors).mT
+    return gradients.square().sum(-3)
+
+
+def _rotated(rows: Tensor, vectors: Side) -> Tensor:
+    """Return `rows Q` `[batch, rows, n]`, or of several groups."""
+    if not vectors:
+        return rows
+    return from_right(rows.flatten(-3, -2), vectors).view(rows.shape)

@@ -1,0 +1,37 @@
+"""Steps in eigenbases, for `AdamInEigenbases`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpikfac.numerics import Side, from_left, from_right
+from mpikfac.preconditioners.preconditioner import Held
+
+
+def turned_back(step: Tensor, held: Held) -> Tensor:
+    """Return `QL step QR'`, `[outputs, inputs]`."""
+    a, g = held.a["vectors"], held.g["vectors"]
+    return from_right(from_left(g, step.to((*a, *g)[0].dtype)), a, transpose=True)
+
+
+def damped_squares(rotated: Tensor, held: Held) -> Tensor:
+    """Return squares of a gradient in eigenbases, `[outputs, inputs]`, with the damping in them.
+
+    Eigenvectors of small eigenvalues are any basis of their space, so all of them have the mean of
+    their squares: steps do not depend on the basis. The square of the damping, as a share of the
+    mean square of the matrix, is added, so that rounding errors give no steps.
+    """
+    squares = rotated.square()
+    squares = _shared(squares, held.a["small"])
+    squares = _shared(squares.mT, held.g["small"]).mT
+    return squares + held.damping**2 * squares.mean((-2, -1), keepdim=True)
+
+
+def _shared(squares: Tensor, small: Side) -> Tensor:
+    """Return rows `[..., n]` with a row's mean over the small eigenvalues in their places."""
+    if not small:
+        return squares
+    chosen = torch.cat(tuple(small), -1)[..., None, :].to(squares.dtype)
+    count = chosen.sum(-1, keepdim=True).clamp_min(1)
+    return torch.lerp(squares, (squares * chosen).sum(-1, keepdim=True) / count, chosen)
