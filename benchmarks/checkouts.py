@@ -542,7 +542,7 @@ class Run:
             self.pupils = mpikfac.lab.Codistillation(self.model, comm, **settings)
             comm = self.pupils.group
         if case.program == "split":
-            split = mpikfac.Distribution(comm.size, {"6": "outputs", "9": "inputs"})
+            split = mpikfac.TensorParallelPlan(comm.size, {"6": "outputs", "9": "inputs"})
             mpikfac.lab.split_layers(self.model, comm, split)
         self.scaler = None
         if case.program == "scaled":

@@ -103,7 +103,7 @@ def counted(
     forms = mpikfac.preconditioners.forms(preconditioner)
     plan = mpikfac.plan.plan_for(layers, comm.size, strategy, others, forms)
     per_node = strategy.transport.ranks_per_node
-    grid = Grid(comm, plan.grid.workers, Trace(), per_node, plan.split.distribution)
+    grid = Grid(comm, plan.grid.workers, Trace(), per_node, plan.split.tp_plan)
     stages: dict[tuple[str, str, str], list[tuple[int, int, int]]] = defaultdict(list)
     for message in plan.messages(comm.rank, statistics=True, refresh=True):
         before = counter.read()

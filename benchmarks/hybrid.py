@@ -21,22 +21,28 @@ from mpi4py import MPI
 from torch import nn
 
 import mpikfac
-from mpikfac import Distribution, FirstOrderTrainer, Trace
-from mpikfac.plan import activation_messages, distribution_table, layer_messages, places, wire_bytes
-from mpikfac.predict import Level, Machine, choose_distribution, distribution_seconds
+from mpikfac import FirstOrderTrainer, TensorParallelPlan, Trace
+from mpikfac.plan import (
+    activation_messages,
+    layer_messages,
+    places,
+    tensor_parallel_table,
+    wire_bytes,
+)
+from mpikfac.predict import Level, Machine, choose_tensor_parallel_plan, tensor_parallel_seconds
 
 
 class Run:
-    """A network with a distribution, and its trainer."""
+    """A network with a tp_plan, and its trainer."""
 
-    def __init__(self, options, comm, distribution):
+    def __init__(self, options, comm, tp_plan):
         torch.manual_seed(0)
         self.model = network(options.widths)
         self.calls = mpikfac.lab.layer_calls(
             self.model, torch.empty(options.batch, options.widths[0])
         )
-        self.trace, self.distribution = Trace(), distribution
-        mpikfac.lab.split_layers(self.model, comm, distribution, self.trace)
+        self.trace, self.tp_plan = Trace(), tp_plan
+        mpikfac.lab.split_layers(self.model, comm, tp_plan, self.trace)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.trainer = FirstOrderTrainer(self.model, optimizer, comm, trace=self.trace)
         self.seconds, self.parts = [], []
@@ -55,9 +61,9 @@ class Run:
     def bytes_of_messages(self, comm):
         """Return the bytes handed to MPI in a step: by plan, and counted at the calls."""
         planned: Counter[str] = Counter()
-        at = places(self.calls, self.distribution.layers)
+        at = places(self.calls, self.tp_plan.layers)
         for call in self.calls:
-            for one in activation_messages(call, at[call.name], self.distribution.ways, 4):
+            for one in activation_messages(call, at[call.name], self.tp_plan.tp_size, 4):
                 planned[one.stage] += one.bytes
         for one in self.trainer.plan.messages(comm.rank, False, False):
             planned[one.stage] += one.bytes
@@ -65,9 +71,9 @@ class Run:
 
     def messages(self, ranks):
         """Return the messages of all layers, as the choice counts the messages."""
-        at = places(self.calls, self.distribution.layers)
-        ways = self.distribution.ways
-        return [m for c in self.calls for m in layer_messages(c, at[c.name], ways, ranks, 4)]
+        at = places(self.calls, self.tp_plan.layers)
+        tp_size = self.tp_plan.tp_size
+        return [m for c in self.calls for m in layer_messages(c, at[c.name], tp_size, ranks, 4)]
 
 
 def network(widths):
@@ -77,7 +83,7 @@ def network(widths):
 
 
 def main() -> None:
-    """Print the plan, and a line for each distribution."""
+    """Print the plan, and a line for each tp_plan."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--widths", type=int, nargs="+", default=[2048, 2048, 2048])
@@ -98,7 +104,7 @@ def main() -> None:
         for run in runs.values():
             run.step(comm, images, labels)
     if comm.rank == 0:
-        print(distribution_table(runs["auto"].calls, runs["auto"].distribution, comm.size))
+        print(tensor_parallel_table(runs["auto"].calls, runs["auto"].tp_plan, comm.size))
         report(runs, comm, machine)
 
 
@@ -107,12 +113,12 @@ def distributions(options, comm, machine):
     model, ranks = network(options.widths), comm.size
     calls = mpikfac.lab.layer_calls(model, torch.empty(options.batch, options.widths[0]))
     names = [call.name for call in calls]
-    yield "data parallel", Distribution()
-    yield "outputs", Distribution(ranks, dict.fromkeys(names, "outputs"))
-    yield "inputs", Distribution(ranks, dict.fromkeys(names, "inputs"))
+    yield "data parallel", TensorParallelPlan()
+    yield "outputs", TensorParallelPlan(ranks, dict.fromkeys(names, "outputs"))
+    yield "inputs", TensorParallelPlan(ranks, dict.fromkeys(names, "inputs"))
     pairs = {name: ("outputs", "inputs")[place % 2] for place, name in enumerate(names)}
-    yield "pairs", Distribution(ranks, pairs)
-    yield "auto", choose_distribution(calls, ranks, machine)
+    yield "pairs", TensorParallelPlan(ranks, pairs)
+    yield "auto", choose_tensor_parallel_plan(calls, ranks, machine)
 
 
 def report(runs, comm, machine) -> None:
@@ -127,7 +133,7 @@ def report(runs, comm, machine) -> None:
         messages, seconds = run.messages(comm.size), statistics.median(run.seconds[1:])
         predicted = "-"
         if machine is not None:
-            seconds_of = distribution_seconds(run.calls, run.distribution, comm.size, machine)
+            seconds_of = tensor_parallel_seconds(run.calls, run.tp_plan, comm.size, machine)
             predicted = f"{seconds_of * 1e3:.1f}"
         print(
             f"{name:14} {wire_bytes(messages) / 1e6:8.2f} {planned / 1e6:10.2f} "

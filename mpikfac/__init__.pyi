@@ -35,7 +35,6 @@ from .plan import AdamInEigenbases as AdamInEigenbases
 from .plan import BFloat16 as BFloat16
 from .plan import CommOpt as CommOpt
 from .plan import Compression as Compression
-from .plan import Distribution as Distribution
 from .plan import FisherClip as FisherClip
 from .plan import HybridOpt as HybridOpt
 from .plan import Int8 as Int8
@@ -48,6 +47,7 @@ from .plan import Refresh as Refresh
 from .plan import SGDGrafting as SGDGrafting
 from .plan import Strategy as Strategy
 from .plan import Synchronous as Synchronous
+from .plan import TensorParallelPlan as TensorParallelPlan
 from .plan import Transport as Transport
 from .plan import default_rule as default_rule
 from .plan import get_strategy as get_strategy

@@ -410,7 +410,7 @@ class Trainer:
         agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
-        grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.distribution)
+        grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.tp_plan)
         kind = covered.dtype, covered.device
         site = Site(plan.of(comm.rank), grid, self.trace, *kind, self.nonfinite, Flags())
         gradients = Gradients(site, model, covered.layers, covered.uncovered)

@@ -292,7 +292,7 @@ OPEN_NAMES = {
 # What has a member of the name of a part, and is no trainer: names, and functions' results.
 NO_TRAINERS = {
     *("axis", "distribution", "factor", "hypothesis", "layer", "layouts", "method", "mpikfac"),
-    *("network", "options", "plan", "shape", "make_plan", "plan_of", "choose_distribution"),
+    *("network", "options", "plan", "shape", "make_plan", "plan_of", "choose_tensor_parallel_plan"),
 }
 # The file that knows the inside; the benchmark that also runs older states of the library; and
 # files without trainers, where the same names are members of plans, predictions and results.

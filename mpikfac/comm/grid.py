@@ -26,7 +26,7 @@ from mpikfac.comm.messages import (
 )
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import UserError
-from mpikfac.plan import BETWEEN_NODES, IN_NODE, Distribution, Layout, Message
+from mpikfac.plan import BETWEEN_NODES, IN_NODE, Layout, Message, TensorParallelPlan
 from mpikfac.trace import Trace
 
 
@@ -54,10 +54,10 @@ class Grid:
         rows: int,
         trace: Trace,
         ranks_per_node: int | None = None,
-        distribution: Distribution | None = None,
+        tp_plan: TensorParallelPlan | None = None,
     ) -> None:
         try:
-            self._teams = _communicators(comm, rows, ranks_per_node, distribution)
+            self._teams = _communicators(comm, rows, ranks_per_node, tp_plan)
         except MPI.Exception as error:
             why = str(error).splitlines()[-1]
             raise UserError(
@@ -218,7 +218,7 @@ def _communicators(
     comm: MPI.Intracomm,
     rows: int,
     ranks_per_node: int | None,
-    distribution: Distribution | None,
+    tp_plan: TensorParallelPlan | None,
 ) -> dict[str, MPI.Intracomm]:
     """Return the communicators of a grid by name."""
     world = comm.Create_cart([rows, comm.size // rows])
@@ -229,8 +229,8 @@ def _communicators(
     if ranks_per_node is not None:
         check_nodes(world, ranks_per_node)
         levels = _two_levels(teams, world.rank // ranks_per_node)
-    if distribution is not None and distribution.ways > 1:
-        groups = _groups(world, distribution)
+    if tp_plan is not None and tp_plan.tp_size > 1:
+        groups = _groups(world, tp_plan)
     return {**teams, **levels, **groups}
 
 
@@ -246,10 +246,10 @@ def _two_levels(teams: Mapping[str, MPI.Intracomm], node: int) -> dict[str, MPI.
     return parts
 
 
-def _groups(world: MPI.Intracomm, distribution: Distribution) -> dict[str, MPI.Intracomm]:
+def _groups(world: MPI.Intracomm, tp_plan: TensorParallelPlan) -> dict[str, MPI.Intracomm]:
     """Return the communicators of the groups of split layers, and of their peers."""
     parts: dict[str, MPI.Intracomm] = {}
-    for name, team in (("group", distribution.group), ("peers", distribution.peers)):
+    for name, team in (("group", tp_plan.group), ("peers", tp_plan.peers)):
         parts[name] = cast(MPI.Intracomm, world.Split(team(world.rank, world.size)[0]))
         parts[name].name = name
     return parts

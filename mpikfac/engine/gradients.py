@@ -258,7 +258,7 @@ class Gradients:
         of_ranks = [examples * (rank == self.plan.rank) for rank in range(ranks)]
         *counts, all_seen = summed(world, [*of_ranks, seen])
         for rank, count in enumerate(counts if split.parameters else ()):
-            first = split.distribution.group(rank, ranks)[0]
+            first = split.tp_plan.group(rank, ranks)[0]
             if count != counts[first]:
                 raise ValueError(
                     f"examples={count:.0f} on rank {rank} and {counts[first]:.0f} on rank {first}: "

@@ -26,7 +26,7 @@ from mpikfac.plan.choices import Combination as Combination
 from mpikfac.plan.choices import CommOpt as CommOpt
 from mpikfac.plan.choices import Compression as Compression
 from mpikfac.plan.choices import Compressor as Compressor
-from mpikfac.plan.choices import Distribution as Distribution
+from mpikfac.plan.choices import FactorAggregation as FactorAggregation
 from mpikfac.plan.choices import Fisher as Fisher
 from mpikfac.plan.choices import FisherClip as FisherClip
 from mpikfac.plan.choices import Grafting as Grafting
@@ -48,6 +48,7 @@ from mpikfac.plan.choices import Split as Split
 from mpikfac.plan.choices import Strategy as Strategy
 from mpikfac.plan.choices import Synchronization as Synchronization
 from mpikfac.plan.choices import Synchronous as Synchronous
+from mpikfac.plan.choices import TensorParallelPlan as TensorParallelPlan
 from mpikfac.plan.choices import Transport as Transport
 from mpikfac.plan.choices import axes as axes
 from mpikfac.plan.choices import check as check
@@ -80,10 +81,10 @@ from mpikfac.plan.extensions import split_layers as split_layers
 from mpikfac.plan.extensions.activations import LayerCall as LayerCall
 from mpikfac.plan.extensions.activations import Place as Place
 from mpikfac.plan.extensions.activations import activation_messages as activation_messages
-from mpikfac.plan.extensions.activations import distribution_table as distribution_table
 from mpikfac.plan.extensions.activations import gradient_messages as gradient_messages
 from mpikfac.plan.extensions.activations import layer_messages as layer_messages
 from mpikfac.plan.extensions.activations import places as places
+from mpikfac.plan.extensions.activations import tensor_parallel_table as tensor_parallel_table
 from mpikfac.plan.extensions.activations import wire_bytes as wire_bytes
 from mpikfac.plan.extensions.grafting import memory_of_grafting as memory_of_grafting
 from mpikfac.plan.layout import ALIGNMENT as ALIGNMENT
@@ -96,7 +97,6 @@ from mpikfac.plan.messages import IN_NODE as IN_NODE
 from mpikfac.plan.messages import PASSED as PASSED
 from mpikfac.plan.messages import PIECE as PIECE
 from mpikfac.plan.messages import Message as Message
-from mpikfac.plan.messages import NearMost as NearMost
 from mpikfac.plan.messages import Passed as Passed
 from mpikfac.plan.messages import gathers as gathers
 from mpikfac.plan.messages import message as message

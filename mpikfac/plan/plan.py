@@ -122,7 +122,7 @@ class Plan:
         """The ranks as rows and columns, on nodes."""
         strategy = self.strategy
         per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.servers
-        split = self.split.distribution
+        split = self.split.tp_plan
         workers = strategy.assignment.workers(self.ranks)
         return RankGrid(self.ranks, workers, per_node, curvature, split)
 
@@ -195,7 +195,7 @@ def plan_for(
     strategy.check_ranks(ranks)
     _check_layers(layers, ranks, strategy, forms)
     split = split or Split()
-    of_split = {"ways": split.distribution.ways, "handed_on": bool(layers and split.handed_on)}
+    of_split = {"tp_size": split.tp_plan.tp_size, "handed_on": bool(layers and split.handed_on)}
     check(SPLIT, Choices(strategy, of_split))
     of_layers = _forms_of(layers, forms)
     layers = [_with_factors(layer, of_layers[layer.name]) for layer in layers]

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpikfac.plan.choices import Distribution, Strategy
+from mpikfac.plan.choices import Strategy, TensorParallelPlan
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import IN_NODE, Seat, seat
 from mpikfac.plan.shapes import FactorShape, Form, LayerShape, count_of
@@ -139,7 +139,7 @@ class RankGrid:
     workers: int
     per_node: int | None = None
     curvature: int = 0
-    distribution: Distribution = field(default_factory=Distribution)
+    distribution: TensorParallelPlan = field(default_factory=TensorParallelPlan)
 
     @property
     def columns(self) -> int:

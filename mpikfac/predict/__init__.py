@@ -1,8 +1,6 @@
 """Predict the step times of a plan on a machine."""
 
 from mpikfac.predict.costs import level_of as level_of
-from mpikfac.predict.distributions import choose_distribution as choose_distribution
-from mpikfac.predict.distributions import distribution_seconds as distribution_seconds
 from mpikfac.predict.machine import Level as Level
 from mpikfac.predict.machine import Machine as Machine
 from mpikfac.predict.machine import Network as Network
@@ -17,5 +15,9 @@ from mpikfac.predict.simulator import cheapest as cheapest
 from mpikfac.predict.simulator import memory as memory
 from mpikfac.predict.simulator import shares as shares
 from mpikfac.predict.simulator import simulate as simulate
+from mpikfac.predict.tensor_parallel import (
+    choose_tensor_parallel_plan as choose_tensor_parallel_plan,
+)
+from mpikfac.predict.tensor_parallel import tensor_parallel_seconds as tensor_parallel_seconds
 from mpikfac.predict.tuning import choose as choose
 from mpikfac.predict.tuning import tuned as tuned

@@ -119,7 +119,7 @@ def test_a_mistake_of_clients_ends_all_ranks(tmp_path):
     [
         (("--sync.servers=3",), "sync.servers=3 must be less than the number of ranks (3)"),
         (("--optimizer=kfac",), "sync=parameter-server needs another optimizer than kfac"),
-        (("--average=0.9",), "average=0.9 needs sync=synchronous, not parameter-server"),
+        (("--ema_decay=0.9",), "ema_decay=0.9 needs sync=synchronous, not parameter-server"),
         (("--shrink=true",), "shrink=true needs sync=synchronous, not parameter-server"),
         (
             ("--sync.ranks_per_client=3",),

@@ -43,7 +43,7 @@ OPTIMIZERS = {
 
 
 def arguments(run_dir, *more, average=DECAY):
-    return [*QUICK, f"--average={average}", f"--run_dir={run_dir}", *more]
+    return [*QUICK, f"--ema_decay={average}", f"--run_dir={run_dir}", *more]
 
 
 def rows(run_dir):

@@ -322,8 +322,8 @@ BAD = {
     ),
     "unused factor": ("--decay_factor=0.5", "decay_factor=0.5 needs schedule=step, not linear"),
     "average of copies": (
-        "--average=0.9 --strategy=local-sgd",
-        "average=0.9 needs sync=synchronous, not local-sgd: ranks hold different copies",
+        "--ema_decay=0.9 --strategy=local-sgd",
+        "ema_decay=0.9 needs sync=synchronous, not local-sgd: ranks hold different copies",
     ),
     "ranks lost with copies": (
         "--shrink=true --sync=local-sgd --sync.sync_every=2 --optimizer=sgd",

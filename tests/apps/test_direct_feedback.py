@@ -17,7 +17,7 @@ QUICK = (
         "--epochs=2",
         "--threads=1",
     ),
-    '--feedback=["2","5"]',
+    '--direct_feedback=["2","5"]',
 )
 KINDS = {
     "sgd": ("--optimizer=sgd",),
@@ -34,7 +34,7 @@ def runs(root):
         options = [*QUICK, *more]
         yield 1, [*options, f"--run_dir={root / f'{name} whole'}"]
         yield 2, [*options, f"--run_dir={root / f'{name} ranks'}"]
-        yield 1, [*options, f"--run_dir={root / f'{name} exact'}", "--feedback=[]"]
+        yield 1, [*options, f"--run_dir={root / f'{name} exact'}", "--direct_feedback=[]"]
         yield 2, [*options, f"--run_dir={root / f'{name} again'}", "--max_steps=4"]
         yield 1, [*options, f"--run_dir={root / f'{name} again'}", "--resume=auto"]
 
@@ -59,7 +59,10 @@ def test_ranks_and_restarts_change_no_bit(job, name):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--optimizer=sgd", "--feedback=[conv9]"], "must be a module of the model, not 'conv9'"),
+        (
+            ["--optimizer=sgd", "--direct_feedback=[conv9]"],
+            "must be a module of the model, not 'conv9'",
+        ),
         ([], "direct feedback needs Estimator(fisher_type='forward-only')"),
     ],
 )

@@ -143,7 +143,7 @@ def ran(tmp_path_factory):
     root = tmp_path_factory.mktemp("ran")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
-        more = ("--epochs=2", "--keep_best", "--average=0.7")
+        more = ("--epochs=2", "--keep_best", "--ema_decay=0.7")
         assert train.main(arguments(root, *more)) == 0
     return root
 

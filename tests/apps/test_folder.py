@@ -215,7 +215,7 @@ def test_a_broken_image_is_replaced_by_the_next_of_the_class(tmp_path, caplog):
         (mended / f"{name}.jpg").write_bytes((mended / f"{following}.jpg").read_bytes())
     expected = epoch_of(stream(mended, batch=15))
     for workers in (0, 2):
-        mine = stream(path, batch=15, broken=2, workers=workers)
+        mine = stream(path, batch=15, max_broken_images=2, workers=workers)
         found = [mine.get(0, 0)]
         assert same(found, expected)
         caplog.clear()
@@ -227,8 +227,8 @@ def test_a_broken_image_is_replaced_by_the_next_of_the_class(tmp_path, caplog):
         ]
         assert len(caplog.messages) == 2
         mine.close()
-    with pytest.raises(mpikfac.UserError, match=r"data\.broken=1") as refused:
-        stream(path, batch=15, broken=1).get(0, 0)
+    with pytest.raises(mpikfac.UserError, match=r"data\.max_broken_images=1") as refused:
+        stream(path, batch=15, max_broken_images=1).get(0, 0)
     assert "\n" not in str(refused.value)
 
 
@@ -252,7 +252,7 @@ def test_the_first_broken_image_ends_the_run(tmp_path):
     with pytest.raises(mpikfac.UserError, match=f"{path}/val/bee/00.jpg cannot be decoded"):
         list(stream(path).test(3))
     with pytest.raises(mpikfac.UserError, match=r"bee/00.jpg: all images of the class are broken"):
-        list(stream(path, broken=5).test(3))
+        list(stream(path, max_broken_images=5).test(3))
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def runs(root):
         (2, "packed", "cached", (f"--data.cache={root / 'disk'}",)),
     ):
         data = f"--data.name={name}", f"--data.path={by_name[name]}"
-        in_files = f"--data.size={SIZE}", "--data.broken=1"
+        in_files = f"--data.size={SIZE}", "--data.max_broken_images=1"
         yield ranks, [*QUICK, *data, *in_files, f"--run_dir={root / kind}", *more]
     (root / "mine.py").write_text(OWN)
     yield 2, [*QUICK, f"--data.name={root / 'mine.py'}:data", f"--run_dir={root / 'own'}"]
@@ -529,7 +529,7 @@ def test_a_packed_file_has_the_checksum_of_all_its_images(images, tmp_path):
 
 
 def test_lost_images_of_a_sample_have_a_checksum(images, tmp_path):
-    """Oracle: `data.broken` allows lost images: no error, and another checksum."""
+    """Oracle: `data.max_broken_images` allows lost images: no error, and another checksum."""
     whole = datasets.load("folder", str(images), size=SIZE).train_images
     lost = replace(whole, root=str(tmp_path / "nothing"))
     assert lost.sample != whole.sample and lost.digest == whole.digest

@@ -27,7 +27,7 @@ QUICK = (
 KINDS = {
     "kfac": ("--kfac.inv_update_steps=2", "--strategy=mem-opt"),
     "sgd": ("--optimizer=sgd",),
-    "adamw": ("--optimizer=adamw", "--average=0.9"),
+    "adamw": ("--optimizer=adamw", "--ema_decay=0.9"),
 }
 
 

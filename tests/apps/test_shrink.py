@@ -18,7 +18,7 @@ KILLS = 20
 pytestmark = pytest.mark.slow
 QUICK = (
     *("--model=plain", "--data.train_images=378", "--epochs=3", "--log_every=1", "--threads=1"),
-    *("--batch=60", "--kfac.inv_update_steps=2", "--shrink=true", "--average=0.8"),
+    *("--batch=60", "--kfac.inv_update_steps=2", "--shrink=true", "--ema_decay=0.8"),
 )
 STEPS = 18
 UNEVEN = "--batch=63"  # of 3 ranks, but not of 2

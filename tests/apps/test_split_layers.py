@@ -13,7 +13,7 @@ from support.launch import run_each
 
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=2", "--threads=1", "--log_every=1"),
-    *("--eval_every=2", "--average=0.5"),
+    *("--eval_every=2", "--ema_decay=0.5"),
 )  # three steps are an epoch
 SGD = ("--optimizer=sgd", "--lr=0.05")
 KFAC = ("--lr=0.003",)  # a larger rate enlarges differences of rounding
@@ -45,10 +45,10 @@ def runs(tmp_path_factory):
         "kfac, named": (2, (*KFAC, NAMED, "--trace_steps=3")),
         "auto": (2, ("--split_layers=auto", "--model=autoencoder_small", "--batch=8", *SHORT)),
         "kfac on 4": (4, KFAC),
-        "kfac, groups": (4, (*KFAC, '--split_layers=["8=outputs"]', "--ways=2", *SHORT)),
+        "kfac, groups": (4, (*KFAC, '--split_layers=["8=outputs"]', "--tp_size=2", *SHORT)),
     }
     jobs = [(n, [*QUICK, f"--run_dir={root / name}", *more]) for name, (n, more) in asked.items()]
-    whole = ("--split_layers=[]", "--ways=null", "--resume=auto")
+    whole = ("--split_layers=[]", "--tp_size=null", "--resume=auto")
     resumed = (4, [*QUICK, *KFAC, f"--run_dir={root / 'kfac, groups'}", *whole])
     run_each([*jobs, resumed], root)
     return root
@@ -79,9 +79,12 @@ def test_the_log_tells_who_shares_out_the_layers(runs):
 WRONG = {
     "no channels": (["--split_layers=[fc]"], "split_layers=fc must be NAME=outputs, NAME=inputs"),
     "auto and a name": (['--split_layers=["auto","fc=inputs"]'], "split_layers=auto must be"),
-    "ways alone": (["--ways=2"], r"ways=2 needs names of layers in split_layers, not \[\]"),
-    "ways of auto": (["--ways=2", "--split_layers=auto"], "ways=2 needs names of layers"),
-    "groups": ([NAMED, "--ways=3"], "ways=3 must divide the 4 ranks"),
+    "tp_size alone": (
+        ["--tp_size=2"],
+        r"tp_size=2 needs names of layers in split_layers, not \[\]",
+    ),
+    "tp_size of auto": (["--tp_size=2", "--split_layers=auto"], "tp_size=2 needs names of layers"),
+    "groups": ([NAMED, "--tp_size=3"], "tp_size=3 must divide the 4 ranks"),
     "fewer ranks": ([NAMED, "--shrink"], r"shrink=true needs split_layers=\[\]"),
     "copies": ([NAMED, *SGD, "--strategy=local-sgd"], "needs exchanged=gradients, not weights"),
 }

@@ -33,7 +33,7 @@ def test_the_list_has_every_table():
     choices = {choice for choice, _, _ in ROWS}
     assert choices >= {
         "`transport.virtual_ranks`",
-        "`ways`",
+        "`tp_size`",
         "`preconditioner='ekfac'`",
         "`grafting='quadratic-model'`",
     }

@@ -14,11 +14,11 @@ from torch import nn
 
 import mpikfac
 from mpikfac import (
-    Distribution,
     FirstOrderTrainer,
     Int8,
     MemOpt,
     Strategy,
+    TensorParallelPlan,
     UserError,
 )
 from mpikfac.lab import AsyncSGD, ParameterServer
@@ -435,7 +435,7 @@ def test_a_client_of_split_layers_is_a_client_of_one_rank(comm, push_every):
 
     team = mpikfac.split_comm(comm, 1)
     if team.comm is not None:
-        layers = mpikfac.lab.split_layers(model, team.comm, Distribution(ways, IN_SLICES))
+        layers = mpikfac.lab.split_layers(model, team.comm, TensorParallelPlan(ways, IN_SLICES))
     kept = on_both(comm, model, optimizer, strategy, split)
     if team.comm is not None:
         layers.detach()

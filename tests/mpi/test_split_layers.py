@@ -14,11 +14,11 @@ from torch import nn
 
 import mpikfac
 from mpikfac import (
-    Distribution,
     FirstOrderTrainer,
     MemOpt,
     Strategy,
     Synchronous,
+    TensorParallelPlan,
     Trace,
     Transport,
     UserError,
@@ -93,10 +93,10 @@ def shard(step, comm):
     return images[:, :, :6], labels
 
 
-def distributions(comm, axes):
-    """Yield all ways to form groups of several ranks."""
-    for ways, strided in itertools.product(divisors(comm.size)[1:], (False, True)):
-        yield Distribution(ways, axes, strided)
+def plans(comm, axes):
+    """Yield all tp_size to form groups of several ranks."""
+    for tp_size, strided in itertools.product(divisors(comm.size)[1:], (False, True)):
+        yield TensorParallelPlan(tp_size, axes, strided)
 
 
 def trainer_of(kind, model, comm, trace=None):
@@ -121,10 +121,10 @@ def one_step(trainer, comm, step=0, **given):
     return sum(comm.allgather(loss.item())) / comm.size
 
 
-def train(comm, make, kind, distribution=None):
+def train(comm, make, kind, tp_plan=None):
     """Return losses, the last gradients, weights and factors of a run."""
     model = model_of(make)
-    split = distribution and mpikfac.lab.split_layers(model, comm, distribution)
+    split = tp_plan and mpikfac.lab.split_layers(model, comm, tp_plan)
     trainer = trainer_of(kind, model, comm)
     losses = [one_step(trainer, comm, step) for step in range(problem.STEPS)]
     found = {"losses": torch.tensor(losses), "weights": problem.state(model)}
@@ -151,18 +151,18 @@ serial = problem.by_one_process(lambda comm, make, kind: train(comm, make, kind)
 def test_numbers_are_those_of_one_process(comm, make, axes, kind):
     """Oracle: a run of the ordinary model in one process; all groups of ranks."""
     expected = serial(make, kind)
-    for distribution in distributions(comm, axes):
-        found = train(comm, make, kind, distribution)
+    for tp_plan in plans(comm, axes):
+        found = train(comm, make, kind, tp_plan)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def first_order(comm, strategy=None, distribution=None, steps=3, make=multilayer, **given):
+def first_order(comm, strategy=None, tp_plan=None, steps=3, make=multilayer, **given):
     """Return the weights after a few steps of SGD."""
     model = model_of(make)
-    if distribution:
-        mpikfac.lab.split_layers(model, comm, distribution)
+    if tp_plan:
+        mpikfac.lab.split_layers(model, comm, tp_plan)
     trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm, strategy)
     for step in range(steps):
         one_step(trainer, comm, step, **given)
@@ -184,8 +184,8 @@ def test_strategies_of_first_order_training(comm, name):
     strategy = STRATEGIES[name]
     given = {"clip": {"max_norm": 0.1}, "examples": {"examples": 12 // comm.size}}.get(name, {})
     expected = first_order(comm, strategy, **given)
-    for distribution in distributions(comm, ROW):
-        found = first_order(comm, strategy, distribution, **given)
+    for tp_plan in plans(comm, ROW):
+        found = first_order(comm, strategy, tp_plan, **given)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         assert all(torch.equal(found, other) for other in comm.allgather(found))
 
@@ -194,19 +194,19 @@ def test_strategies_of_first_order_training(comm, name):
 @pytest.mark.parametrize("make", AXES)
 def test_the_bytes_are_the_plan(comm, make, kind):
     """Oracle: the bytes handed to MPI, counted at the calls."""
-    for distribution in distributions(comm, AXES[make][0]):
+    for tp_plan in plans(comm, AXES[make][0]):
         model, trace = model_of(make), Trace()
         calls = mpikfac.lab.layer_calls(model, shard(0, comm)[0])
-        mpikfac.lab.split_layers(model, comm, distribution, trace)
+        mpikfac.lab.split_layers(model, comm, tp_plan, trace)
         trainer = trainer_of(kind, model, comm, trace)
-        at, ways = places(calls, distribution.layers), distribution.ways
+        at, tp_size = places(calls, tp_plan.layers), tp_plan.tp_size
         for step in range(3):
             trace.clear()
             one_step(trainer, comm, step)
             statistics = kind == "eigen" and step % 2 == 0
             expected = collections.Counter()
             for call in calls:
-                for one in activation_messages(call, at[call.name], ways, 8, statistics):
+                for one in activation_messages(call, at[call.name], tp_size, 8, statistics):
                     expected[one.stage] += one.bytes
             refresh = (statistics, step == 0) if kind == "eigen" else (False, False)
             for one in trainer.plan.messages(comm.rank, *refresh):
@@ -217,16 +217,16 @@ def test_the_bytes_are_the_plan(comm, make, kind):
 
 def test_slices_save_bytes_of_gradients(comm):
     """Oracle: the formula of the page, 4 N (r-1)/r + 8 N/r (P/r - 1)/(P/r), against 8 N (P-1)/P."""
-    for distribution in distributions(comm, {"1": "outputs"}):
-        model, ranks, ways = model_of(multilayer), comm.size, distribution.ways
+    for tp_plan in plans(comm, {"1": "outputs"}):
+        model, ranks, tp_size = model_of(multilayer), comm.size, tp_plan.tp_size
         numbers = sum(p.numel() for p in model[1].parameters())
-        mpikfac.lab.split_layers(model, comm, distribution)
+        mpikfac.lab.split_layers(model, comm, tp_plan)
         plan = FirstOrderTrainer(model, problem.sgd_all(model), comm).plan
         of_rank = plan.of(comm.rank)
         wire = sum(one.wire for one in split_layers.reduce_slices(of_rank)) / 8
-        peers = ranks // ways
-        saved = numbers * (ways - 1) / ways + 2 * numbers / ways * (peers - 1) / peers
-        assert abs(wire - saved) <= 16 * ways * 4  # padding
+        peers = ranks // tp_size
+        saved = numbers * (tp_size - 1) / tp_size + 2 * numbers / tp_size * (peers - 1) / peers
+        assert abs(wire - saved) <= 16 * tp_size * 4  # padding
         assert wire < 2 * numbers * (ranks - 1) / ranks
         slices = 8 * split_layers.layout(of_rank).size
         assert plan.memory(comm.rank)["slices"] == slices >= 8 * numbers
@@ -234,9 +234,9 @@ def test_slices_save_bytes_of_gradients(comm):
 
 def test_without_gradients_a_rank_is_alone(comm):
     """Oracle: the ordinary model; only rank 0 calls the model, so a message would hang."""
-    for distribution in distributions(comm, ROW):
+    for tp_plan in plans(comm, ROW):
         model, ordinary = model_of(multilayer), model_of(multilayer)
-        split = mpikfac.lab.split_layers(model, comm, distribution)
+        split = mpikfac.lab.split_layers(model, comm, tp_plan)
         images, _ = shard(0, comm)
         if comm.rank == 0:
             with torch.no_grad():
@@ -255,10 +255,10 @@ def test_without_gradients_a_rank_is_alone(comm):
 def test_accumulated_and_scaled_steps(comm):
     """Oracle: the ordinary model. Several passes, a scaled loss, a skipped step."""
 
-    def trained(distribution=None):
+    def trained(tp_plan=None):
         model = model_of(multilayer)
-        if distribution:
-            mpikfac.lab.split_layers(model, comm, distribution)
+        if tp_plan:
+            mpikfac.lab.split_layers(model, comm, tp_plan)
         trainer = trainer_of("eigen", model, comm)
         scaler = torch.amp.GradScaler(problem.DEVICE.type, init_scale=8.0)
         for step in range(3):
@@ -271,17 +271,17 @@ def test_accumulated_and_scaled_steps(comm):
         return problem.state(model)
 
     expected = trained()
-    for distribution in distributions(comm, ROW):
-        torch.testing.assert_close(trained(distribution), expected, rtol=1e-10, atol=1e-10)
+    for tp_plan in plans(comm, ROW):
+        torch.testing.assert_close(trained(tp_plan), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_gradients_of_gradients(comm):
     """Oracle: the ordinary model, with a penalty on the gradient of the inputs."""
 
-    def trained(distribution=None):
+    def trained(tp_plan=None):
         model = model_of(convolutions)
-        if distribution:
-            mpikfac.lab.split_layers(model, comm, distribution)
+        if tp_plan:
+            mpikfac.lab.split_layers(model, comm, tp_plan)
         trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
         images, labels = shard(0, comm)
         loss = F.cross_entropy(model(images.requires_grad_()), labels)
@@ -291,17 +291,17 @@ def test_gradients_of_gradients(comm):
         return problem.state(model)
 
     expected = trained()
-    for distribution in distributions(comm, AXES[convolutions][1]):
-        torch.testing.assert_close(trained(distribution), expected, rtol=1e-10, atol=1e-10)
+    for tp_plan in plans(comm, AXES[convolutions][1]):
+        torch.testing.assert_close(trained(tp_plan), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_autocast(comm):
     """Oracle: the ordinary model under autocast, to the digits of bfloat16; on the host."""
 
-    def trained(distribution=None):
+    def trained(tp_plan=None):
         model = model_of(multilayer).float().cpu()
-        if distribution:
-            mpikfac.lab.split_layers(model, comm, distribution)
+        if tp_plan:
+            mpikfac.lab.split_layers(model, comm, tp_plan)
         trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
         images, labels = shard(0, comm)
         with torch.autocast("cpu", torch.bfloat16):
@@ -311,18 +311,18 @@ def test_autocast(comm):
         return problem.state(model)
 
     expected = trained()
-    for distribution in distributions(comm, ROW):
-        torch.testing.assert_close(trained(distribution), expected, rtol=0.02, atol=2e-3)
+    for tp_plan in plans(comm, ROW):
+        torch.testing.assert_close(trained(tp_plan), expected, rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.parametrize("fisher_type", ["type-2", "forward-only"])
 def test_further_estimators(comm, fisher_type):
     """Oracle: the ordinary model."""
 
-    def trained(distribution=None):
+    def trained(tp_plan=None):
         model = model_of(multilayer)
-        if distribution:
-            mpikfac.lab.split_layers(model, comm, distribution)
+        if tp_plan:
+            mpikfac.lab.split_layers(model, comm, tp_plan)
         settings = {**problem.SETTINGS, "fisher_type": fisher_type}
         trainer = problem.kfac(model, problem.sgd_all(model), comm, None, **settings)
         for step in range(2):
@@ -335,8 +335,8 @@ def test_further_estimators(comm, fisher_type):
         return problem.state(model)
 
     expected = trained()
-    for distribution in distributions(comm, ROW):
-        torch.testing.assert_close(trained(distribution), expected, rtol=1e-9, atol=1e-9)
+    for tp_plan in plans(comm, ROW):
+        torch.testing.assert_close(trained(tp_plan), expected, rtol=1e-9, atol=1e-9)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -344,22 +344,22 @@ def test_further_estimators(comm, fisher_type):
 
 def refused(comm, model, axes, text, error=ValueError):
     with pytest.raises(error, match=text):
-        mpikfac.lab.split_layers(model, comm, Distribution(comm.size, axes))
+        mpikfac.lab.split_layers(model, comm, TensorParallelPlan(comm.size, axes))
 
 
 def test_refusals_of_layers(comm):
     """Oracle: the names and values in the texts."""
     if comm.size == 1:
-        with pytest.raises(ValueError, match="ways=1 splits no layer"):
-            Distribution(1, {"1": "outputs"})
+        with pytest.raises(ValueError, match="tp_size=1 splits no layer"):
+            TensorParallelPlan(1, {"1": "outputs"})
         return
     model = model_of(multilayer)
     refused(comm, model, {"9": "outputs"}, "layer '9': no module of the model has the name")
     refused(comm, model, {"6": "outputs"}, "layer '6': LayerNorm cannot be split, only Linear")
-    refused(comm, model, {"7": "outputs"}, "layer '7' has 5 outputs, which ways=")
+    refused(comm, model, {"7": "outputs"}, "layer '7' has 5 outputs, which tp_size=")
     narrow = nn.Sequential(nn.Linear(12, 25), nn.ReLU(), nn.Linear(25, 12))
     # Inputs of the first layer and outputs of the second layer divide; slices in between do not.
-    text = f"layer '0' hands on 25 outputs to a split layer, which ways={comm.size} does not"
+    text = f"layer '0' hands on 25 outputs to a split layer, which tp_size={comm.size} does not"
     refused(comm, narrow, {"0": "inputs", "2": "outputs"}, text)
     grouped = nn.Sequential(nn.Conv2d(12, 12, 3, groups=2))
     refused(comm, grouped, {"0": "inputs"}, "layer '0': a convolution with groups=2 cannot be")
@@ -369,17 +369,19 @@ def test_refusals_of_layers(comm):
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(12, 12)))
     refused(comm, normed, {"0": "inputs"}, "layer '0': ")
     refused(comm, torch.compile(model), ROW, "the model is compiled")
-    with pytest.raises(ValueError, match=f"ways={comm.size + 1} must divide the {comm.size} ranks"):
-        mpikfac.lab.split_layers(model, comm, Distribution(comm.size + 1, ROW))
+    with pytest.raises(
+        ValueError, match=f"tp_size={comm.size + 1} must divide the {comm.size} ranks"
+    ):
+        mpikfac.lab.split_layers(model, comm, TensorParallelPlan(comm.size + 1, ROW))
     with pytest.raises(ValueError, match="layer '1': channels='rows' must be"):
-        Distribution(2, {"1": "rows"})
+        TensorParallelPlan(2, {"1": "rows"})
     trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
     refused(comm, model, ROW, "the model has a FirstOrderTrainer already")
     del trainer
     axes = {"1": "outputs" if comm.rank else "inputs"}
-    refused(comm, model_of(multilayer), axes, "ranks disagree on distribution", UserError)
+    refused(comm, model_of(multilayer), axes, "ranks disagree on tp_plan", UserError)
     other = model_of(multilayer)
-    mpikfac.lab.split_layers(other, comm, Distribution(comm.size, ROW))
+    mpikfac.lab.split_layers(other, comm, TensorParallelPlan(comm.size, ROW))
     refused(comm, other, ROW, "the model has split layers already")
 
 
@@ -388,10 +390,10 @@ def test_refusals_of_strategies(comm):
     if comm.size == 1:
         return
     model = model_of(multilayer)
-    mpikfac.lab.split_layers(model, comm, Distribution(comm.size, ROW))
+    mpikfac.lab.split_layers(model, comm, TensorParallelPlan(comm.size, ROW))
     optimizer = problem.sgd_all(model)
     for sync in (LocalSGD(sync_every=2), Synchronous(aggregation=Median())):
-        with pytest.raises(ValueError, match=f"ways={comm.size} needs "):
+        with pytest.raises(ValueError, match=f"tp_size={comm.size} needs "):
             FirstOrderTrainer(model, optimizer, comm, Strategy(sync=sync))
     with pytest.raises(ValueError, match=f"over {comm.size} ranks, and 1 ranks average"):
         FirstOrderTrainer(model, optimizer, comm.Split(comm.rank))
@@ -404,7 +406,7 @@ def test_refusals_of_batches(comm):
     if comm.size == 1:
         return
     model = model_of(Branches)
-    mpikfac.lab.split_layers(model, comm, Distribution(comm.size, AXES[Branches][0]))
+    mpikfac.lab.split_layers(model, comm, TensorParallelPlan(comm.size, AXES[Branches][0]))
     images, _ = shard(0, comm)
     with pytest.raises(
         UserError, match=r"layer 'left' gets \[\d+, 96\] .* on member 0, layer 'left'"

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mpikfac.lab import CenteredClipping, GeometricMedian, Krum, Median, Safeguard, TrimmedMean
-from mpikfac.numerics import Near, by_vector, combined, farthest
-from mpikfac.plan import NearMost
+from mpikfac.lab.robust.config import NearMost
+from mpikfac.lab.robust.rules import farthest
+from mpikfac.lab.robust.shards import Near
+from mpikfac.numerics import by_vector, combined
 from support import byzantine
 
 RIGHT, WRONG, SIZE = 5, 2, 40
@@ -296,7 +298,7 @@ PLACES = 40
 def in_shards(vectors, edges):
     """Return the sums that ranks with shards between the edges make of blocks."""
     shards = [
-        (Near(NearMost(2.0, BLOCKS), start), torch.tensor(vectors[:, start:stop]))
+        (Near(NearMost(BLOCKS, 2.0), start), torch.tensor(vectors[:, start:stop]))
         for start, stop in itertools.pairwise(edges)
     ]
     products = sum(near.products(parts) for near, parts in shards)

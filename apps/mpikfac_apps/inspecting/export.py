@@ -76,7 +76,7 @@ def average(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Tensor]:
     """
     tensors = _tensors(checkpoint, AVERAGE)
     if not tensors:
-        raise ValueError(f"{checkpoint.path} has no averaged weights; its run had average=0")
+        raise ValueError(f"{checkpoint.path} has no averaged weights; its run had ema_decay=0")
     return tensors
 
 

@@ -64,7 +64,7 @@ class ExportOptions:
     Args:
         path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
         weights: a new file for the weights of the model, .pt or .safetensors; null for none.
-        average: a new file for the averaged weights of a run with `average`, .pt or .safetensors;
+        average: a new file for the averaged weights of a run with `ema_decay`, .pt or .safetensors;
             null for none. Running statistics belong to the averages if the run tested the network
             at the step of the checkpoint, for example at the end of the run.
         factors: a new file for the factors A and G of every layer, .npz; null for none.

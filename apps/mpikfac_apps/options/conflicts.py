@@ -66,7 +66,7 @@ def _check_strategy(options: Options, ranks: int) -> None:
         raise ValueError(f"sync={sync.name} needs another optimizer than kfac, such as sgd")
     if sync.waits_for_all and not sync.local_steps:
         return
-    choices = {name: getattr(options, name) for name in ("average", "shrink", "frozen_epochs")}
+    choices = {name: getattr(options, name) for name in ("ema_decay", "shrink", "frozen_epochs")}
     for name, value in {**choices, "split_layers": options.distribution.split}.items():
         if value:
             raise ValueError(
@@ -77,15 +77,15 @@ def _check_strategy(options: Options, ranks: int) -> None:
 
 def _check_split(options: Options, ranks: int) -> None:
     """Refuse split layers in a wrong form, and options that exclude split layers."""
-    split, ways = options.distribution.split, options.distribution.ways
-    if ways and split in ([], [AUTO]):
-        raise ValueError(f"ways={ways} needs names of layers in split_layers, not {split}")
+    split, tp_size = options.distribution.split, options.distribution.tp_size
+    if tp_size and split in ([], [AUTO]):
+        raise ValueError(f"tp_size={tp_size} needs names of layers in split_layers, not {split}")
     if split and options.shrink:
         raise ValueError(
             f"shrink=true needs split_layers=[], not {split}: fewer ranks do not form the groups"
         )
     if split and split != [AUTO]:
-        mpikfac.Distribution(ways or ranks, dealt_out(split)).check_ranks(ranks)
+        mpikfac.TensorParallelPlan(tp_size or ranks, dealt_out(split)).check_ranks(ranks)
 
 
 def _check_frozen(options: Options, ranks: int) -> None:
@@ -152,7 +152,7 @@ def check_data(data: DataOptions) -> None:
     if entry.needs and getattr(data, entry.needs[0]) is None:
         key, meaning = entry.needs
         raise ValueError(f"data.{key}=null: {data.name} needs {meaning}")
-    for key in ("path", "size", "classes", "workers", "broken", "cache"):
+    for key in ("path", "size", "classes", "workers", "max_broken_images", "cache"):
         value, takers = getattr(data, key), [n for n, s in DATASETS.items() if key in s.takes]
         if value is not None and data.name not in takers:
             names = " or ".join(takers)

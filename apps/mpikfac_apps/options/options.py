@@ -98,8 +98,8 @@ class DataOptions:
         classes: the number of classes of synthetic images; null for 10.
         workers: the processes of a rank that decode images in files ahead of the steps; 0: the rank
             decodes; null for 2. Results do not depend on the number.
-        broken: the images in files that may be broken. A broken image is replaced by the next image
-            of the class, and named in the log; a further broken image ends the run. null for 0.
+        max_broken_images: how many images in files may be broken. A broken image is replaced by the
+            next image of its class and named in the log; one more ends the run. null for 0.
         cache: a directory on the disk of each node; one rank of each node copies the images of a
             packed file there before the training. null for no copy.
     """
@@ -116,7 +116,7 @@ class DataOptions:
     size: int | None = bounded(None, ">= 4")
     classes: int | None = bounded(None, ">= 2")
     workers: int | None = bounded(None, ">= 0", "<= 256")
-    broken: int | None = bounded(None, ">= 0")
+    max_broken_images: int | None = bounded(None, ">= 0")
     cache: str | None = None
 
 
@@ -161,7 +161,7 @@ class StrategyOptions:
         split_layers: the layers whose channels are dealt out over groups of ranks: NAME=outputs or
             NAME=inputs for each layer, or only "auto" for the cheapest channels of each layer: the
             layers with the least seconds on `machine`, or without a machine with the fewest bytes.
-        ways: the number of ranks of a group that shares out layers; null: all ranks, and of
+        tp_size: the number of ranks of a group that shares out layers; null: all ranks, and of
             split_layers=auto the cheapest number.
         assignment: who decomposes factors, preconditions gradients and steps weights.
         sync: what ranks exchange to train one model, and when.
@@ -173,7 +173,7 @@ class StrategyOptions:
     strategy: str = section("strategy", field(default=COMM_OPT))
     machine: str | None = None
     split_layers: list[str] | str = field(default_factory=list)
-    ways: int | None = bounded(None, ">= 2")
+    tp_size: int | None = bounded(None, ">= 2")
     assignment: Assignment = field(default_factory=CommOpt)
     sync: Synchronization = field(default_factory=Synchronous)
     compression: Compression = field(default_factory=Compression)
@@ -372,9 +372,9 @@ class LearningOptions:
             gradient in AdamW, Muon, SOAP and LAMB.
         label_smoothing: the share of an image's label that all classes have in equal parts in the
             loss of the training; the test takes the plain label.
-        average: tests of the network take an exponential average of the weights after every step.
-            The number is the share of the old average in the new average, such as 0.99; in the
-            first steps the average is the plain mean. 0: tests take the weights themselves.
+        ema_decay: the network is tested with an exponential moving average of its weights. At each
+            step the old average is multiplied by this decay, such as 0.99; in the first steps the
+            average is the plain mean. 0: the weights themselves are tested.
         distribution: the strategy.
         weights: a file of first weights: a state_dict, or a file of `mpikfac export`, .pt or
             .safetensors. Tensors of the last module may be missing or have another shape; these
@@ -383,10 +383,11 @@ class LearningOptions:
         frozen_epochs: the number of epochs at the start in which only the last module with
             parameters is trained, the classifier; all further layers are frozen, and are trained
             from the second step of the next epoch on. null: all layers are trained from the start.
-        feedback: the names of modules, such as [layer1, layer2]. Each of them ends a block of
-            layers. Gradients of blocks come from the error of the outputs by fixed signs, and not
-            from the next block [Han & Yoo 2019]; inside blocks, gradients are exact. K-FAC needs
-            kfac.fisher_type=forward-only. Empty: all gradients are exact.
+        direct_feedback: the names of modules, such as [layer1, layer2]. Each of them ends a block
+            of layers. The gradient of a block's outputs is computed from the error of the model's
+            outputs with fixed signs, not from the next block [Han & Yoo 2019]; inside blocks,
+            gradients are exact. K-FAC needs kfac.fisher_type=forward-only. Empty: all gradients are
+            exact.
         seed: the seed of initial weights, of the order of images and of augmentation.
     """
 
@@ -414,11 +415,11 @@ class LearningOptions:
     nesterov: bool = False
     weight_decay: float = bounded(WEIGHT_DECAY, ">= 0")
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
-    average: float = bounded(0.0, ">= 0", "< 1")
+    ema_decay: float = bounded(0.0, ">= 0", "< 1")
     distribution: StrategyOptions = inline(StrategyOptions)
     weights: str | None = section("first weights, seed", field(default=None))
     frozen_epochs: int | None = bounded(None, ">= 1")
-    feedback: list[str] = field(default_factory=list)
+    direct_feedback: list[str] = field(default_factory=list)
     seed: int = bounded(0, ">= 0", "< 4294967296")
 
     @property

@@ -25,7 +25,7 @@ from mpikfac import (
 from mpikfac.layers import Kinds
 from mpikfac.plan import CHANNELS, Channels, Grafting, LayerCall, Plan, forward_only
 from mpikfac.preconditioners import Preconditioner, forms, named_preconditioner
-from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
+from mpikfac.predict import Job, choose, choose_tensor_parallel_plan, load_machine, tuned
 from mpikfac.settings import SETTLED, usual_intervals
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
 from mpikfac_apps.options.choices import with_choices
@@ -190,9 +190,9 @@ def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
     return channels
 
 
-def layer_distribution(
+def tensor_parallel_plan(
     distribution: StrategyOptions, calls: Sequence[LayerCall], ranks: int
-) -> mpikfac.Distribution:
+) -> mpikfac.TensorParallelPlan:
     """Return the split layers of a network.
 
     Args:
@@ -204,8 +204,8 @@ def layer_distribution(
     """
     if distribution.split == [AUTO]:
         machine = load_machine(distribution.machine) if distribution.machine else None
-        return choose_distribution(calls, ranks, machine, ITEMSIZE)
-    return mpikfac.Distribution(distribution.ways or ranks, dealt_out(distribution.split))
+        return choose_tensor_parallel_plan(calls, ranks, machine, ITEMSIZE)
+    return mpikfac.TensorParallelPlan(distribution.tp_size or ranks, dealt_out(distribution.split))
 
 
 def make_plan(

@@ -11,7 +11,7 @@ from mpikfac.preconditioners import Inverse, Preconditioner, named_preconditione
 
 ALL_RANKS = 256  # of a larger job, SAMPLE ranks and the most loaded rank stand for all ranks
 SAMPLE = 64
-UNPLANNED = ("split_layers", "ways")  # options that need the calls of a network
+UNPLANNED = ("split_layers", "tp_size")  # options that need the calls of a network
 KINDS_OF_STEP = (
     ("Ordinary step", False, False),
     ("Step with new factors", True, False),

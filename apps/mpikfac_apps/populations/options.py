@@ -16,9 +16,9 @@ from mpikfac_apps.options.strategy import make_strategy, no_servers, serving_ran
 from mpikfac_apps.problems.datasets import source
 
 OF_ONE_NETWORK = (
-    *("accumulate", "eval_every", "eval_steps", "keep_best", "patience", "average"),
+    *("accumulate", "eval_every", "eval_steps", "keep_best", "patience", "ema_decay"),
     *("frozen_epochs", "shrink", "trace_steps", "mixup", "cutmix", "damping_adapt", "scale_lr"),
-    *("split_layers", "ways", "groups", "burn_in", "swap_every", "distill_weight"),
+    *("split_layers", "tp_size", "groups", "burn_in", "swap_every", "distill_weight"),
 )
 """Fields of the training's options that a population leaves out."""
 

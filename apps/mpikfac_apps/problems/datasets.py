@@ -431,7 +431,11 @@ PIXELS = ("pixels",)
 ARCHIVE = ("path", "the directory in which the archive of CIFAR-10 was unpacked")
 ARCHIVE_100 = ("path", "the directory in which the archive of CIFAR-100 was unpacked")
 of_files = partial(
-    Source, size=224, classes=None, takes=("path", "size", "workers", "broken"), files=True
+    Source,
+    size=224,
+    classes=None,
+    takes=("path", "size", "workers", "max_broken_images"),
+    files=True,
 )
 
 DATASETS = {
@@ -450,7 +454,7 @@ DATASETS = {
     ),
     "packed": of_files(
         packed.listed,
-        takes=("path", "size", "workers", "broken", "cache"),
+        takes=("path", "size", "workers", "max_broken_images", "cache"),
         needs=("path", "a file of mpikfac pack"),
     ),
     "text": Source(text, channels=0, size=64, classes=256, holds=("text",), takes=("path", "size")),

@@ -213,7 +213,7 @@ class FileBatches:
         self._train, self._test = listing.train_images, listing.test_images
         room = max(ROOM, *(size // ranks for size in numbers_of(batch)))
         workers = WORKERS if data.workers is None else data.workers
-        self._reader = ImageReader(listing.size, room, workers, data.broken or 0)
+        self._reader = ImageReader(listing.size, room, workers, data.max_broken_images or 0)
         self._epoch, self._order = -1, torch.empty(0)
         self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # with epoch and index
 

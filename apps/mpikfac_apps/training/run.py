@@ -94,7 +94,7 @@ class Run(Loop):
             self.problem, team, world, self.model, optimizer, trace
         )
         trainers.give_feedback(self.problem, self.training.trainer)
-        self.average = Average(self.model, options.average) if options.average else None
+        self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
         self.best = best.Best(self.problem.task)
         self._first_loss = math.nan  # of this rank, since this start
         rate = learning_rate(options, calendar.at(0).steps, self.origin.ranks)

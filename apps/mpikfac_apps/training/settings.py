@@ -290,7 +290,13 @@ def _tell(
 def identity(options: Options) -> dict[str, Any]:
     """Return the options that define the meaning of step number and weights, fixed for restarts."""
     chosen = dataclasses.asdict(options.data)
-    for free in ("path", "test_images", "workers", "broken", "cache"):  # may differ after a restart
+    for free in (
+        "path",
+        "test_images",
+        "workers",
+        "max_broken_images",
+        "cache",
+    ):  # may differ after a restart
         del chosen[free]
     return {
         "model": options.model,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpikfac.comm.messages.buffers import check_sendable
 from mpikfac.comm.mpi import MPI
-from mpikfac.numerics import ByVector, Near, by_vector
-from mpikfac.plan import Aggregation, Message, NearMost
+from mpikfac.numerics import ByVector, by_vector
+from mpikfac.plan import Aggregation, FactorAggregation, Message
 from mpikfac.trace import Trace
 
 
@@ -69,15 +70,15 @@ class Combiner:
             comm.Allgatherv(shard.contiguous().numpy(), [host.numpy(), counts])
         flat[first:last] = host
 
-    def _rule(self, deal: Message, parts: Tensor, first: int) -> ByVector | Near:
+    def _rule(self, deal: Message, parts: Tensor, first: int) -> Any:
         """Return the rule of a message's shard, with its state."""
-        if isinstance(deal.rule, NearMost):
-            return Near(deal.rule, first)
+        if isinstance(deal.rule, FactorAggregation):
+            return deal.rule.combiner(first)
         assert isinstance(deal.rule, Aggregation)
         return self.rules.get(deal.stage) or by_vector(deal.rule, len(parts), parts[0])
 
     def _by_vector(
-        self, comm: MPI.Intracomm, products: Message, parts: Tensor, rule: ByVector | Near
+        self, comm: MPI.Intracomm, products: Message, parts: Tensor, rule: Any
     ) -> Tensor:
         """Return the rank's shard of the result; the inner products are reduced over ranks."""
         total = rule.products(parts)

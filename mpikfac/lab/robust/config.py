@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mpikfac.plan import (
     Aggregation,
-    NearMost,
+    FactorAggregation,
     check_count,
     check_positive,
     check_size,
@@ -40,7 +40,7 @@ class Median(Robust):
 
     def combine(self, vectors: Tensor) -> Tensor:
         """Return the median of each coordinate, `[n]`."""
-        from mpikfac.numerics import median
+        from mpikfac.lab.robust.rules import median
 
         return median(vectors)
 
@@ -57,7 +57,7 @@ class GeometricMedian(Robust):
 
     def weights(self, products: Tensor) -> Tensor:
         """Return the weight of each vector, `[ranks]`."""
-        from mpikfac.numerics import geometric_median
+        from mpikfac.lab.robust.rules import geometric_median
 
         return geometric_median(products)
 
@@ -100,7 +100,7 @@ class TrimmedMean(_OfSome):
 
     def combine(self, vectors: Tensor) -> Tensor:
         """Return the trimmed mean of each coordinate, `[n]`."""
-        from mpikfac.numerics import trimmed_mean
+        from mpikfac.lab.robust.rules import trimmed_mean
 
         return trimmed_mean(vectors, self.num_byzantine)
 
@@ -125,7 +125,7 @@ class Krum(_OfSome):
 
     def weights(self, products: Tensor) -> Tensor:
         """Return the weight of each vector, `[ranks]`."""
-        from mpikfac.numerics import krum
+        from mpikfac.lab.robust.rules import krum
 
         return krum(products, self.num_byzantine)
 
@@ -156,13 +156,13 @@ class CenteredClipping(Robust):
 
     def weights(self, products: Tensor) -> Tensor:
         """Return the weight of the centre and of each vector, `[1 + ranks]`."""
-        from mpikfac.numerics import centered_clipping
+        from mpikfac.lab.robust.rules import centered_clipping
 
         return centered_clipping(products, self.radius)
 
     def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
         """Return what combines shards, and remembers the centre."""
-        from mpikfac.numerics import Centred
+        from mpikfac.lab.robust.shards import Centred
 
         return Centred(self, ranks, like, first)
 
@@ -218,9 +218,31 @@ class Safeguard(Robust):
 
     def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
         """Return what combines shards, and remembers both windows."""
-        from mpikfac.numerics import Windows
+        from mpikfac.lab.robust.shards import Windows
 
         return Windows(self, ranks, like, first)
+
+
+@dataclass(frozen=True)
+class NearMost(FactorAggregation):
+    """Sum each block over the ranks whose blocks are near most ranks' blocks.
+
+    Attributes:
+        factor: the maximum distance of a block that counts, as a multiple of the distance within
+            which a rank has most ranks.
+    """
+
+    factor: float
+
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes: of blocks and of counts."""
+        return 2 * len(self.blocks) * ranks**2
+
+    def combiner(self, first: int) -> Any:
+        """Return what combines the shards that start at element `first`."""
+        from mpikfac.lab.robust.shards import Near
+
+        return Near(self, first)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -242,7 +264,7 @@ class NearestMajority(Aggregation):
 
     def of_factors(self, blocks: tuple[tuple[int, int, int], ...]) -> NearMost:
         """Return the rule of messages with factors."""
-        return NearMost(self.threshold, blocks)
+        return NearMost(blocks, self.threshold)
 
 
 def _check_threshold(threshold: float) -> None:

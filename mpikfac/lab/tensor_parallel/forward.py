@@ -14,7 +14,7 @@ from mpikfac.comm import Group
 from mpikfac.engine import Gradients, Part, Site
 from mpikfac.lab.tensor_parallel.transfers import gather, sum_parts, turn
 from mpikfac.numerics import listen
-from mpikfac.plan import CHANNELS, Distribution, Place, Split, names, span, split_layers
+from mpikfac.plan import CHANNELS, Place, Split, TensorParallelPlan, names, span, split_layers
 
 Hook = Callable[[Tensor], None]
 
@@ -28,7 +28,7 @@ class SplitForward:
 
     Attributes:
         place: the channels that are dealt out, and the forms of input and output.
-        distribution: of all split layers of the model.
+        tp_plan: of all split layers of the model.
         ranks: the number of ranks of all groups together.
         describe: returns what a plan has to know of the split layers of the model.
     """
@@ -37,7 +37,7 @@ class SplitForward:
     module: Any
     group: Group
     place: Place
-    distribution: Distribution
+    tp_plan: TensorParallelPlan
     ranks: int
     describe: Callable[..., Split]
 

@@ -54,15 +54,18 @@ class SlicedSender(Sender):
 
     def _cuts_of(self, model: nn.Module, slots: Iterable[Slot]) -> Iterator[Cut]:
         split = split_layers.in_slices(self._site.plan)
-        ways = split.distribution.ways
+        tp_size = split.tp_plan.tp_size
         sliced = {parameter.name: parameter for parameter in split.parameters}
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         for slot in slots:
             for part, parameter in zip(slot.parts, slot.block.parameters):
                 if (cut := sliced.get(name_of.get(id(parameter), ""))) is None:
                     continue
-                for member in range(ways):
-                    (start, stop), (name, _) = cut.span(member, ways), cut.slice_of(member, ways)
+                for member in range(tp_size):
+                    (start, stop), (name, _) = (
+                        cut.span(member, tp_size),
+                        cut.slice_of(member, tp_size),
+                    )
                     slice_of_part = part.narrow(cut.dim, start, stop - start)
                     yield Cut(member, self._slices[name], slice_of_part)
 

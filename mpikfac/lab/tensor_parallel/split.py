@@ -11,7 +11,7 @@ from mpikfac.comm import Comm, Group, agree
 from mpikfac.lab.tensor_parallel.forward import SplitForward, split_forward
 from mpikfac.lab.tensor_parallel.rows import layers_before, refusal
 from mpikfac.layers import trainer_of
-from mpikfac.plan import CHANNELS, Channels, Distribution, Place, Sliced, Split
+from mpikfac.plan import CHANNELS, Channels, Place, Sliced, Split, TensorParallelPlan
 from mpikfac.trace import Trace
 
 
@@ -26,22 +26,22 @@ class SplitLayers:
     """Hold the split layers of a model.
 
     Attributes:
-        distribution: the layers, and the channels that are dealt out.
+        tp_plan: the layers, and the channels that are dealt out.
         places: by name of a split layer, the forms of inputs and outputs.
         trace: seconds and bytes of the exchanges of activations.
     """
 
     def __init__(
-        self, model: nn.Module, comm: Comm, distribution: Distribution, trace: Trace
+        self, model: nn.Module, comm: Comm, tp_plan: TensorParallelPlan, trace: Trace
     ) -> None:
-        self.model, self.distribution, self.trace = model, distribution, trace
-        self.places = _places(model, distribution)
-        color = distribution.group(comm.rank, comm.size)[0]
+        self.model, self.tp_plan, self.trace = model, tp_plan, trace
+        self.places = _places(model, tp_plan)
+        color = tp_plan.group(comm.rank, comm.size)[0]
         self._group = Group(comm, color, trace)
         for name, place in self.places.items():
             module: Any = model.get_submodule(name)
             module.forward = SplitForward(
-                name, module, self._group, place, distribution, comm.size, split_of
+                name, module, self._group, place, tp_plan, comm.size, split_of
             )
 
     def detach(self) -> None:
@@ -55,7 +55,7 @@ class SplitLayers:
 
 
 def split_layers(
-    model: nn.Module, comm: Comm, distribution: Distribution, trace: Trace | None = None
+    model: nn.Module, comm: Comm, tp_plan: TensorParallelPlan, trace: Trace | None = None
 ) -> SplitLayers:
     """Split layers over groups of ranks, before a trainer of the model is made.
 
@@ -70,16 +70,16 @@ def split_layers(
 
     Raises:
         ValueError: a layer cannot be split; raised before any communication.
-        UserError: ranks disagree on the distribution.
+        UserError: ranks disagree on the tp_plan.
     """
-    distribution.check_ranks(comm.size)
-    check_layers(model, distribution)
-    agree(comm, {"distribution": distribution})
-    return SplitLayers(model, comm, distribution, trace or Trace())
+    tp_plan.check_ranks(comm.size)
+    check_layers(model, tp_plan)
+    agree(comm, {"tp_plan": tp_plan})
+    return SplitLayers(model, comm, tp_plan, trace or Trace())
 
 
-def check_layers(model: nn.Module, distribution: Distribution) -> None:
-    """Check that all layers of the distribution can be split.
+def check_layers(model: nn.Module, tp_plan: TensorParallelPlan) -> None:
+    """Check that all layers of the plan can be split.
 
     Raises:
         ValueError: a layer cannot be split, or the model has a trainer, is compiled or is split.
@@ -91,28 +91,29 @@ def check_layers(model: nn.Module, distribution: Distribution) -> None:
     if (trainer := trainer_of(model)) is not None:
         kind = type(trainer).__name__
         raise ValueError(f"the model has a {kind} already; split layers before {kind} is made")
-    for name, axis in distribution.layers.items():
+    for name, axis in tp_plan.layers.items():
         if why := refusal(model, name):
             raise ValueError(f"layer {name!r}: {why}")
         weight: Any = model.get_submodule(name).weight
         count = weight.shape[CHANNELS.index(axis)]
-        if count % distribution.ways:
+        if count % tp_plan.tp_size:
             raise ValueError(
-                f"layer {name!r} has {count} {axis}, which ways={distribution.ways} does not divide"
+                f"layer {name!r} has {count} {axis}, which tp_size={tp_plan.tp_size} does not "
+                f"divide"
             )
-    for name, place in _places(model, distribution).items():
+    for name, place in _places(model, tp_plan).items():
         weight = model.get_submodule(name).weight
         count = weight.shape[0]
-        if place.gives and count % distribution.ways:
+        if place.gives and count % tp_plan.tp_size:
             raise ValueError(
                 f"layer {name!r} hands on {count} outputs to a split layer, which "
-                f"ways={distribution.ways} does not divide; leave one of both layers out"
+                f"tp_size={tp_plan.tp_size} does not divide; leave one of both layers out"
             )
 
 
-def _places(model: nn.Module, distribution: Distribution) -> dict[str, Place]:
+def _places(model: nn.Module, tp_plan: TensorParallelPlan) -> dict[str, Place]:
     """Return the place of each split layer: two split layers in a row hand on slices."""
-    before, axes = layers_before(model), distribution.layers
+    before, axes = layers_before(model), tp_plan.layers
     takes = {name: before.get(name) for name in axes if before.get(name) in axes}
     gives = set(takes.values())
     return {name: Place(axis, name in takes, name in gives) for name, axis in axes.items()}
@@ -133,7 +134,7 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     block_of = {id(p): block.name for block in blocks for p in block.parameters}
-    slices, handed_on, distribution = [], [], Distribution()
+    slices, handed_on, tp_plan = [], [], TensorParallelPlan()
     for name, module in model.named_modules():
         forward = split_forward(module)
         if forward is None:
@@ -143,13 +144,13 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
                 f"layers are split over {forward.ranks} ranks, and {ranks} ranks average "
                 f"gradients: give split_layers the communicator of the trainer"
             )
-        distribution = forward.distribution
+        tp_plan = forward.tp_plan
         handed_on += [name] if forward.place.gives else []
         for parameter, dim in _cuts(module, forward.place.axis):
             if id(parameter) in block_of:
                 shape, block = tuple(parameter.shape), block_of[id(parameter)]
                 slices.append(Sliced(names[id(parameter)], block, shape, dim))
-    return Split(distribution, tuple(slices), tuple(handed_on))
+    return Split(tp_plan, tuple(slices), tuple(handed_on))
 
 
 def _cuts(module: Any, axis: Channels | None) -> list[tuple[Tensor, int]]:

@@ -1,6 +1,7 @@
 """The choices of how training is distributed, as values; their needs; and named values."""
 
 from mpikfac.plan.choices.aggregation import Aggregation as Aggregation
+from mpikfac.plan.choices.aggregation import FactorAggregation as FactorAggregation
 from mpikfac.plan.choices.aggregation import Mean as Mean
 from mpikfac.plan.choices.assignment import Assignment as Assignment
 from mpikfac.plan.choices.assignment import CommOpt as CommOpt
@@ -38,13 +39,6 @@ from mpikfac.plan.choices.compression import BFloat16 as BFloat16
 from mpikfac.plan.choices.compression import Compression as Compression
 from mpikfac.plan.choices.compression import Compressor as Compressor
 from mpikfac.plan.choices.compression import Int8 as Int8
-from mpikfac.plan.choices.distribution import CHANNELS as CHANNELS
-from mpikfac.plan.choices.distribution import SPLIT as SPLIT
-from mpikfac.plan.choices.distribution import Channels as Channels
-from mpikfac.plan.choices.distribution import Distribution as Distribution
-from mpikfac.plan.choices.distribution import Sliced as Sliced
-from mpikfac.plan.choices.distribution import Split as Split
-from mpikfac.plan.choices.distribution import span as span
 from mpikfac.plan.choices.estimates import BASIS_EVERY as BASIS_EVERY
 from mpikfac.plan.choices.estimates import FACTOR_EVERY as FACTOR_EVERY
 from mpikfac.plan.choices.estimates import FISHERS as FISHERS
@@ -64,4 +58,11 @@ from mpikfac.plan.choices.refresh import Refresh as Refresh
 from mpikfac.plan.choices.strategy import Strategy as Strategy
 from mpikfac.plan.choices.sync import Synchronization as Synchronization
 from mpikfac.plan.choices.sync import Synchronous as Synchronous
+from mpikfac.plan.choices.tensor_parallel import CHANNELS as CHANNELS
+from mpikfac.plan.choices.tensor_parallel import SPLIT as SPLIT
+from mpikfac.plan.choices.tensor_parallel import Channels as Channels
+from mpikfac.plan.choices.tensor_parallel import Sliced as Sliced
+from mpikfac.plan.choices.tensor_parallel import Split as Split
+from mpikfac.plan.choices.tensor_parallel import TensorParallelPlan as TensorParallelPlan
+from mpikfac.plan.choices.tensor_parallel import span as span
 from mpikfac.plan.choices.transport import Transport as Transport

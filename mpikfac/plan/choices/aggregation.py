@@ -64,12 +64,36 @@ class Aggregation(Choice):
         """
         return ()
 
-    def of_factors(self, blocks: tuple[tuple[int, int, int], ...]) -> Any:
-        """Return the rule of messages with factors, such as `NearMost`.
+    def of_factors(self, blocks: tuple[tuple[int, int, int], ...]) -> FactorAggregation:
+        """Return the rule of messages with factors, a `FactorAggregation`.
 
         Args:
             blocks: first and last (exclusive) element of each factor, and the place of its number
                 of examples.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FactorAggregation:
+    """A rule that combines blocks of statistics, each with its number of examples.
+
+    Attributes:
+        blocks: first and last (exclusive) element of each block, and the position of its number of
+            examples.
+    """
+
+    blocks: tuple[tuple[int, int, int], ...]
+
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes."""
+        raise NotImplementedError
+
+    def combiner(self, first: int) -> Any:
+        """Return what combines the shards that start at element `first`.
+
+        It has `products(parts)`, inner products in float64 to be reduced over ranks, and
+        `combine(products, parts)`, the shard of the result `[n]`; parts are `[ranks, n]`.
         """
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpikfac.plan import names
-from mpikfac.plan.choices import CHANNELS, Channels, Distribution, span
+from mpikfac.plan.choices import CHANNELS, Channels, TensorParallelPlan, span
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message, message
 
@@ -46,9 +46,9 @@ class LayerCall:
         """Return the number of channels that are dealt out."""
         return self.weight[CHANNELS.index(axis)]
 
-    def can_split(self, axis: Channels, ways: int) -> bool:
+    def can_split(self, axis: Channels, tp_size: int) -> bool:
         """Return whether all members of a group get equally many channels."""
-        return self.channels(axis) % ways == 0
+        return self.channels(axis) % tp_size == 0
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,23 @@ def places(calls: Sequence[LayerCall], axes: Mapping[str, Channels]) -> dict[str
 
 
 def activation_messages(
-    call: LayerCall, place: Place, ways: int, itemsize: int, statistics: bool = False
+    call: LayerCall, place: Place, tp_size: int, itemsize: int, statistics: bool = False
 ) -> list[Message]:
     """Return the messages of a layer's activations in a step, forward and then backward.
 
     Args:
         statistics: with the messages for the statistics of K-FAC.
     """
-    if place.axis is None or ways == 1:
+    if place.axis is None or tp_size == 1:
         return []
 
     def of(stage: str, primitive: str, count: int) -> Message:
-        parts = [span(count, member, ways) for member in range(ways)]
+        parts = [span(count, member, tp_size) for member in range(tp_size)]
         if primitive == "Reduce_scatter":
-            parts = [(count * member, count * (member + 1)) for member in range(ways)]
+            parts = [(count * member, count * (member + 1)) for member in range(tp_size)]
         if primitive == "Allgather":
             parts = [(0, count)]
-        return message(stage, primitive, "group", parts, ways, itemsize)
+        return message(stage, primitive, "group", parts, tp_size, itemsize)
 
     forward, backward = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS
     inputs, outputs = call.taken, call.given
@@ -112,28 +112,28 @@ def activation_messages(
 
 
 def gradient_messages(
-    numbers: int, split: bool, ways: int, ranks: int, itemsize: int
+    numbers: int, split: bool, tp_size: int, ranks: int, itemsize: int
 ) -> list[Message]:
     """Return the messages of a layer's gradient, as if the layer had messages of its own."""
-    stage, peers = names.REDUCE_GRADIENTS, ranks // ways
-    if not split or ways == 1:
+    stage, peers = names.REDUCE_GRADIENTS, ranks // tp_size
+    if not split or tp_size == 1:
         unsplit = [message(stage, "Allreduce", "world", [(0, numbers)], ranks, itemsize)]
         return unsplit if ranks > 1 else []
-    slices = [span(numbers, member, ways) for member in range(ways)]
-    gathered = message(stage, "Allgatherv", "group", slices, ways, itemsize)
+    slices = [span(numbers, member, tp_size) for member in range(tp_size)]
+    gathered = message(stage, "Allgatherv", "group", slices, tp_size, itemsize)
     if peers == 1:
         return [gathered]
     return [message(stage, "Allreduce", "peers", slices[:1], peers, itemsize), gathered]
 
 
 def layer_messages(
-    call: LayerCall, place: Place, ways: int, ranks: int, itemsize: int
+    call: LayerCall, place: Place, tp_size: int, ranks: int, itemsize: int
 ) -> list[Message]:
     """Return the messages of a layer in a first-order step."""
     split = place.axis is not None
     return [
-        *activation_messages(call, place, ways, itemsize),
-        *gradient_messages(call.numbers, split, ways, ranks, itemsize),
+        *activation_messages(call, place, tp_size, itemsize),
+        *gradient_messages(call.numbers, split, tp_size, ranks, itemsize),
     ]
 
 
@@ -145,15 +145,15 @@ def wire_bytes(messages: Iterable[Message]) -> int:
 # -- text -----------------------------------------------------------------------------------------
 
 
-def distribution_table(
-    calls: Sequence[LayerCall], distribution: Distribution, ranks: int, itemsize: int = 4
+def tensor_parallel_table(
+    calls: Sequence[LayerCall], tp_plan: TensorParallelPlan, ranks: int, itemsize: int = 4
 ) -> str:
     """Return a table of the layers: data x model parts, and bytes against data parallel layers."""
-    at = places(calls, distribution.layers)
+    at = places(calls, tp_plan.layers)
     groups = "without split layers"
-    if distribution.layers:
-        kind = "strided" if distribution.strided else "neighbouring"
-        groups = f"in groups of {distribution.ways} {kind} ranks"
+    if tp_plan.layers:
+        kind = "strided" if tp_plan.strided else "neighbouring"
+        groups = f"in groups of {tp_plan.tp_size} {kind} ranks"
     lines = [
         f"{ranks} ranks {groups}; MiB that a rank sends in a step, in rings",
         f"{'layer':<20} {'data':>5} {'model':>5}  {'split':<8} {'takes':<9} {'gives':<9} "
@@ -162,9 +162,9 @@ def distribution_table(
     totals = [0, 0]
     for call in calls:
         place, form = at[call.name], ("examples", "channels")
-        ways = distribution.ways if place.axis else 1
-        moved = wire_bytes(activation_messages(call, place, ways, itemsize))
-        gradients = gradient_messages(call.numbers, bool(place.axis), ways, ranks, itemsize)
+        tp_size = tp_plan.tp_size if place.axis else 1
+        moved = wire_bytes(activation_messages(call, place, tp_size, itemsize))
+        gradients = gradient_messages(call.numbers, bool(place.axis), tp_size, ranks, itemsize)
         reduced = wire_bytes(gradients)
         unsplit = wire_bytes(gradient_messages(call.numbers, False, 1, ranks, itemsize))
         totals = [totals[0] + moved + reduced, totals[1] + unsplit]
@@ -173,7 +173,7 @@ def distribution_table(
             for size, width in ((moved, 12), (reduced, 11), (moved + reduced, 10), (unsplit, 14))
         )
         lines.append(
-            f"{call.name:<20} {ranks // ways:>5} {ways:>5}  {place.axis or '-':<8} "
+            f"{call.name:<20} {ranks // tp_size:>5} {tp_size:>5}  {place.axis or '-':<8} "
             f"{form[place.takes]:<9} {form[place.gives]:<9}{sizes}"
         )
     lines.append(f"{'together':<62}{'':>23}{totals[0] / 2**20:>10.3f}{totals[1] / 2**20:>14.3f}")

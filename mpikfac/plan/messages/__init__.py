@@ -8,7 +8,6 @@ from mpikfac.plan.messages.levels import seat as seat
 from mpikfac.plan.messages.messages import BATCH as BATCH
 from mpikfac.plan.messages.messages import PIECE as PIECE
 from mpikfac.plan.messages.messages import Message as Message
-from mpikfac.plan.messages.messages import NearMost as NearMost
 from mpikfac.plan.messages.messages import across as across
 from mpikfac.plan.messages.messages import combinations as combinations
 from mpikfac.plan.messages.messages import gathers as gathers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from mpikfac.plan.choices import Aggregation
+from mpikfac.plan.choices import Aggregation, FactorAggregation
 from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
@@ -15,24 +15,6 @@ Kind = Callable[[str], Hashable]
 # a reduction of everything and takes less memory.
 PIECE = 2**22
 BATCH = 2**18  # elements of a batch of overlapped sums, and of a piece of such a sum
-
-
-@dataclass(frozen=True)
-class NearMost:
-    """A rule that adds up blocks of numbers of the ranks whose blocks are near most ranks' blocks.
-
-    Attributes:
-        factor: the farthest distance of a block that counts, in distances that hold most ranks.
-        blocks: first and last (exclusive) element of each block, and the place of the number of
-            examples in the block.
-    """
-
-    factor: float
-    blocks: tuple[tuple[int, int, int], ...]
-
-    def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes: of blocks and of counts."""
-        return 2 * len(self.blocks) * ranks**2
 
 
 @dataclass(frozen=True)
@@ -68,7 +50,7 @@ class Message:
     bytes: int
     wire: int
     codec: Codec | None = None
-    rule: Aggregation | NearMost | None = None
+    rule: Aggregation | FactorAggregation | None = None
     to: tuple[tuple[int, int], ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
 
@@ -113,7 +95,7 @@ def combinations(
     ranks: int,
     member: int,
     itemsize: int,
-    rule: Aggregation | NearMost,
+    rule: Aggregation | FactorAggregation,
 ) -> list[Message]:
     """Return messages to combine an arena of one segment by a rule; the rank is rank `member`.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac.plan import distribution_table
+from mpikfac.plan import tensor_parallel_table
 from mpikfac_apps.inspecting import weights
 from mpikfac_apps.options.choices import differences
 from mpikfac_apps.options.conflicts import check_momenta
@@ -18,9 +18,9 @@ from mpikfac_apps.options.strategy import (
     coverage,
     for_machine,
     kfac_settings,
-    layer_distribution,
     make_strategy,
     skippable,
+    tensor_parallel_plan,
 )
 from mpikfac_apps.problems import airbench
 from mpikfac_apps.running.votes import AnyTrainer
@@ -93,8 +93,8 @@ def split_layers(
         image = problem.normalise(problem.batches.first(1))
         share = problem.options.step_batch // comm.size
         calls = mpikfac.lab.layer_calls(model, image.expand(share, *image.shape[1:]))
-        distribution = layer_distribution(choices, calls, comm.size)
-        log.info("%s", distribution_table(calls, distribution, comm.size))
+        distribution = tensor_parallel_plan(choices, calls, comm.size)
+        log.info("%s", tensor_parallel_table(calls, distribution, comm.size))
         return mpikfac.lab.split_layers(model, comm, distribution, trace)
 
 
@@ -103,9 +103,9 @@ def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
 
     Collective over: problem.comm.
     """
-    ends, seed = problem.options.feedback, problem.options.seed
+    ends, seed = problem.options.direct_feedback, problem.options.seed
     if ends:
-        with mpikfac.comm.together(problem.comm, f"feedback={ends}"):
+        with mpikfac.comm.together(problem.comm, f"direct_feedback={ends}"):
             mpikfac.lab.DirectFeedback(trainer, ends, seed)
         log.info("blocks with direct feedback end at %s", ", ".join(ends))
 

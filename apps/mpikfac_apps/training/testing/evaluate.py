@@ -125,8 +125,8 @@ def average_of(
     options: Options, model: nn.Module, checkpoint: mpikfac.checkpoint.Checkpoint
 ) -> Average | None:
     """Return the averages of weights of a checkpoint; None if the run tested no averages."""
-    if not options.average or AVERAGED not in checkpoint:
+    if not options.ema_decay or AVERAGED not in checkpoint:
         return None
-    average = Average(model, options.average)
+    average = Average(model, options.ema_decay)
     average.load(checkpoint)
     return average

@@ -1,7 +1,8 @@
-"""How layers are dealt over groups of ranks, as plain data.
+"""How layers are split over groups of ranks, as plain data.
 
-The ranks form a grid of groups: a split layer is dealt over the `ways` ranks of a group, and groups
-share the data. Ranks with the same place in their groups hold the same slices: they are peers.
+The ranks form a grid of groups. A split layer is distributed over the `tp_size` ranks of a group,
+and the batch over the groups. Ranks with the same position in their groups hold the same slices:
+they are peers.
 """
 
 from __future__ import annotations
@@ -19,51 +20,53 @@ CHANNELS: tuple[Channels, ...] = ("outputs", "inputs")
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """Deal out layers over groups of ranks.
+class TensorParallelPlan:
+    """Split layers over groups of ranks (tensor parallelism).
 
     Attributes:
-        ways: the number of ranks of a group.
-        layers: by name of a split layer, the channels that the ranks of a group share out. Layers
-            without an entry are data parallel.
-        strided: the ranks of a group are `P / ways` ranks apart; otherwise neighbours.
+        tp_size: the number of ranks of a group.
+        layers: by name of a split layer, the channels that are distributed over the ranks of a
+            group. Layers without an entry are data parallel.
+        strided: the ranks of a group are `P / tp_size` ranks apart; otherwise neighbours.
     """
 
-    ways: int = 1
+    tp_size: int = 1
     layers: Mapping[str, Channels] = field(default_factory=dict, hash=False)
     strided: bool = False
 
     def __post_init__(self) -> None:
         make_plain(self)
-        check_count("ways", self.ways, 1)
+        check_count("tp_size", self.tp_size, 1)
         for name, axis in self.layers.items():
             one_of(f"layer {name!r}: channels", axis, CHANNELS)
-        if self.layers and self.ways == 1:
-            raise ValueError("ways=1 splits no layer; give ways of at least 2, or no layers")
+        if self.layers and self.tp_size == 1:
+            raise ValueError("tp_size=1 splits no layer; give tp_size of at least 2, or no layers")
 
     def check_ranks(self, ranks: int) -> None:
         """Check that groups are equally large.
 
         Raises:
-            ValueError: `ways` does not divide the number of ranks.
+            ValueError: `tp_size` does not divide the number of ranks.
         """
-        if ranks % self.ways:
+        if ranks % self.tp_size:
             possible = ", ".join(map(str, divisors(ranks)))
-            raise ValueError(f"ways={self.ways} must divide the {ranks} ranks: one of {possible}")
+            raise ValueError(
+                f"tp_size={self.tp_size} must divide the {ranks} ranks: one of {possible}"
+            )
 
     def group(self, rank: int, ranks: int) -> range:
         """Return the ranks of the group of `rank`."""
         if self.strided:
-            return range(rank % (ranks // self.ways), ranks, ranks // self.ways)
-        first = rank - rank % self.ways
-        return range(first, first + self.ways)
+            return range(rank % (ranks // self.tp_size), ranks, ranks // self.tp_size)
+        first = rank - rank % self.tp_size
+        return range(first, first + self.tp_size)
 
     def peers(self, rank: int, ranks: int) -> range:
         """Return the ranks with the same place in their groups as `rank`."""
         if self.strided:
-            first = rank - rank % (ranks // self.ways)
-            return range(first, first + ranks // self.ways)
-        return range(rank % self.ways, ranks, self.ways)
+            first = rank - rank % (ranks // self.tp_size)
+            return range(first, first + ranks // self.tp_size)
+        return range(rank % self.tp_size, ranks, self.tp_size)
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,13 @@ class Sliced:
     shape: Shape
     dim: int
 
-    def span(self, member: int, ways: int) -> tuple[int, int]:
+    def span(self, member: int, tp_size: int) -> tuple[int, int]:
         """Return the first and last (exclusive) index of a member's slice."""
-        return span(self.shape[self.dim], member, ways)
+        return span(self.shape[self.dim], member, tp_size)
 
-    def slice_of(self, member: int, ways: int) -> tuple[str, Shape]:
+    def slice_of(self, member: int, tp_size: int) -> tuple[str, Shape]:
         """Return the name and the shape of a member's slice."""
-        start, stop = self.span(member, ways)
+        start, stop = self.span(member, tp_size)
         shape = (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
         return slice_name(self.name, member), shape
 
@@ -101,7 +104,7 @@ class Split:
         handed_on: the layers whose outputs stay in slices, for a second split layer.
     """
 
-    distribution: Distribution = field(default_factory=Distribution)
+    tp_plan: TensorParallelPlan = field(default_factory=TensorParallelPlan)
     parameters: tuple[Sliced, ...] = ()
     handed_on: tuple[str, ...] = ()
 
@@ -112,14 +115,16 @@ class Split:
 
     def layout(self) -> Layout:
         """Return the layout of all gradients of split layers, slice by slice."""
-        ways = self.distribution.ways
-        slices = ([p.slice_of(member, ways) for p in self.parameters] for member in range(ways))
+        tp_size = self.tp_plan.tp_size
+        slices = (
+            [p.slice_of(member, tp_size) for p in self.parameters] for member in range(tp_size)
+        )
         return lay_out(slices if self.parameters else [])
 
 
-def span(count: int, member: int, ways: int) -> tuple[int, int]:
+def span(count: int, member: int, tp_size: int) -> tuple[int, int]:
     """Return the first and last (exclusive) of `count` channels that a member of a group has."""
-    return count * member // ways, count * (member + 1) // ways
+    return count * member // tp_size, count * (member + 1) // tp_size
 
 
 def slice_name(name: str, member: int) -> str:
@@ -129,21 +134,21 @@ def slice_name(name: str, member: int) -> str:
 
 SPLIT: tuple[Combination, ...] = (
     Combination(
-        "ways",
+        "tp_size",
         None,
         {"sync.aggregation": "mean"},
         "a rank has the gradient of a slice alone, so ranks cannot be compared",
         default=1,
     ),
     Combination(
-        "ways",
+        "tp_size",
         None,
         {"sync.local_steps": False, "sync.waits_for_all": True},
         "the ranks of a group compute with slices of the same weights",
         default=1,
     ),
     Combination(
-        "ways",
+        "tp_size",
         None,
         {"compression.gradients.clip_norm": None},
         "a rank has the gradient of a slice alone, whose norm is not the gradient's",

@@ -9,7 +9,6 @@ from dataclasses import replace
 from mpikfac.plan import (
     CHANNELS,
     Channels,
-    Distribution,
     LayerCall,
     MemOpt,
     Message,
@@ -17,6 +16,7 @@ from mpikfac.plan import (
     Plan,
     Split,
     Strategy,
+    TensorParallelPlan,
     divisors,
     layer_messages,
     names,
@@ -32,39 +32,39 @@ Ways = Mapping[Place, tuple[float, dict[str, Channels]]]
 """
 
 
-def choose_distribution(
+def choose_tensor_parallel_plan(
     calls: Sequence[LayerCall],
     ranks: int,
     machine: Machine | None = None,
     itemsize: int = 4,
     strided: bool = False,
-) -> Distribution:
-    """Return the distribution with the cheapest messages of a first-order step.
+) -> TensorParallelPlan:
+    """Return the plan with the cheapest messages of a first-order step.
 
-    All divisors of the number of ranks are tried as `ways`. The cost is the bytes that a rank sends
-    in rings, or the seconds of all messages on a machine. Computations take the same seconds in all
-    distributions. No message is overlapped.
+    All divisors of the number of ranks are tried as `tp_size`. The cost is the bytes that a rank
+    sends in rings, or the seconds of all messages on a machine. Computations take the same seconds
+    in all plans. No message is overlapped.
 
     Args:
         calls: the layers in the order of the forward pass, see `layer_calls`.
         itemsize: bytes of a number.
-        strided: see `Distribution`.
+        strided: see `TensorParallelPlan`.
     """
-    best, least = Distribution(strided=strided), math.inf
-    for ways in divisors(ranks):
-        cost = _cost(Distribution(ways, strided=strided), ranks, machine, itemsize)
+    best, least = TensorParallelPlan(strided=strided), math.inf
+    for tp_size in divisors(ranks):
+        cost = _cost(TensorParallelPlan(tp_size, strided=strided), ranks, machine, itemsize)
         total, axes = 0.0, dict[str, Channels]()
         for row in _rows(calls):
-            of_row, chosen = _cheapest(row, ways, ranks, itemsize, cost)
+            of_row, chosen = _cheapest(row, tp_size, ranks, itemsize, cost)
             total, axes = total + of_row, axes | chosen
         if total < least:
-            least, best = total, Distribution(ways if axes else 1, axes, strided)
+            least, best = total, TensorParallelPlan(tp_size if axes else 1, axes, strided)
     return best
 
 
-def distribution_seconds(
+def tensor_parallel_seconds(
     calls: Sequence[LayerCall],
-    distribution: Distribution,
+    tp_plan: TensorParallelPlan,
     ranks: int,
     machine: Machine,
     itemsize: int = 4,
@@ -73,16 +73,16 @@ def distribution_seconds(
 
     Gradients of all layers share messages, so the latency of messages with gradients is left out.
     """
-    cost, ways = _cost(distribution, ranks, machine, itemsize), distribution.ways
-    at = places(calls, distribution.layers)
-    return sum(cost(layer_messages(c, at[c.name], ways, ranks, itemsize)) for c in calls)
+    cost, tp_size = _cost(tp_plan, ranks, machine, itemsize), tp_plan.tp_size
+    at = places(calls, tp_plan.layers)
+    return sum(cost(layer_messages(c, at[c.name], tp_size, ranks, itemsize)) for c in calls)
 
 
-def _cost(distribution: Distribution, ranks: int, machine: Machine | None, itemsize: int) -> Cost:
+def _cost(tp_plan: TensorParallelPlan, ranks: int, machine: Machine | None, itemsize: int) -> Cost:
     """Return the cost of messages as a function."""
     if machine is None:
         return lambda messages: sum(message.wire for message in messages)
-    split = Split(Distribution(distribution.ways, strided=distribution.strided))
+    split = Split(TensorParallelPlan(tp_plan.tp_size, strided=tp_plan.strided))
     plan = plan_for([], ranks, Strategy(MemOpt()), itemsize=itemsize, split=split)
     return lambda messages: sum(_seconds(message, plan, machine) for message in messages)
 
@@ -97,30 +97,30 @@ def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
 
 
 def _cheapest(
-    row: Sequence[LayerCall], ways: int, ranks: int, itemsize: int, cost: Cost
+    row: Sequence[LayerCall], tp_size: int, ranks: int, itemsize: int, cost: Cost
 ) -> tuple[float, dict[str, Channels]]:
     """Return the least cost of a row of layers, by dynamic programming along the row."""
     best: Ways = {Place(): (0.0, {})}
     for call in row:
         longer: dict[Place, tuple[float, dict[str, Channels]]] = {}
         for before, (so_far, axes) in best.items():
-            for place in _places(call, before, call is row[-1], ways):
-                total = so_far + cost(layer_messages(call, place, ways, ranks, itemsize))
+            for place in _places(call, before, call is row[-1], tp_size):
+                total = so_far + cost(layer_messages(call, place, tp_size, ranks, itemsize))
                 if place not in longer or total < longer[place][0]:
                     longer[place] = total, axes | ({call.name: place.axis} if place.axis else {})
         best = longer
     return min(best.values(), key=lambda way: way[0])
 
 
-def _places(call: LayerCall, before: Place, last: bool, ways: int) -> Iterator[Place]:
+def _places(call: LayerCall, before: Place, last: bool, tp_size: int) -> Iterator[Place]:
     """Yield the places of a layer behind a layer at `before`: split layers in a row hand on."""
     if not before.gives:
         yield Place()
     if before.axis is None or before.gives:
-        for axis in CHANNELS if ways > 1 else ():
-            if call.can_split(axis, ways):
+        for axis in CHANNELS if tp_size > 1 else ():
+            if call.can_split(axis, tp_size):
                 yield Place(axis, before.gives, False)
-                if not last and call.can_split("outputs", ways):  # slices of outputs are equal
+                if not last and call.can_split("outputs", tp_size):  # slices of outputs are equal
                     yield Place(axis, before.gives, True)
 
 

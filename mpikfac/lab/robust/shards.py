@@ -1,69 +1,17 @@
-"""Combine shards of all ranks' vectors by weights of whole vectors, with state across steps.
-
-Ranks have shards of all vectors and sum the inner products, so all ranks compute the same weights.
-"""
+"""Combine shards of all ranks' vectors by rules that store a state, or that work on blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpikfac.numerics.messages.robust import combined, farthest, near_most
-from mpikfac.plan import Aggregation, NearMost
+from mpikfac.lab.robust.config import NearMost
+from mpikfac.lab.robust.rules import farthest, near_most
+from mpikfac.numerics import ByVector
 
 SPREAD = 2_654_435_761  # a prime: seeds of neighbouring steps and shards differ
-
-
-class ByVector:
-    """Combine shards by a rule without state.
-
-    Attributes:
-        memory: tensors that the rule stores across steps, by name; initially zeros.
-    """
-
-    def __init__(self, rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> None:
-        """Start without earlier steps.
-
-        Args:
-            like: a shard of a vector, `[n]`.
-            first: the place of the shard in a vector.
-        """
-        self.rule: Any = rule
-        self.first = first
-        self.memory: dict[str, Tensor] = self._empty(ranks, like)
-
-    def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
-        return {}
-
-    def forget(self) -> None:
-        """Discard the state of earlier steps."""
-        for tensor in self.memory.values():
-            tensor.zero_()
-
-    def products(self, parts: Tensor) -> Tensor:
-        """Return the shard's inner products, `[..., rows, rows]` in float64, to be reduced.
-
-        Args:
-            parts: the shards of all ranks' vectors, `[ranks, n]`.
-        """
-        wide = self.rows(parts).double()
-        return wide @ wide.mT
-
-    def rows(self, parts: Tensor) -> Tensor:
-        """Return rows `[..., rows, n]` whose inner products are reduced over ranks."""
-        return parts
-
-    def combine(self, products: Tensor, parts: Tensor) -> Tensor:
-        """Return the shard of the result, `[n]`.
-
-        Args:
-            products: the sum of the `products` of all shards.
-            parts: as given to `products`.
-        """
-        return combined(parts, self.rule.weights(products))
 
 
 class Centred(ByVector):
@@ -196,8 +144,3 @@ class Near:
             for place in pair:
                 total[place] = parts[near, place].sum(0)
         return total
-
-
-def by_vector(rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> ByVector:
-    """Return the object that combines shards by the rule; the arguments are those of `ByVector`."""
-    return rule.combiner(ranks, like, first) or ByVector(rule, ranks, like, first)

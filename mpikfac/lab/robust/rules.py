@@ -1,4 +1,4 @@
-"""Combine the vectors of all ranks so that a few faulty ranks do little harm.
+"""Rules that combine the vectors of all ranks so that a few faulty ranks do little harm.
 
 A rule works on each coordinate separately, or computes a weight for each rank. The weights depend
 only on the inner products of the vectors, `[ranks, ranks]`, so ranks that have shards of all
@@ -15,12 +15,6 @@ from torch import Tensor
 STEPS = 100  # of an iteration, at most
 PRECISION = 1e-12  # of weights, where an iteration ends
 ROUNDING = 1e-6  # of distances, as a difference of squares in float64 or of sums in float32
-
-
-def combined(vectors: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of `vectors` `[ranks, n]`, without vectors of weight 0."""
-    chosen = weights != 0
-    return weights[chosen].to(vectors.dtype) @ vectors[chosen]
 
 
 # -- by coordinate -------------------------------------------------------------------------------

@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mpikfac
-from mpikfac import Distribution
+from mpikfac import TensorParallelPlan
 from mpikfac.lab.tensor_parallel.rows import layers_before
-from mpikfac.plan import CHANNELS, LayerCall, distribution_table, divisors, layer_messages, places
-from mpikfac.predict import Level, Machine, choose_distribution, distribution_seconds
+from mpikfac.plan import (
+    CHANNELS,
+    LayerCall,
+    divisors,
+    layer_messages,
+    places,
+    tensor_parallel_table,
+)
+from mpikfac.predict import Level, Machine, choose_tensor_parallel_plan, tensor_parallel_seconds
 
 MACHINE = Machine("given", Level(1e-3, 1e6), (), {})
 
@@ -33,46 +40,46 @@ def rows(draw):
     return calls
 
 
-def all_distributions(calls, ranks):
-    """Return every distribution of every number of ways."""
-    found = [Distribution()]
-    for ways in divisors(ranks)[1:]:
+def all_plans(calls, ranks):
+    """Return every plan of every `tp_size`."""
+    found = [TensorParallelPlan()]
+    for tp_size in divisors(ranks)[1:]:
         for axes in itertools.product((None, *CHANNELS), repeat=len(calls)):
             chosen = {call.name: axis for call, axis in zip(calls, axes) if axis}
-            if chosen and all(can_run(call, chosen, ways, calls) for call in calls):
-                found.append(Distribution(ways, chosen))
+            if chosen and all(can_run(call, chosen, tp_size, calls) for call in calls):
+                found.append(TensorParallelPlan(tp_size, chosen))
     return found
 
 
-def can_run(call, chosen, ways, calls):
+def can_run(call, chosen, tp_size, calls):
     """Return whether all slices of a layer are equal, also slices of outputs that are handed on."""
     gives = places(calls, chosen)[call.name].gives
     axes = {chosen.get(call.name), "outputs" if gives else None} - {None}
-    return all(call.can_split(axis, ways) for axis in axes)
+    return all(call.can_split(axis, tp_size) for axis in axes)
 
 
-def wire(calls, distribution, ranks):
+def wire(calls, tp_plan, ranks):
     """Return the bytes that a rank sends in rings."""
-    at, ways = places(calls, distribution.layers), distribution.ways
-    return sum(m.wire for c in calls for m in layer_messages(c, at[c.name], ways, ranks, 4))
+    at, tp_size = places(calls, tp_plan.layers), tp_plan.tp_size
+    return sum(m.wire for c in calls for m in layer_messages(c, at[c.name], tp_size, ranks, 4))
 
 
 @given(rows(), st.sampled_from([1, 2, 3, 4, 6]))
 def test_the_choice_has_the_fewest_bytes(calls, ranks):
-    """Oracle: all distributions, counted one by one."""
-    found = wire(calls, choose_distribution(calls, ranks), ranks)
-    assert found == min(wire(calls, d, ranks) for d in all_distributions(calls, ranks))
+    """Oracle: all plans, counted one by one."""
+    found = wire(calls, choose_tensor_parallel_plan(calls, ranks), ranks)
+    assert found == min(wire(calls, d, ranks) for d in all_plans(calls, ranks))
 
 
 @given(rows(), st.sampled_from([2, 4]))
 def test_the_choice_has_the_fewest_seconds(calls, ranks):
-    """Oracle: all distributions, counted one by one."""
+    """Oracle: all plans, counted one by one."""
 
-    def seconds(distribution):
-        return distribution_seconds(calls, distribution, ranks, MACHINE)
+    def seconds(tp_plan):
+        return tensor_parallel_seconds(calls, tp_plan, ranks, MACHINE)
 
-    least = min(map(seconds, all_distributions(calls, ranks)))
-    found = seconds(choose_distribution(calls, ranks, MACHINE))
+    least = min(map(seconds, all_plans(calls, ranks)))
+    found = seconds(choose_tensor_parallel_plan(calls, ranks, MACHINE))
     assert found == pytest.approx(least, rel=1e-9)
 
 
@@ -83,9 +90,9 @@ def test_bytes_of_a_layer_by_formula():
     gradients = 4 * n * m * ((r - 1) / r + 2 / r * (ranks // r - 1) / (ranks // r))
     outputs = 4 * (2 * (r - 1) * b * n + 2 * (r - 1) / r * b * m) + gradients
     inputs = 4 * (2 * (r - 1) / r * b * n + 2 * (r - 1) * b * m) + gradients
-    assert wire(calls, Distribution(r, {"fc": "outputs"}), ranks) == outputs
-    assert wire(calls, Distribution(r, {"fc": "inputs"}), ranks) == inputs
-    assert wire(calls, Distribution(), ranks) == 8 * n * m * (ranks - 1) / ranks
+    assert wire(calls, TensorParallelPlan(r, {"fc": "outputs"}), ranks) == outputs
+    assert wire(calls, TensorParallelPlan(r, {"fc": "inputs"}), ranks) == inputs
+    assert wire(calls, TensorParallelPlan(), ranks) == 8 * n * m * (ranks - 1) / ranks
 
 
 def test_large_layers_are_split_and_small_layers_are_not():
@@ -95,22 +102,22 @@ def test_large_layers_are_split_and_small_layers_are_not():
     """
     linear = LayerCall("fc", (4096, 25088), True, 32 * 25088, 32 * 4096)
     convolution = LayerCall("conv", (64, 64, 3, 3), True, 32 * 64 * 224**2, 32 * 64 * 224**2)
-    assert choose_distribution([convolution, linear], 4).layers == {"fc": "inputs"}
-    assert choose_distribution([convolution], 4) == Distribution()
+    assert choose_tensor_parallel_plan([convolution, linear], 4).layers == {"fc": "inputs"}
+    assert choose_tensor_parallel_plan([convolution], 4) == TensorParallelPlan()
     slow = Machine("slow", Level(10.0, 1e9), (), {})
     one_piece = LayerCall("fc", (1024, 2048), True, 32 * 2048, 32 * 1024)
-    assert choose_distribution([one_piece], 4).layers == {"fc": "inputs"}
-    assert choose_distribution([one_piece], 4, slow) == Distribution()
+    assert choose_tensor_parallel_plan([one_piece], 4).layers == {"fc": "inputs"}
+    assert choose_tensor_parallel_plan([one_piece], 4, slow) == TensorParallelPlan()
 
 
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("ranks, ways", [(1, 1), (6, 2), (6, 3), (8, 4), (4, 4)])
-def test_groups_and_peers_are_a_grid(ranks, ways, strided):
+@pytest.mark.parametrize("ranks, tp_size", [(1, 1), (6, 2), (6, 3), (8, 4), (4, 4)])
+def test_groups_and_peers_are_a_grid(ranks, tp_size, strided):
     """Oracle: a grid: a group and a team of peers share one rank, and each covers all ranks."""
-    at = Distribution(ways, {}, strided)
+    at = TensorParallelPlan(tp_size, {}, strided)
     for rank in range(ranks):
         group, peers = at.group(rank, ranks), at.peers(rank, ranks)
-        assert (len(group), len(peers)) == (ways, ranks // ways)
+        assert (len(group), len(peers)) == (tp_size, ranks // tp_size)
         assert set(group) & set(peers) == {rank}
         assert all(at.group(other, ranks) == group for other in group)
         assert len({peer for member in group for peer in at.peers(member, ranks)}) == ranks
@@ -146,7 +153,7 @@ def test_calls_have_the_numbers_of_the_batch():
         LayerCall("3", (10, 32), True, 5 * 32, 5 * 10, True, "0"),
     ]
     assert not any(module._forward_hooks for module in body.modules())
-    table = distribution_table(calls, Distribution(2, {"0": "outputs", "3": "inputs"}), 4)
+    table = tensor_parallel_table(calls, TensorParallelPlan(2, {"0": "outputs", "3": "inputs"}), 4)
     assert [line.split()[:6] for line in table.splitlines()[2:4]] == [
         ["0", "2", "2", "outputs", "examples", "channels"],
         ["3", "2", "2", "inputs", "channels", "examples"],

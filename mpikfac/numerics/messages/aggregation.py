@@ -1,0 +1,73 @@
+"""Combine shards of all ranks' vectors by weights of whole vectors, with state across steps.
+
+Each rank has a shard of all vectors. The inner products are reduced over ranks, so all ranks
+compute the same weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mpikfac.plan import Aggregation
+
+
+class ByVector:
+    """Combine shards by a rule without state.
+
+    Attributes:
+        memory: tensors that the rule stores across steps, by name; initially zeros.
+    """
+
+    def __init__(self, rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> None:
+        """Start without earlier steps.
+
+        Args:
+            like: a shard of a vector, `[n]`.
+            first: the place of the shard in a vector.
+        """
+        self.rule: Any = rule
+        self.first = first
+        self.memory: dict[str, Tensor] = self._empty(ranks, like)
+
+    def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def forget(self) -> None:
+        """Discard the state of earlier steps."""
+        for tensor in self.memory.values():
+            tensor.zero_()
+
+    def products(self, parts: Tensor) -> Tensor:
+        """Return the shard's inner products, `[..., rows, rows]` in float64, to be reduced.
+
+        Args:
+            parts: the shards of all ranks' vectors, `[ranks, n]`.
+        """
+        wide = self.rows(parts).double()
+        return wide @ wide.mT
+
+    def rows(self, parts: Tensor) -> Tensor:
+        """Return rows `[..., rows, n]` whose inner products are reduced over ranks."""
+        return parts
+
+    def combine(self, products: Tensor, parts: Tensor) -> Tensor:
+        """Return the shard of the result, `[n]`.
+
+        Args:
+            products: the sum of the `products` of all shards.
+            parts: as given to `products`.
+        """
+        return combined(parts, self.rule.weights(products))
+
+
+def by_vector(rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> ByVector:
+    """Return the object that combines shards by the rule; the arguments are those of `ByVector`."""
+    return rule.combiner(ranks, like, first) or ByVector(rule, ranks, like, first)
+
+
+def combined(vectors: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of `vectors` `[ranks, n]`, without vectors of weight 0."""
+    chosen = weights != 0
+    return weights[chosen].to(vectors.dtype) @ vectors[chosen]
