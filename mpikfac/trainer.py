@@ -43,6 +43,7 @@ from mpikfac.model import (
     check_owned,
     check_synchronous,
     check_tensors,
+    check_unsharded,
     common_type,
     describe,
     fitting,
@@ -383,6 +384,7 @@ class Trainer:
             ValueError: a choice or a layer cannot work.
         """
         factory, strategy = self._factory, self._strategy
+        check_unsharded(self.model)
         check_tensors(self.model)
         layers, uncovered = factory.cover(self.model)
         dtype, device = common_type([*layers, *uncovered])

@@ -1,0 +1,29 @@
+"""Refuse models of which a rank holds only shards."""
+
+from __future__ import annotations
+
+from torch import nn
+
+REMEDY = (
+    "K-FAC needs whole weights on every rank: create the optimizer from the plain model, which "
+    "`mpirun` or `mpikfac launch` replicates"
+)
+FSDP = "FullyShardedDataParallel"
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Check that every rank holds whole parameters.
+
+    Raises:
+        ValueError: a parameter is a shard of `fully_shard`, of FullyShardedDataParallel, of a
+            tensor-parallel plan of torch, or of DeepSpeed's ZeRO-3.
+    """
+    for name, module in model.named_modules():
+        # By name: importing the class takes longer than importing all of this library.
+        if any(kind.__name__ == FSDP for kind in type(module).__mro__):
+            raise ValueError(f"{name or 'the model'} is wrapped in {FSDP}; {REMEDY}")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
+            raise ValueError(f"{name} is a DTensor, as fully_shard creates; {REMEDY}")
+        if hasattr(parameter, "ds_id"):
+            raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; {REMEDY}")
