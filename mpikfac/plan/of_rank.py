@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -172,8 +173,8 @@ class RankPlan:
         """
         if self.layers:
             return {layer.name: layer.fused for layer in self.layers}
-        trained = [name for name, _ in self.uncovered if name not in self.means]
-        return dict(zip(trained, in_messages(len(trained), self.strategy.transport.fusion)))
+        trained = {n: math.prod(shape) for n, shape in self.uncovered if n not in self.means}
+        return dict(zip(trained, in_messages([*trained.values()], self.strategy.transport)))
 
     # -- where numbers lie -----------------------------------------------------------------------
 

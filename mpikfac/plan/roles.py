@@ -15,10 +15,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpikfac.plan.choices import Strategy, TensorParallelPlan
+from mpikfac.plan.choices import Strategy, TensorParallelPlan, Transport
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import IN_NODE, Seat, seat
 from mpikfac.plan.shapes import FactorShape, Form, LayerShape, count_of
+
+FIRST_BUCKET, BUCKET = 2**18, 25 * 2**18  # elements: 1 and 25 MiB of float32
 
 
 class Block(NamedTuple):
@@ -210,7 +212,7 @@ def with_roles(
     Args:
         forms: descriptions of the layers' preconditioners, by the layer's name.
     """
-    fused = in_messages(len(layers), strategy.transport.fusion)
+    fused = in_messages([_sent(layer) for layer in layers], strategy.transport)
 
     def planned(layer: LayerShape, number: int) -> PlannedLayer:
         form, column = forms[layer.name], placed.columns_of[layer.name]
@@ -263,13 +265,40 @@ def _factor(
     )
 
 
-def in_messages(layers: int, fusion: int | tuple[int, ...] | None) -> list[int]:
-    """Return the number of every layer's message in a stage, for so many layers."""
-    if not isinstance(fusion, tuple):
-        together = fusion or max(1, layers)
-        return [number // together for number in range(layers)]
-    ends = list(itertools.accumulate(fusion[:-1]))
-    return [sum(end <= number for end in ends) for number in range(layers)]
+def in_messages(sizes: Sequence[int], transport: Transport) -> list[int]:
+    """Return the number of every layer's message in a stage, for layers that send `sizes` elements.
+
+    Overlapped messages are buckets, unless the transport says how many layers share a message.
+    """
+    layers, fusion = range(len(sizes)), transport.fusion
+    if isinstance(fusion, tuple):
+        ends = list(itertools.accumulate(fusion[:-1]))
+        return [sum(end <= number for end in ends) for number in layers]
+    if fusion is None and transport.overlap:
+        return _buckets(sizes)
+    return [number // (fusion or len(sizes)) for number in layers]
+
+
+def _buckets(sizes: Sequence[int]) -> list[int]:
+    """Return the number of every layer's bucket, which are filled in the order of readiness.
+
+    The backward pass reaches the last layer first. As in torch's DistributedDataParallel, the first
+    bucket is small, so that messages start early.
+    """
+    buckets: list[int] = []
+    bucket, filled, full = 0, 0, FIRST_BUCKET
+    for size in reversed(sizes):
+        buckets.append(bucket)
+        filled += size
+        if filled >= full:
+            bucket, filled, full = bucket + 1, 0, BUCKET
+    return [buckets[-1] - bucket for bucket in reversed(buckets)]
+
+
+def _sent(layer: LayerShape) -> int:
+    """Return the elements of a layer's gradient and statistics."""
+    factors = sum(math.prod(factor.triangle) for factor in layer.factors)
+    return math.prod(layer.gradient) + factors
 
 
 def place(

@@ -11,6 +11,8 @@ from mpikfac.plan import (
     Form,
     HybridOpt,
     LayerShape,
+    Message,
+    RankPlan,
     Shape,
     Strategy,
     divisors,
@@ -84,23 +86,32 @@ def tuned(
     With `overlap`, overlapped messages are merged anew. With `replicate_below`, small factors are
     replicated up to a new order. Neither is added to a strategy without.
     """
-    if not layers or ranks == 1:
+    if ranks == 1:
         return strategy
-    if strategy.assignment.replicate_below:
+    if layers and strategy.assignment.replicate_below:
         below = replicated_below(strategy, layers, ranks, machine, forms)
         strategy = _replicating(strategy, below)
     if not strategy.transport.overlap:
         return strategy
     plan = plan_for(layers, ranks, _fusing(strategy, 1), others, forms)
-    network = machine.network(job.model, job.batch)
-    backward = (network.backward + network.statistics) / len(layers)
-    ready = [backward * (len(layers) - number) for number in range(len(layers))]
-    sums = [m for m in stages.reduce_statistics(plan.of(0)) if m.primitive == "Allreduce"]
-    if len(sums) != len(layers):  # a layer's factors have several owners, and several messages
+    network, rank = machine.network(job.model, job.batch), plan.of(0)
+    blocks = len(rank.messages_of)
+    backward = (network.backward + network.statistics * bool(layers)) / max(1, blocks)
+    ready = [backward * (blocks - number) for number in range(blocks)]
+    sums = [m for m in stages.reduce_statistics(rank) if m.primitive == "Allreduce"]
+    if not any(stages.reduce_statistics(rank)):
+        sums = [m for m in stages.reduce_gradients(rank) if _holds(m, rank)]
+    if not sums or len(sums) != blocks:  # a layer's factors have several owners and messages
         return strategy
     agreement = costs.agreement_seconds(plan, machine)
     seconds = [agreement + costs.overlapped_seconds(sum_, plan, 0, machine) for sum_ in sums]
     return _fusing(strategy, merged(seconds, ready, latency=2 * agreement))
+
+
+def _holds(message: Message, rank: RankPlan) -> bool:
+    """Return whether a message with gradients has a layer, or without K-FAC a parameter."""
+    offsets = (rank.layouts.gradients.offsets[name] for name in rank.messages_of)
+    return any(start <= offset < stop for offset in offsets for start, stop in message.spans)
 
 
 def _replicating(strategy: Strategy, below: int) -> Strategy:

@@ -79,7 +79,7 @@ def test_predict_agrees_with_the_program(capsys):
     """Oracle: `mpikfac simulate`, to the printed digit."""
     rows = re.findall(r"^(\S+) +([\d.]+) +([\d.]+) +([\d.]+)$", printed("predict", 1), re.MULTILINE)
     names = [name for name, *_ in rows]
-    job = "--machine v100-edr --model resnet50 --preconditioner own --ranks 16,64,256"
+    job = "--machine v100-edr --model resnet50 --preconditioner null --ranks 16,64,256"
     intervals = "--factor_update_steps 10 --inv_update_steps 100"
     assert simulate.main([*f"{job} {intervals}".split(), f"--strategy={','.join(names)}"]) == 0
     told = capsys.readouterr().out

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpikfac import Eigen
 from mpikfac_apps.inspecting import pack
 from mpikfac_apps.options.by_epoch import numbers_of
 from mpikfac_apps.options.parse import parse
@@ -62,7 +63,7 @@ def test_curvature_is_as_published():
     assert (options.factor_update_steps, options.inv_update_steps, options.preconditioner) == (
         10,
         100,
-        "eigen",
+        Eigen(),
     )
     assert (options.clip.kl_clip, options.estimator.factor_decay) == (1e-3, 0.95)
 

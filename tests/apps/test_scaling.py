@@ -160,7 +160,7 @@ def test_every_strategy_of_the_same_numbers_has_a_forecast(study, tmp_path):
     job = mpikfac.predict.Job("digits_cnn", 4, options.kfac.lasting_factor_update_steps, 5)
     for strategy in ("comm-opt", "mem-opt"):
         chosen, _ = mpikfac.get_strategy(strategy)
-        plan = make_plan(options.kfac, layers, others, 16, chosen, "inverse")
+        plan = make_plan(options.kfac, layers, others, 16, chosen, mpikfac.Inverse())
         expected = 50 * mpikfac.predict.simulate(plan, MACHINE, job).mean.seconds
         assert found[f"kfac ({strategy})", 16].seconds == pytest.approx(expected)
 

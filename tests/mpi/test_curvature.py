@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import CommOpt, Refresh, Trace
+from mpikfac import CommOpt, Refresh, Trace, numerics
 from mpikfac.comm import curvature_servers as intercomm
 from mpikfac.lab import CurvatureServers
-from mpikfac.numerics import eigenbases, inverses
 from mpikfac.plan import NAMED
 from support import inside, problem
 from support.strategies import changed, strategy_of
@@ -148,15 +147,15 @@ def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
 @pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
 def test_owners_note_what_curvature_servers_cannot_decompose(comm, preconditioner, monkeypatch):
     """Oracle: see `assert_same`; a factor fails at 0, 3 and 6, whose decompositions are used."""
-    for module, name in ((eigenbases, "eigenbasis"), (inverses, "damped_inverse")):
-        make = getattr(module, name)
+    for name in ("eigenbasis", "damped_inverse"):
+        make = getattr(numerics, name)
 
         def failing(factor, *damping, make=make):
             if factor.shape[-1] == 82:
                 raise ArithmeticError("on purpose")
             return make(factor, *damping)
 
-        monkeypatch.setattr(module, name, failing)
+        monkeypatch.setattr(numerics, name, failing)
     assert assert_same(comm, 1, preconditioner=preconditioner) in (3, None)
 
 

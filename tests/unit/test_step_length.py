@@ -21,9 +21,10 @@ from mpikfac import (
     NoGrafting,
     SGDGrafting,
     Strategy,
+    numerics,
 )
 from mpikfac.lab import TopK
-from mpikfac.numerics import inverses, orthogonal, orthogonalised
+from mpikfac.numerics import orthogonal, orthogonalised
 from support import inside, oracles, problem
 
 PRECONDITIONERS = ["eigen", "ekfac", "inverse", "eva"]
@@ -416,7 +417,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
         raise ArithmeticError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(inverses, "damped_inverse", failing)
+        patch.setattr(numerics, "damped_inverse", failing)
         unlimited = replace(grafting, max_trust_ratio=math.inf) if grafting.by_adam else grafting
         gradients, found, kfac = directions(comm, preconditioner="inverse", grafting=unlimited)
     assert kfac.nonfinite.counts["decomposition"] == 6
