@@ -129,7 +129,7 @@ class PreconditionerPart(Part):
     """
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
-        """Add a call of a layer to the batch's sums; see `Observer` of the recorder.
+        """Add a call of a layer to the batch's sums; see `Observer` of the moments.
 
         Collective over: none.
         """

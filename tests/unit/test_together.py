@@ -112,7 +112,7 @@ def learn(kfac: mpikfac.KFAC, batches: list[Tensor]) -> None:
 def both(monkeypatch, model, **settings) -> list[mpikfac.KFAC]:
     """Return trainers of equal models: moments at once, and together."""
     trainers = []
-    for way in inside.RECORDERS:
+    for way in inside.MOMENTS:
         torch.manual_seed(0)
         trainers.append(trainer(monkeypatch, way, model().double(), **settings))
     return trainers

@@ -94,7 +94,7 @@ class Factors(Part):
 
     Attributes:
         statistics: the rank's sums of a batch and numbers of examples, zero between steps: the
-            recorder adds to them, and `settle` zeroes them. Sums are triangles, or vectors, with
+            moments add to them, and `settle` zeroes them. Sums are triangles, or vectors, with
             the factors as the vectors' squares.
         sender: adds up the statistics over ranks.
         averages: running averages, in the same form; at first the identity (or zero vectors).
