@@ -334,10 +334,10 @@ class KFAC(Trainer):
             )
         check_momentum(self.optimizer, strategy, self.settings.grafting.momentum)
 
-    def collect(self) -> None:
-        """Take a part of the rank's share of a batch; see `FirstOrderTrainer.collect`."""
-        super().collect()
-        self.preconditioner.collect()
+    def accumulate(self) -> None:
+        """Take a part of the rank's share of a batch; see `FirstOrderTrainer.accumulate`."""
+        super().accumulate()
+        self.preconditioner.accumulate()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; see `FirstOrderTrainer.load_state_dict`.
@@ -370,7 +370,7 @@ class KFAC(Trainer):
         return self.preconditioner.known(state) if part.PREFIX else state.keys()
 
     def _detach_parts(self) -> None:
-        self.preconditioner.hooks.detach()
+        self.preconditioner.hooks.close()
         super()._detach_parts()
 
     def close(self) -> None:

@@ -111,13 +111,13 @@ class DistributedPreconditioner(Method):
         self.hooks = RecordingHooks(model, self.moments)
         self.directions = Directions(gradients, self.bases, model, optimizer, settings)
         self._cautions = Cautions()
-        # Factors first: no thread may add up statistics that are forgotten.
+        # Factors first: no thread may reduce statistics of a batch that is dropped.
         self.parts: Sequence[Part] = (
             *(self.factors, self.moments, self.hooks),
             *(self.bases, *self.of_preconditioner, self.directions),
         )
         for part in self.parts:
-            part.forget()
+            part.reset()
         self._count()
         if self.settings.budget.seen and site.plan.rank == 0:
             report_cost(self.settings, self.plan.layers)
@@ -153,9 +153,9 @@ class DistributedPreconditioner(Method):
         due = self.settings.due("factor_update_steps", step)
         self.moments.begin = self.settings.begin(step)
         if due or self.factors.lacking:
-            self.hooks.listen()
+            self.hooks.attach()
         else:
-            self.hooks.rest()
+            self.hooks.detach()
 
     def begin_step(self, scaled: bool = False) -> None:
         """Begin a step; forget the prediction for the step before.
@@ -171,11 +171,11 @@ class DistributedPreconditioner(Method):
         self.directions.graft.begin_step()
         self.directions.expected.zero_()
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Keep the passes since the last call as a part of the rank's batch."""
         if self.hooks.recording:
             self._finish_statistics()
-            self.factors.collect()
+            self.factors.accumulate()
 
     # -- the stages, in order --------------------------------------------------------------------
 
@@ -302,10 +302,6 @@ class DistributedPreconditioner(Method):
         finite = [self.factors.unscale(self.moments.of_gradients, scale)]
         finite += [part.unscale(scale) for part in self.of_preconditioner]
         return all(finite)
-
-    def recall(self) -> None:
-        """Forget what overlapped messages have sent of a batch without a step."""
-        self.factors.recall()
 
     # -- the model as it is now, and the state ---------------------------------------------------
 

@@ -102,7 +102,7 @@ class OfGradient(DistributedPreconditioner):
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = {"factors": GradientFactors}
     factors: GradientFactors
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Collect nothing of a part of a batch: the gradients' parts are enough."""
 
     def learn(self, numbers: Numbers) -> None:

@@ -38,7 +38,7 @@ class ByVector:
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
         return {}
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard the state of earlier steps."""
         for tensor in self.memory.values():
             tensor.zero_()
@@ -124,7 +124,7 @@ class Windows(ByVector):
             least = self.rule.floor * (window * spread).sqrt()
             good = good & near_most(of_window, before, self.rule.threshold, least)
         if not good.any():  # no vector is finite
-            self.forget()
+            self.reset()
             return parts.mean(0)
         self.memory["dropped"].copy_(~good)
         self.memory["sums"][:, ~good] = 0

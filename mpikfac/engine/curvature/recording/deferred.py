@@ -72,13 +72,11 @@ class DeferredMoments(Moments):
         self._waiting: list[Waiting] = []
         self._bytes = 0
 
-    def clear(self) -> None:
-        """Forget the calls since the last `finish`."""
-        super().clear()
+    def abort_batch(self) -> None:
+        """Drop the calls since the last `finish`."""
+        super().abort_batch()
         self._waiting.clear()
         self._bytes = 0
-
-    forget = clear
 
     def finish(self) -> dict[str, bool]:
         """Turn the sums into factors, also those of a backward pass that was interrupted."""

@@ -46,7 +46,7 @@ class RecordingHooks(Part):
         super().__init__(moments.site)
         self.recording, self.paused = False, False
         self._model, self._moments = model, moments
-        self._detached = False
+        self._closed = False
         self._derivatives_told = self.plan.rank > 0  # one rank tells, once
         self.passes = 0
         # Whether the next call of a layer begins a pass, as a backward pass has come in between.
@@ -56,9 +56,9 @@ class RecordingHooks(Part):
         self._hooks: list[Attached] = []
         finalize(self, _remove, self._hooks)
 
-    def listen(self) -> None:
+    def attach(self) -> None:
         """Add hooks to the model and its layers: from here on, passes count."""
-        if self.recording or self._detached:
+        if self.recording or self._closed:
             return
         self.recording = True
         layers = self._moments.layers
@@ -71,32 +71,30 @@ class RecordingHooks(Part):
             for module in layer.modules:
                 self._hooks += layer.attach(module, hook)
 
-    def rest(self) -> None:
-        """Remove the hooks: until `listen`, the model is as without K-FAC."""
+    def detach(self) -> None:
+        """Remove the hooks: until `attach`, the model is as without K-FAC."""
         if self.recording:
             self.recording = False
             _remove(self._hooks)
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the hooks for good: a step with new factors finds no pass."""
-        self.rest()
-        self.recording = self._detached = True
+        self.detach()
+        self.recording = self._closed = True
 
-    def clear(self) -> None:
-        """Forget that a backward pass was interrupted."""
+    def abort_batch(self) -> None:
+        """Drop the passes since the last step, also a backward pass that was interrupted."""
         self._running = self._interrupted = False
-
-    forget = clear
 
     def check_ended(self) -> None:
         """Warn of statistics of a backward pass that did not end, before a step takes them."""
         if self._running or self._interrupted or self._moments.awaits_pass:
             log.warning(
                 "a backward pass before this step was interrupted, and its layers count in part: "
-                "statistics are wrong; after an interruption, call zero_grad() and discard(), and "
-                "run the batch again"
+                "statistics are wrong; after an interruption, call zero_grad() and "
+                "clear_statistics(), and run the batch again"
             )
-        self.clear()
+        self._running = self._interrupted = False
 
     @contextmanager
     def pausing(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ class Moments(Part):
     Attributes:
         of_loss: whether gradients are those of the loss; else of labels that are drawn.
         begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
-        vectors: of each layer's passes since the last `clear`; tables of entries have none.
+        vectors: of each layer's passes of the batch; tables of entries have none.
         chosen: the vectors of statistics.
     """
 
@@ -70,8 +70,8 @@ class Moments(Part):
         self._stage: Callable[[], AbstractContextManager[None]]  # of a call
         self._stage = partial(self.site.trace.stage, STATISTICS)
 
-    def clear(self) -> None:
-        """Forget the calls since the last `finish`."""
+    def abort_batch(self) -> None:
+        """Drop the calls since the last `finish`."""
         for sums in self._sums():
             sums.start_over()
         self._recorded.clear()
@@ -80,8 +80,6 @@ class Moments(Part):
         self.vectors.clear()
         self.chosen.clear()
         self.statistics.flat.zero_()
-
-    forget = clear
 
     # -- what there is ---------------------------------------------------------------------------
 
