@@ -587,7 +587,7 @@ class Run:
         if program == "discarded" and step in (1, 2):
             images, labels = batch(step, self.ranks, self.case.dtype)
             F.cross_entropy(self.model(images), labels).backward()
-            self.trainer.discard()
+            self.trainer.clear_statistics()
             self.trainer.optimizer.zero_grad()
 
     def _restart(self) -> None:
@@ -640,7 +640,7 @@ class Run:
             self.trainer.optimizer.zero_grad()
             loss = F.cross_entropy(self.model(part_images), part_labels)
             loss.backward()
-            self.trainer.collect()
+            self.trainer.accumulate()
         return loss
 
     def _step(self, loss: Tensor, images: Tensor, labels: Tensor) -> None:

@@ -251,13 +251,13 @@ class KFAC(Trainer):
         losses = [loss] * len(heads) if isinstance(loss, str) else list(loss)
         for each in losses:
             one_of("loss", each, LOSSES)
-        recorder = self.preconditioner.recorder
-        if self.estimator.of_loss or not recorder.recording:
+        hooks = self.preconditioner.hooks
+        if self.estimator.of_loss or not hooks.recording:
             return
         check_outputs(heads, losses)
         parameters = [p for layer in self.layers for p in layer.parameters if p.requires_grad]
         for turn, gradients in self.estimator.turns(heads, losses):
-            with recorder.standing_for(turn):
+            with hooks.standing_for(turn):
                 torch.autograd.grad(
                     heads, parameters, gradients, retain_graph=True, allow_unused=True
                 )
@@ -334,10 +334,10 @@ class KFAC(Trainer):
             )
         check_momentum(self.optimizer, strategy, self.settings.grafting.momentum)
 
-    def collect(self) -> None:
-        """Take a part of the rank's share of a batch; see `FirstOrderTrainer.collect`."""
-        super().collect()
-        self.preconditioner.collect()
+    def accumulate(self) -> None:
+        """Take a part of the rank's share of a batch; see `FirstOrderTrainer.accumulate`."""
+        super().accumulate()
+        self.preconditioner.accumulate()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; see `FirstOrderTrainer.load_state_dict`.
@@ -370,7 +370,7 @@ class KFAC(Trainer):
         return self.preconditioner.known(state) if part.PREFIX else state.keys()
 
     def _detach_parts(self) -> None:
-        self.preconditioner.recorder.detach()
+        self.preconditioner.hooks.close()
         super()._detach_parts()
 
     def close(self) -> None:
@@ -442,7 +442,7 @@ class KFAC(Trainer):
             raise ValueError(
                 "no_recording() needs overlap=False, as a backward pass sends gradients"
             )
-        with self.preconditioner.recorder.pausing():
+        with self.preconditioner.hooks.pausing():
             yield
 
 

@@ -182,13 +182,13 @@ class Trainer:
         numbers = method.numbers(self.steps)
         method.begin_step(scaled=scaler is not None)
         exchange.begin_step(self.steps)
-        if not gradients.sender.in_parts:  # else `collect` has read the parts
+        if not gradients.sender.in_parts:  # else `accumulate` has read the parts
             gradients.look(self._compared(numbers))
             gradients.read()
         if examples is not None:
             gradients.weigh(examples, method.examples)
             if not examples:
-                method.clear()  # also passes over ignored labels
+                method.abort_batch()  # also passes over ignored labels
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
             self._skip()
             return
@@ -230,9 +230,9 @@ class Trainer:
         return {"steps": numbers.step, "optimizer": groups, **of_method}
 
     def _skip(self) -> None:
-        """Leave all as before a batch whose numbers are not finite on all ranks."""
-        self.built.method.clear()
-        self.built.update.skip()
+        """Drop a batch whose gradients are not finite, on all ranks."""
+        self.built.method.abort_batch()
+        self.built.update.abort_batch()
         self._end()
 
     def _begin_batch(self, step: int) -> None:
@@ -281,7 +281,7 @@ class Trainer:
         if self.built.method.outgrown:
             self._take_up("factors are cut into blocks, as a batch has few vectors")
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Take a part of the rank's share of a batch; call after the part's backward pass.
 
         Only with `virtual_ranks=n`: a rank takes `n / ranks` parts in turn, with the mean loss of
@@ -294,17 +294,29 @@ class Trainer:
         """
         gradients, method = self.built.gradients, self.built.method
         gradients.look(self._compared(method.numbers(self.steps)))
-        gradients.collect()
+        gradients.accumulate()
 
-    def discard(self) -> None:
-        """Forget the passes since the last step, of a batch without a step.
+    def clear_statistics(self) -> None:
+        """Drop the statistics of the passes since the last step, of a batch without a step.
+
+        Running statistics of normalisation layers go back to those after the last step. Clear the
+        gradients with `zero_grad`.
+
+        Collective over: none.
 
         Raises:
             ValueError: with `overlap`, as the backward pass has sent the sums.
         """
         self.built.gradients.check_unsent()
-        self.built.method.clear()
-        self.built.gradients.discard()
+        self._abort_batch()
+
+    def _abort_batch(self) -> None:
+        """Drop the passes since the last step.
+
+        Collective over: world with `overlap`, else none.
+        """
+        self.built.gradients.abort_batch()
+        self.built.method.abort_batch()
 
     # -- facts of a run --------------------------------------------------------------------------
 
@@ -484,7 +496,7 @@ class Trainer:
         state = model_state(self.model, self.optimizer, self.built.stepped)
         for part in self.built.parts:
             state |= {part.PREFIX + name: value for name, value in part.state_dict().items()}
-        self.built.grid.forget()  # now that no message is on its way
+        self.built.grid.reset()  # now that no message is on its way
         return self.built.exchange.shared(state | {STEPS: self.steps})
 
     def missing(self, names: Collection[str]) -> set[str]:
@@ -524,14 +536,12 @@ class Trainer:
                 for name, value in part.needed(names[part]).items()
             }
             values = fitting(state, needed, rounded=True)
-        built.gradients.recall()
-        built.method.recall()
+        self._abort_batch()
         load_model_state(self.model, optimizer, built.stepped, items)
         built.gradients.keep()
-        built.gradients.discard()
         for part in built.parts:
-            part.forget()
-        built.grid.forget()
+            part.reset()
+        built.grid.reset()
         for part in built.parts:
             of_part = {n.removeprefix(part.PREFIX): v for n, v in values.items()}
             part.load_state_dict(of_part, names[part])

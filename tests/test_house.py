@@ -271,7 +271,7 @@ CLASSES = {
 }
 CLOSED = {"engine", *(one.__module__.split(".")[1] for one in CLASSES)}  # modules of the library
 PUBLIC = {
-    *("step", "precondition", "record", "collect", "discard", "average_replicas"),
+    *("step", "precondition", "record", "accumulate", "clear_statistics", "average_replicas"),
     *("update_damping", "no_recording"),
     *("call", "detach", "close", "state_dict", "load_state_dict", "missing"),
     *("model", "optimizer", "plan", "steps", "votes", "nonfinite", "is_consistent", "combined"),

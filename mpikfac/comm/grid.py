@@ -196,9 +196,9 @@ class Grid:
             self._progress[over] = ProgressThread(team, self.trace, flat.device, memory)
         return self._progress[over].overlapped(messages, layout, flat, urgency)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard the compression errors, as a restart does."""
-        self.encoded.forget()
+        self.encoded.reset()
 
     def free(self) -> None:
         """End the threads once all their reductions are done, and free all communicators.

@@ -12,7 +12,6 @@ from mpikfac.engine.curvature import Factors as Factors
 from mpikfac.engine.curvature import Graft as Graft
 from mpikfac.engine.curvature import PreconditionerFactory as PreconditionerFactory
 from mpikfac.engine.curvature import Ready as Ready
-from mpikfac.engine.curvature import Recorder as Recorder
 from mpikfac.engine.curvature import Running as Running
 from mpikfac.engine.curvature import Stack as Stack
 from mpikfac.engine.curvature import leave_out_broken as leave_out_broken

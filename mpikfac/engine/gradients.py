@@ -61,7 +61,7 @@ class Reader:
         """
         copy_all(pair for s in self.slots for pair in s.block.gradients_to(s.parts))
 
-    def forget(self) -> None:
+    def abort_batch(self) -> None:
         """Forget which gradients were sent."""
 
     def detach(self) -> None:
@@ -90,10 +90,13 @@ class EarlyReader(Reader):
                 self._check_unchanged(slot)
             else:
                 self._send(slot)
-        self.forget()
+        self._begin_batch()
 
-    def forget(self) -> None:
+    def abort_batch(self) -> None:
         """Forget which gradients were made and sent."""
+        self._begin_batch()
+
+    def _begin_batch(self) -> None:
         self._sent.clear()
         self._made.clear()
 
@@ -197,7 +200,7 @@ class Gradients:
         changed = self._trained.changed()
         if changed:
             self._trained.leave_changed()
-            self._reader.forget()  # gradients that were left are no mistake of the program
+            self._reader.abort_batch()  # gradients that were left are no mistake of the program
         self.votes.mark(values, changed)
         return changed
 
@@ -215,11 +218,11 @@ class Gradients:
         with self.site.trace.stage(names.READ_GRADIENTS):
             self._reader.read()
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Keep the gradients of a part of the rank's share, and make room for the next part."""
         self.read()
-        self.sender.collect()
-        self.counts.collect()
+        self.sender.accumulate()
+        self.counts.accumulate()
         self._take_back()
 
     def weigh(self, examples: int, seen: int) -> None:
@@ -311,7 +314,7 @@ class Gradients:
             for slot in slots:
                 parameters = slot.block.parameters
                 if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):
-                    slot.block.leave()  # also parameters that were frozen since the last step
+                    slot.block.abort_batch()  # also parameters that were frozen since the last step
                 elif slot.steps:
                     copies += slot.block.gradients_from(slot.parts)
             copy_all(copies)
@@ -330,23 +333,19 @@ class Gradients:
         self.keep()
 
     def keep(self) -> None:
-        """Keep the present running statistics, for `discard` to go back to."""
+        """Keep the present running statistics, for `abort_batch` to go back to."""
         copy_all(pair for block in self.statistics for pair in block.snapshot())
         self.counts.keep()
 
-    def discard(self) -> None:
-        """Forget collected parts; running statistics go back to those after the last step."""
-        self.sender.clear()
-        self.counts.leave()
-        self._take_back()
+    def abort_batch(self) -> None:
+        """Drop what was read and sent; running statistics go back to those after the last step.
 
-    def recall(self) -> None:
-        """Forget what overlapped messages have sent of a batch without a step.
-
-        Collective over: world.
+        Collective over: world with `overlap`, else none.
         """
-        self.sender.drop()
-        self._reader.forget()
+        self.sender.abort_batch()
+        self._reader.abort_batch()
+        self.counts.abort_batch()
+        self._take_back()
 
     def check_unsent(self) -> None:
         """Check that a batch can be forgotten by this rank alone.
@@ -361,7 +360,7 @@ class Gradients:
 
     def _take_back(self) -> None:
         for block in self.statistics:
-            block.leave()
+            block.abort_batch()
 
     def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters stepped by the rank's optimizer, by name."""

@@ -89,16 +89,13 @@ class Method:
         self.gradients.write(self.gradients.slots)
         self.is_consistent = False
 
-    def clear(self) -> None:
-        """Forget the passes since the last step."""
-        for part in self.parts:
-            part.clear()
+    def abort_batch(self) -> None:
+        """Drop the passes since the last step.
 
-    def recall(self) -> None:
-        """Forget what was sent of a batch that no step takes.
-
-        Collective over: world.
+        Collective over: world with `overlap`, to finish the batch's messages; else none.
         """
+        for part in self.parts:
+            part.abort_batch()
 
     def prepare_change(self) -> None:
         """Prepare for a change of the trained parameters, before the method is made again.

@@ -4,14 +4,8 @@ The state of a run is the union of the shares of all ranks. From the list of ite
 rank saves, which names a complete state has, what a rank needs of a state, and what a rank takes
 over from the ranks of a run before.
 
-What parts, gradients and senders do with a batch that no step takes:
-
-- `clear`: forget the passes since the last step, on this rank alone.
-- `discard` (gradients): the same, and running statistics go back.
-- `recall`: forget what overlapped messages have sent, on all ranks.
-- `forget`: forget everything, as before the load of a state.
-- `skip` (method, update): leave all as before a batch that all ranks skip.
-- `release` (factors): make room that a refresh has used.
+Two methods undo, here and in all other classes of a step: `abort_batch` drops a batch that no step
+takes, and `reset` restores the initial state.
 """
 
 from __future__ import annotations
@@ -55,13 +49,13 @@ class Part:
     def __init__(self, site: Site) -> None:
         self.site, self.plan = site, site.plan
 
-    def forget(self) -> None:
-        """Forget everything: statistics, averages and decompositions."""
+    def reset(self) -> None:
+        """Restore the initial state, as before the load of a state, without a batch under way."""
 
-    def clear(self) -> None:
-        """Forget the passes since the last step.
+    def abort_batch(self) -> None:
+        """Drop the passes since the last step.
 
-        Collective over: none.
+        Collective over: world with `overlap`, to finish the batch's messages; else none.
         """
 
     # -- what a part declares --------------------------------------------------------------------
@@ -102,7 +96,7 @@ class Part:
         return _saved(self.in_state(names))
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the `needed` items of a state, after `forget`.
+        """Load the `needed` items of a state, after `reset`.
 
         Args:
             state: the needed items by name.
@@ -129,7 +123,7 @@ class PreconditionerPart(Part):
     """
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
-        """Add a call of a layer to the batch's sums; see `Observer` of the recorder.
+        """Add a call of a layer to the batch's sums; see `Observer` of the moments.
 
         Collective over: none.
         """

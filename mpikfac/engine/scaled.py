@@ -45,12 +45,12 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
 
     Collective over: as `Gradients.average`; world, if a rank steps nothing.
     """
-    arena, collected, scale = gradients.arena, gradients.sender.collected, scaler.get_scale()
+    arena, accumulated, scale = gradients.arena, gradients.sender.accumulated, scaler.get_scale()
     for block in gradients.blocks:
         if block.parameters:
-            collected[..., arena.span(block.name)] /= scale
-    if not (finite and all_finite(collected)):
-        _spoil(gradients, collected)
+            accumulated[..., arena.span(block.name)] /= scale
+    if not (finite and all_finite(accumulated)):
+        _spoil(gradients, accumulated)
     gradients.average()
     plan = gradients.plan
     stepped = arena.segment(plan.rank) if plan.owner_updates else arena.flat
@@ -61,8 +61,8 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     return usable
 
 
-def _spoil(gradients: Gradients, collected: Tensor) -> None:
+def _spoil(gradients: Gradients, accumulated: Tensor) -> None:
     """Fill everything to send with NaN; of the votes, only the last entry."""
     for block in gradients.blocks:
-        values = collected[..., gradients.arena.span(block.name)]
+        values = accumulated[..., gradients.arena.span(block.name)]
         (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)

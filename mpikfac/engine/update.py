@@ -52,8 +52,8 @@ class Everyone:
         with self.site.trace.stage(names.OPTIMIZER):
             optimizer.step()
 
-    def skip(self) -> None:
-        """Leave all as before the reduced batch; only the votes are taken.
+    def abort_batch(self) -> None:
+        """Drop the reduced batch on all ranks; only the votes are taken.
 
         Losses of encoding and the memory of a robust rule are dropped: a part of both may belong
         to the batch.
@@ -61,9 +61,9 @@ class Everyone:
         Collective over: world.
         """
         gradients, grid = self.gradients, self.site.grid
-        gradients.discard()
-        grid.forget()
-        grid.combiner.forget()
+        gradients.abort_batch()
+        grid.reset()
+        grid.combiner.reset()
         self._publish_votes()
         gradients.take_votes()
 

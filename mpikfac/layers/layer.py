@@ -325,8 +325,8 @@ class Layer:
         for part, parameter in zip(parts, self.parameters):
             yield self.arranged(parameter.detach()), part
 
-    def leave(self) -> None:
-        """Set the gradients to None, so that the optimizer skips weight and bias."""
+    def abort_batch(self) -> None:
+        """Drop the gradients, so that the optimizer skips weight and bias."""
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -73,8 +73,8 @@ class Other:
         """Return the copy of the `parts` of a matrix into the tensor."""
         yield self.tensor.detach(), parts[0]
 
-    def leave(self) -> None:
-        """Set the gradient to None, so that the optimizer skips the parameter."""
+    def abort_batch(self) -> None:
+        """Drop the gradient, so that the optimizer skips the parameter."""
         self.tensor.grad = None
 
 
@@ -98,19 +98,19 @@ class Statistic(Other):
         return self.values_to(parts)
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the `parts` of a matrix into the statistic, and for `leave`."""
+        """Return the copies of the `parts` of a matrix into the statistic and its snapshot."""
         return self.values_from(parts)
 
     def values_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the `parts` of a matrix into the statistic, and for `leave`."""
+        """Return the copies of the `parts` of a matrix into the statistic and its snapshot."""
         yield self.tensor, parts[0]
         yield self._snapshot, parts[0]
 
     def snapshot(self) -> Copies:
-        """Return the copy that keeps the present value for `leave`."""
+        """Return the copy that keeps the present value for `abort_batch`."""
         yield self._snapshot, self.tensor
 
-    def leave(self) -> None:
+    def abort_batch(self) -> None:
         """Set the statistic back to the value after the last step."""
         self.tensor.copy_(self._snapshot)
 
@@ -127,28 +127,28 @@ class Counts:
         counts = {id(s.count): s.count for s in statistics if s.count is not None}
         self._counts = list(counts.values())
         self._snapshots = [count.clone() for count in self._counts]
-        self._collected: list[Tensor] = []
+        self._accumulated: list[Tensor] = []
 
     def keep(self) -> None:
-        """Keep the present counts for `leave`."""
+        """Keep the present counts for `abort_batch`."""
         for count, snapshot in zip(self._counts, self._snapshots):
             snapshot.copy_(count)
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Set the counts back after a part of a batch, and note the counts for `step`."""
-        collected = [count.clone() for count in self._counts]
-        self.leave()
-        self._collected = collected
+        accumulated = [count.clone() for count in self._counts]
+        self.abort_batch()
+        self._accumulated = accumulated
 
     def step(self) -> None:
         """Set the counts to the counts after a part, and keep the counts."""
-        for count, collected in zip(self._counts, self._collected):
-            count.copy_(collected)
-        self._collected = []
+        for count, accumulated in zip(self._counts, self._accumulated):
+            count.copy_(accumulated)
+        self._accumulated = []
         self.keep()
 
-    def leave(self) -> None:
+    def abort_batch(self) -> None:
         """Set the counts back to the counts after the last step."""
-        self._collected = []
+        self._accumulated = []
         for count, snapshot in zip(self._counts, self._snapshots):
             count.copy_(snapshot)

@@ -32,7 +32,7 @@ class Votes(Statistic):
         super().__init__("(votes)", torch.zeros(VOTES, dtype=dtype, device=device))
         self.heard: list[float] = []
 
-    def leave(self) -> None:
+    def abort_batch(self) -> None:
         """Keep the votes: votes stay until sent."""
 
     def mark(self, values: object, changed: bool) -> None:

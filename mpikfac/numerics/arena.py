@@ -109,7 +109,7 @@ class Parts:
         return len(self._stored)
 
     @property
-    def collected(self) -> Tensor:
+    def accumulated(self) -> Tensor:
         """Return the parts added so far, `[parts, size]`."""
         return self._stored[: self._taken]
 
@@ -120,7 +120,7 @@ class Parts:
             ValueError: all of this rank's parts are already there.
         """
         if self._taken == len(self):
-            raise ValueError(f"collect() was called more than {len(self)} times before step()")
+            raise ValueError(f"accumulate() was called more than {len(self)} times before step()")
         self._stored[self._taken].copy_(self._flat)
         self._taken += 1
 
@@ -131,7 +131,7 @@ class Parts:
             ValueError: some parts are missing.
         """
         if self._taken < len(self):
-            raise ValueError(f"step() needs {len(self)} parts; collect() took {self._taken}")
+            raise ValueError(f"step() needs {len(self)} parts; accumulate() took {self._taken}")
         self.clear()
         return self._stored
 

@@ -91,7 +91,7 @@ def test_groups_of_an_attention_count_once():
     kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.01), MPI.COMM_SELF)
     sizes = mpikfac.layers.call_sizes(model, inside.layers(kfac), x)
     model.zero_grad()
-    kfac.discard()
+    kfac.clear_statistics()
     model(x).square().mean().backward()
     kfac.step()
     seen = {name: each.vectors for name, each in inside.settings(kfac).budget.seen.items()}

@@ -97,7 +97,7 @@ def test_preconditioning_averaged_gradients_is_a_step(tmp_path):
 
 def test_parts_make_the_same_bits_on_any_number_of_ranks(tmp_path):
     """Oracle: the weights of a single rank."""
-    path = program(tmp_path / "program.py", "collect()", BITS)
+    path = program(tmp_path / "program.py", "accumulate()", BITS)
     (one,) = launch(1, path).stdout.splitlines()
     assert one.startswith("2 ")
     assert launch(2, path).stdout.splitlines() == [one] * 2

@@ -70,7 +70,7 @@ def run(kfac, steps=STEPS):
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(images.to(dtype)), labels).backward()
         if kfac.plan.of(inside.grid(kfac).world.rank).parts:
-            kfac.collect()
+            kfac.accumulate()
         kfac.step()
     return problem.state(kfac.model)
 

@@ -90,7 +90,7 @@ def run(kfac, comm, steps, kind="convolutional"):
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(inputs), labels).backward()
         if kfac.plan.strategy.transport.virtual_ranks:
-            kfac.collect()
+            kfac.accumulate()
         kfac.step()
     return nn.utils.parameters_to_vector(kfac.model.parameters()).detach().cpu().clone()
 

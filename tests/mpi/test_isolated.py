@@ -79,7 +79,7 @@ def take(kfac, comm, step):
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(some), theirs).backward()
         if parts:
-            kfac.collect()
+            kfac.accumulate()
     kfac.step()
 
 

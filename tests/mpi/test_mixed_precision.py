@@ -82,7 +82,7 @@ def unspoiled(strategy):
     kfac, plain = trainer(mpikfac.world(), strategy), scaler()
     for number in range(4):
         if number == 2:
-            inside.grid(kfac).encoded.forget()
+            inside.grid(kfac).encoded.reset()
         step(kfac, inside.grid(kfac).world, number, plain)
     assert kfac.steps == 4
     return everything(kfac), plain.get_scale()

@@ -47,7 +47,7 @@ def run(trainer, comm, steps):
             trainer.optimizer.zero_grad()
             chosen = slice(2 * part, 2 * part + 2)
             F.cross_entropy(trainer.model(images[chosen].float()), labels[chosen]).backward()
-            trainer.collect()
+            trainer.accumulate()
         trainer.step()
     return torch.cat([value.flatten() for value in trainer.model.state_dict().values()])
 
@@ -90,7 +90,7 @@ def test_a_batch_counts_once_in_any_number_of_parts(comm, optimizer, momentum):
         expected = expected.lerp(mean.detach(), momentum or 1 / (step + 1))
         torch.testing.assert_close(norm.running_mean, expected)
         chosen.model(torch.ones(2, 2, 8, 8))  # a batch without a step
-        chosen.discard()
+        chosen.clear_statistics()
         assert norm.num_batches_tracked == step + 1
         means.clear()
     assert set(comm.allgather(norm.num_batches_tracked.item())) == {3}
@@ -120,7 +120,7 @@ def test_parts_are_those_of_the_joined_batch(comm):
         images, labels = problem.shards(step, comm.size)[comm.rank]
         kfac.optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
-        kfac.collect()
+        kfac.accumulate()
         kfac.step()
     expected = problem.run(other, comm)
     torch.testing.assert_close(problem.state(model), expected, rtol=0, atol=1e-10)
@@ -140,9 +140,9 @@ def test_a_wrong_number_of_parts_is_refused(comm):
         Strategy(MemOpt(factor_reduction="reduce_scatter"), transport=Transport(virtual_ranks=4))
     sgd = trainer(comm, "sgd")
     count = PARTS // comm.size
-    with pytest.raises(ValueError, match=rf"step\(\) needs {count} parts; collect\(\) took 0"):
+    with pytest.raises(ValueError, match=rf"step\(\) needs {count} parts; accumulate\(\) took 0"):
         sgd.step()
     for _ in range(count):
-        sgd.collect()
+        sgd.accumulate()
     with pytest.raises(ValueError, match=f"more than {count} times"):
-        sgd.collect()
+        sgd.accumulate()

@@ -62,7 +62,7 @@ def factors(comm, strategy=None, parts=1, shard=None, **settings):
     for images, labels in zip(*mine):
         F.cross_entropy(model(images), labels).backward()
         if parts > 1:
-            kfac.collect()
+            kfac.accumulate()
             model.zero_grad()
     kfac.step()
     found = dict(inside.factors(kfac))

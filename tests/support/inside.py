@@ -22,7 +22,7 @@ from mpikfac.engine import Bases, Directions, Gradients, Nonfinite
 from mpikfac.engine.curvature import capture, distributed
 from mpikfac.engine.curvature import scales as scales_of_examples
 from mpikfac.engine.curvature.directions import clip_scale
-from mpikfac.engine.curvature.recording import Recorder, Together, together
+from mpikfac.engine.curvature.recording import DeferredMoments, Moments, deferred
 from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.lab import AsyncSGD
@@ -35,8 +35,8 @@ from mpikfac.preconditioners import Held, Preconditioner
 from mpikfac.settings import Estimator, Settings
 
 __all__ = [
+    "MOMENTS",
     "PLACES",
-    "RECORDERS",
     "TOLERATED",
     "Nonfinite",
     "bases",
@@ -301,13 +301,13 @@ def look(trainer: Trainer) -> None:
     trainer.built.gradients.look(trainer._compared(numbers))
 
 
-RECORDERS = {"at once": Recorder, "together": Together}
+MOMENTS = {"at once": Moments, "together": DeferredMoments}
 
 
 def record(monkeypatch: MonkeyPatch, way: str) -> None:
     """Let further trainers compute moments "at once" or "together", also on a CPU."""
-    chosen = dict.fromkeys((True, False), RECORDERS[way])
-    monkeypatch.setattr(distributed.DistributedPreconditioner, "RECORDERS", chosen)
+    chosen = dict.fromkeys((True, False), MOMENTS[way])
+    monkeypatch.setattr(distributed.DistributedPreconditioner, "MOMENTS", chosen)
 
 
 def stack(monkeypatch: MonkeyPatch) -> None:
@@ -324,9 +324,9 @@ def stack(monkeypatch: MonkeyPatch) -> None:
 
 def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:
     """Let calls of at most so many bytes wait for the end of a backward pass."""
-    monkeypatch.setattr(together, "MOST_BYTES", most)
+    monkeypatch.setattr(deferred, "MOST_BYTES", most)
 
 
 def waiting(kfac: KFAC) -> int:
     """Return the number of moments that wait."""
-    return len(getattr(kfac.preconditioner.recorder, "_waiting", ()))
+    return len(getattr(kfac.preconditioner.moments, "_waiting", ()))

@@ -72,7 +72,7 @@ def test_an_interrupted_pass_is_told_or_discarded(where, discards, by_parts, cap
                 (kfac.model[0] if by_parts else kfac.model)[1].where = where
                 with pytest.raises(KeyboardInterrupt):
                     learn(kfac)
-                kfac.discard() if discards else None
+                kfac.clear_statistics() if discards else None
             learn(trainer)
             trainer.step()
     harmed = where == "backward" and not discards

@@ -317,7 +317,7 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
                 factor = math.inf if (step, number) == bad else 1.0
                 loss = F.cross_entropy(trainer.model(images[part] * factor), labels[part])
                 (scale.scale(loss) if scale else loss).backward()
-                trainer.collect()
+                trainer.accumulate()
             before = everything(trainer)
             trainer.step(scale)
             if bad and step == bad[0]:
@@ -429,7 +429,7 @@ def test_a_scale_is_taken_out_once(comm, kind):
     with pytest.raises(ValueError, match=r"leave out scaler.unscale_, and clip by step\(max_norm"):
         one.step(scale)
     scale.update()
-    one.discard()
+    one.clear_statistics()
     learn(one, 1, scale)
     assert one.steps == 1
 

@@ -262,7 +262,7 @@ def test_calls_of_one_pass_are_squared_apart(comm):
     outer = layer(torch.tanh(inner))
     loss = F.cross_entropy(outer, labels_of(x))
     seen = torch.autograd.grad(loss, [inner, outer])
-    kfac.discard()
+    kfac.clear_statistics()
     learn(kfac, x, labels_of(x))
     gradients = {"0": matrix(inside.layers(kfac)[0], [p.grad for p in layer.parameters()])}
     calls = []
@@ -483,7 +483,7 @@ def test_forgotten_passes_leave_no_sums(comm):
     kfac.step()
     learn(kfac, x, labels_of(x))
     assert inside.scale_sums(kfac)["0"].abs().sum() > 0
-    kfac.discard()
+    kfac.clear_statistics()
     assert not inside.scale_sums(kfac).flat.any()
     assert set(inside.scale_sums(kfac)) == {"0", "3", count_of("0"), count_of("3")}
 

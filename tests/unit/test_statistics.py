@@ -329,7 +329,7 @@ def test_a_discarded_batch_leaves_no_trace(comm):
         if discards:
             learn(kfac, problem.batch(1))
             kfac.optimizer.zero_grad()
-            kfac.discard()
+            kfac.clear_statistics()
         learn(kfac, problem.batch(0))
         kfac.step()
         return problem.state(kfac.model)
@@ -350,13 +350,16 @@ def test_discarded_parts_leave_no_trace(comm):
         for step in ([] if forget is None else [2]) + [0, 1]:
             kfac.optimizer.zero_grad()
             learn(kfac, problem.batch(step))
-            kfac.collect()
+            kfac.accumulate()
             if step == 2:
                 forget(kfac, state)
         kfac.step()
         return parameters_and_means(kfac.model)
 
-    for forget in (lambda kfac, _: kfac.discard(), lambda kfac, state: kfac.load_state_dict(state)):
+    for forget in (
+        lambda kfac, _: kfac.clear_statistics(),
+        lambda kfac, state: kfac.load_state_dict(state),
+    ):
         assert torch.equal(stepped(forget), stepped())
 
 
@@ -368,7 +371,7 @@ def test_running_statistics_go_back_to_those_after_a_step_of_the_callers(comm):
     expected = parameters_and_means(kfac.model)
     learn(kfac, problem.batch(1))
     assert not torch.equal(parameters_and_means(kfac.model), expected)
-    kfac.discard()
+    kfac.clear_statistics()
     assert torch.equal(parameters_and_means(kfac.model), expected)
 
 
@@ -377,7 +380,7 @@ def test_a_batch_that_is_on_its_way_is_not_discarded(comm):
         comm, problem.network(), strategy=Strategy(MemOpt(), transport=Transport(overlap=True))
     )
     with pytest.raises(ValueError, match="overlap=True a batch is sent as it is made; call step"):
-        kfac.discard()
+        kfac.clear_statistics()
 
 
 def parameters_and_means(model):

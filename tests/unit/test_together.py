@@ -112,7 +112,7 @@ def learn(kfac: mpikfac.KFAC, batches: list[Tensor]) -> None:
 def both(monkeypatch, model, **settings) -> list[mpikfac.KFAC]:
     """Return trainers of equal models: moments at once, and together."""
     trainers = []
-    for way in inside.RECORDERS:
+    for way in inside.MOMENTS:
         torch.manual_seed(0)
         trainers.append(trainer(monkeypatch, way, model().double(), **settings))
     return trainers
@@ -198,7 +198,7 @@ def test_few_bytes_may_wait(monkeypatch):
     inside.let_wait(monkeypatch, 0)
     trainers = both(monkeypatch, Words)
     assert sums_of_stacks(monkeypatch, trainers[1]) == []
-    trainers[1].discard()
+    trainers[1].clear_statistics()
     run(trainers, words)
     assert_alike(*trainers)
 
@@ -307,7 +307,7 @@ def test_a_backward_pass_that_is_interrupted_leaves_no_call(discards, monkeypatc
     for kfac in trainers:
         with pytest.raises(KeyboardInterrupt):
             learn(kfac, [rows(0)])
-        kfac.discard() if discards else None
+        kfac.clear_statistics() if discards else None
         learn(kfac, [rows(1)])
         learn(kfac, [rows(2)])
         assert inside.waiting(kfac) == 0

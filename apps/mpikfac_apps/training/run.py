@@ -149,7 +149,7 @@ class Run(Loop):
                 self.trainer.optimizer.zero_grad()
             losses.append(self._pass(*part, share=1.0 if in_parts else len(part[1]) / len(labels)))
             if in_parts:
-                self.trainer.collect()
+                self.trainer.accumulate()
         mean_loss = torch.stack(losses).mean()
         if math.isnan(self._first_loss):
             self._first_loss = mean_loss.item()

@@ -55,7 +55,7 @@ def save_what_is_left(run: Run) -> None:
     Collective over: run.comm.
     """
     trainer, comm = run.trainer, run.comm
-    trainer.discard()  # running statistics of the unfinished step
+    trainer.clear_statistics()  # running statistics of the unfinished step
     steps = comm.allgather(trainer.steps if trainer.is_consistent else math.inf)
     step, items = min(steps), dict[str, Any]()
     if steps[comm.rank] == step < math.inf:

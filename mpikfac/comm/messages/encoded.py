@@ -44,7 +44,7 @@ class Encoded:
         sent = PRIMITIVES[message.primitive](self, comm, message, message.codec, flat)
         assert sent == message.bytes
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Set the memory to zero: ranks then continue as after a restart."""
         for tensor in self.memory.values():
             tensor.zero_()

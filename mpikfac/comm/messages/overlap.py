@@ -75,8 +75,8 @@ class OverlappedSums:
         self._missing = Counter(self._message_of.values())
         self.ready_blocks.clear()
 
-    def drop(self, world: MPI.Intracomm) -> None:
-        """Discard a batch that no step uses, on all ranks if any rank has sent a block.
+    def abort_batch(self, world: MPI.Intracomm) -> None:
+        """Drop a batch that no step uses, on all ranks if any rank has sent a block.
 
         Collective over: world.
         """

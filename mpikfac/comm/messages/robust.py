@@ -37,10 +37,10 @@ class Combiner:
                 like = torch.empty(stop - start, dtype=dtype, device="cpu")
                 self.rules[message.stage] = by_vector(rule, ranks, like, start)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget earlier steps."""
         for rule in self.rules.values():
-            rule.forget()
+            rule.reset()
 
     def exchange(self, comm: MPI.Intracomm, messages: Sequence[Message], flat: Tensor) -> None:
         """Set the messages' span of `flat` to the result of the rule over all ranks.

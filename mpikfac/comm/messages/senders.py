@@ -27,7 +27,7 @@ class Sender:
     Attributes:
         arena: the local values, and after `add_up` the sums, or the means.
         early: whether blocks are sent as soon as they are ready, in the backward pass.
-        in_parts: whether a batch arrives part by part, through `collect`.
+        in_parts: whether a batch arrives part by part, through `accumulate`.
         alone: whether the current sums are only those of the rank's replica of the model.
     """
 
@@ -47,7 +47,7 @@ class Sender:
         self.alone = False
 
     @property
-    def collected(self) -> Tensor:
+    def accumulated(self) -> Tensor:
         """The values of the local batch so far, `[..., size of the arena]`."""
         return self.arena.flat
 
@@ -66,13 +66,13 @@ class Sender:
         """Return whether a block was marked as complete; only an early sender stores marks."""
         return False
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Store the content of the arena as a part of the local batch.
 
         Raises:
             ValueError: the batch has no parts.
         """
-        raise ValueError("collect() was called more than 0 times before step()")
+        raise ValueError("accumulate() was called more than 0 times before step()")
 
     def add_up(self, turn: int | None = None) -> None:
         """Reduce the arena over ranks.
@@ -86,16 +86,10 @@ class Sender:
             torch._foreach_div_(self.divided, self.grid.world.size)
         self.grid.exchange(self.messages[turn], self.arena.flat)
 
-    def clear(self) -> None:
-        """Forget the parts of a batch.
+    def abort_batch(self) -> None:
+        """Drop what the sender has of a batch that no step takes.
 
-        Collective over: none.
-        """
-
-    def drop(self) -> None:
-        """Forget what was sent of a batch that no step takes.
-
-        Collective over: world.
+        Collective over: world if the sender is early, else none.
         """
 
 
@@ -135,9 +129,9 @@ class Overlapped(Sender):
         """Wait for the sums; all blocks have to be ready."""
         self._sums.wait()
 
-    def drop(self) -> None:
-        """Forget what was sent of a batch that no step takes."""
-        self._sums.drop(self.grid.world)
+    def abort_batch(self) -> None:
+        """Finish the messages of a batch that no step takes."""
+        self._sums.abort_batch(self.grid.world)
 
 
 class InOrder(Sender):
@@ -160,16 +154,16 @@ class InOrder(Sender):
         self._parts, self._stage = Parts(arena, count), stage
 
     @property
-    def collected(self) -> Tensor:
+    def accumulated(self) -> Tensor:
         """The parts so far, `[parts, size of the arena]`."""
-        return self._parts.collected
+        return self._parts.accumulated
 
     @property
     def nbytes(self) -> int:
         """The bytes of the parts."""
         return self._parts.nbytes
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Store the content of the arena as the next part.
 
         Raises:
@@ -187,6 +181,6 @@ class InOrder(Sender):
         if self.divided:
             torch._foreach_div_(self.divided, len(self._parts) * self.grid.world.size)
 
-    def clear(self) -> None:
-        """Forget the parts of a batch."""
+    def abort_batch(self) -> None:
+        """Drop the parts of a batch."""
         self._parts.clear()

@@ -18,4 +18,3 @@ from mpikfac.engine.curvature.factors import leave_out_broken as leave_out_broke
 from mpikfac.engine.curvature.factors import merge as merge
 from mpikfac.engine.curvature.grafting import Graft as Graft
 from mpikfac.engine.curvature.grafting import Stack as Stack
-from mpikfac.engine.curvature.recording import Recorder as Recorder

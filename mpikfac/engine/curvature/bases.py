@@ -116,7 +116,7 @@ class Bases(Part):
             return [b.view(*several, *layers[0].shape.gradient[:-2], -1) for b in blocks]
         return blocks
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget all decompositions, also unfinished decompositions."""
         self.ready, self.turn = False, None
         self._pending, self._due = None, 0
@@ -272,7 +272,7 @@ class Bases(Part):
         return needed | {PRECONDITIONER: ""} | ({DUE: 0} if DUE in names else {})
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the `needed` items of a state, after `forget`.
+        """Load the `needed` items of a state, after `reset`.
 
         Pending decompositions are published together with all decompositions, as the turns of
         layers may differ from the saved run's.

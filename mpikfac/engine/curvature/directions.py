@@ -154,7 +154,7 @@ class Directions(Part):
 
     # -- state -----------------------------------------------------------------------------------
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget averages of lengths, and the prediction."""
         self.expected.zero_()
         for item in self.items():
@@ -181,7 +181,7 @@ class Directions(Part):
         return super().needed(names) | marks
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the `needed` items of a state, after `forget`."""
+        """Load the `needed` items of a state, after `reset`."""
         super().load_state_dict(state, names)
         if self.settings.damping.adapted and DAMPING in names:
             self.settings.damping.adapted.damping = state[DAMPING]

@@ -21,7 +21,7 @@ from mpikfac.engine.curvature.bases import Bases, Decomposer
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
 from mpikfac.engine.curvature.directions import Directions
 from mpikfac.engine.curvature.factors import FACTORS, Factors
-from mpikfac.engine.curvature.recording import Recorder, Together
+from mpikfac.engine.curvature.recording import DeferredMoments, Moments, RecordingHooks
 from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import CoveredModel, Method, MethodFactory
@@ -69,14 +69,15 @@ class DistributedPreconditioner(Method):
 
     Attributes:
         factors: averages of factors over ranks and over time.
-        recorder: the hooks that record a batch's moments.
+        hooks: decide which passes belong to the batch.
+        moments: what these passes add to the batch's statistics.
         bases: the decompositions that the rank makes and holds.
         directions: preconditioned gradients.
         of_preconditioner: the parts that a preconditioner brings, such as the scales of EKFAC.
     """
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = FACTORS
-    RECORDERS: ClassVar[Mapping[bool, type[Recorder]]] = {True: Recorder, False: Together}
+    MOMENTS: ClassVar[Mapping[bool, type[Moments]]] = {True: Moments, False: DeferredMoments}
     """By whether a call of a layer is added up at once."""
 
     def __init__(
@@ -106,16 +107,17 @@ class DistributedPreconditioner(Method):
         observers = [part.record for part in self.of_preconditioner]
         layers = gradients.layers
         at_once = site.device.type == "cpu" or self.factors.sender.early
-        recorder = self.RECORDERS[at_once]
-        self.recorder = recorder(model, layers, self.factors, estimator, observers)
+        self.moments = self.MOMENTS[at_once](layers, self.factors, estimator, observers)
+        self.hooks = RecordingHooks(model, self.moments)
         self.directions = Directions(gradients, self.bases, model, optimizer, settings)
         self._cautions = Cautions()
-        # Factors first: no thread may add up statistics that are forgotten.
+        # Factors first: no thread may reduce statistics of a batch that is dropped.
         self.parts: Sequence[Part] = (
-            *(self.factors, self.recorder, self.bases, *self.of_preconditioner, self.directions),
+            *(self.factors, self.moments, self.hooks),
+            *(self.bases, *self.of_preconditioner, self.directions),
         )
         for part in self.parts:
-            part.forget()
+            part.reset()
         self._count()
         if self.settings.budget.seen and site.plan.rank == 0:
             report_cost(self.settings, self.plan.layers)
@@ -123,7 +125,7 @@ class DistributedPreconditioner(Method):
     @property
     def examples(self) -> int:
         """The number of examples in the statistics of the rank's batch."""
-        return self.recorder.examples
+        return self.moments.examples
 
     def numbers(self, step: int) -> Numbers:
         """Return the numbers in force at a step."""
@@ -149,11 +151,11 @@ class DistributedPreconditioner(Method):
         """Begin the batch of a step, after the step before; passes count if factors are due."""
         self.is_consistent = not self.plan.late and self.factors.settled
         due = self.settings.due("factor_update_steps", step)
-        self.recorder.begin = self.settings.begin(step)
+        self.moments.begin = self.settings.begin(step)
         if due or self.factors.lacking:
-            self.recorder.listen()
+            self.hooks.attach()
         else:
-            self.recorder.rest()
+            self.hooks.detach()
 
     def begin_step(self, scaled: bool = False) -> None:
         """Begin a step; forget the prediction for the step before.
@@ -169,11 +171,11 @@ class DistributedPreconditioner(Method):
         self.directions.graft.begin_step()
         self.directions.expected.zero_()
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Keep the passes since the last call as a part of the rank's batch."""
-        if self.recorder.recording:
+        if self.hooks.recording:
             self._finish_statistics()
-            self.factors.collect()
+            self.factors.accumulate()
 
     # -- the stages, in order --------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class DistributedPreconditioner(Method):
 
         Collective over: world and column.
         """
-        if self.recorder.recording:
+        if self.hooks.recording:
             self._average_statistics(numbers)
             self._see()
         if numbers.refreshes or not self.bases.ready:
@@ -212,8 +214,8 @@ class DistributedPreconditioner(Method):
 
         Collective over: world, once in a run.
         """
-        budget, recorder, layers = self.settings.budget, self.recorder, self.plan.layers
-        vectors, chosen = recorder.vectors, recorder.chosen
+        budget, layers = self.settings.budget, self.plan.layers
+        vectors, chosen = self.moments.vectors, self.moments.chosen
         if not self.plan.factors or {layer.name for layer in layers} <= budget.seen.keys():
             return
         numbers = [n for layer in layers for n in (vectors[layer.name], chosen[layer.name])]
@@ -238,7 +240,8 @@ class DistributedPreconditioner(Method):
 
     def _finish_statistics(self) -> None:
         """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
-        seen = self.recorder.finish()
+        self.hooks.check_ended()
+        seen = self.moments.finish()
         layers = self.gradients.layers
         for layer in layers:
             if not seen.get(layer.name, True) and self.gradients.arena[layer.name].any():
@@ -279,7 +282,7 @@ class DistributedPreconditioner(Method):
         self.gradients.write(self.directions.slots)
         self.gradients.write(self.gradients.uncovered_slots)
         self.is_consistent = False
-        with self.recorder.pausing():
+        with self.hooks.pausing():
             self.directions.descend(numbers.damping)
 
     def make_directions(self, numbers: Numbers) -> None:
@@ -292,17 +295,13 @@ class DistributedPreconditioner(Method):
 
     def unscale(self, scaler: Scaler) -> bool:
         """Take a loss's scale out of a batch's statistics; return whether statistics are finite."""
-        if not (self.recorder.recording and self.estimator.of_loss):
+        if not (self.hooks.recording and self.estimator.of_loss):
             return True
         scale = scaler.get_scale()
         # A list: all parts take the scale out, whatever the first one finds.
-        finite = [self.factors.unscale(self.recorder.of_gradients, scale)]
+        finite = [self.factors.unscale(self.moments.of_gradients, scale)]
         finite += [part.unscale(scale) for part in self.of_preconditioner]
         return all(finite)
-
-    def recall(self) -> None:
-        """Forget what overlapped messages have sent of a batch without a step."""
-        self.factors.recall()
 
     # -- the model as it is now, and the state ---------------------------------------------------
 

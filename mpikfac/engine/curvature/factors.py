@@ -94,7 +94,7 @@ class Factors(Part):
 
     Attributes:
         statistics: the rank's sums of a batch and numbers of examples, zero between steps: the
-            recorder adds to them, and `settle` zeroes them. Sums are triangles, or vectors, with
+            moments add to them, and `settle` zeroes them. Sums are triangles, or vectors, with
             the factors as the vectors' squares.
         sender: adds up the statistics over ranks.
         averages: running averages, in the same form; at first the identity (or zero vectors).
@@ -162,9 +162,9 @@ class Factors(Part):
 
     # -- a batch ---------------------------------------------------------------------------------
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Keep the sums of a part of the rank's share, and make room for the next part."""
-        self.sender.collect()
+        self.sender.accumulate()
         self.statistics.flat.zero_()
 
     def ready(self, layer: str) -> None:
@@ -189,14 +189,14 @@ class Factors(Part):
 
         Collective over: none.
         """
-        collected = self.sender.collected
+        values = self.sender.accumulated
         for name in names:
-            sums = collected[..., self.statistics.span(name)]
+            sums = values[..., self.statistics.span(name)]
             sums /= scale
             # Twice, as the square of the scale may be no number of this dtype.
             if not self._factors[name].preconditioner.vector:
                 sums /= scale
-        return all_finite(collected)
+        return all_finite(values)
 
     def average(self, decay: float, step: int) -> None:
         """Take a batch's factors into the averages; overlapped factors at the next `settle`.
@@ -268,11 +268,8 @@ class Factors(Part):
     def release(self) -> None:
         """Make room for the next batch's statistics, if `whole` has used the room."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget all averages, or start at the identity with the weight of a batch."""
-        self.settle()
-        self.sender.clear()
-        self.statistics.flat.zero_()
         self.averages.flat.zero_()
         for name, average in self.averages.items():
             self.weights[name].zero_()
@@ -282,17 +279,13 @@ class Factors(Part):
         self._at_identity = list(self._running.values()) if self._starts_at_identity else []
         self.lacking = not self._starts_at_identity
 
-    def clear(self) -> None:
-        """Forget the collected parts of a batch."""
-        self.sender.clear()
+    def abort_batch(self) -> None:
+        """Drop what the sender has of a batch, once the batch before is in the averages.
 
-    def recall(self) -> None:
-        """Forget what overlapped messages have sent of a batch without a step.
-
-        Collective over: world.
+        Collective over: world where statistics overlap, else none.
         """
         self.settle()
-        self.sender.drop()
+        self.sender.abort_batch()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -355,7 +348,7 @@ class Factors(Part):
         ]
 
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:
-        """Load the `needed` items of a state, after `forget`.
+        """Load the `needed` items of a state, after `reset`.
 
         A rank without factors calls the method, too: `started` has to agree on all ranks.
         """
@@ -435,7 +428,7 @@ class LateFactors(Factors):
         return super().state_dict()
 
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:
-        """Load the `needed` items of a state, after `forget`."""
+        """Load the `needed` items of a state, after `reset`."""
         super().load_state_dict(state, names)
         if self._in_state(names):
             self._leave_identity_to_owners()
@@ -467,7 +460,7 @@ class Squares(Sender):
         super().__init__(site.grid, site.arena(site.plan.layouts.squares), messages)
 
     @property
-    def collected(self) -> Tensor:
+    def accumulated(self) -> Tensor:
         """The statistics of the rank's batch."""
         return self._statistics.flat
 

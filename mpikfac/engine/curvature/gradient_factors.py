@@ -17,7 +17,6 @@ from mpikfac.comm import summed
 from mpikfac.engine.curvature.bases import Bases
 from mpikfac.engine.curvature.distributed import DistributedPreconditioner
 from mpikfac.engine.curvature.factors import Factors, Running, merge
-from mpikfac.engine.curvature.recording import Recorder
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Item, Part
 from mpikfac.numerics import add_triangle, product
@@ -97,29 +96,13 @@ def moment(rows: Tensor, factor: Factor) -> Tensor:
     return product(rows, rows.mT)
 
 
-class NoRecorder(Recorder):
-    """No hooks and no statistics; `recording` tells whether the step makes new factors."""
-
-    def __init__(self, model: Any, layers: Any, *further: Any) -> None:
-        super().__init__(model, (), *further)
-
-    def listen(self) -> None:
-        """Make new factors in this step."""
-        self.recording = True
-
-    def rest(self) -> None:
-        """Make no factors in this step."""
-        self.recording = False
-
-
 class OfGradient(DistributedPreconditioner):
     """The preconditioner of preconditioners whose factors come from the averaged gradient."""
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = {"factors": GradientFactors}
-    RECORDERS: ClassVar[Mapping[bool, type[Recorder]]] = dict.fromkeys((True, False), NoRecorder)
     factors: GradientFactors
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Collect nothing of a part of a batch: the gradients' parts are enough."""
 
     def learn(self, numbers: Numbers) -> None:

@@ -59,13 +59,12 @@ class Scales(PreconditionerPart):
         total, count = self.sums[name], self.sums[count_of(name)]
         return Running(name, total, count, self.averages[name], self.weights[name])
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget which layers have scales: new bases begin scales anew."""
-        self.clear()
         self._recorded, self._awaited = set(), None
 
-    def clear(self) -> None:
-        """Forget a batch's sums."""
+    def abort_batch(self) -> None:
+        """Drop a batch's sums."""
         self.sums.flat.zero_()
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
@@ -120,7 +119,7 @@ class Scales(PreconditionerPart):
             return
         self._check(step)
         merge(list(self._running.values()), decay)
-        self.clear()
+        self.sums.flat.zero_()
         self.bases.rescaled()
 
     def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
@@ -152,7 +151,7 @@ class Scales(PreconditionerPart):
         return {item.name: item.tensor for item in self.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the `needed` items of a state, after `forget` and after the bases.
+        """Load the `needed` items of a state, after `reset` and after the bases.
 
         Collective over: world.
         """

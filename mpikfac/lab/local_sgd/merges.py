@@ -123,7 +123,7 @@ class Merge:
         if not all_finite(self.copy.flat):
             raise UserError(DIVERGED)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget earlier steps."""
         for tensors in self.kept.values():
             for tensor in tensors.values():
@@ -277,12 +277,12 @@ class Streamed(OuterStep):
         """Return whether the rank sends for its node in the turn of `place`."""
         return self.plan.rank % self.copies.node == place
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget earlier steps, and the means under way, whose sums end first.
 
         Collective over: world.
         """
-        super().forget()
+        super().reset()
         for part, (_, place) in self._under_way.items():
             if part in self._sums and self._sends(place):
                 self._sums[part].wait()
@@ -360,9 +360,9 @@ class Leader(Apart):
         self.write()
         return due[0]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget earlier steps, and their losses."""
-        super().forget()
+        super().reset()
         self._heard, self._next = [], None
 
     def _follow(self, due: Sequence[bool]) -> None:

@@ -134,9 +134,9 @@ class Copies(OneModel):
 
     # -- state -----------------------------------------------------------------------------------
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget what exchanges keep."""
-        self.rule.forget()
+        self.rule.reset()
 
     def items(self) -> Iterator[Item]:
         """Return what exchanges keep: alike on all ranks, but for the rank's own momentum."""
@@ -154,7 +154,7 @@ class Copies(OneModel):
         return [item for item in self.items() if item.name in names]
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the items, after `forget`; the present weights are those of the last exchange."""
+        """Load the items, after `reset`; the present weights are those of the last exchange."""
         super().load_state_dict(state, names)
         self.keep()
 

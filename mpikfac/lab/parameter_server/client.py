@@ -181,7 +181,7 @@ class AsyncSGD(Trainer):
             ValueError: clients have not met since the last step.
         """
         self._client.check_combined()
-        self.built.grid.forget()
+        self.built.grid.reset()
         state = model_state(self.model, self.optimizer, {}) | {STEPS: self.steps}
         for server in range(self._link.remote_size if self._ranks.rank == 0 else 0):
             self._link.send(None, dest=server, tag=SAVE)
@@ -202,15 +202,14 @@ class AsyncSGD(Trainer):
             check_loaded_momentum(items, state, self._strategy)
             steps = int(items[STEPS])
             version = items[VERSION] = int(state.get(VERSION, steps))
+        built.gradients.abort_batch()
         load_model_state(self.model, self.optimizer, {}, items)
+        built.gradients.keep()
         for server in range(self._link.remote_size if self._ranks.rank == 0 else 0):
             send_items(self._link, items, server, LOAD)
             self._link.recv(source=server, tag=LOAD)
         self._ranks.Barrier()  # a push before the servers have loaded the state would be lost
-        built.gradients.recall()
-        built.gradients.keep()
-        built.gradients.discard()
-        built.grid.forget()
+        built.grid.reset()
         self._client.begin(steps, version)
         self._begin_batch(steps)
 

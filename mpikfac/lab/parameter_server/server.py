@@ -249,7 +249,7 @@ class Server:
         written: list[tuple[Tensor, Tensor]] = []
         for block, parts in self._slots:
             if not (finite or all_finite(parts[0])):
-                block.leave()
+                block.abort_batch()
             elif isinstance(block, Statistic):
                 value = parts[0].to(block.tensor.dtype)
                 block.tensor.lerp_(value, 1 / len(self._clients))

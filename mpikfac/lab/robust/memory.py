@@ -19,9 +19,9 @@ class RuleMemory(Part):
         self._combiner = site.grid.combiner
         self._combiner.prepare(robust.dealt(site.plan), site.plan.rank, site.dtype)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget earlier steps."""
-        self._combiner.forget()
+        self._combiner.reset()
 
     def items(self) -> Iterator[Item]:
         """Return the memory of all ranks."""

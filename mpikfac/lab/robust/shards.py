@@ -72,7 +72,7 @@ class Windows(ByVector):
             least = self.rule.floor * (window * spread).sqrt()
             good = good & near_most(of_window, before, self.rule.threshold, least)
         if not good.any():  # no vector is finite
-            self.forget()
+            self.reset()
             return parts.mean(0)
         self.memory["dropped"].copy_(~good)
         self.memory["sums"][:, ~good] = 0

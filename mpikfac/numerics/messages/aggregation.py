@@ -34,7 +34,7 @@ class ByVector:
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
         return {}
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard the state of earlier steps."""
         for tensor in self.memory.values():
             tensor.zero_()

@@ -1,5 +1,6 @@
-"""Record a batch's moments: at once, or of many layers together."""
+"""Record a batch's moments: hooks decide which passes count, and moments what they add."""
 
-from mpikfac.engine.curvature.recording.recorder import Observer as Observer
-from mpikfac.engine.curvature.recording.recorder import Recorder as Recorder
-from mpikfac.engine.curvature.recording.together import Together as Together
+from mpikfac.engine.curvature.recording.deferred import DeferredMoments as DeferredMoments
+from mpikfac.engine.curvature.recording.hooks import RecordingHooks as RecordingHooks
+from mpikfac.engine.curvature.recording.moments import Moments as Moments
+from mpikfac.engine.curvature.recording.moments import Observer as Observer

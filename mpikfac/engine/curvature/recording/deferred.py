@@ -15,12 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.engine.curvature.recording.recorder import (
-    Recorder,
-    SideSums,
-    Sum,
-    changed_in_place,
-)
+from mpikfac.engine.curvature.recording.moments import Moments
+from mpikfac.engine.curvature.recording.sums import SideSums, Sum, changed_in_place
 from mpikfac.layers import SIDE_BY_SIDE
 from mpikfac.numerics import add_triangle, without_autocast
 
@@ -63,34 +59,32 @@ class Waiting:
         return *form, tensor.shape, tensor.dtype, self.weight
 
 
-class Together(Recorder):
-    """A recorder that adds moments to the sums when a backward pass has ended.
+class DeferredMoments(Moments):
+    """Moments that are added to the sums when a backward pass has ended.
 
-    Sums with overlap have to leave inside the backward pass: there, a `Recorder` adds at once.
+    Sums with overlap have to leave inside the backward pass: there, `Moments` adds them at once.
     """
 
     def __init__(self, *bound: Any) -> None:
-        """Bind the layers as a `Recorder` does."""
+        """Bind the layers as `Moments` does."""
         super().__init__(*bound)
         self._stage, self._stage_of_all = nullcontext, self._stage
         self._waiting: list[Waiting] = []
         self._bytes = 0
 
-    def clear(self) -> None:
-        """Forget the passes since the last `finish`."""
-        super().clear()
+    def abort_batch(self) -> None:
+        """Drop the calls since the last `finish`."""
+        super().abort_batch()
         self._waiting.clear()
         self._bytes = 0
-
-    forget = clear
 
     def finish(self) -> dict[str, bool]:
         """Turn the sums into factors, also those of a backward pass that was interrupted."""
         self._add_waiting()
         return super().finish()
 
-    def _on_end(self) -> None:
-        super()._on_end()
+    def end_pass(self) -> None:
+        """Add the moments of the pass, of many layers together."""
         self._add_waiting()
 
     def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:

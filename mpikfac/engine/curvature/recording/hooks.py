@@ -1,0 +1,222 @@
+"""Hooks on a model and its layers: they decide which passes belong to the batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.engine.curvature.eager import Eagerly
+from mpikfac.engine.curvature.recording.moments import Moments
+from mpikfac.engine.curvature.recording.sums import changed_in_place
+from mpikfac.engine.part import Part
+from mpikfac.layers import Attached, Hook, Layer
+from mpikfac.numerics import (
+    at_end_of_backward,
+    in_backward,
+    listen,
+    makes_gradients,
+    outside_of_transforms,
+)
+from mpikfac.settings import Turn
+
+log = logging.getLogger("mpikfac")
+
+
+class RecordingHooks(Part):
+    """Pass the calls of layers that count on to the `moments`.
+
+    A call counts if the model is in `train()` mode, passes are neither paused nor those of a model
+    at rest, and a backward pass makes gradients of parameters from it. With a Fisher of labels that
+    `KFAC.record` draws, only the passes of `record` count.
+
+    Attributes:
+        recording: whether passes count.
+        paused: whether forward passes are not the batch's.
+        passes: the forward passes of the model so far.
+    """
+
+    def __init__(self, model: nn.Module, moments: Moments) -> None:
+        super().__init__(moments.site)
+        self.recording, self.paused = False, False
+        self._model, self._moments = model, moments
+        self._closed = False
+        self._derivatives_told = self.plan.rank > 0  # one rank tells, once
+        self.passes = 0
+        # Whether the next call of a layer begins a pass, as a backward pass has come in between.
+        self._between = True
+        self._running = self._interrupted = False  # backward passes that count
+        self._turn: Turn | None = None
+        self._hooks: list[Attached] = []
+        finalize(self, _remove, self._hooks)
+
+    def attach(self) -> None:
+        """Add hooks to the model and its layers: from here on, passes count."""
+        if self.recording or self._closed:
+            return
+        self.recording = True
+        layers = self._moments.layers
+        if not layers:
+            return
+        own = ref(self)  # a model may outlive the trainer
+        self._hooks += [Eagerly(), self._model.register_forward_pre_hook(Hook(self._on_pass, own))]
+        for layer in layers:
+            hook = Hook(self._on_forward, own, layer)
+            for module in layer.modules:
+                self._hooks += layer.attach(module, hook)
+
+    def detach(self) -> None:
+        """Remove the hooks: until `attach`, the model is as without K-FAC."""
+        if self.recording:
+            self.recording = False
+            _remove(self._hooks)
+
+    def close(self) -> None:
+        """Remove the hooks for good: a step with new factors finds no pass."""
+        self.detach()
+        self.recording = self._closed = True
+
+    def abort_batch(self) -> None:
+        """Drop the passes since the last step, also a backward pass that was interrupted."""
+        self._running = self._interrupted = False
+
+    def check_ended(self) -> None:
+        """Warn of statistics of a backward pass that did not end, before a step takes them."""
+        if self._running or self._interrupted or self._moments.awaits_pass:
+            log.warning(
+                "a backward pass before this step was interrupted, and its layers count in part: "
+                "statistics are wrong; after an interruption, call zero_grad() and "
+                "clear_statistics(), and run the batch again"
+            )
+        self._running = self._interrupted = False
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Inside, forward passes are not the batch's."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    @contextmanager
+    def standing_for(self, turn: Turn) -> Iterator[None]:
+        """Inside, a backward pass is one of several passes in the place of the loss's pass."""
+        self._turn = turn
+        try:
+            yield
+        finally:
+            self._turn = None
+
+    # -- forward passes --------------------------------------------------------------------------
+
+    @staticmethod
+    def _on_pass(own: ref[RecordingHooks], *_: object) -> None:
+        self = own()
+        if self is not None and not self.paused and torch.is_grad_enabled():
+            self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self.passes, self._between = self.passes + 1, False
+
+    @staticmethod
+    def _on_forward(
+        own: ref[RecordingHooks], layer: Layer, module: nn.Module, *called: Any
+    ) -> None:
+        self = own()
+        trained = any(parameter.requires_grad for parameter in layer.parameters)
+        if not (module.training and trained) or self is None or self.paused:
+            return
+        if not in_backward():
+            self._note_forward()
+        call = layer.watch(*called)
+        if call is not None:
+            x, listen_to = call
+            version = -1 if x.is_inference() else x._version
+            listen_to(partial(self._on_gradient, layer, [x.detach()], version, self.passes))
+
+    def _note_forward(self) -> None:
+        """Note a call of a layer outside of backward passes: the pass before has ended."""
+        self._interrupted |= self._running
+        self._running = False
+        if self._between:  # parts of the model are called, not the model
+            self._begin_pass()
+
+    # -- backward passes -------------------------------------------------------------------------
+
+    def _on_gradient(
+        self, layer: Layer, inputs: list[Tensor], version: int, forward_pass: int, g: Tensor
+    ) -> None:
+        """Take one call into the sums if it counts; `inputs` holds the call's input until then."""
+        if not makes_gradients(layer.parameters):  # a gradient of inputs alone
+            self._await_derivative(layer, g)
+            return
+        if self._turn is None and not self._moments.of_loss:
+            inputs.clear()
+            return
+        if not inputs:
+            raise _second_pass(layer)
+        x = inputs.pop() if self._turn is None or self._turn.last else inputs[0]
+        if version >= 0 and x._version != version and not layer.bias_alone:
+            raise changed_in_place(layer, "the input", "backward")
+        self._note_backward()
+        self._moments.add(layer, x, g, forward_pass, self._turn)
+
+    def _note_backward(self) -> None:
+        """Note a call that counts in a backward pass."""
+        self._between = True
+        if not self._running:
+            self._running = True
+            at_end_of_backward(self._on_end)
+
+    def _on_end(self) -> None:
+        self._running = False
+        self._moments.end_pass()
+
+    def _await_derivative(self, layer: Layer, g: Tensor) -> None:
+        """Warn once if the loss will turn out to depend on `g`, which leads to an input's gradient.
+
+        With `create_graph=True`, `g` has a graph; a backward pass that makes gradients of
+        parameters runs through it only if the loss has the gradient of the input as a part.
+        """
+        g = outside_of_transforms(g)
+        if not self._derivatives_told and g.grad_fn is not None:
+            listen(g, partial(self._on_derivative, layer))
+
+    def _on_derivative(self, layer: Layer, _: Tensor) -> None:
+        if not self._derivatives_told and makes_gradients(layer.parameters):
+            self._derivatives_told = True
+            _warn_of_derivatives(layer)
+
+
+def _second_pass(layer: Layer) -> RuntimeError:
+    """Return the error of a forward pass whose statistics are taken."""
+    return RuntimeError(
+        f"layer {layer.name!r}: a second backward pass through one forward pass has no statistics "
+        f"of its own; add the losses and call backward once, give the outputs of all heads to one "
+        f"record(), and put passes for derivatives of gradients, forward and backward, in "
+        f"no_recording()"
+    )
+
+
+def _remove(hooks: list[Attached]) -> None:
+    """Take all hooks away from the model."""
+    while hooks:
+        hooks.pop().remove()
+
+
+def _warn_of_derivatives(layer: Layer) -> None:
+    """Warn of a loss whose gradient has a part that the factors lack."""
+    log.warning(
+        "layer %r: the loss holds derivatives of the network in its inputs (create_graph=True), as "
+        "of a PINN or with a gradient penalty, and the factors lack their part: the curvature is "
+        "that of the outputs alone. For a PINN try less damping than the default: "
+        "damping=mpikfac.Damping(relative=1.0)",
+        layer.name,
+    )

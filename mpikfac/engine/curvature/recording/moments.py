@@ -1,0 +1,306 @@
+"""The moments of a batch: what a call of a layer adds to the sums, and factors from the sums."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from mpikfac.engine.curvature.factors import Factors
+from mpikfac.engine.curvature.recording.sums import (
+    ExampleCounts,
+    LayerSums,
+    SideSums,
+    Sum,
+    bound_layers,
+)
+from mpikfac.engine.part import Part
+from mpikfac.layers import Layer
+from mpikfac.numerics import without_autocast
+from mpikfac.plan.names import STATISTICS
+from mpikfac.settings import Estimator, Turn
+
+log = logging.getLogger("mpikfac")
+
+Observer = Callable[[Layer, Tensor, Tensor, float], None]
+"""Takes the layer, inputs and output gradients as in sums, and the weight of a call."""
+
+
+class Moments(Part):
+    """Sums of `a a^T` and `g g^T`, or of `a` and `g`, over the calls since the last `finish`.
+
+    If factors are overlapped, a layer's sums are sent as soon as the backward pass has passed the
+    layer.
+
+    Attributes:
+        of_loss: whether gradients are those of the loss; else of labels that are drawn.
+        begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
+        vectors: of each layer's passes of the batch; tables of entries have none.
+        chosen: the vectors of statistics.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        factors: Factors,
+        estimator: Estimator,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """Bind the layers with statistics on the rank to their sums.
+
+        Args:
+            observers: are called with every call that counts.
+        """
+        super().__init__(factors.site)
+        self.factors, self.estimator, self.of_loss = factors, estimator, estimator.of_loss
+        self.statistics, self._observers = factors.statistics, observers
+        self.begin = 0.0
+        self._layers = bound_layers(layers, factors, estimator)
+        self._recorded: set[str] = set()  # layers with sums that are not finished
+        self._finished: set[str] = set()
+        self._counted: dict[str, ExampleCounts] = {}  # of finished layers
+        self._uneven: set[str] = set()  # layers that a warning was about
+        self.vectors, self.chosen = Counter[str](), Counter[str]()
+        self._stage: Callable[[], AbstractContextManager[None]]  # of a call
+        self._stage = partial(self.site.trace.stage, STATISTICS)
+
+    def abort_batch(self) -> None:
+        """Drop the calls since the last `finish`."""
+        for sums in self._sums():
+            sums.start_over()
+        self._recorded.clear()
+        self._finished.clear()
+        self._counted.clear()
+        self.vectors.clear()
+        self.chosen.clear()
+        self.statistics.flat.zero_()
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers with sums on the rank; of a layer with groups, a layer for each group."""
+        return [sums.layer for sums in self._sums()]
+
+    @property
+    def awaits_pass(self) -> bool:
+        """Whether a call waits for another pass of several in the place of the loss's pass."""
+        return any(sums.counts.vectors and not sums.complete for sums in self._sums())
+
+    @property
+    def examples(self) -> int:
+        """The number of examples of the rank's batch since the last `finish`."""
+        of_batch = [sums for sums in self._sums() if sums.layer.of_batch]
+        return max((sums.counts.examples for sums in of_batch), default=0)
+
+    @property
+    def of_gradients(self) -> list[str]:
+        """Names of statistics made of gradients, or of squares of gradients."""
+        names = (
+            factor_sum.factor.name
+            for sums in self._sums()
+            for side in sums.sides
+            if side.quadratic
+            for factor_sum in side.sums
+        )
+        return list(dict.fromkeys(names))  # groups share a name
+
+    def _sums(self) -> Iterator[LayerSums]:
+        """Yield the sums of all layers and groups."""
+        return chain.from_iterable(self._layers.values())
+
+    # -- a call ----------------------------------------------------------------------------------
+
+    @without_autocast
+    def add(self, layer: Layer, x: Tensor, g: Tensor, forward_pass: int, turn: Turn | None) -> None:
+        """Add the moments of a call to the sums of the layer.
+
+        Args:
+            layer: the layer, or a group of the layer.
+            x: inputs of the call.
+            g: gradients at the outputs, of the backward pass that runs now.
+            forward_pass: the number of the call's forward pass.
+            turn: of a backward pass that is one of several in the place of the loss's pass.
+        """
+        sums, early = self._layers[layer.name][layer.group or 0], self.factors.sender.early
+        self._begin(layer, x, turn)
+        self._recorded.add(layer.name)
+        if x.dim() < layer.dimensions:  # one example without a batch dimension
+            x, g = x[None], g[None]
+        with self._stage(), torch.no_grad():
+            if len(x):  # an empty batch counts 0 examples
+                self._add(sums, x, g, forward_pass, turn)
+            sums.complete = turn is None or turn.last
+            complete = all(part.complete for part in self._layers[layer.name])
+            if early and complete and not layer.of_part:
+                self._finish_layers([layer.name])
+                self.factors.ready(layer.name)
+
+    def _begin(self, layer: Layer, x: Tensor, turn: Turn | None) -> None:
+        """Begin a batch, if the call is the first of the batch."""
+        if self._recorded:
+            return
+        if not self._finished and self.factors.sender.early:
+            self.factors.settle()
+        if self.estimator.fisher_type == "type-2" and layer.of_batch and turn is not None:
+            _check_rows(layer, len(x) if x.dim() >= layer.dimensions else 1, turn.rows)
+
+    def _add(
+        self, sums: LayerSums, x: Tensor, g: Tensor, forward_pass: int, turn: Turn | None
+    ) -> None:
+        """Add one call's moments to the sums of a layer."""
+        layer, first = sums.layer, turn is None or turn.first
+        dtype = g.dtype if g.dtype in sums.rounded else self.site.dtype
+        if x.is_floating_point():  # under autocast, the layer multiplied rounded inputs
+            x = x.to(g.dtype).to(dtype)
+        g = g.to(dtype)
+        vectors, prepared = layer.positions(g), layer.prepared(x, g)
+        of_layer = 0 if layer.group else vectors  # the first group stands for all
+        if first:
+            sums.counts.add(len(x), vectors, forward_pass)
+            self.vectors[layer.name] += of_layer * x.is_floating_point()
+        chosen = sums.subsample.of(len(x), vectors, self.begin)
+        chosen_x, chosen_g = prepared[chosen], g[chosen]
+        weight = len(x) / max(1, len(chosen_x))
+        self.chosen[layer.name] += of_layer * len(chosen_x) // len(x)
+        of_squares = self._weight_of_squares(sums, len(x), weight, turn)
+        sides = [side for side in sums.sides if side.quadratic or first]
+        self._take(sides, chosen_x, chosen_g, weight, of_squares)
+        for observe in self._observers:
+            observe(layer, chosen_x, chosen_g, of_squares)
+
+    def _weight_of_squares(
+        self, sums: LayerSums, examples: int, weight: float, turn: Turn | None
+    ) -> float:
+        """Return the weight of squares of gradients, for the `weight` of moments of inputs."""
+        layer = sums.layer
+        if turn is None:
+            power = (0.5 if sums.vector else 1.0) * (2 if layer.of_part else 1)
+            return weight * self.estimator.num_per_example_loss_terms**power
+        # A mean over this pass alone, not over all micro-batches.
+        if layer.of_part:
+            return turn.weight * weight * (turn.rows * turn.terms)
+        return turn.weight * weight * (examples * (turn.rows if layer.of_batch else examples))
+
+    def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:
+        """Add a call's moments of inputs and of squares, times their `weights`, to the sums."""
+        for side in sides:
+            for factor_sum, moment in zip(side.sums, side.moments(side.layer, x, g)):
+                factor_sum.add(moment, weights[side.quadratic])
+
+    def end_pass(self) -> None:
+        """End a backward pass: nothing is left to add here."""
+
+    # -- a batch ---------------------------------------------------------------------------------
+
+    def finish(self) -> dict[str, bool]:
+        """Turn the sums into the rank's factors, multiplied by the number of examples.
+
+        Returns:
+            By layer with statistics on the rank, whether a training pass had a call of the layer.
+
+        Raises:
+            RuntimeError: no layer has statistics.
+        """
+        if self._layers and not self._recorded and not self._finished:
+            missing = "" if self.of_loss else "; call record(outputs) before the loss's backward()"
+            raise RuntimeError(
+                f"no covered layer took part in the training passes before this step (train() "
+                f"mode, a batch that is not empty, backward, outside of transforms of torch.func), "
+                f"so there are no statistics{missing}"
+            )
+        seen = {name: name in self._recorded | self._finished for name in self._layers}
+        left = [name for name in self._layers if name not in self._finished]
+        of_part = [name for name in left if self._layers[name][0].layer.of_part]
+        self._finish_layers([name for name in left if name not in of_part])
+        self._finish_layers(of_part)  # now that the number of the batch's examples is known
+        self._finished.clear()
+        self._check_counts()
+        return seen
+
+    def _finish_layers(self, names: Collection[str]) -> None:
+        """Turn the sums of layers into factors; without examples, the sums stay 0."""
+        self._finished.update(names)
+        self._recorded.difference_update(names)
+        scaled = [each for name in names for each in self._scales(name)]
+        if scaled:
+            sums, scales, _ = zip(*scaled)
+            torch._foreach_mul_([each.total for each in sums], scales)
+            # Once for each factor: a factor may have several sums, of parts of a layer.
+            counted = {each.factor.counted: (each.count, batch) for each, _, batch in scaled}
+            counts, batches = map(list, zip(*counted.values()))
+            torch._foreach_zero_(counts)
+            torch._foreach_add_(counts, batches)
+
+    def _scales(self, name: str) -> Iterator[tuple[Sum, float, float]]:
+        """Yield the sums of a layer, the scales that make factors, and the number of examples."""
+        normalization = self.estimator.normalization
+        for sums in self._layers[name]:
+            counts = sums.counts
+            sums.start_over()
+            if (vectors := counts.vectors) == 0:
+                continue
+            batch, self._counted[name] = counts.examples, counts
+            scales = sums.layer.scales(normalization, batch, vectors, sums.vector)
+            for side in sums.sides:
+                scale = scales[side.side] * batch
+                if side.quadratic and not self.of_loss:
+                    scale /= batch**2  # sums are of gradients of examples' own losses
+                elif side.quadratic and sums.layer.of_part:  # the loss is a mean over the batch
+                    scale *= (self._examples() / batch) ** (1 if sums.vector else 2)
+                for factor_sum in side.sums:
+                    yield factor_sum, scale, float(batch)
+
+    def _examples(self) -> int:
+        """Return the number of examples that layers of the whole batch have seen."""
+        counted = self._counted.items()
+        whole = [c.examples for name, c in counted if self._layers[name][0].layer.of_batch]
+        return max(whole or [c.examples for _, c in counted])
+
+    def _check_counts(self) -> None:
+        """Warn once of layers that saw other numbers of examples than others in as many passes."""
+        finished, self._counted = self._counted, {}
+        alike: dict[int, dict[int, list[str]]] = {}  # by passes, by examples
+        for name, counts in finished.items():
+            if self._layers[name][0].layer.of_batch:
+                alike.setdefault(counts.passes, {}).setdefault(counts.examples, []).append(name)
+        for sets in alike.values():
+            if len(sets) > 1 and not self._uneven.issuperset(chain(*sets.values())):
+                self._uneven.update(chain(*sets.values()))
+                _warn_of_counts(sets)
+
+
+def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
+    """Warn of layers that saw different numbers of examples of a batch; `sets` by the number."""
+    seen = [
+        f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
+        for number, names in sorted(sets.items())
+    ]
+    log.warning(
+        "layers saw different numbers of examples of one batch: %s. The first dimension of a "
+        "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
+        "depends on the number of ranks; take batch_first=True, or name such layers in "
+        "coverage=mpikfac.Coverage(skip=[...]) (boxes and the like in own_examples=[...], experts "
+        "and the like in part_of_batch=[...])",
+        "; ".join(seen),
+    )
+
+
+def _check_rows(layer: Layer, examples: int, rows: int) -> None:
+    """Return if all labels at once are those of `examples`.
+
+    Raises:
+        ValueError: outputs have rows for positions: gradients of positions would mix.
+    """
+    if rows != examples:
+        raise ValueError(
+            f"fisher_type='type-2' needs a row of outputs for each example: record() has {rows} "
+            f"rows, and layer {layer.name!r} saw {examples} examples; take "
+            f"estimator=mpikfac.Estimator(fisher_type='mc')"
+        )

@@ -1,0 +1,160 @@
+"""The sums of a batch's moments, each bound to its place in the arena of statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mpikfac.engine.curvature.factors import Factors
+from mpikfac.layers import SIDE_BY_SIDE, Layer
+from mpikfac.numerics import ADDED_IN_FLOAT32, add_triangle
+from mpikfac.plan import Factor, PlannedLayer
+from mpikfac.settings import Estimator, Subsample
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of a factor, bound to its place in the arena of statistics.
+
+    Attributes:
+        block: where the factor lies in the moment of its side.
+        total: the sum: a triangle or a vector.
+        count: `[1]`, the number of examples in the sum.
+    """
+
+    factor: Factor
+    block: slice
+    total: Tensor
+    count: Tensor
+
+    def add(self, moment: Tensor, weight: float) -> None:
+        """Add the moment of a call, times `weight`."""
+        total = self.total
+        if self.factor.preconditioner.vector:
+            total.add_(moment.view_as(total), alpha=weight)
+        else:
+            shape = (*total.shape[:-2], self.factor.order, self.factor.order)
+            add_triangle(total, moment.reshape(shape), weight)
+
+
+@dataclass(frozen=True)
+class SideSums:
+    """The sums of A or of G of a layer.
+
+    Attributes:
+        quadratic: sums are of squares of gradients; else of inputs alone.
+        vector: sums are of vectors; else of their squares.
+    """
+
+    layer: Layer
+    side: str
+    quadratic: bool
+    vector: bool
+    sums: Sequence[Sum]
+
+    def moments(self, layer: Layer, x: Tensor, g: Tensor) -> list[Tensor]:
+        """Return the moment of a call for each sum.
+
+        Args:
+            layer: the layer, or several layers as the groups of a layer.
+        """
+        blocks = [each.block for each in self.sums]
+        if not self.vector:
+            return layer.second_moments(self.side, x, g, blocks)
+        moment = layer.first_moment(self.side, x, g)
+        return [moment[..., block] for block in blocks]
+
+
+@dataclass
+class ExampleCounts:
+    """How many examples and vectors went into the sums of a layer, in how many forward passes."""
+
+    examples: int = 0
+    vectors: int = 0
+    passes: int = 0
+    last_pass: int = -1
+
+    def add(self, examples: int, vectors: int, forward_pass: int) -> None:
+        """Count one call of the layer."""
+        # A layer called again in the same pass sees the same examples at more positions.
+        if forward_pass != self.last_pass:
+            self.examples += examples
+            self.passes += 1
+        self.vectors += vectors
+        self.last_pass = forward_pass
+
+
+@dataclass
+class LayerSums:
+    """The sums of a layer, or of a group of a layer, and the counts of the sums.
+
+    Attributes:
+        subsample: the examples to take from a call.
+        rounded: dtypes that products take as they are; other dtypes become that of the sums.
+        complete: whether the last backward pass of a call has passed the layer.
+    """
+
+    layer: Layer
+    vector: bool
+    subsample: Subsample
+    rounded: Collection[torch.dtype]
+    sides: Sequence[SideSums]
+    counts: ExampleCounts = field(default_factory=ExampleCounts)
+    complete: bool = False
+
+    def start_over(self) -> None:
+        """Begin to count the next batch."""
+        self.counts, self.complete = ExampleCounts(), False
+
+
+def bound_layers(
+    layers: Iterable[Layer], factors: Factors, estimator: Estimator
+) -> dict[str, list[LayerSums]]:
+    """Return the sums of layers with statistics on the rank, of each group of a layer."""
+    planned = {layer.name: layer for layer in factors.plan.layers}
+    shares = factors.plan.pooled
+    of_layers = {
+        layer.name: [
+            bound(
+                *(member, planned[layer.name], factors.statistics),
+                estimator.subsampled(planned[layer.name], shares),
+            )
+            for member in layer.members
+        ]
+        for layer in layers
+    }
+    return {name: sums for name, sums in of_layers.items() if sums[0].sides}
+
+
+def bound(
+    layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: Subsample
+) -> LayerSums:
+    """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
+    sides, vector = [], planned.preconditioner.vector
+    for side in layer.shape.sides:
+        factors, start, sums = planned.side(side), 0, []
+        for factor in factors:
+            block = slice(start, start + factor.order) if len(factors) > 1 else slice(None)
+            start += factor.order
+            if factor.name in statistics:
+                total, count = statistics[factor.name], statistics[factor.counted]
+                if layer.group is not None:
+                    total = total.unflatten(0, (planned.shape.groups, -1))[layer.group]
+                sums.append(Sum(factor, block, total, count))
+        if sums:
+            sides.append(SideSums(layer, side, side in layer.quadratic, vector, sums))
+    products = layer.shape.kfac_approx == "expand" and layer.shape.maps_vectors and not vector
+    exact = products and type(layer) in SIDE_BY_SIDE and layer.parameters[0].is_cuda
+    rounded = ADDED_IN_FLOAT32 if exact and not planned.rescaled else ()
+    return LayerSums(layer, vector, subsample, rounded, sides)
+
+
+def changed_in_place(layer: Layer, what: str, before: str) -> RuntimeError:
+    """Return the error of a tensor that has changed too early."""
+    return RuntimeError(
+        f"layer {layer.name!r}: {what} was changed in place after the call, and before {before}; "
+        f"give the layer a clone of its own, or change a clone"
+    )
