@@ -39,7 +39,7 @@ def trained(name: str, batch: int, caplog) -> tuple[str, str]:
             model.zero_grad()
             model(inputs).square().mean().backward()
             kfac.step()
-    (line,) = (text for text in caplog.messages if "of SGD's operations" in text)
+    (line,) = (text for text in caplog.messages if "SGD's operations" in text)
     without_means = dataclasses.replace(kfac.plan, means=())  # plans before a run name none
     return without_means.digest(), line
 

@@ -98,7 +98,7 @@ BAD = {
     ),
     "fraction": (
         "--strategy=hybrid --assignment.grad_worker_fraction=0.4",
-        "grad_worker_fraction=0.4 of 6 ranks is no whole number of workers",
+        "grad_worker_fraction=0.4 of 6 ranks is not a whole number of workers",
     ),
     "workers and fraction": (
         "--strategy=hybrid --assignment.grad_workers=2 --assignment.grad_worker_fraction=0.5",
@@ -561,7 +561,7 @@ def test_help_has_a_heading_for_each_kind_of_choice(capsys):
             sections[key[1]] = heading
     expected = {"lr": "learning rate", "kfac.damping": "K-FAC: damping", "data.path": "data"}
     expected |= {"sync": "strategy", "sync.rho": "sync=parle: ", "refresh.staleness": "owners: "}
-    expected |= {"compression.gradients": "How numbers are encoded"}
+    expected |= {"compression.gradients": "How values are encoded"}
     expected |= {"compression.gradients.ratio": "gradients=top-k: "}
     assert {key: words in sections[key] for key, words in expected.items()} == dict.fromkeys(
         expected, True

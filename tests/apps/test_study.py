@@ -199,7 +199,7 @@ def test_ranks_that_a_strategy_cannot_use_are_left_out(tmp_path):
     ]
     ((label, why),) = found.left_out
     assert label == "hybrid on 3 ranks"
-    assert "grad_worker_fraction=0.5 of 3 ranks is no whole number of workers" in why
+    assert "grad_worker_fraction=0.5 of 3 ranks is not a whole number of workers" in why
 
 
 @pytest.mark.parametrize("name", sorted(spec.NAMED))
@@ -241,7 +241,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ({"launcher": "pbs"}, "launcher=pbs must be one of mpirun, slurm"),
         ({"target": 970}, "target=970 must be at most 100: an accuracy in per cent"),
         ({"options": {"batch_size": 1}}, "options: unknown key batch_size; did you mean batch?"),
-        ({"machine": "nowhere.json"}, "machine=nowhere.json is no file that can be read"),
+        ({"machine": "nowhere.json"}, "machine=nowhere.json is not a readable file"),
         ({"base": "nowhere.yaml"}, "base=nowhere.yaml is no file"),
         (
             {"options": {"batch": "60 until 1, 120"}},
@@ -254,7 +254,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ),
         (
             {"strategies": {"mine": {"kfac.skip": ["fcc"]}}},
-            "mine on 2 ranks: skip names 'fcc', which is no module of the model",
+            "mine on 2 ranks: skip names 'fcc', which is not a module of the model",
         ),
         (
             {"strategies": {"mine": {"strategy": "staggered", "kfac.inv_update_steps": 4}}},

@@ -1,7 +1,8 @@
-"""How layers are dealt over groups of ranks, as plain data.
+"""How layers are split over groups of ranks, as plain data.
 
-The ranks form a grid of groups: a split layer is dealt over the `ways` ranks of a group, and groups
-share the data. Ranks with the same place in their groups hold the same slices: they are peers.
+The ranks form a grid of groups: a split layer is divided among the `ways` ranks of a group, and the
+groups process different data. Ranks at the same position in their groups hold the same slices; they
+are called peers.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ CHANNELS: tuple[Channels, ...] = ("outputs", "inputs")
 
 @dataclass(frozen=True)
 class Distribution:
-    """Deal out layers over groups of ranks.
+    """How layers are split over groups of ranks.
 
     Attributes:
-        ways: the number of ranks of a group.
-        layers: by name of a split layer, the channels that the ranks of a group share out. Layers
-            without an entry are data parallel.
-        strided: the ranks of a group are `P / ways` ranks apart; otherwise neighbours.
+        ways: the number of ranks in a group.
+        layers: the channels of each split layer that are divided among the ranks of a group, by
+            name. Layers without an entry are data parallel.
+        strided: the ranks of a group are `P / ways` ranks apart; otherwise they are neighbours.
     """
 
     ways: int = 1
@@ -39,10 +40,10 @@ class Distribution:
         for name, axis in self.layers.items():
             one_of(f"layer {name!r}: channels", axis, CHANNELS)
         if self.layers and self.ways == 1:
-            raise ValueError("ways=1 splits no layer; give ways of at least 2, or no layers")
+            raise ValueError("ways=1 splits no layer; use ways of at least 2, or no layers")
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that groups are equally large.
+        """Check that all groups have the same size.
 
         Raises:
             ValueError: `ways` does not divide the number of ranks.
@@ -59,7 +60,7 @@ class Distribution:
         return range(first, first + self.ways)
 
     def peers(self, rank: int, ranks: int) -> range:
-        """Return the ranks with the same place in their groups as `rank`."""
+        """Return the ranks at the same position in their groups as `rank`."""
         if self.strided:
             first = rank - rank % (ranks // self.ways)
             return range(first, first + ranks // self.ways)
@@ -68,12 +69,12 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A parameter of a split layer: each member of a group makes the gradient of a slice.
+    """A parameter of a split layer: each member of a group computes the gradient of a slice.
 
     Attributes:
         name: the name of the parameter.
-        block: the block of gradients with the parameter.
-        dim: the dimension that is cut.
+        block: the block of gradients that contains it.
+        dim: the dimension that is split.
     """
 
     name: str
@@ -94,11 +95,11 @@ class Sliced:
 
 @dataclass(frozen=True)
 class Split:
-    """The split layers of a model, as a plan sees the layers.
+    """The split layers of a model, as a plan needs them.
 
     Attributes:
         parameters: the trained parameters of split layers.
-        handed_on: the layers whose outputs stay in slices, for a second split layer.
+        handed_on: the layers whose outputs stay in slices, for another split layer.
     """
 
     distribution: Distribution = field(default_factory=Distribution)
@@ -107,7 +108,7 @@ class Split:
 
     @property
     def blocks(self) -> set[str]:
-        """The blocks of gradients that are made in slices."""
+        """The blocks of gradients that are computed in slices."""
         return {parameter.block for parameter in self.parameters}
 
     def layout(self) -> Layout:
@@ -132,7 +133,7 @@ SPLIT: tuple[Combination, ...] = (
         "ways",
         None,
         {"sync.aggregation": "mean"},
-        "a rank has the gradient of a slice alone, so ranks cannot be compared",
+        "a rank has only the gradient of a slice, so ranks cannot be compared",
         default=1,
     ),
     Combination(
@@ -146,7 +147,7 @@ SPLIT: tuple[Combination, ...] = (
         "ways",
         None,
         {"compression.gradients.clip_norm": None},
-        "a rank has the gradient of a slice alone, whose norm is not the gradient's",
+        "a rank has only the gradient of a slice, whose norm is not that of the gradient",
         default=1,
     ),
     Combination(
@@ -156,4 +157,4 @@ SPLIT: tuple[Combination, ...] = (
         "all ranks of a group exchange the inputs of two split layers in a row for statistics",
     ),
 )
-"""The needs of split layers."""
+"""What split layers require of other choices."""
