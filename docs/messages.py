@@ -24,7 +24,8 @@ VERBS = (
 BEFORE = "with curvature servers, |and |or |of a single output, "
 NEED = re.compile(
     r"^(give|set|use|write) "
-    r"|\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are|go on with|continue with)\b"
+    r"|\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are)\b"
+    r"|\b(go on|continue) with\b"
     rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
 )
 """Words of a message that says what is needed or what to do."""

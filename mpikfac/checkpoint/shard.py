@@ -175,7 +175,9 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
             reason = files.one_line(error)
             raise ValueError(f"{path} is not an HDF5 file of mpikfac: {reason}") from error
     if place is None or place + length > size:
-        raise ValueError(f"{path} is not an HDF5 file of mpikfac: {large} is not in one piece")
+        raise ValueError(
+            f"{path} is not an HDF5 file of mpikfac: {large} is not stored in one piece"
+        )
     return items, place, length
 
 

@@ -65,7 +65,7 @@ class Layer:
         bias: whether the matrix's last column is the bias.
         bias_alone: whether the bias is the only column.
         shape: the layer's factors and the form of its gradient.
-        spatial: whether positions are pixels; used by normalizations other than "expand".
+        spatial: whether positions are pixels; used by normalisations other than "expand".
         dimensions: the minimum number of dimensions of a batch; an input with fewer is one example.
         quadratic: the sides whose statistics are sums of squares of gradients; those of other sides
             use inputs alone.

@@ -78,7 +78,7 @@ def check_tensors(model: nn.Module) -> None:
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """Summarize versions, model and optimizer, for ranks to compare."""
+    """Summarise versions, model and optimizer, for ranks to compare."""
     names = {id(p): name for name, p in model.named_parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors]

@@ -104,7 +104,7 @@ class Estimator:
     """How factors are estimated: from which gradients, and with which average.
 
     `factor_decay` is a number or a schedule (a function of the step). Programs that use
-    fisher_type="mc" or "type-2" call `KFAC.record`. The normalizations are defined in
+    fisher_type="mc" or "type-2" call `KFAC.record`. The normalisations are defined in
     `numerics.moments`.
 
     Args:

@@ -202,7 +202,7 @@ def test_an_unknown_argument_is_named(wrong, right):
 
 def test_a_named_optimizer_takes_no_preconditioner_and_its_own_momentum():
     """Oracle: the lines; Muon's momentum of 0.95 [Jordan 2024], and a number that is given."""
-    line = "'eigen' is not an argument of DistributedMuon, whose preconditioner is 'muon'; leave it out"
+    line = "'eigen' is not an argument of DistributedMuon, whose preconditioner is 'muon'; leave"
     with pytest.raises(ValueError, match=line):
         DistributedMuon(network(), preconditioner="eigen")
     with pytest.raises(TypeError, match="DistributedShampoo has no argument 'dampng'; did you"):

@@ -14,7 +14,7 @@ from mpikfac.plan.of_rank import RankPlan
 def memory_of_grafting(rank: RankPlan, grafting: Grafting) -> dict[str, int]:
     """Return the bytes that a rank keeps for the lengths of directions, by kind.
 
-    Uncovered parameters that the rank steps count as layers. Normalized rows need one value per row
+    Uncovered parameters that the rank steps count as layers. Normalised rows need one value per row
     of a matrix, and eigenbases the gradients in them. A momentum needs the momenta, and what the
     next directions are computed from.
     """
