@@ -87,7 +87,7 @@ class Replicas(Synchronization):
         return self.alone(step) and (step + 1 - self.warmup_steps) % every == 0
 
     def turn(self, step: int) -> int | None:
-        """Return the number of parts sent before the one due right after `step`; None if none is."""
+        """Return the number of parts sent before the one due after `step`; None if none is due."""
         turns, later = divmod(step + 1 - self.warmup_steps, self.sync_every // self.fragments)
         return turns - 1 if self.alone(step) and not later else None
 
