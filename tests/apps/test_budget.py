@@ -144,4 +144,4 @@ def test_the_check_says_the_cost_and_a_remedy(caplog):
         _, line = trained("autoencoder_small", batch, caplog)
         caplog.clear()
         assert line in text
-        assert ("To take less" in text) == dear
+        assert ("To reduce them" in text) == dear
