@@ -17,14 +17,15 @@ SCRIPTS = sorted(path for path in (ROOT / "jobs").rglob("*.*") if path.suffix !=
 ERRORS = {"ArgumentTypeError", "OSError", "RuntimeError", "TypeError", "UserError", "ValueError"}
 CALLS = {"error", "print", "warning"}  # of a parser, to stderr, of a log
 VERBS = (
-    "add|allow|begin|call|clip|close|convert|copy|delete|detach|end|fix|freeze|give|install|leave|"
-    "load|make|measure|name|put|raise|remove|repair|run|see|split|start|store|take|train|try|"
-    "unpack|unset|use|write"
+    "add|allow|begin|call|check|choose|clip|close|construct|continue|convert|copy|create|delete|"
+    "detach|end|fix|freeze|give|install|leave|load|make|measure|name|pass|put|raise|remove|repair|"
+    "run|see|select|set|split|start|store|take|train|try|unpack|unset|use|write"
 )
 BEFORE = "with curvature servers, |and |or |of a single output, "
 NEED = re.compile(
-    r"^(give|write) "
-    r"|\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are|go on with)\b"
+    r"^(give|set|use|write) "
+    r"|\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are)\b"
+    r"|\b(go on|continue) with\b"
     rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
 )
 """Words of a message that says what is needed or what to do."""

@@ -1,4 +1,4 @@
-"""Define the exception for users' mistakes, and end the job if a rank fails."""
+"""The exception for users' mistakes, and the end of a job in which a rank fails."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PATIENCE = 2.0
 
 
 class UserError(Exception):
-    """Report a mistake that the user can mend; the text names the wrong value and right values.
+    """Report a mistake that the user can correct; the text has the wrong value and valid ones.
 
-    Every rank raises the same text: a single rank prints the text, and all ranks exit. The text is
-    a single printable line, also if a part of the text comes from a file.
+    Every rank raises the same text; one rank prints it, and all ranks exit. The text is a single
+    printable line, even if part of it comes from a file.
     """
 
     def __str__(self) -> str:
@@ -29,9 +29,9 @@ class UserError(Exception):
 
 
 class RanksDifferError(UserError):
-    """Report that ranks hold different values where all ranks must hold the same.
+    """Report that ranks hold different values where all must be equal.
 
-    Trying again is of no use: ranks that differ stay different until one copies another.
+    Retrying does not help: the ranks stay different until one copies from another.
     """
 
 
@@ -51,12 +51,12 @@ class _Ranks(Protocol):
 
 @contextmanager
 def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """End the whole job if the body fails on any rank; no rank is left waiting.
+    """End the whole job if the body fails on any rank, so that no rank is left waiting.
 
     A `UserError` (known to all ranks) is printed once as `mpikfac: ...`, and every rank exits with
-    code 2. After any other exception the failing rank prints the traceback and a summary of 1 line,
-    and aborts the job with code 1. `SystemExit` counts as a failure too: the remaining ranks would
-    wait. A `KeyboardInterrupt` in a job of a single rank goes on: no rank waits.
+    code 2. After any other exception the failing rank prints the traceback and a one-line summary,
+    and aborts the job with code 1. `SystemExit` counts as a failure as well, because the other
+    ranks would wait. In a job of a single rank a `KeyboardInterrupt` is re-raised.
 
     Args:
         where: returns what the rank is doing, such as "step 12"; called after a failure.
@@ -68,7 +68,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
     except UserError as error:
         if comm.rank == 0:
             print(f"mpikfac: {error}", file=sys.stderr, flush=True)
-        # The first rank to exit may end all ranks, so every rank waits until rank 0 has printed.
+        # The first rank to exit may end the others, so every rank waits until rank 0 has printed.
         if not _all_arrived(comm):
             if comm.rank != 0:
                 print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
@@ -76,14 +76,14 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
         raise SystemExit(USAGE_ERROR) from None
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and comm.size == 1:
-            raise  # no rank waits, and a notebook goes on
+            raise  # no rank waits, and a notebook can continue
         place = ", ".join(
             filter(None, [f"rank {comm.rank} of {comm.size}", platform.node(), where()])
         )
         (summary,) = traceback.format_exception_only(error)[-1:]
         trace = printable_lines(traceback.format_exc())
         report = f"{trace}mpikfac: {place}: {printable(' '.join(summary.split()))}\n"
-        # A single write, end of line included: the launcher puts notes between two writes.
+        # One write, including the end of the line: the launcher inserts notes between two writes.
         print(report, end="", file=sys.stderr, flush=True)
         comm.Abort(CRASH)
         raise SystemExit(CRASH) from None  # some MPIs end the process only now
@@ -96,9 +96,9 @@ def _all_arrived(comm: _Ranks) -> bool:
 
 
 def looks(seconds: float, interval: float = 0.01) -> Iterator[None]:
-    """Yield at intervals, until this process has run for `seconds`.
+    """Yield at intervals, until this process has been running for `seconds`.
 
-    The intervals are counted: a clock would go on while the job is stopped.
+    The intervals are counted, as a clock would continue while the job is suspended.
     """
     for _ in range(round(seconds / interval)):
         yield

@@ -1,8 +1,8 @@
-"""Open files: regular files only, of bounded size, and without links in a run's directories.
+"""Open files safely: regular files only, of bounded size, and without links in run directories.
 
-A pipe may make a reader wait for ever, a device may do anything, a file made of holes may fill the
-memory, and a link may lead out of a run's directory. So the library and the programs open all files
-by `reading` and `writing`.
+A pipe can make a reader wait forever, a device can do anything, a sparse file can fill the memory,
+and a link can lead out of a run's directory. Library and programs therefore open all files by
+`reading` and `writing`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 LIMIT = 2**25
-"""Bytes of the largest JSON that is read; about 200,000 items of a checkpoint's manifest."""
+"""Maximum size of a JSON file in bytes; enough for a manifest of about 200,000 items."""
 SMALL = 2**18
-"""Bytes of the largest small file that is read: a lock, options, a study."""
+"""Maximum size of a small file in bytes: a lock, options, a study."""
 HUGE = 2**62
-"""The largest number of a `form`."""
+"""Maximum absolute value of a number in a `form`."""
 DEEP = 32
-"""Levels of the deepest JSON and YAML that is read."""
+"""Maximum depth of JSON and YAML."""
 
 KINDS = {
     stat.S_IFLNK: "a link",
@@ -46,15 +46,15 @@ class Refused(OSError):
 
 
 def reading(path: str | Path, limit: int | None = None, links: bool = False) -> io.BufferedReader:
-    """Open a regular file to read; opening never waits.
+    """Open a regular file for reading; opening never waits.
 
     Args:
-        limit: bytes of the largest file that is opened; None for no limit.
-        links: follow a link at the end of `path`. For paths that a user names, not for files of a
+        limit: maximum size of the file in bytes; None for no limit.
+        links: follow a link at the end of `path`; for paths that a user names, not for files in a
             run's directory.
 
     Raises:
-        Refused: the path is no regular file, or the file is too large.
+        Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be opened.
     """
     descriptor = _opened(path, os.O_RDONLY, links)
@@ -68,15 +68,15 @@ def reading(path: str | Path, limit: int | None = None, links: bool = False) -> 
 def writing(
     path: str | Path, begin: Literal["empty", "new", "end"] = "empty", *, named: bool = False
 ) -> io.FileIO:
-    """Open a regular file to write, without a buffer; opening never waits.
+    """Open a regular file for writing, without a buffer; opening never waits.
 
     Args:
-        begin: "empty" drops the file's content, "new" refuses an existing file, and "end" adds to
-            the content.
-        named: the user named the path: links are followed, and devices are taken.
+        begin: "empty" drops the content, "new" fails if the file exists, and "end" appends to the
+            content.
+        named: the user named the path, so links are followed, and devices are accepted.
 
     Raises:
-        Refused: the path is no regular file.
+        Refused: the path is not a regular file.
         OSError: the file cannot be opened.
     """
     descriptor = _opened(path, os.O_WRONLY | os.O_CREAT | BEGIN[begin], named, devices=named)
@@ -86,7 +86,7 @@ def writing(
 
 
 def anchored(path: Path) -> Path:
-    """Return a path to the same name in the same folder, also once the folder has moved.
+    """Return a path to the same name in the same folder, even after the folder is moved.
 
     The folder stays open until the process ends.
     """
@@ -106,23 +106,23 @@ def read_bytes(path: str | Path, limit: int = SMALL, links: bool = False) -> byt
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
-        Refused: the path is no regular file, or the file is too large.
+        Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
     """
     with reading(path, limit, links) as file:
-        content = file.read(limit + 1)  # the file may grow meanwhile
+        content = file.read(limit + 1)  # the file can grow meanwhile
     if len(content) > limit:
         raise _too_large(path, len(content), limit)
     return content
 
 
 def read_text(path: str | Path, limit: int = SMALL, links: bool = False) -> str:
-    """Return the text of a regular file in UTF-8, of at most `limit` bytes.
+    """Return the UTF-8 text of a regular file of at most `limit` bytes.
 
     Raises:
-        Refused: the path is no regular file, or the file is too large.
+        Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
-        UnicodeDecodeError: the file is not in UTF-8.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     return read_bytes(path, limit, links).decode()
 
@@ -131,19 +131,19 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
     """Return the content of a JSON file of at most `limit` bytes and `DEEP` levels.
 
     Raises:
-        Refused: the path is no regular file, or the file is too large.
+        Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
-        ValueError: the file is no JSON, or has too many levels; the text lacks the path.
+        ValueError: the file is not JSON, or too deep; the text lacks the path.
     """
     return json_of(read_bytes(path, limit, links))
 
 
 def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
-    """Return the content of a JSON file that `has_form`.
+    """Return the content of a JSON file that has a form; see `has_form`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is no JSON of the form; the text names the path.
+        ValueError: the file is not JSON of this form; the text names the path.
     """
     try:
         content = read_json(path, limit)
@@ -158,9 +158,9 @@ def has_form(content: Any, form: Any) -> bool:
     """Return whether the content of a JSON file has a form.
 
     Args:
-        form: `str`, `int` or `object`; `float` for any number that is no huge one; `[form]` for a
+        form: `str`, `int` or `object`; `float` for any number that is not huge; `[form]` for a
             list; `{str: form}` for an object with any keys; `{"key": form}` for an object with at
-            least these keys; a tuple of forms, for any of the forms; None for null.
+            least these keys; a tuple of forms, for any of them; None for null.
     """
     if isinstance(form, tuple):
         return any(has_form(content, alternative) for alternative in form)
@@ -180,17 +180,17 @@ def has_form(content: Any, form: Any) -> bool:
 
 
 def json_of(text: bytes | str) -> Any:
-    """Return the content of a JSON text of at most `DEEP` levels.
+    """Parse a JSON text of at most `DEEP` levels.
 
     Raises:
-        ValueError: the text is no JSON, or has too many levels.
+        ValueError: the text is not JSON, or too deep.
     """
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} is no JSON: {error.msg}") from error
+        raise ValueError(f"line {error.lineno} is not JSON: {error.msg}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is no JSON: {error.reason}") from error
+        raise ValueError(f"it is not JSON: {error.reason}") from error
     except RecursionError:
         raise ValueError(f"it has more than {DEEP} levels") from None
     if _levels(content) > DEEP:
@@ -199,7 +199,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = False) -> None:
-    """Replace the content of a file, see `writing`; a failure may leave a part.
+    """Replace the content of a file, see `writing`; a failure can leave a part.
 
     Raises:
         OSError: the file cannot be written.
@@ -209,7 +209,7 @@ def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = 
 
 
 def write_all(file: io.FileIO, content: bytes | memoryview, path: str | Path) -> None:
-    """Write the content at the place of an open file, see `write_bytes`.
+    """Write the content at the position of an open file; see `write_bytes`.
 
     Raises:
         OSError: the file cannot be written; the error has the path.
@@ -219,12 +219,12 @@ def write_all(file: io.FileIO, content: bytes | memoryview, path: str | Path) ->
         while remaining:
             remaining = remaining[file.write(remaining) :]
     except OSError as error:
-        error.filename = str(path)  # the system names a file only if opening fails
+        error.filename = str(path)  # the system names the file only if opening fails
         raise
 
 
 def write_text(path: str | Path, text: str, *, named: bool = False) -> None:
-    """Replace the content of a file by a text in UTF-8, see `writing`.
+    """Replace the content of a file by a UTF-8 text; see `writing`.
 
     Raises:
         OSError: the file cannot be written.
@@ -243,7 +243,7 @@ def one_line(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return the text with codes such as `\n` and `\x1b` for all characters that do not print.
+    r"""Return the text with codes such as `\n` and `\x1b` for all unprintable characters.
 
     Text from a file could otherwise move the cursor, hide a line, or look like a second message.
     """
@@ -253,12 +253,12 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return the lines of a text, each line as `printable` returns the line."""
+    """Return a text in which each line is `printable`."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def _opened(path: str | Path, flags: int, links: bool, devices: bool = False) -> int:
-    """Return a descriptor, after a check before opening: opening a device may have effects."""
+    """Return a descriptor, after a check before opening, as opening a device can have effects."""
     try:
         _check(path, os.stat(path, follow_symlinks=links).st_mode, devices)
     except FileNotFoundError:
@@ -288,7 +288,7 @@ def _too_large(path: str | Path, size: int, limit: int) -> Refused:
 
 
 def _levels(content: Any) -> int:
-    """Return the levels of lists and objects in JSON; at most `DEEP` + 1 are counted."""
+    """Return the depth of lists and objects in JSON; counting stops at `DEEP` + 1."""
     level, levels = [content], 0
     while levels <= DEEP and (
         level := [nested for nested in level if isinstance(nested, dict | list)]

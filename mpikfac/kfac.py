@@ -1,7 +1,8 @@
 """Distributed K-FAC: the trainer with a preconditioner, and what only K-FAC offers a program.
 
-Read `Trainer.step` (trainer.py) first, and then `DistributedPreconditioner.learn` and
-`DistributedPreconditioner.direct` (engine/curvature/distributed.py).
+To read the code, begin with `Trainer.step` (trainer.py), and then read
+`DistributedPreconditioner.learn` and `DistributedPreconditioner.direct`
+(engine/curvature/distributed.py).
 """
 
 from __future__ import annotations
@@ -50,61 +51,65 @@ log = logging.getLogger("mpikfac")
 
 
 class KFAC(Trainer):
-    """A torch optimizer preconditioned by distributed K-FAC.
+    """Precondition the steps of a torch optimizer by distributed K-FAC.
 
-    Sums, factors and directions have the model's dtype, or float32 for a model in bfloat16.
+    Statistics, factors and directions have the model's dtype, or float32 for a model in bfloat16.
 
-    Collective over: world. The model becomes rank 0's; forward hooks are added to its layers.
+    Collective over: world. All ranks get rank 0's model, and its layers get forward hooks.
 
     Args:
-        model: the log lists the parameters that K-FAC does not cover.
-        optimizer: any torch optimizer over the model's parameters, with steps that need no closure.
+        model: the model; the log lists the parameters that K-FAC does not cover.
+        optimizer: any torch optimizer over the model's parameters whose `step` needs no closure.
         comm: the communicator of the ranks, or the `SplitComm` of `split_comm`, with curvature
             servers; all ranks of the job if None.
-        strategy: who computes and sends what: a `Strategy`, or a name of `mpikfac strategies`,
-            whose preconditioner and interval are taken if no others are given; every rank
-            preconditions every layer if None (COMM-OPT).
+        strategy: who computes and sends what: a `Strategy`, or a name listed by `mpikfac
+            strategies`. A name also sets the preconditioner and the intervals that belong to it,
+            unless you pass others. None: every rank preconditions every layer (COMM-OPT).
         damping: a number, a schedule (a function of the step), a `Damping`, or a
-            `LevenbergMarquardt` that `update_damping` changes. None: `Damping()`, or 0.003 with the
+            `LevenbergMarquardt`, which `update_damping` adapts. None: `Damping()`, or 0.003 for the
             preconditioner "eva".
         factor_update_steps: steps between two updates of the factors, or a schedule. None: 10, and
             fewer in the first 160 steps (`schedule.growing`).
         inv_update_steps: steps between two decompositions, or a schedule; a multiple of `stagger`.
             None: 50, and fewer in the first 160 steps.
         preconditioner: a `Preconditioner` with settings, such as `Eigen(dtype=torch.bfloat16)` or
-            your own, or the name of one with its defaults. None: "inverse". "inverse": damped
-            inverses with the damping split between A and G; a change of damping takes effect at the
-            next decomposition. `Inverse(split_damping=False)` adds all of the damping to each, as
-            published codes do. "eigen": eigenbases and all of the damping. "ekfac": the same with
-            eigenvalues of the gradients of examples [George et al. 2018]. "eva": mean vectors, with
-            A and G as squares of vectors, a different estimator [Zhang et al. 2023, Eva];
-            `inv_update_steps=1` is the paper's. "newton-muon": A alone, for orthogonal directions
-            [Newton-Muon]. "shampoo": roots of factors of the averaged gradient [Gupta et al. 2018].
-            "kl-shampoo": the same, of factors whitened by each other [Lin et al. 2025]. "soap":
-            Adam in the eigenbases of Shampoo's factors [SOAP]. "muon": the averaged gradient,
-            without factors, for orthogonal directions [Muon]. "normuon": the same, with rows of
-            about equal lengths [NorMuon].
-        grafting: what gives each layer's direction its length: `NoGrafting`, `SGDGrafting`,
-            `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: what the preconditioner takes,
-            for most `AdamGrafting()`; with a clip, `NoGrafting()`.
+            your own class, or the name of one, with its defaults. None: "inverse".
+
+            - "inverse": damped inverses, with the damping split between A and G; a change of the
+              damping takes effect at the next decomposition. `Inverse(split_damping=False)` adds
+              all of the damping to each, as published implementations do.
+            - "eigen": eigenbases, with the damping added to the products of eigenvalues.
+            - "ekfac": the same, with eigenvalues estimated from the gradients of examples [George
+              et al. 2018].
+            - "eva": mean vectors, whose squares stand for A and G; a different estimator [Zhang et
+              al. 2023, Eva]. The paper uses `inv_update_steps=1`.
+            - "newton-muon": A alone, for orthogonal directions [Newton-Muon].
+            - "shampoo": inverse roots of factors of the averaged gradient [Gupta et al. 2018].
+            - "kl-shampoo": the same, with factors whitened by each other [Lin et al. 2025].
+            - "soap": Adam in the eigenbases of Shampoo's factors [SOAP].
+            - "muon": the averaged gradient, without factors, for orthogonal directions [Muon].
+            - "normuon": the same, with rows of about equal length [NorMuon].
+        grafting: what sets the length of each layer's direction: `NoGrafting`, `SGDGrafting`,
+            `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: the preconditioner's default,
+            which is `AdamGrafting()` for most; `NoGrafting()` if there is a clip.
         clip: a bound on the directions of all layers together: `KLClip`, `FisherClip`, `NormClip`,
             or None.
         estimator: how factors are estimated.
-        coverage: the layers to cover, and the form of factors.
-        budget: the operations of statistics and decompositions on average, in units of those of
-            forward and backward passes; in the first 160 steps, as many as those of the passes. The
-            first batch with statistics decides: intervals grow, and factors fall into blocks of at
-            most half as many rows as the batch has vectors, or of 128. None, or any interval or
-            rule by hand, keeps intervals and factors as they are.
-        matmul_precision: how products round that precondition gradients and make directions
-            orthogonal. "float32": not at all; on a GPU, as torch's settings say. "tf32": operands
-            to 10 bits of mantissa. "bfloat16": operands to 7 bits. Sums are in float32, and models
-            in float64 round nothing. Tensor cores of an NVIDIA GPU multiply so; other devices
-            round, and save no time. None: "tf32" on an NVIDIA GPU without staleness, else
-            "float32".
-        cuda_graph: directions are recorded as a CUDA graph, and their kernels then started by one
-            call, in steps whose numbers are those of the step before. Needs a GPU of NVIDIA, and
-            has not run on one yet.
+        coverage: the layers to cover, and the form of their factors.
+        budget: the average number of operations of statistics and decompositions, relative to the
+            operations of the forward and backward passes; the limit is 1 in the first 160 steps.
+            The first batch with statistics decides: intervals are lengthened, and factors are cut
+            into blocks with at most half as many rows as the batch has vectors, or 128. With None,
+            or if you set any interval or covering rule, intervals and factors stay unchanged.
+        matmul_precision: how the products that precondition gradients and make directions
+            orthogonal round their operands. "float32": they do not; on a GPU, torch's settings
+            apply. "tf32": to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated
+            in float32, and models in float64 are never rounded. Only the tensor cores of NVIDIA
+            GPUs compute this faster; other devices round without saving time. None: "tf32" on an
+            NVIDIA GPU without staleness, else "float32".
+        cuda_graph: record the computation of directions as a CUDA graph, and replay it by a single
+            call in steps whose settings are those of the step before. Needs an NVIDIA GPU; not yet
+            tested on one.
         trace: times the stages; a new trace if None.
 
     Raises:
@@ -114,12 +119,12 @@ class KFAC(Trainer):
     Attributes:
         plan: the communication plan.
         steps: completed steps.
-        votes: `[16]`, in the dtype of sums. A rank writes numbers before a step; the numbers travel
-            with the gradients, and after the step all ranks find the mean over ranks. The last
-            eight numbers are K-FAC's own.
-        nonfinite: counts of numbers that were not finite.
-        is_consistent: whether the state of the rank is the state after `steps` steps, without parts
-            of a later step.
+        votes: `[16]`, in the dtype of the statistics. Values that a rank writes before a step are
+            sent with the gradients; after the step, all ranks find the means over ranks there. The
+            last eight are reserved for K-FAC.
+        nonfinite: counts of values that were not finite.
+        is_consistent: whether the rank's state is exactly the state after `steps` steps, with
+            nothing of a later step.
         trace: seconds and bytes of every stage.
     """
 
@@ -188,7 +193,7 @@ class KFAC(Trainer):
                 log.warning("%s", warning)
 
     def __repr__(self) -> str:
-        """Return the covered layers, the strategy and the number of steps in short."""
+        """Return a summary: the covered layers, the strategy and the number of steps."""
         uncovered = self.built.gradients.uncovered
         first_order = sum(bool(tensor.parameters) for tensor in uncovered)
         return (
@@ -199,7 +204,7 @@ class KFAC(Trainer):
 
     @property
     def preconditioner(self) -> DistributedPreconditioner:
-        """The parts of K-FAC on the rank."""
+        """The rank's preconditioner, which does K-FAC's work."""
         return cast(DistributedPreconditioner, self.built.method)
 
     @property
@@ -209,7 +214,7 @@ class KFAC(Trainer):
 
     @property
     def grafting(self) -> Graft:
-        """What gives directions their lengths; `set_batch` is for `QuadraticModel`."""
+        """What sets the lengths of directions; `set_batch` is for `QuadraticModel`."""
         return self.preconditioner.directions.graft
 
     @property
@@ -221,31 +226,31 @@ class KFAC(Trainer):
     def record(
         self, outputs: Tensor | Sequence[Tensor], loss: Loss | Sequence[Loss] = "cross-entropy"
     ) -> None:
-        """Take a batch's statistics at labels of the model, if `fisher_type` asks for such labels.
+        """Record the statistics of a batch at labels of the model, if `fisher_type` needs them.
 
             outputs = model(images)
             kfac.record(outputs)
             torch.nn.functional.cross_entropy(outputs, labels).backward()
             kfac.step()
 
-        Runs a backward pass per drawn label, or per output. Gradients of parameters do not change.
-        With `fisher_type` "empirical" or "forward-only", and at steps without new factors, nothing
-        runs.
+        Runs one backward pass per drawn label, or per output. Gradients of parameters do not
+        change. Does nothing if `fisher_type` is "empirical" or "forward-only", and in steps without
+        new factors.
 
         Collective over: world with `overlap`, as is the backward pass itself; else none.
 
         Args:
-            outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`; or a row for
-                each term of the loss, `[rows, outputs]`, such as the words that a mask keeps. Of
+            outputs: of the model, `[batch, outputs]` or `[batch, outputs, *positions]`; or one row
+                per term of the loss, `[rows, outputs]`, such as the words that a mask keeps. For
                 several heads, a list of outputs: the loss is the sum of the heads' losses.
-            loss: "cross-entropy", "squared-error" or "logistic", as torch averages the loss over
-                batch and rest: `F.cross_entropy`, `F.mse_loss`,
-                `F.binary_cross_entropy_with_logits`. Of several heads, also a list.
+            loss: "cross-entropy", "squared-error" or "logistic", averaged over the batch and the
+                other dimensions as torch does: `F.cross_entropy`, `F.mse_loss`,
+                `F.binary_cross_entropy_with_logits`. For several heads, optionally a list.
 
         Raises:
-            ValueError: another loss; heads with different numbers of rows; outputs with positions,
-                or other rows than examples, and fisher_type="type-2"; outputs without a dimension
-                of outputs, or outputs that are no logits.
+            ValueError: the loss is unknown; heads have different numbers of rows; with
+                fisher_type="type-2", outputs have positions, or their rows are not the examples;
+                or outputs are not logits, or have no dimension of outputs.
         """
         heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         losses = [loss] * len(heads) if isinstance(loss, str) else list(loss)
@@ -264,26 +269,25 @@ class KFAC(Trainer):
 
     @without_autocast
     def precondition(self, scaler: Scaler | None = None) -> None:
-        """Precondition covered layers' gradients; the caller averages before, and steps after.
+        """Precondition the gradients of covered layers; the caller averages first, and then steps.
 
-        The caller also averages and steps uncovered parameters and buffers. With
-        a length by Adam, such as the default, gradients of uncovered parameters become Adam's
-        steps.
+        The caller also averages and steps uncovered parameters and buffers. If Adam sets the
+        lengths, as by default, the gradients of uncovered parameters become Adam's steps.
 
         Collective over: world.
 
         Args:
-            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss, after `unscale_` of
-                averaged gradients: the scale is taken out of the statistics, too. If gradients are
-                not finite, on all ranks alike, the gradients do not change: the scaler's `step`
-                skips the gradients, and the batch is ignored.
+            scaler: the `torch.amp.GradScaler` whose `scale(loss)` was the loss, after `unscale_` of
+                the averaged gradients; the statistics are unscaled as well. If gradients are not
+                finite, which must be the case on all ranks, they stay unchanged: the scaler's
+                `step` skips them, and the batch is ignored.
 
         Raises:
-            ValueError: with `shard_optimizer`, as the owner of a layer has to step the layer; with
+            ValueError: with `shard_optimizer`, as the owner of a layer must step it; with
                 `overlap`, as gradients are sent before the caller can average them; with
-                `virtual_ranks`, as K-FAC adds their gradients up in order; with local steps, as the
-                caller averages gradients; with `QuadraticModel`, as only `step` takes the
-                batch; or other parameters are trained than before.
+                `virtual_ranks`, as K-FAC adds their gradients in order; with local steps, as the
+                caller averages gradients; with `QuadraticModel`, as only `step` uses the batch; or
+                the set of trained parameters has changed.
         """
         self._check_preconditions()
         self._warn_of_unfinished()
@@ -292,8 +296,8 @@ class KFAC(Trainer):
         method.begin_step()
         if gradients.look(self._compared(numbers)):
             raise ValueError(
-                "the trained parameters have changed, and precondition() cannot take up a change; "
-                "make K-FAC anew, or call step()"
+                "the trained parameters have changed, and precondition() cannot adopt the change; "
+                "construct KFAC again, or call step()"
             )
         gradients.read()
         if scaler is not None and scaler.is_enabled():
@@ -311,10 +315,10 @@ class KFAC(Trainer):
         self._take_up_cuts()
 
     def _check_preconditions(self) -> None:
-        """Return if gradients are the caller's to average and to step.
+        """Check that the caller averages and steps the gradients.
 
         Raises:
-            ValueError: they are not.
+            ValueError: the strategy or the grafting does this itself.
         """
         strategy = self.plan.strategy
         if strategy.sync.local_steps:
@@ -329,20 +333,20 @@ class KFAC(Trainer):
         sharded = strategy.assignment.shard_optimizer
         if sharded or transport.overlap or transport.virtual_ranks:
             raise ValueError(
-                "with shard_optimizer=True, overlap=True or virtual_ranks gradients are not the "
-                "caller's; call step()"
+                "with shard_optimizer=True, overlap=True or virtual_ranks, the caller cannot "
+                "average or step gradients; call step()"
             )
         check_momentum(self.optimizer, strategy, self.settings.grafting.momentum)
 
     def accumulate(self) -> None:
-        """Take a part of the rank's share of a batch; see `FirstOrderTrainer.accumulate`."""
+        """Accumulate a part of the rank's batch; see `FirstOrderTrainer.accumulate`."""
         super().accumulate()
         self.preconditioner.accumulate()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; see `FirstOrderTrainer.load_state_dict`.
 
-        Factors are cut into the blocks of the state's run.
+        Factors are cut into the blocks that the state has.
 
         Collective over: world.
         """
@@ -350,7 +354,7 @@ class KFAC(Trainer):
         super().load_state_dict(state)
 
     def _load_blocks(self, state: Mapping[str, Any]) -> None:
-        """Load the sizes of the state's first batch; build the parts again if they change the plan.
+        """Load the sizes of the state's first batch; rebuild the parts if they change the plan.
 
         Raises:
             UserError: a rank cannot read them, or ranks disagree.
@@ -366,7 +370,7 @@ class KFAC(Trainer):
                 self._take_up("factors are cut as in the state")
 
     def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
-        """Return the names of items of a state that a part can load."""
+        """Return the names of the items of a state that a part can load."""
         return self.preconditioner.known(state) if part.PREFIX else state.keys()
 
     def _detach_parts(self) -> None:
@@ -374,7 +378,7 @@ class KFAC(Trainer):
         super()._detach_parts()
 
     def close(self) -> None:
-        """Finish messages, remove the hooks, and free the communicators; no step may follow.
+        """Finish messages, remove the hooks and free the communicators; no step can follow.
 
         On curvature servers, `run_curvature_server` returns.
 
@@ -384,30 +388,30 @@ class KFAC(Trainer):
         super().close()
 
     def update_damping(self, loss_before: float, loss_after: float) -> float:
-        """Return the reduction ratio of the last step, and let the damping follow the ratio.
+        """Adapt the damping to the reduction ratio of the last step; return the ratio.
 
             if damping.due(kfac.steps):
                 with torch.no_grad():
                     kfac.update_damping(loss.item(), criterion(model(images), labels).item())
 
-        The ratio is the change of the mean loss over ranks, relative to the prediction of K-FAC's
-        damped quadratic model for `delta = -lr direction`:
-        `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the step's
-        scale, so no product with C is taken. Everything outside of the model counts as a change of
-        the loss: momentum, weight decay, uncovered parameters, and in a layer with several learning
-        rates the coupling of parameters. With `QuadraticModel` the prediction is the whole
-        quadratic model's, for the whole step. With inverses, new damping waits for the next
-        decomposition. Call `update_damping` before `state_dict`: the state does not have the
-        prediction.
+        The ratio is the change of the loss, averaged over ranks, relative to the change that
+        K-FAC's damped quadratic model predicts for `delta = -lr direction`:
+        `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the scale
+        of the step, so no product with C is computed. Whatever is not part of the model counts as a
+        change of the loss: momentum, weight decay, uncovered parameters, and, in a layer with
+        several learning rates, the coupling of its parameters. With `QuadraticModel`, the
+        prediction is that of the full quadratic model for the full step. With inverses, the new
+        damping takes effect at the next decomposition. Call `update_damping` before `state_dict`,
+        which does not store the prediction.
 
         Collective over: world.
 
         Args:
-            loss_before: mean loss of the rank's share of the batch, before the step.
-            loss_after: mean loss of the same examples with the new weights.
+            loss_before: the mean loss of the rank's shard of the batch, before the step.
+            loss_after: the mean loss of the same examples with the new weights.
 
         Returns:
-            The ratio; NaN, and the damping stays, if nothing was stepped.
+            The ratio; NaN, with the damping unchanged, if no step was taken.
 
         Raises:
             ValueError: the damping is not a `LevenbergMarquardt`.
@@ -426,12 +430,12 @@ class KFAC(Trainer):
 
     @contextmanager
     def no_recording(self) -> Iterator[None]:
-        """Inside, passes are not the batch's: K-FAC records no statistics.
+        """Record no statistics inside: the passes are not those of the batch.
 
             with kfac.no_recording():
                 attack = fast_gradient_sign(model, images, labels)  # or the first pass of SAM
 
-        The user's program takes the gradients of such passes away, by `zero_grad`.
+        The program must clear the gradients of such passes by `zero_grad`.
 
         Collective over: none.
 
@@ -447,5 +451,5 @@ class KFAC(Trainer):
 
 
 def _first(*choices: float | Schedule | None) -> float | Schedule:
-    """Return the first choice that is made."""
+    """Return the first choice that is not None."""
     return next(choice for choice in choices if choice is not None)

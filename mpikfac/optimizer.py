@@ -1,4 +1,4 @@
-"""Trainers in the form of torch optimizers, for programs that call `optimizer.step()`."""
+"""Trainers wrapped as torch optimizers, for programs that call `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -25,40 +25,39 @@ from mpikfac.trainer import Trainer
 
 MODEL = "model/"  # names of items of the model in a trainer's state
 PASSED = "grad_scale", "found_inf"
-"""Attributes that a GradScaler gives an optimizer for a step."""
+"""Attributes that a GradScaler sets on an optimizer for one step."""
 PARTS = {
     **{"coverage": Coverage, "damping": Damping, "estimator": Estimator},
     **{"grafting": AdamGrafting, "clip": KLClip},
 }
-"""Arguments of `KFAC` with settings of their own."""
+"""Arguments of `KFAC` whose values have settings themselves."""
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A trainer in the form of a torch optimizer: `step()` is the trainer's step.
+    """Wrap a trainer as a torch optimizer whose `step()` is the trainer's step.
 
         kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.003), comm)
         optimizer = mpikfac.Optimizer(kfac)
 
-    Learning-rate schedulers, Lightning, Accelerate and the Trainer of transformers take the object
-    in the place of a torch optimizer. Parameter groups and state are those of the trainer's
-    optimizer. Gradients are averaged in `step`: `DistributedDataParallel` is not needed, and does
-    no harm.
+    Learning-rate schedulers, Lightning, Accelerate and the Trainer of transformers accept it in
+    place of a torch optimizer. Parameter groups and state are those of the trainer's optimizer.
+    `step` averages the gradients, so `DistributedDataParallel` is unnecessary, but harmless.
 
     Collective over: world.
 
     Args:
-        trainer: the trainer, with `step(max_norm=...)`.
-        max_norm: the largest norm of the averaged gradient; see `KFAC.step`. None for no bound.
+        trainer: a `KFAC` or a `FirstOrderTrainer`.
+        max_norm: the maximum norm of the averaged gradient; see `KFAC.step`. None for no bound.
 
     Raises:
-        ValueError: another trainer; torch.distributed joins more processes than MPI.
+        ValueError: `trainer` is not a trainer, or torch.distributed joins more processes than MPI.
         UserError: ranks disagree on `max_norm`.
 
     Attributes:
         trainer: the trainer.
     """
 
-    # A GradScaler then leaves gradients to `step`, and passes the scale as an attribute.
+    # With it, a GradScaler leaves the gradients to `step`, and passes the scale as an attribute.
     _step_supports_amp_scaling = True
     trainer: Trainer
     _max_norm: float | None
@@ -73,13 +72,13 @@ class Optimizer(torch.optim.Optimizer):
             check_size("max_norm", max_norm)
         agree(trainer.grid.world, {"max_norm": plain(max_norm)})
         fields = {"trainer": trainer, "_max_norm": max_norm, "defaults": trainer.optimizer.defaults}
-        super().__setstate__(fields)  # __init__ would make parameter groups and a state anew
+        super().__setstate__(fields)  # __init__ would create new parameter groups and a new state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raise TypeError: a copy would observe no model, and a file would lack K-FAC's state."""
         raise TypeError(
             f"{type(self).__name__} must not be copied or pickled: the copy would have no state of "
-            f"K-FAC; take state_dict()"
+            f"K-FAC; use state_dict()"
         )
 
     @property
@@ -93,24 +92,24 @@ class Optimizer(torch.optim.Optimizer):
         return self.trainer.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the trainer's optimizer; the trainer's next step takes up the change."""
+        """Add a group to the trainer's optimizer; it is trained from the trainer's next step on."""
         self.trainer.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the trainer's step; return the loss if there is a closure.
 
-        A `torch.amp.GradScaler` may call: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`
-        and `scaler.update()`. All ranks skip a step if gradients of any rank are not finite. Each
-        rank's scaler has a scale of its own.
+        A `torch.amp.GradScaler` can call it: `scaler.scale(loss).backward()`,
+        `scaler.step(optimizer)`, `scaler.update()`. All ranks skip the step if gradients of any
+        rank are not finite. Each rank's scaler keeps its own scale.
 
         Collective over: world.
 
         Args:
-            closure: zeroes the gradients, runs forward and backward pass of the rank's share of the
-                batch, and returns the loss; called once.
+            closure: zeroes the gradients, runs the forward and the backward pass on the rank's
+                shard of the batch, and returns the loss; called once.
 
         Raises:
-            ValueError: `scaler.unscale_` has changed gradients; torch.distributed joins more
+            ValueError: `scaler.unscale_` has changed the gradients, or torch.distributed joins more
                 processes than MPI; see also `KFAC.step`.
             UserError: see `KFAC.step`.
         """
@@ -128,30 +127,31 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _passed_scale(self) -> PassedScale | None:
-        """Return the scale that a GradScaler has passed; None if no scaler calls.
+        """Return the scale passed by a GradScaler; None if no scaler called `step`.
 
         Raises:
-            ValueError: the gradients have no scale any more.
+            ValueError: the gradients have been unscaled already.
         """
         if PASSED[0] not in vars(self):
             return None
         scale: Tensor | None = vars(self)[PASSED[0]]
         if scale is None:
             raise ValueError(
-                "scaler.unscale_(optimizer) takes the scale out of gradients, and not out of "
+                "scaler.unscale_(optimizer) unscales the gradients, but not "
                 "K-FAC's statistics; leave it out, and clip by max_norm"
             )
         return PassedScale(float(scale))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rank's share of the trainer's state, without the model.
+        """Return the rank's part of the trainer's state, without the model.
 
-        Items have the names of `KFAC.state_dict`: numbers and state of the optimizer, factors,
-        decompositions, number of steps. With COMM-OPT, the default strategy, each rank's state is
-        complete, so that rank 0's loads on all ranks, and on any number of ranks. This excludes
-        preconditioners whose factors come from the averaged gradient, such as "shampoo" and "soap",
-        and `Refresh(staleness=1)`: each rank stores the factors that it decomposes, or the pending
-        decompositions that it computed, and must load its own state.
+        Items are named as in `KFAC.state_dict`: hyperparameters and state of the optimizer,
+        factors, decompositions, the number of steps. With COMM-OPT, the default strategy, each
+        rank's state is complete, so rank 0's can be loaded by all ranks, and by any number of
+        ranks. The exceptions are preconditioners whose factors come from the averaged gradient,
+        such as "shampoo" and "soap", and `Refresh(staleness=1)`: there, each rank stores only the
+        factors that it decomposes, or the pending decompositions that it has computed, and must
+        load its own state.
 
         Collective over: see `KFAC.state_dict`.
         """
@@ -159,7 +159,9 @@ class Optimizer(torch.optim.Optimizer):
         return {name: value for name, value in state.items() if not name.startswith(MODEL)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the rank's part of a `state_dict`, after the model's state; on all ranks, or none.
+        """Load the rank's part of a `state_dict`, on all ranks or on none.
+
+        Load the model's state first.
 
         Collective over: world.
 
@@ -168,7 +170,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         present = self.trainer.state_dict()
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
-        # Copied, as a state of this trainer shares its memory, which loading clears.
+        # A copy: a state taken from this trainer shares its memory, which loading clears.
         state = copy.deepcopy(dict(state_dict)) | model
         try:
             self.trainer.load_state_dict(state)
@@ -176,8 +178,8 @@ class Optimizer(torch.optim.Optimizer):
             if not self.trainer.missing(state.keys()):
                 raise
             raise UserError(
-                f"{error}; a state_dict may be the share of a rank: load each rank's own file, or "
-                f"take save_checkpoint and load_checkpoint"
+                f"{error}; the state_dict may be that of a single rank: load each rank's own file, "
+                f"or use save_checkpoint and load_checkpoint"
             ) from error
 
 
@@ -188,36 +190,36 @@ class KFACOptimizer(Optimizer):
         for images, labels in loader:  # each rank: its own shard
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()  # averages gradients over ranks, preconditions, and steps alike
+            optimizer.step()  # averages gradients over ranks, preconditions them, and steps
 
-    Momentum is taken before gradients are preconditioned, directions are orthogonal, and steps have
-    the lengths of Adam's, or a share of the weights at most: see `AdamGrafting`. `trainer` is the
-    `KFAC`; with uneven shards, `optimizer.trainer.step(examples=n)` is the step.
+    By default, momentum is applied before gradients are preconditioned, directions are made
+    orthogonal, and each step has the length of Adam's, bounded relative to the norm of the
+    weights: see `AdamGrafting`. `trainer` is the `KFAC`; if the ranks' shards differ in size, call
+    `optimizer.trainer.step(examples=n)`.
 
-    Collective over: comm. The model becomes rank 0's; forward hooks are added to its layers.
+    Collective over: comm. All ranks get rank 0's model, and its layers get forward hooks.
 
     Args:
         model: the model.
-        lr: the learning rate; let the rate fall to 0 by a scheduler.
-        params: the parameters to train, or groups of parameters with an `lr`, `momentum` or
-            `weight_decay` of their own, as of any torch optimizer; all of the model's if None.
-        momentum: of the averaged gradients, by Nesterov. Schedulers may change the number, in all
-            groups alike. None: that of `grafting`, else 0.9, or the preconditioner's usual
-            momentum, such as 0.95 of "muon".
-        weight_decay: decoupled from the gradient, as in AdamW: a step shrinks weights by
-            `lr * weight_decay`.
-        max_norm: the largest norm of the averaged gradient; None for no bound.
+        lr: the learning rate; a scheduler should decay it to 0.
+        params: the parameters to train, or parameter groups with their own `lr`, `momentum` or
+            `weight_decay`, as for any torch optimizer; all parameters of the model if None.
+        momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, to the same
+            value in all groups. None: that of `grafting`, or else the preconditioner's default,
+            which is 0.9 for most and 0.95 for "muon".
+        weight_decay: decoupled from the gradient, as in AdamW: a step multiplies weights by
+            `1 - lr * weight_decay`.
+        max_norm: the maximum norm of the averaged gradient; None for no bound.
         comm: the communicator of the ranks; all ranks of the job if None.
         strategy: a `Strategy`, or the name of one; every rank preconditions every layer if None.
-        settings: further arguments of `KFAC`, such as `damping`, `inv_update_steps` and `coverage`.
+        settings: other arguments of `KFAC`, such as `damping`, `inv_update_steps` and `coverage`.
 
     Raises:
-        ValueError: an argument is wrong, or choices cannot work together.
+        ValueError: an argument is invalid, or choices cannot be combined.
         UserError: ranks disagree on model, plan, settings or versions.
 
     Attributes:
-        preconditioner: the preconditioner of a class with a preconditioner of its own; None for the
-            argument.
+        preconditioner: the preconditioner that the class fixes; None if it is an argument.
     """
 
     preconditioner: ClassVar[str | None] = None
@@ -237,8 +239,8 @@ class KFACOptimizer(Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"model={type(model).__name__} must be a torch.nn.Module: K-FAC observes layers; "
-                f"parameters to train may follow as params"
+                f"model={type(model).__name__} must be a torch.nn.Module: K-FAC observes its "
+                f"layers; pass parameters to train as params"
             )
         check_kind("grafting", settings.get("grafting"), Grafting)
         name = type(self).__name__
@@ -246,8 +248,8 @@ class KFACOptimizer(Optimizer):
         if self.preconditioner is not None:
             if "preconditioner" in settings:
                 raise ValueError(
-                    f"preconditioner={settings['preconditioner']!r} is no argument of {name}, "
-                    f"whose preconditioner is {self.preconditioner!r}; leave it out, or take "
+                    f"preconditioner={settings['preconditioner']!r} is not an argument of {name}, "
+                    f"whose preconditioner is {self.preconditioner!r}; leave it out, or use "
                     f"KFACOptimizer(preconditioner=...)"
                 )
             settings["preconditioner"], strategy = (
@@ -263,7 +265,7 @@ class KFACOptimizer(Optimizer):
             momentum = number(0) if callable(number) else number
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
-        grafting = grafting.with_momentum(momentum)  # an error names the number
+        grafting = grafting.with_momentum(momentum)  # an error prints the number
         if momentum:
             grafting = grafting.with_momentum(descent.momentum)
         super().__init__(
@@ -277,16 +279,17 @@ class KFACOptimizer(Optimizer):
 
 
 class DistributedMuon(KFACOptimizer):
-    """Muon on all ranks: `KFACOptimizer(preconditioner="muon")`, and owners step.
+    """Muon on all ranks: `KFACOptimizer(preconditioner="muon")` with a sharded optimizer.
 
         optimizer = mpikfac.DistributedMuon(model, lr=0.0075)
 
-    Arguments are those of `KFACOptimizer`, but for `preconditioner`. The rank that owns a layer
-    gets the sum of the layer's gradients, makes the polar factor and steps the layer; the new
-    weights go to all ranks, and a step sends no more bytes than averaging gradients. `state_dict`
-    then is the share of the rank: each rank keeps a file, or `save_checkpoint` writes the whole.
-    With `strategy="comm-opt"` every rank makes every polar factor, and the state of rank 0 is the
-    whole. `coverage=Coverage(skip=[...])` leaves layers to Adam's step. See [Muon].
+    It takes the arguments of `KFACOptimizer`, except for `preconditioner`. The gradient of a layer
+    is reduced to the rank that owns the layer; this rank computes the polar factor and steps the
+    layer, and the new weights are sent to all ranks. A step sends no more bytes than averaging
+    gradients does. `state_dict` returns only the rank's part of the state: save one file per rank,
+    or use `save_checkpoint`. With `strategy="comm-opt"`, every rank computes every polar factor,
+    and rank 0's state is complete. `coverage=Coverage(skip=[...])` leaves layers to Adam's step.
+    See [Muon].
 
     Collective over: comm.
     """
@@ -295,13 +298,13 @@ class DistributedMuon(KFACOptimizer):
 
 
 class DistributedShampoo(KFACOptimizer):
-    """Shampoo on all ranks: `KFACOptimizer(preconditioner="shampoo")`, and owners step.
+    """Shampoo on all ranks: `KFACOptimizer(preconditioner="shampoo")` with a sharded optimizer.
 
         optimizer = mpikfac.DistributedShampoo(model, lr=0.0075)
 
-    Arguments are those of `KFACOptimizer`, but for `preconditioner`; strategy and state are as of
-    `DistributedMuon`: the owner of a layer also keeps the factors, and takes the roots every
-    `inv_update_steps` steps [Gupta et al. 2018].
+    It takes the arguments of `KFACOptimizer`, except for `preconditioner`. Strategy and state are
+    as in `DistributedMuon`; the owner of a layer also keeps its factors, and computes their inverse
+    roots every `inv_update_steps` steps [Gupta et al. 2018].
 
     Collective over: comm.
     """
@@ -322,7 +325,7 @@ class DistributedSOAP(DistributedShampoo):
 
 
 def _check_names(name: str, settings: Mapping[str, Any]) -> None:
-    """Return if `KFAC` takes the settings of a `KFACOptimizer`, or of the derived class `name`.
+    """Check that `KFAC` takes the settings of a `KFACOptimizer`, or of the derived class `name`.
 
     Raises:
         TypeError: a name is unknown.
@@ -342,15 +345,15 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def _check_processes() -> None:
-    """Return if MPI joins the processes that torch.distributed joins.
+    """Check that MPI joins all processes that torch.distributed joins.
 
     Raises:
-        ValueError: a launcher of torch started the processes, so that K-FAC averages nothing.
+        ValueError: torch's launcher started the processes, so K-FAC would average nothing.
     """
     if distributed.is_available() and distributed.is_initialized():
         joined, ranks = distributed.get_world_size(), world().size
         if joined > ranks:
             raise ValueError(
-                f"torch.distributed joins {joined} processes, and MPI joins {ranks}: start the "
+                f"torch.distributed joins {joined} processes, but MPI joins {ranks}: start the "
                 f"program by mpirun, as K-FAC averages statistics over the ranks of MPI"
             )

@@ -1,6 +1,6 @@
 """Join the events of all ranks to a timeline: waiting, means, hidden messages, a picture.
 
-All functions are pure functions of a `Trace`'s events. docs/extensions/trace.md describes the two
+All functions are pure functions of the events of `Trace`. docs/extensions/trace.md describes both
 formats.
 """
 
@@ -20,7 +20,7 @@ Spans = list[tuple[float, float]]  # starts and ends
 
 
 class Recorded(NamedTuple):
-    """Hold the records of a rank.
+    """Store the records of a rank.
 
     Attributes:
         steps: start and end by step, in seconds of the same clock as the events.
@@ -31,17 +31,17 @@ class Recorded(NamedTuple):
     events: list[Event]
 
     def later(self, seconds: float) -> Recorded:
-        """Return the records with all times later by `seconds`."""
+        """Return the records with all times shifted by `seconds`."""
         steps = {n: (start + seconds, end + seconds) for n, (start, end) in self.steps.items()}
         events = [e._replace(start=e.start + seconds, end=e.end + seconds) for e in self.events]
         return Recorded(steps, events)
 
 
-# -- seconds of events alone, and waiting --------------------------------------------------------
+# -- seconds of single events, and waiting -------------------------------------------------------
 
 
 def self_seconds(events: Sequence[Event]) -> list[float]:
-    """Return the seconds of every event without the seconds of inner events."""
+    """Return the seconds of every event without those of inner events."""
     inside: defaultdict[tuple[str, int], float] = defaultdict(float)
     durations = []
     for event in events:  # inner events end before the outer event
@@ -52,11 +52,11 @@ def self_seconds(events: Sequence[Event]) -> list[float]:
 
 
 def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]:
-    """Return by rank and event the seconds before the last member arrived at the collective.
+    """Return, by rank and event, the seconds before the last member arrived at the collective.
 
-    Starts and ends are of the same clock. An event that sends nothing never waits. For background
-    threads waiting is unknown and counts as 0: messages are under way when the recording starts,
-    and ranks are not equally far.
+    Starts and ends are on one clock. An event that sends nothing never waits. For background
+    threads waiting is unknown and counts as 0, because messages are in flight when the recording
+    starts, and ranks have not progressed equally.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}
@@ -73,14 +73,14 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
 
 
 def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[tuple[str, ...]]:
-    """Yield for every event a name of the collective, equal on all members.
+    """Yield a name of the collective for every event, equal on all members.
 
-    The n-th collective of a kind is the same on all members, because all members issue collectives
-    in the same order.
+    The n-th collective of a kind is the same on all members, because they issue collectives in the
+    same order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
-    # Ranks do not wait for one another in messages to servers of either kind. The members of a
-    # group of split layers, and of peers, are not known here: waiting counts as 0.
+    # Ranks do not wait for each other in messages to servers of either kind. The members of a
+    # group of split layers, and of peers, are not known here, so waiting counts as 0.
     teams |= dict.fromkeys(("curvature", "servers", "group", "peers"), f"{rank}")
     count: Counter[tuple[str, ...]] = Counter()
     for event in events:
@@ -93,10 +93,10 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
 
 
 def stage_means(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
-    """Return every stage's mean seconds, calls, bytes and waiting per step: for `stages.json`.
+    """Return every stage's mean seconds, calls, bytes and waiting per step, for `stages.json`.
 
-    A stage's seconds leave out inner stages, so that all stages add up to the step; seconds outside
-    of all stages are "other".
+    A stage's seconds exclude inner stages, so the seconds of all stages sum to those of the step;
+    seconds outside of all stages are "other".
     """
     waits = waiting([recorded.events for recorded in ranks], columns)
     rows = [_rank_means(recorded, waited) for recorded, waited in zip(ranks, waits)]
@@ -125,7 +125,7 @@ def _rank_means(recorded: Recorded, waited: Sequence[float]) -> dict[str, Any]:
 
 
 def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
-    """Return `stage_means` as rows of cells: means over ranks, and the slowest rank's time.
+    """Return `stage_means` as rows of cells: means over ranks, and the time of the slowest rank.
 
     Waiting is subtracted from the stages, and has its own row.
     """
@@ -146,7 +146,7 @@ def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _by_stage(ranks: Sequence[Stages]) -> dict[str, list[dict[str, float]]]:
-    """Return by stage the means of all ranks, 0 on a rank without the stage."""
+    """Return the means of all ranks by stage, 0 on a rank without the stage."""
     names = dict.fromkeys(stage for stages in ranks for stage in stages)
     return {
         name: [stages.get(name, dict.fromkeys(MEANS, 0.0)) for stages in ranks] for name in names
@@ -176,15 +176,15 @@ def _mean(totals: Iterable[Mapping[str, float]], key: str) -> float:
 def collective_means(
     ranks: Sequence[Recorded], isolated: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, float | None]]:
-    """Return every stage of messages by name, as means per step and over ranks: for `stages.json`.
+    """Return the means of every stage's messages per step and over ranks, for `stages.json`.
 
-    A message is in flight from the begin of the message, or of the first piece, to the end of the
-    last piece. The exposed part is the time in flight in which the training is in a stage of
-    messages, and so does not compute. Hidden is the share that is not exposed.
+    A message is in flight from its start, or that of its first piece, to the end of its last piece.
+    It is exposed during the part of this time in which the training is in a stage of messages, and
+    therefore does not compute; "hidden" is the fraction that is not exposed.
 
     Args:
-        isolated: by rank and stage, the seconds of a step's messages alone; a stage without an
-            entry has None in the result.
+        isolated: by rank and stage, the seconds of a step's messages in isolation; None in the
+            result for a stage without an entry.
     """
     rows = [_of_rank(recorded, alone) for recorded, alone in zip(ranks, isolated)]
     stages: dict[str, dict[str, float | None]] = {}
@@ -219,7 +219,7 @@ def _hidden(values: Mapping[str, float]) -> float:
 
 
 def _flights(events: Sequence[Event]) -> dict[str, Spans]:
-    """Return by stage begin and end of every message; all pieces of a message are one flight."""
+    """Return start and end of every message by stage; all pieces of a message are one flight."""
     pieces: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for number, event in enumerate(events, start=1):
         if event.over:
@@ -231,7 +231,7 @@ def _flights(events: Sequence[Event]) -> dict[str, Spans]:
 
 
 def _covered(spans: Spans) -> float:
-    """Return the seconds covered by spans; seconds in several spans count once."""
+    """Return the seconds covered by spans; where spans overlap, seconds count once."""
     total, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         if end > last:
@@ -240,7 +240,7 @@ def _covered(spans: Spans) -> float:
 
 
 def collective_table(means: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
-    """Return `collective_means` as rows of cells, in ms and MB, with a row of sums."""
+    """Return `collective_means` as rows of cells, in ms and MB, with a row of totals."""
     sums = {key: sum(values[key] or 0.0 for values in means.values()) for key in SENT}
     entries = [*means.items(), ("all", sums | {"hidden": _hidden(sums)})]
     rows = [["collective", "MB sent", "isolated", "in flight", "exposed", "hidden"]]
@@ -255,11 +255,10 @@ def collective_table(means: Mapping[str, Mapping[str, float | None]]) -> list[li
 
 
 def chrome_trace(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
-    """Return the timeline in Chrome's trace format for Perfetto: a process per rank.
+    """Return the timeline in Chrome's trace format for Perfetto, with one process per rank.
 
     A process has rows for the steps, the training, and background threads. Times are in
-    microseconds from the first step on. If a rank waits in a collective, "waiting" lies inside the
-    collective.
+    microseconds since the first step. If a rank waits in a collective, "waiting" is inside it.
     """
     origin = min(start for recorded in ranks for start, _ in recorded.steps.values())
     waits = waiting([recorded.events for recorded in ranks], columns)

@@ -36,17 +36,18 @@ ORIGINS = 5  # pairs of readings of the clocks of host and GPU
 
 
 class Event(NamedTuple):
-    """Describe a single run of a stage.
+    """Describe one run of a stage.
 
     Attributes:
         start: seconds of `time.perf_counter`, on this rank unless stated otherwise.
-        over: communicator of the stage's collective: "world", "column" or "row", or a numbered part
-            like "world in node 3"; "group" or "peers" for split layers; "curvature" and "servers"
-            for messages to and from ranks that do not train; "" if the stage sends nothing.
+        over: the communicator of the stage's collective: "world", "column" or "row", or a numbered
+            part such as "world in node 3"; "group" or "peers" for split layers; "curvature" and
+            "servers" for messages to and from ranks that do not train; "" if the stage sends
+            nothing.
         bytes: bytes that this rank passed to MPI.
-        depth: number of stages around the stage on the same thread.
+        depth: the number of enclosing stages on the same thread.
         thread: "" for the training itself, otherwise the name of the background thread.
-        flight: number of the overlapped message of which the stage sends a piece; 0 in other
+        flight: the number of the overlapped message of which the stage sends a piece; 0 in other
             stages.
     """
 
@@ -63,20 +64,20 @@ class Event(NamedTuple):
 class Trace:
     """Record the cost of every stage on this rank since the last `clear`.
 
-    Once CUDA is in use, a stage is timed by events on the current stream, from the moment when the
-    GPU begins the stage's work to the moment when the work is done. The step does not wait for the
-    GPU; reading `seconds` does.
+    Once CUDA is in use, a stage is timed by events on the current stream, from the time the GPU
+    begins the stage's work to the time it has finished it. The step does not wait for the GPU, but
+    reading `seconds` does.
 
-    Stages on background threads, started by Python, are counted apart from stages on the thread
-    that made the trace.
+    Stages on background threads, started by Python, are counted separately from those on the thread
+    that created the trace.
 
     Args:
-        events: record from the start, see `record`.
+        events: record from the start; see `record`.
 
     Attributes:
-        calls: number of runs by stage; "decompositions": factors that this rank decomposed.
+        calls: the number of runs by stage; "decompositions": factors that this rank decomposed.
         sent: bytes passed to MPI by stage.
-        current: the innermost stage of the training that runs now, or "".
+        current: the innermost stage that the training is in now, or "".
         background: seconds by stage on background threads.
     """
 
@@ -96,7 +97,7 @@ class Trace:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """Return seconds by stage, seconds of inner stages included."""
+        """Return seconds by stage, including inner stages."""
         self._synchronize()
         return self._seconds
 
@@ -107,7 +108,7 @@ class Trace:
         return self._events
 
     def record(self, on: bool) -> None:
-        """Start or stop keeping events, between two steps; wait for stages on a GPU."""
+        """Start or stop recording events, between two steps; wait for stages on a GPU."""
         self._synchronize()
         self._recording = on
         self._origin = None
@@ -140,7 +141,7 @@ class Trace:
                 self.current = outer
 
     def communication_seconds(self) -> float:
-        """Return the seconds in stages that communicate, waiting for other ranks included."""
+        """Return the seconds in stages that communicate, including the time waiting for ranks."""
         seconds = self.seconds
         return sum(seconds[name] for name in COMMUNICATION if name in seconds)
 
@@ -155,7 +156,7 @@ class Trace:
     def _thread(self) -> str:
         """Return the current thread's name in events."""
         thread = threading.current_thread()
-        # Torch runs a GPU's backward pass on a thread of its own, while the training waits for it.
+        # Torch runs a GPU's backward pass on its own thread, while the training waits for it.
         if thread is self._home or isinstance(thread, threading._DummyThread):
             return ""
         return thread.name
@@ -163,7 +164,8 @@ class Trace:
     def _gpu_origin(self) -> _Origin | None:
         """Return a GPU event with the host's time, while events are recorded; else None."""
         if self._recording and self._origin is None:
-            # The host may lose its core between the event and the clock: the quickest pair counts.
+            # The host can lose its core between the event and the clock, so the fastest pair
+            # counts.
             self._origin = min(_origins(ORIGINS), key=lambda origin: origin.doubt)
         return self._origin
 
@@ -188,7 +190,7 @@ class Trace:
             self._collect()
 
     def _collect(self) -> None:
-        """Take the times of stages that the GPU has finished, to keep few events."""
+        """Read the times of stages that the GPU has finished, to keep few events."""
         while self._running and self._running[0].end.query():
             event, start, end, origin = self._running.popleft()
             began = origin.seconds + origin.event.elapsed_time(start) / 1e3 if origin else 0.0
@@ -203,10 +205,10 @@ class Trace:
 
 
 class _Origin(NamedTuple):
-    """Hold an event on the GPU, and the host's time of the event.
+    """Store an event on the GPU, and the host's time of the event.
 
     Attributes:
-        doubt: seconds between two readings of the host's clock, before and after the event.
+        doubt: seconds between the readings of the host's clock before and after the event.
     """
 
     event: torch.Event
@@ -215,7 +217,7 @@ class _Origin(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Hold a stage that the GPU may not have finished; `event` has no times yet."""
+    """Store a stage that the GPU may not have finished; `event` has no times yet."""
 
     event: Event
     start: torch.Event

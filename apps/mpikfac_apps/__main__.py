@@ -13,7 +13,7 @@ from mpikfac_apps.launching import programs
 from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES
 
 EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")
-"""Modules of the extra `apps`: a user of the library alone does not install these."""
+"""Modules of the extra `apps`, which users of the library alone do not install."""
 
 
 def command() -> NoReturn:
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 def usage() -> str:
     """Return the help text, one line per program."""
     lines = [f"  {name:<22}{program.purpose}" for name, program in PROGRAMS.items()]
-    start = f"  {'launch':<22}start a program, or a script of yours, on several ranks under MPI"
+    start = f"  {'launch':<22}start a program, or your own script, on several ranks under MPI"
     hint = "mpikfac PROGRAM --help lists the options of a program."
     return "\n".join(["usage: mpikfac PROGRAM [--key value ...]", "", start, *lines, "", hint])
 

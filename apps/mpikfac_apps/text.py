@@ -15,20 +15,20 @@ from mpikfac import files
 
 MIB = 2**20
 MOST = 2**20
-"""The largest number of ranks, of images or of pixels in a row that a program is asked about."""
+"""The maximum number of ranks, images or pixels in a row that a program accepts."""
 NONE = "\N{EN DASH}"
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name names an object in a file, as FILE.py:CLASS."""
+    """Return whether a name refers to an object in a file, as FILE.py:CLASS."""
     return ".py:" in name
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return whole numbers of 1 to `MOST` from a text such as "16,64".
+    """Return whole numbers from 1 to `MOST` from a text such as "16,64".
 
     Raises:
-        ValueError: the text holds something else.
+        ValueError: the text has another form.
     """
     for part in text.split(","):
         if not part.isdecimal() or not 1 <= int(part) <= MOST:
@@ -37,12 +37,12 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def mib(size: float) -> str:
-    """Return bytes in MiB, to a hundredth."""
+    """Format bytes in MiB, to a hundredth."""
     return "<0.01" if 0 < size < MIB / 100 else f"{size / MIB:.2f}"
 
 
 def number(of: int, what: str) -> str:
-    """Return a number and a noun, such as "1 rank" or "2 ranks"."""
+    """Format a number and a noun, such as "1 rank" or "2 ranks"."""
     return f"{of} {what}" if of == 1 else f"{of} {what}s"
 
 
@@ -55,41 +55,41 @@ def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
 
 
 def share(target: float) -> float:
-    """Return a share (0 to 1) from a share, or from a number above 1 in per cent."""
+    """Return a fraction (0 to 1), given as a fraction or as a number above 1 in per cent."""
     return target / 100 if target > 1 else target
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """Return a share (0 to 1) as percent."""
+    """Format a fraction (0 to 1) as a percentage."""
     return NONE if share is None else f"{100 * share:.{digits}f} %"
 
 
 def measured(measure: str, value: float | None, digits: int = 2) -> str:
-    """Return an "accuracy" (0 to 1) as percent, or another measure of a network as a number."""
+    """Format an "accuracy" (0 to 1) as a percentage, and any other measure as a number."""
     if measure == "accuracy" or value is None:
         return percent(value, digits)
     return f"{value:.4g}"
 
 
 def key_of(measure: str) -> str:
-    """Return a measure such as "bits per byte" as a part of a key."""
+    """Return a measure such as "bits per byte" in the form used in keys."""
     return measure.replace(" ", "_")
 
 
 def ms(seconds: float | None) -> str:
-    """Return seconds as milliseconds, to three digits at least."""
+    """Format seconds as milliseconds, with at least three digits."""
     if seconds is None:
         return NONE
     return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
 
 
 def brief_mib(size: float) -> str:
-    """Return bytes in MiB, to three digits at least."""
+    """Format bytes in MiB, with at least three digits."""
     return "0" if size == 0 else f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as a list, such as "a, b and c"."""
+    """Join names to a list, such as "a, b and c"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -104,13 +104,13 @@ def show(sections: Sequence[Sequence[str]]) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return lines of aligned columns; text of the first `left` columns begins at the left."""
+    """Return lines of aligned columns; the first `left` columns are left-aligned text."""
     text = tabulate(rows, tablefmt="plain", colalign=_sides(rows, left), disable_numparse=True)
     return [f"  {line}" for line in text.split("\n")]
 
 
 def latex(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in LaTeX, with the rules of the package booktabs; the heading is a row."""
+    """Return a table in LaTeX with the rules of booktabs; the first row is the heading."""
     heading, *lines = [[files.printable(text) for text in row] for row in rows]
     sides = _sides(rows, left=1)
     text = tabulate(
@@ -121,7 +121,7 @@ def latex(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows with the same keys as text with commas, and the keys in the first line."""
+    """Return rows with the same keys as comma-separated text, with the keys in the first line."""
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()

@@ -1,8 +1,8 @@
-"""Write a rank's items as an HDF5 file, and read the file; no other module imports h5py.
+"""Write a rank's items as an HDF5 file, and read it back; no other module imports h5py.
 
-libhdf5 crashes on a full disk and does not notice damage, so libhdf5 never accesses the disk. To
-write, libhdf5 lays the file out in memory without the values; plain writes then copy the values
-from tensors to the file. To read, libhdf5 parses bytes in memory, after a check of the BLAKE3.
+libhdf5 crashes if the disk is full and does not notice damage, so it never accesses the disk. To
+write, it lays the file out in memory without the values, which plain writes then copy from tensors
+to the file. To read, it parses bytes in memory, after their BLAKE3 was checked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PIECE = 2**22  # bytes that are hashed and written at a time, while in cache
 
 
 def describe(name: str, value: Value) -> dict[str, Any]:
-    """Return the item's dtype, shape and bytes; for a number also the value.
+    """Return the item's dtype, shape and bytes, and for a number also the value.
 
     Raises:
         ValueError: the item cannot be stored.
@@ -77,13 +77,13 @@ def describe(name: str, value: Value) -> dict[str, Any]:
 def checksum(value: Value) -> int:
     """Return a checksum of the value; for a tensor, the sum of the elements' bit patterns.
 
-    The sum takes a single pass over memory and no copy, for tensors of any strides.
+    The sum needs a single pass over memory and no copy, for tensors of any strides.
     """
     if not isinstance(value, Tensor):
         return zlib.crc32(_content(value))
     patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     value = torch.view_as_real(value) if value.is_complex() else value
-    # By DLPack: `numpy()` would freeze the size of the program's tensor for good.
+    # By DLPack: `numpy()` would permanently fix the size of the program's tensor.
     bits = np.from_dlpack(value.detach().view(patterns[value.element_size()]).cpu())
     return int(np.add.reduce(bits, axis=None, dtype=max(bits.dtype, np.dtype(np.int32))))
 
@@ -102,7 +102,7 @@ def write_shard(path: Path, items: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_shard(path: Path, size: int, digest: str) -> None:
-    """Check that the file has the size and content of the written shard.
+    """Check that the file has the size and the content of the written shard.
 
     Raises:
         UserError: the file is missing, or size or content differ.
@@ -113,7 +113,7 @@ def check_shard(path: Path, size: int, digest: str) -> None:
 
 
 def read_shard(path: Path, size: int, digest: str) -> h5py.File:
-    """Return the HDF5 file in memory, after checking the bytes before libhdf5 parses any.
+    """Return the HDF5 file in memory, after checking its bytes before libhdf5 parses any.
 
     Raises:
         UserError: the file is missing, or size or content differ.
@@ -155,13 +155,13 @@ def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
 
 
 def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
-    """Return all items of a shard without a large item, and the large item's first byte and bytes.
+    """Return all items of a shard except a large one, and the offset and size of that in bytes.
 
-    The large item may exceed the memory: plain reads of the file take parts of the item. The file
-    is not checked by a digest, so libhdf5 parses what lies in the file.
+    The large item may exceed the memory; plain reads of the file return parts of it. The file is
+    not checked by a digest, so libhdf5 parses whatever it contains.
 
     Raises:
-        ValueError: the file is no shard, or lacks the large item in one piece.
+        ValueError: the file is not a shard, or does not store the large item in one piece.
         OSError: the file cannot be read.
     """
     with files.reading(path, links=True) as file:
@@ -173,9 +173,11 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
                 place, length = shard[large].id.get_offset(), shard[large].nbytes
         except (AttributeError, LookupError, OSError, RuntimeError, TypeError) as error:
             reason = files.one_line(error)
-            raise ValueError(f"{path} is no HDF5 file of mpikfac: {reason}") from error
+            raise ValueError(f"{path} is not an HDF5 file of mpikfac: {reason}") from error
     if place is None or place + length > size:
-        raise ValueError(f"{path} is no HDF5 file of mpikfac: {large} is not stored in one piece")
+        raise ValueError(
+            f"{path} is not an HDF5 file of mpikfac: {large} is not stored in one piece"
+        )
     return items, place, length
 
 
@@ -191,7 +193,7 @@ def _plain(dataset: h5py.Dataset, size: int) -> Value:
 
 
 class _Image:
-    """Behave like a file, in memory; pages never written by HDF5, as values are, take no memory."""
+    """Behave like a file in memory; pages that HDF5 never writes, as those of values, use none."""
 
     def __init__(self) -> None:
         self.size = self._at = 0
@@ -248,19 +250,19 @@ def _blocks(items: Mapping[str, Value]) -> Iterator[bytes | memoryview]:
 
 
 def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]:
-    """Make the HDF5 file without values; return the values' offsets and names, in order."""
+    """Create the HDF5 file without values; return the values' offsets and names, in order."""
     places = []
     plain = h5p.create(h5p.DATASET_CREATE)
     plain.set_layout(h5d.CONTIGUOUS)
     plain.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     plain.set_fill_time(h5d.FILL_TIME_NEVER)
-    plain.set_obj_track_times(False)  # the same items make the same file
+    plain.set_obj_track_times(False)  # the same items give the same file
     with h5py.File(image, "w") as file:
         for name in sorted(items):
             dtype, shape = _form(items[name])
             kind, space = h5t.py_create(dtype, logical=True), h5s.create_simple(shape)
             dataset = h5d.create(file.id, _key(name).encode(), kind, space, dcpl=plain)
-            if (offset := dataset.get_offset()) is not None:  # None: a dataset without elements
+            if (offset := dataset.get_offset()) is not None:  # None: no elements
                 places.append((offset, name))
     return sorted(places)
 

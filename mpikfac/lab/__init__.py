@@ -1,17 +1,17 @@
-"""The laboratory: methods of papers beside the core, one folder a method.
+"""The lab: methods of papers in addition to the core, in one folder per method.
 
-Import it to know its methods by name: types of `Strategy`, and named strategies.
+Import it to make its methods available by name: types of `Strategy`, and named strategies.
 
     import mpikfac.lab
     strategy, settings = mpikfac.get_strategy("parle")
 
-The core imports nothing of it. It promises no stability. What takes part in training is imported on
-first use, so that planning imports neither torch nor MPI.
+The core does not import the lab, whose interface may change at any time. What takes part in
+training is imported on first use, so planning imports neither torch nor MPI.
 """
 
 import lazy_loader
 
-# These imports make the types known by name, and add the named strategies.
+# These imports register the types by name, and add the named strategies.
 from mpikfac.lab import catalogue as catalogue
 from mpikfac.lab.quadratic_model.config import QuadraticModel as QuadraticModel
 

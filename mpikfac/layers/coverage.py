@@ -19,33 +19,33 @@ from mpikfac.plan import LayerShape, Shape, default_rule
 
 Rule = Callable[[LayerShape], LayerShape]
 Ties = Mapping[int, Sequence[str]]
-"""The names of shared parameters in all modules that have the parameter, by `id`."""
+"""The names of shared parameters in all modules that have them, by `id`."""
 NAMES = ("skip", "own_examples", "part_of_batch")
-"""The choices that are names of modules."""
+"""The arguments that are names of modules."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Choose the layers that K-FAC covers, and the form of the factors.
+    """Choose the layers that K-FAC covers, and the form of their factors.
 
     Args:
-        skip: names of modules to train first-order, with all modules inside.
+        skip: names of modules to train first-order, including all modules inside.
         covers: the kind of layer for each class of modules, or for the full name of the class.
-            `KINDS`: linear layers, convolutions, embeddings and attention. `{**KINDS, **NORMS}`:
-            normalisations, too. Modules of your own are added in the same way, see `layers`.
-        rule: maps the whole factors of a layer to the kept factors: only diagonals or blocks, or
-            only one side; how positions that share a weight count; the layer's preconditioner, if
-            different from the run's preconditioner.
-        own_examples: names of modules, with all modules inside, whose first input dimension is not
-            the batch but their own examples, in any number, such as the boxes of images. These
+            `KINDS`: linear layers, convolutions, embeddings and attention. `{**KINDS, **NORMS}`
+            also covers normalisations. Add your own modules in the same way; see `layers`.
+        rule: a function that maps the full factors of a layer to the factors that are kept: only
+            diagonals or blocks, or only one side; it can also set how positions that share a weight
+            count, and the layer's preconditioner, if it differs from the run's.
+        own_examples: names of modules, including all modules inside, whose first input dimension is
+            not the batch but their own examples, in any number, such as the boxes of images. These
             count as the examples of the layers, and K-FAC does not warn about their number. The
             loss is a mean over them.
-        part_of_batch: names of modules, with all modules inside, whose calls see a part of the
-            batch, such as experts, early exits or masked words. The loss is a mean over the whole
-            batch, whose number of examples is that of the other layers.
+        part_of_batch: names of modules, including all modules inside, whose calls receive a part of
+            the batch, such as experts, early exits or masked words. The loss is a mean over the
+            whole batch, whose number of examples is that of the other layers.
 
     Raises:
-        ValueError: one of the sequences of names is a text.
+        ValueError: one of the sequences of names is a string.
     """
 
     skip: Sequence[str] = ()
@@ -69,14 +69,14 @@ def cover(
     """Return the covered layers, and uncovered trained tensors and statistics, in model order.
 
     Modules of the types in `covers` are covered, except modules without trained parameters, and
-    modules named in `skip` or inside a module named in `skip`. Modules with the same parameters are
-    a single layer, if they compute the same. Other modules that share a parameter are not covered.
+    modules named in `skip` or inside one that is. Modules with the same parameters are a single
+    layer if they compute the same. Other modules that share a parameter are not covered.
 
     Args:
         statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
 
     Raises:
-        Refused: modules cannot be covered exactly; the error names all refused modules.
+        Refused: modules cannot be covered exactly; the error names all of them.
         ValueError: no module has a name in `skip`, `own_examples` or `part_of_batch`.
     """
     coverage = coverage or Coverage()
@@ -104,7 +104,7 @@ def cover(
             layer.of_part = within(name, coverage.part_of_batch)
             layer.of_batch = not (layer.of_part or within(name, coverage.own_examples))
             layer.shape = _ruled(coverage.rule, layer.shape)
-            if layer.of_part:  # scales of EKFAC would need the number of the whole batch
+            if layer.of_part:  # scales of EKFAC would need the size of the whole batch
                 layer.shape = replace(layer.shape, rescaled=False)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
@@ -116,10 +116,10 @@ def cover(
 
 
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """Return the layers that see all uses of their parameters, and the ties of the other layers.
+    """Return the layers that have all uses of their parameters, and the ties of the other layers.
 
-    A gradient is the sum over all uses of a parameter, such as the weight that an embedding and
-    the head share; factors of only some of the uses are not the curvature of the sum.
+    A gradient is the sum over all uses of a parameter, such as a weight that the embedding shares
+    with the head; factors of only some of the uses are not the curvature of the sum.
     """
     uses: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -168,7 +168,7 @@ def alike(first: nn.Module, second: nn.Module) -> bool:
 def offers(
     model: nn.Module, others: Sequence[Other], coverage: Coverage | None = None
 ) -> list[str]:
-    """Return a line for each class of uncovered modules that computes as a covered class does."""
+    """Return a line for each class of uncovered modules that computes what a covered class does."""
     coverage = coverage or Coverage()
     uncovered = {id(block.tensor) for block in others if block.parameters and not block.ties}
     names: dict[type[nn.Module], list[str]] = {}
@@ -184,7 +184,7 @@ def offers(
 
 
 def within(name: str, chosen: Sequence[str]) -> bool:
-    """Return whether a module is one of the `chosen` modules, or inside a chosen module."""
+    """Return whether a module is one of the `chosen` modules, or inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in chosen)
 
 
@@ -207,7 +207,7 @@ def find_uncovered(
     ]
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):
-            raise ValueError(f"layer {name!r} has sparse gradients; make it with sparse=False")
+            raise ValueError(f"layer {name!r} has sparse gradients; create it with sparse=False")
         if isinstance(module, (_BatchNorm, _InstanceNorm)):
             buffers = module.named_buffers(name, recurse=False)
             count = module.num_batches_tracked

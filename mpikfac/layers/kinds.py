@@ -43,12 +43,12 @@ NORMS: Kinds = dict.fromkeys(
 
 
 SIDE_BY_SIDE = {Layer, TransposedLayer, ProjectionLayer, CellLayer, ConvLayer}
-"""Layers whose moment of a side is of the side's tensor alone, so that layers of a form may be the
-groups of a layer. Layers of derived classes stay alone: a derived class may compute otherwise."""
+"""Layers whose moment of one side depends only on that side's tensor, so layers of one form can be
+the groups of a layer. Derived classes are kept separate, as they may compute something else."""
 
 
 def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
-    """Return the maker of a module's layers; None if the module's class is not covered."""
+    """Return the function that creates a module's layers; None if its class is not covered."""
     kind = type(module)
     return covers.get(kind) or covers.get(f"{kind.__module__}.{kind.__qualname__}")
 
@@ -68,7 +68,7 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
-    """Return the argument of `KFAC` that covers a class that computes what a covered class does."""
+    """Return the argument of `KFAC` that covers a class which computes what a covered one does."""
     base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
     (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]
@@ -78,7 +78,7 @@ def offer(kind: type[nn.Module], covers: Kinds) -> str:
 
 
 def covered_base(kind: type[nn.Module], covers: Kinds) -> type[nn.Module] | None:
-    """Return the nearest covered class of torch that a class is derived from."""
+    """Return the nearest covered class of torch from which a class is derived."""
     covered = {*KINDS, *NORMS}.intersection(covers)
     return next((base for base in kind.__mro__[1:] if base in covered), None)
 

@@ -36,7 +36,7 @@ class Attached(Protocol):
     """Something added to a module, such as a hook."""
 
     def remove(self) -> None:
-        """Leave the module as before."""
+        """Restore the module."""
 
 
 def skipping(names: Sequence[str]) -> str:
@@ -47,7 +47,7 @@ def skipping(names: Sequence[str]) -> str:
 class NotCovered(ValueError):
     """Report that a module cannot be covered; the text is the reason, without the module's name.
 
-    Raised while a layer is made. `cover` collects the reasons of all modules of a model.
+    Raised by the constructor of a layer. `cover` collects the reasons of all modules of a model.
     """
 
 
@@ -58,20 +58,22 @@ class Layer:
     `outputs`), and pass it as `Coverage(covers={YourModule: YourLayer})`.
 
     Attributes:
-        name: the module's name in the model, or of a layer inside the module.
+        name: the module's name in the model, or the name of a layer inside the module.
         path: the module's name in the model.
-        modules: the modules that share the parameters; the first module has the name `name`.
+        modules: the modules that share the parameters; the first one has the name `name`.
         parameters: the weight and the bias, if trained.
         bias: whether the matrix's last column is the bias.
         bias_alone: whether the bias is the only column.
-        shape: the layer's factors and the form of the gradient.
+        shape: the layer's factors and the form of its gradient.
         spatial: whether positions are pixels; used by normalisations other than "expand".
         dimensions: the minimum number of dimensions of a batch; an input with fewer is one example.
-        quadratic: the sides whose sums are of squares of gradients; other sums are of inputs alone.
+        quadratic: the sides whose statistics are sums of squares of gradients; those of other sides
+            use inputs alone.
         rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
-        of_batch: whether inputs begin with the batch; else with the layer's own examples.
+        of_batch: whether inputs begin with the batch dimension; otherwise with the layer's own
+            examples.
         of_part: whether these examples are a part of the batch, over which the loss is a mean.
-        group: the only group that the layer's statistics are of; None for all groups.
+        group: the only group that the layer's statistics belong to; None for all groups.
     """
 
     spatial = False
@@ -86,11 +88,11 @@ class Layer:
     def __init__(
         self, name: str, module: nn.Module, given: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Take weight and bias from `given`, or else the module's `weight` and `bias`.
+        """Use weight and bias from `given`, or else the module's `weight` and `bias`.
 
         Raises:
-            NotCovered: weight or bias is no parameter of the module, but computed in every pass; or
-                neither is trained.
+            NotCovered: weight or bias is not a parameter of the module, but computed in every pass;
+                or neither is trained.
         """
         self.name = self.path = name
         self.modules = [module]
@@ -106,12 +108,12 @@ class Layer:
         self.shape = self.whole_shape()
 
     def __repr__(self) -> str:
-        """Return a short description: the name, the kind of module and the factors."""
+        """Return a summary: the name, the kind of module and the factors."""
         factors = ", ".join(f"{side} {self._form(side)}" for side in self.shape.sides)
         return f"{type(self).__name__}({self.name!r}, {type(self.module).__name__}, {factors})"
 
     def _form(self, side: str) -> str:
-        """Return the form of A or G in short: one matrix, several matrices, or a diagonal."""
+        """Describe the form of A or G: one matrix, several matrices, or a diagonal."""
         factors = self.shape.side(side)
         order, count = max(factor.order for factor in factors), sum(f.count for f in factors)
         if side in self.shape.diagonal:
@@ -131,7 +133,7 @@ class Layer:
 
     @property
     def members(self) -> list[Layer]:
-        """The layers to record: the layer itself, or a layer for each group, with `group` set."""
+        """The layers to record: the layer itself, or one layer per group, with `group` set."""
         return [self]
 
     def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
@@ -143,7 +145,7 @@ class Layer:
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the input and the hook of a module call; None without a backward pass."""
-        # The hook sits on the graph, not on the module: an in-place activation behind a layer
+        # The hook is on the graph, not on the module: an in-place activation after a layer
         # breaks module backward hooks, and a pass without a backward records nothing.
         if not output.requires_grad:
             return None
@@ -152,7 +154,7 @@ class Layer:
             x = self._dense(x)
         if x.is_floating_point():  # under autocast autograd keeps a copy: x may change in place
             x = x.detach().to(output.dtype)
-        # A split layer may have other examples and channels than the rank's.
+        # A split layer can have other examples and channels than the rank's.
         watch = getattr(self.module.forward, "watch", None)
         return (x, partial(listen, output)) if watch is None else watch(x, output)
 
@@ -160,12 +162,12 @@ class Layer:
         """Return a sparse input as a dense tensor.
 
         Raises:
-            TypeError: the input is nested, or in the layout of oneDNN.
+            TypeError: the input is nested, or in oneDNN's layout.
         """
         if x.is_nested or x.is_mkldnn:
             kind = "a nested tensor" if x.is_nested else "in the layout of oneDNN"
             raise TypeError(
-                f"layer {self.name!r}: the input is {kind}, which is not covered; give a dense or "
+                f"layer {self.name!r}: the input is {kind}, which is not covered; pass a dense or "
                 f"sparse tensor, or train the layer first-order with {skipping([self.path])}"
             )
         return x.detach().to_dense()
@@ -179,7 +181,7 @@ class Layer:
         return g.reshape(len(g), -1, *g.shape[self._last + 1 :])
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the tensor for input statistics, made from a whole batch of inputs."""
+        """Return the tensor for input statistics, computed from a whole batch of inputs."""
         return x
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ class Layer:
         return self.outputs(g).sum(1)
 
     def form(self, side: str) -> Hashable:
-        """Return what layers share whose moments of a side are computed alike, beside sizes."""
+        """Return a key of layers whose moments of a side are computed alike, apart from sizes."""
         return (
             type(self),
             side,
@@ -257,20 +259,20 @@ class Layer:
         )
 
     def with_groups(self, count: int) -> Layer:
-        """Return a layer with `count` layers of a form as groups, for the moments of one side."""
+        """Return a layer whose groups are `count` layers of a form, for the moments of one side."""
         layer = copy.copy(self)
         layer.shape, layer._last = replace(self.shape, groups=count * self.shape.groups), -3
         return layer
 
     def side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the inputs, or gradients, of `with_groups` from those of the layers."""
+        """Join the layers' inputs, or gradients, to those of the layer of `with_groups`."""
         return torch.stack(tuple(tensors), -2)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return vectors `a`, with the bias's 1, and `g`, position by position.
+        """Return the vectors `a`, with the bias's 1, and `g`, position by position.
 
-        Shapes are `[batch, shared, inputs]` and `[batch, shared, outputs]`, with several groups
-        `[groups, batch, ...]`. The sum over positions of `g a^T` is an example's gradient.
+        Shapes are `[batch, shared, inputs]` and `[batch, shared, outputs]`; with several groups,
+        `[groups, batch, ...]`. The sum of `g a^T` over positions is an example's gradient.
         """
         rows = self.outputs(g)
         if self.bias_alone:
@@ -290,7 +292,7 @@ class Layer:
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return by side the factor that turns sums into A and G, or into the vectors of both."""
+        """Return the factor per side that turns sums into A and G, or into their vectors."""
         scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))
@@ -298,9 +300,9 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the gradients into the `parts` of a matrix; set parts without to 0.
+        """Return copies of the gradients into the `parts` of a matrix; missing ones become 0.
 
-        The caller makes the copies, of many layers at once.
+        The caller performs the copies, of many layers at once.
         """
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:

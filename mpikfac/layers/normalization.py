@@ -1,4 +1,4 @@
-"""Cover scale and shift of normalisation layers: a Fisher block of two numbers per unit."""
+"""Cover scale and shift of normalisation layers: a 2 x 2 Fisher block per unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NormLayer(Layer):
 
     An example's gradient for a unit is `sum(g x, g)` over positions, where `x` is the normalised
     input. The mean of the gradients' outer products is exactly the unit's block of the Fisher
-    matrix, without a product of expectations. The block takes the place of A; G does not exist.
+    matrix, not a product of expectations. The block takes the place of A; there is no G.
     """
 
     quadratic = "A"
@@ -68,7 +68,7 @@ class NormLayer(Layer):
         return {"A": 1.0 if vectors else float(batch)}
 
     def positions(self, g: Tensor) -> int:
-        """Return the number of examples: an example's positions are added up."""
+        """Return the number of examples, as positions are summed within examples."""
         return len(g)
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
@@ -82,7 +82,7 @@ class NormLayer(Layer):
         return torch.stack(list(map(self._totals, gradients)), -1)
 
     def _totals(self, values: Tensor) -> Tensor:
-        """Return sums over an example's positions `[batch, units]`."""
+        """Return sums over the positions of each example, `[batch, units]`."""
         if self.channels_last:
             return values.reshape(len(values), -1, self.shape.groups).sum(1)
         return values.reshape(*values.shape[:2], -1).sum(2)

@@ -1,4 +1,4 @@
-"""Refuse modules that cannot be covered: all modules of a model at once, by name."""
+"""Report the modules that cannot be covered: all modules of a model at once, by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Refused(ValueError):
         self.reasons = {name: str(refusal) for refusal in refusals for name in refusal.names}
         self.skip = [*skipped, *self.reasons]
         self.without_remedy = "; ".join(map(str, refusals))
-        remedy = f"for first-order training, give {skipping(self.skip)}"
+        remedy = f"for first-order training, pass {skipping(self.skip)}"
         super().__init__(f"{self.without_remedy}; {remedy}")
 
 
@@ -65,4 +65,4 @@ def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{choice} names {name!r}, which is no module of the model{hint}")
+            raise ValueError(f"{choice} names {name!r}, which is not a module of the model{hint}")

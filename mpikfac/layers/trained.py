@@ -24,7 +24,7 @@ TRAINERS: WeakKeyDictionary[nn.Module, ReferenceType[Trainer]] = WeakKeyDictiona
 
 
 def take_model(model: nn.Module, trainer: Trainer) -> None:
-    """Make `trainer` the trainer of the model; hooks of an older trainer are removed."""
+    """Attach `trainer` to the model; the hooks of an older trainer are removed."""
     older = TRAINERS.get(model)
     if older is not None and (present := older()) is not None and present is not trainer:
         present.detach()
@@ -39,18 +39,18 @@ def trainer_of(model: nn.Module) -> Trainer | None:
 
 
 class Hook(partial[None]):
-    """A hook of a trainer on a model; in a copied or saved model the hook does nothing."""
+    """A hook of a trainer on a model, which does nothing in a copied or saved model."""
 
     def __reduce__(self) -> Any:
         return partial, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing, in the place of a hook."""
+    """Do nothing, in place of a hook."""
 
 
 class Trained:
-    """The trained parameters of a model, as the trainer knows the parameters.
+    """The trained parameters of a model, as the trainer knows them.
 
     Args:
         parameters: those that the trainer averages, of one dtype on one device.
@@ -68,8 +68,8 @@ class Trained:
     def changed(self) -> bool:
         """Return whether other parameters of the model require a gradient now.
 
-        A parameter with a new name counts as another one: pruning and parametrizations rename the
-        weight, because a module then multiplies by something else.
+        A renamed parameter counts as another one: pruning and parametrizations rename the weight,
+        because the module then multiplies by something else.
 
         Raises:
             ValueError: a parameter was converted or moved.
@@ -97,5 +97,5 @@ class Trained:
                 before = " or ".join(f"{dtype} on {device}" for dtype, device in self._kinds)
                 raise ValueError(
                     f"a parameter is {kind[0]} on {kind[1]} and was {before} when the trainer was "
-                    f"made; convert or move the model before"
+                    f"created; convert or move the model before that"
                 )

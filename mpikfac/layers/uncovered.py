@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mpikfac.numerics import Copies
 
-NAMED = 8  # modules of a kind that a text names; a longer list counts the rest
+NAMED = 8  # modules of a kind that a text names; the rest are counted
 
 
 def in_words(model: nn.Module, names: Iterable[str]) -> str:
@@ -36,7 +36,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class Other:
-    """Handle a trained parameter that no layer covers; ranks average the parameter's gradient.
+    """Handle a trained parameter that no layer covers; ranks average its gradient.
 
     Args:
         ties: the parameter's names in the modules that share it, if no layer covers all of them.
@@ -53,7 +53,7 @@ class Other:
         return [matrix]
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copy of the gradient into the `parts` of a matrix; set parts without to 0."""
+        """Return the copy of the gradient into the `parts` of a matrix; it is 0 if missing."""
         if self.tensor.grad is None:
             parts[0].zero_()
         else:
@@ -79,12 +79,12 @@ class Other:
 
 
 class Statistic(Other):
-    """Handle a running statistic of a normalisation layer; ranks average the statistic's value.
+    """Handle a running statistic of a normalisation layer; ranks average its value.
 
-    The value is sent with the gradients, so that all ranks hold the same model after every step.
+    The value is sent with the gradients, so all ranks have the same model after every step.
 
     Attributes:
-        count: the layer's count of batches; None if the layer has no count.
+        count: the layer's count of batches; None if it has none.
     """
 
     def __init__(self, name: str, tensor: Tensor, count: Tensor | None = None) -> None:
@@ -107,20 +107,20 @@ class Statistic(Other):
         yield self._snapshot, parts[0]
 
     def snapshot(self) -> Copies:
-        """Return the copy that keeps the present value for `abort_batch`."""
+        """Return the copy that stores the present value for `abort_batch`."""
         yield self._snapshot, self.tensor
 
     def abort_batch(self) -> None:
-        """Set the statistic back to the value after the last step."""
+        """Restore the value after the last step."""
         self.tensor.copy_(self._snapshot)
 
 
 class Counts:
-    """Count a batch in parts as a single batch, in all layers that count batches.
+    """Count a batch that is split into parts once, in all layers that count batches.
 
-    A forward pass adds 1 to a layer's count, and the weight of a batch in running statistics may
-    depend on the count. With this class, every part sees the same count, and counts are the same on
-    all numbers of ranks.
+    A forward pass adds 1 to a layer's count, on which the weight of a batch in running statistics
+    can depend. With this class, every part sees the same count, and counts do not depend on the
+    number of ranks.
     """
 
     def __init__(self, statistics: Iterable[Statistic]) -> None:
@@ -130,25 +130,25 @@ class Counts:
         self._accumulated: list[Tensor] = []
 
     def keep(self) -> None:
-        """Keep the present counts for `abort_batch`."""
+        """Store the present counts for `abort_batch`."""
         for count, snapshot in zip(self._counts, self._snapshots):
             snapshot.copy_(count)
 
     def accumulate(self) -> None:
-        """Set the counts back after a part of a batch, and note the counts for `step`."""
+        """Restore the counts after a part of a batch, and store those after the part for `step`."""
         accumulated = [count.clone() for count in self._counts]
         self.abort_batch()
         self._accumulated = accumulated
 
     def step(self) -> None:
-        """Set the counts to the counts after a part, and keep the counts."""
+        """Set the counts to those after a part, and keep them."""
         for count, accumulated in zip(self._counts, self._accumulated):
             count.copy_(accumulated)
         self._accumulated = []
         self.keep()
 
     def abort_batch(self) -> None:
-        """Set the counts back to the counts after the last step."""
+        """Restore the counts after the last step."""
         self._accumulated = []
         for count, snapshot in zip(self._counts, self._snapshots):
             count.copy_(snapshot)

@@ -1,4 +1,4 @@
-"""The user's model and optimizer: as named items of a state, and what must hold for a step."""
+"""The user's model and optimizer: as named items of a state, and the requirements of a step."""
 
 from __future__ import annotations
 

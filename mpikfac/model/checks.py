@@ -1,4 +1,4 @@
-"""What ranks compare, and what model and optimizer must be for a step."""
+"""What ranks compare, and what a step requires of model and optimizer."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ from mpikfac.settings import Schedule, Settings
 
 Block = Layer | Other
 OF_COMPRESSION = "compression.gradients.momentum"
-LARGEST_RATE = 0.05  # of steps with lengths of Adam's
+LARGEST_RATE = 0.05  # of steps with the lengths of Adam's
 LIBRARY = Path(__file__).parents[1]
 
 log = logging.getLogger("mpikfac")
 
 
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype to compute in, and the device, of tensors with a common dtype and device.
+    """Return the dtype to compute in, and the device, of tensors that share both.
 
-    The dtype is the dtype of the tensors, but float32 for bfloat16, whose digits are too few for
-    sums.
+    The dtype is that of the tensors, but float32 for bfloat16, which has too few digits for sums.
 
     Raises:
-        ValueError: nothing is trained, or a tensor differs from the first tensor.
+        ValueError: nothing is trained, or a tensor differs from the first one.
     """
     tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
     if not tensors:
@@ -60,26 +59,26 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Return if parameters and buffers can be sent as they lie in memory, and stored.
+    """Check that parameters and buffers can be sent from memory unchanged, and stored.
 
     Raises:
-        ValueError: a tensor has no shape yet, is sparse or quantized, or is a view that stands for
-            other numbers.
+        ValueError: a tensor has no shape yet, is sparse or quantized, or is a view with lazily
+            computed values.
     """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
-            raise ValueError(f"{name} has no shape yet; call the model before the trainer is made")
+            raise ValueError(f"{name} has no shape yet; call the model before creating the trainer")
         for wrong, kind, plain in (
             (tensor.layout != torch.strided, f"{tensor.layout}", "to_dense"),
             (tensor.is_quantized, "quantized", "dequantize"),
             (tensor.is_conj(), "a conjugate view", "resolve_conj"),
         ):
             if wrong:
-                raise ValueError(f"{name} is {kind}, and must be plain; give {plain}() of it")
+                raise ValueError(f"{name} is {kind}, and must be plain; use its {plain}()")
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """Return versions, model and optimizer in short, for ranks to compare."""
+    """Summarise versions, model and optimizer, for ranks to compare."""
     names = {id(p): name for name, p in model.named_parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors]
@@ -104,7 +103,7 @@ def members(optimizer: Optimizer) -> set[Tensor]:
 
 
 def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strategy) -> None:
-    """Return if the optimizer has all that owners step.
+    """Check that the optimizer has all parameters that owners step.
 
     Raises:
         ValueError: with `shard_optimizer`, a trained parameter is not in the optimizer.
@@ -116,15 +115,15 @@ def check_owned(optimizer: Optimizer, blocks: Iterable[Block], strategy: Strateg
                 raise ValueError(
                     f"assignment.shard_optimizer=True needs {block.name!r} in the optimizer: for "
                     f"another optimizer, only the owner would have its gradient; freeze it, or "
-                    f"take strategy='comm-opt'"
+                    f"use strategy='comm-opt'"
                 )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Return if averaged gradients of the model are enough for a step of the optimizer.
+    """Check that the model's averaged gradients are all that the optimizer needs for a step.
 
     Raises:
-        ValueError: the object is no optimizer, the optimizer needs a closure, or steps parameters
+        ValueError: the object is not an optimizer, or it needs a closure, or it steps parameters
             that are not the model's.
     """
     if not isinstance(optimizer, Optimizer):
@@ -133,7 +132,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:  # "missing a required argument: 'closure'"
         raise ValueError(
-            f"optimizer={type(optimizer).__name__} cannot step: {error}; take an optimizer whose "
+            f"optimizer={type(optimizer).__name__} cannot step: {error}; use an optimizer whose "
             f"step needs none"
         ) from None
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -141,25 +140,25 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def check_foreign(stepped: Iterable[Tensor], model: nn.Module) -> None:
-    """Return if the parameters are the model's.
+    """Check that the parameters belong to the model.
 
     Raises:
-        ValueError: an optimizer would step other parameters, too.
+        ValueError: an optimizer would step other parameters as well.
     """
     of_model = {id(p) for p in model.parameters()}
     if foreign := [tuple(p.shape) for p in stepped if id(p) not in of_model]:
         raise ValueError(
             f"the optimizer has {len(foreign)} trained parameters that the model lacks (the first "
-            f"of shape {foreign[0]}), which every rank would step alone; put their module, such as "
-            f"a loss with weights, into the model"
+            f"of shape {foreign[0]}), which every rank would step on its own; put their module, "
+            f"such as a loss with weights, into the model"
         )
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Return if `value` is an object of a kind, or None.
+    """Check that `value` is an object of a kind, or None.
 
     Raises:
-        ValueError: the value is another, such as a text in the place of a `Grafting`.
+        ValueError: it is not, such as a string in place of a `Grafting`.
     """
     if value is not None and not isinstance(value, kind):
         usual = {"grafting": "AdamGrafting", "clip": "KLClip"}.get(name, kind.__name__)
@@ -167,7 +166,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def check_synchronous(strategy: Strategy) -> None:
-    """Return if all ranks step the model together.
+    """Check that all ranks step the model together.
 
     Raises:
         ValueError: clients send updates to servers.
@@ -177,7 +176,7 @@ def check_synchronous(strategy: Strategy) -> None:
 
 
 def _momentum_of_compression(strategy: Strategy) -> float:
-    """Return the momentum that the encoding of gradients takes."""
+    """Return the momentum that the encoding of gradients applies."""
     compressor = strategy.compression.gradients
     return 0.0 if compressor is None else compressor.momentum
 
@@ -185,13 +184,13 @@ def _momentum_of_compression(strategy: Strategy) -> float:
 def check_momentum(
     optimizer: Optimizer, strategy: Strategy, of_gradients: float | Schedule = 0.0
 ) -> None:
-    """Return if a momentum is taken once: before the sums, before K-FAC, or by the optimizer.
+    """Check that momentum is applied once: before reductions, before K-FAC, or by the optimizer.
 
     Args:
-        of_gradients: the momentum of averaged gradients, before K-FAC preconditions gradients.
+        of_gradients: the momentum of averaged gradients, before K-FAC preconditions them.
 
     Raises:
-        ValueError: two momenta are given.
+        ValueError: there are two momenta.
     """
     top = _momentum_of_compression(strategy)
     if top and of_gradients:
@@ -199,12 +198,12 @@ def check_momentum(
             f"{OF_COMPRESSION}={top} and grafting.momentum={of_gradients}: leave one of them out"
         )
     name, of_kfac = (OF_COMPRESSION, top) if top else ("grafting.momentum", of_gradients)
-    when = "are added up" if top else "are preconditioned"
+    when = "are reduced" if top else "are preconditioned"
     if isinstance(optimizer, Descent):  # whose momentum is `of_gradients`
         if not of_gradients and any(group["momentum"] for group in optimizer.param_groups):
             raise ValueError(
-                "KFACOptimizer(momentum=0) takes no momentum of a group or a scheduler; give "
-                "KFACOptimizer a momentum, or the scheduler cycle_momentum=False"
+                "KFACOptimizer(momentum=0) cannot use the momentum of a group or a scheduler; set "
+                "the momentum of KFACOptimizer, or pass cycle_momentum=False to the scheduler"
             )
         return
     for group in optimizer.param_groups:
@@ -213,8 +212,8 @@ def check_momentum(
             number = "..." if callable(of_kfac) else of_kfac
             raise ValueError(
                 f"{name}={number} needs an optimizer without momentum, not with {of_optimizer}: "
-                f"the momentum is taken before gradients {when} (a scheduler that changes momentum "
-                f"needs cycle_momentum=False, or mpikfac.KFACOptimizer)"
+                f"the momentum is applied before gradients {when} (a scheduler that changes "
+                f"momentum needs cycle_momentum=False, or mpikfac.KFACOptimizer)"
             )
 
 
@@ -225,7 +224,7 @@ def check_loaded_momentum(
     of_gradients: float | Schedule = 0.0,
     descends: bool = False,
 ) -> None:
-    """Return if a momentum is taken once after the load of a state, see `check_momentum`.
+    """Check that momentum is applied once after a state is loaded; see `check_momentum`.
 
     Args:
         items: the items of model and optimizer that are loaded.
@@ -233,12 +232,12 @@ def check_loaded_momentum(
         descends: whether the optimizer is a `Descent`, whose momentum is `of_gradients`.
 
     Raises:
-        ValueError: the momentum would be taken twice, or never.
+        ValueError: the momentum would be applied twice, or never.
     """
     if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
-            "the state has momenta of gradients, and no momentum of the optimizer; train with "
-            "KFAC and grafting=AdamGrafting(momentum=...) as before"
+            "the state has momenta of gradients, but no momentum of the optimizer; continue with "
+            "KFAC and grafting=AdamGrafting(momentum=...), as before"
         )
     top = _momentum_of_compression(strategy)
     choice = f"{OF_COMPRESSION}={top}" if top else f"grafting.momentum={of_gradients}"
@@ -247,56 +246,56 @@ def check_loaded_momentum(
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if of_group and not descends and (top or of_gradients) and value:
             raise ValueError(
-                f"item {name!r} must be 0 with {choice}; it is {value}: go on without {remedy}"
+                f"item {name!r} must be 0 with {choice}; it is {value}: continue without {remedy}"
             )
 
 
 @contextmanager
 def taking_up() -> Iterator[None]:
-    """Name a refusal inside as a refusal of a change of the trained parameters.
+    """Report an error inside as an error of a change of the trained parameters.
 
     Raises:
-        UserError: the change cannot be taken up.
+        UserError: the change cannot be adopted.
     """
     try:
         yield
     except ValueError as error:
         raise UserError(
-            f"the trained parameters have changed, and the change cannot be taken up: {error}"
+            f"the trained parameters have changed, and the change cannot be adopted: {error}"
         ) from error
 
 
 def check_habits(
     optimizer: Optimizer, settings: Settings, fisher: Fisher, preconditioner: Form
 ) -> Iterator[str]:
-    """Yield warnings of settings that fit other methods, and let K-FAC lose without a word."""
+    """Yield warnings about settings that suit other methods, but make K-FAC perform badly."""
     unbounded = settings.grafting.name == "none" and settings.clip is None
     if unbounded and preconditioner.of == "gradient":
         yield (
             f"NoGrafting() without a clip may diverge: the factors of {preconditioner.name!r} "
-            f"begin with a single gradient, and the next directions are long; give "
-            f"clip=NormClip(max_norm=1.0), or take AdamGrafting(orthogonalize=False)"
+            f"start with a single gradient, and the next directions are long; set "
+            f"clip=NormClip(max_norm=1.0), or use AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":
         yield (
             "NoGrafting() without a clip may diverge: with the empirical Fisher, directions grow "
-            "as gradients shrink; give clip=KLClip(kl_clip=0.001), or take AdamGrafting()"
+            "as gradients shrink; set clip=KLClip(kl_clip=0.001), or use AdamGrafting()"
         )
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     if settings.grafting.by_adam and rates and max(rates) > LARGEST_RATE:
         yield (
-            f"lr={max(rates):g} is a rate of SGD; with {settings.grafting!r} usual rates are 0.005 "
-            f"to 0.01, as lengths are those of Adam's steps"
+            f"lr={max(rates):g} is a learning rate of SGD; with {settings.grafting!r}, 0.005 to "
+            f"0.01 is common, as steps have the lengths of Adam's"
         )
     if any("betas" in group for group in optimizer.param_groups):
         yield (
             f"{type(optimizer).__name__} divides K-FAC's directions by their own squares once "
-            f"more; take mpikfac.KFACOptimizer, or KFAC with torch.optim.SGD"
+            f"more; use mpikfac.KFACOptimizer, or KFAC with torch.optim.SGD"
         )
 
 
 def check_rates(optimizer: Optimizer, choice: str) -> None:
-    """Return if all groups of the optimizer have a learning rate.
+    """Check that all groups of the optimizer have a learning rate.
 
     Raises:
         ValueError: a group has none; the text calls what needs the rates `choice`.
@@ -304,12 +303,12 @@ def check_rates(optimizer: Optimizer, choice: str) -> None:
     if not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(
             f"{choice} needs learning rates, and {type(optimizer).__name__} has a group of "
-            f"parameters without 'lr'; give the group a number 'lr', by which a step multiplies"
+            f"parameters without 'lr'; set 'lr' of the group, by which a step is multiplied"
         )
 
 
 def check_plain(optimizer: Optimizer) -> None:
-    """Return if a step of the optimizer subtracts the gradients as they are.
+    """Check that a step of the optimizer subtracts the gradients unchanged.
 
     Raises:
         ValueError: the optimizer changes gradients.
@@ -323,7 +322,7 @@ def check_plain(optimizer: Optimizer) -> None:
             )
             raise ValueError(
                 f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
-                f"weight_decay=0): grafting=QuadraticModel() gives length and momentum of a step"
+                f"weight_decay=0): grafting=QuadraticModel() sets length and momentum of a step"
             )
 
 
@@ -343,7 +342,7 @@ def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[i
         if any(id(parameter) not in group_of for parameter in layer.parameters):
             raise ValueError(
                 f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
-                f"give it to the optimizer, or train it first-order with {skipping([layer.path])}"
+                f"add it to the optimizer, or train it first-order with {skipping([layer.path])}"
             )
         groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
     return groups
@@ -356,9 +355,9 @@ def report_uncovered(
     optimizer: Optimizer,
     offers: Iterable[str] = (),
 ) -> None:
-    """Log the parameters trained without K-FAC, how to cover some, and parameters not trained.
+    """Log the parameters trained without K-FAC, how to cover some, and the frozen ones.
 
-    Warn if K-FAC covers less than half of the weights, and of what it does not cover.
+    It is a warning if K-FAC covers less than half of the weights, or if some are not covered.
     """
     parameters = [tensor for tensor in uncovered if tensor.parameters]
     covered = sum(p.numel() for layer in layers for p in layer.parameters)
@@ -380,7 +379,7 @@ def report_uncovered(
     left = ", ".join(block.name for block in parameters if block.tensor not in stepped)
     if left:
         log.warning(
-            "the optimizer does not have %s: no step changes them, and their gradients become the "
+            "the optimizer does not have %s: no step changes them, but their gradients become the "
             "means over ranks, for another optimizer",
             left,
         )

@@ -20,8 +20,8 @@ LARGEST = 1e6  # of a rate or a decay; more is a mistake
 class Descent(Optimizer):
     """Subtract `lr * (direction + weight_decay * weights)`, with the directions as gradients.
 
-    A group's momentum is for the trainer, who takes the momentum before gradients are
-    preconditioned. Schedulers find the number where they look for a momentum.
+    A group's momentum is for the trainer, which applies it before it preconditions gradients;
+    schedulers find it where they expect a momentum.
 
     Args:
         params: parameters, or groups of parameters.
@@ -41,12 +41,12 @@ class Descent(Optimizer):
         super().__init__(params, numbers)
 
     def momentum(self, step: int) -> float:
-        """Return the momentum in force, of the first group, at any step."""
+        """Return the momentum in force, that of the first group, at any step."""
         return float(self.param_groups[0]["momentum"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take the step."""
+        """Step the parameters."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -58,9 +58,9 @@ class Descent(Optimizer):
 
 
 class StepGuard:
-    """Refuse steps of an optimizer by anybody but a trainer, who steps the optimizer.
+    """Raise an error if anything but its trainer steps an optimizer.
 
-    Nothing is refused after `remove`, or once the trainer is gone.
+    Everything is allowed after `remove`, or once the trainer is gone.
     """
 
     _stepping: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # by a trainer, right now
@@ -75,7 +75,7 @@ class StepGuard:
                 return
             if stepped not in self._allowed:
                 raise ValueError(
-                    f"{name}.step() steps the optimizer itself, so a further optimizer.step() "
+                    f"{name}.step() steps the optimizer itself, so another optimizer.step() "
                     f"would repeat the step; leave optimizer.step() out (with precondition(), the "
                     f"optimizer steps once after each call)"
                 )
@@ -93,9 +93,9 @@ class StepGuard:
             self._stepping.discard(self._optimizer)
 
     def allow_once(self) -> None:
-        """Allow one step: the caller has preconditioned gradients, and steps."""
+        """Allow one step, by a caller who has preconditioned gradients."""
         self._allowed.add(self._optimizer)
 
     def remove(self) -> None:
-        """Allow all further steps."""
+        """Allow all later steps."""
         self._hook.remove()

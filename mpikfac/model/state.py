@@ -1,6 +1,6 @@
-"""Model and optimizer as named items, and back; on all ranks or on none.
+"""Model and optimizer as named items, and back, on all ranks or on none.
 
-`stepped` names the parameters with optimizer state on the rank.
+`stepped` names the parameters whose optimizer state is on the rank.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mpikfac.plan.names import OF_GROUPS, OF_MODEL, OF_OPTIMIZER_STATE, OPTIMIZE
 
 Stepped = Mapping[str, nn.Parameter]
 MOST_STEPS = 2**53
-"""A larger number of steps is a mistake: float64 counts no further."""
+"""A larger number of steps is a mistake: float64 cannot count beyond it."""
 MOMENTUM = "momentum_buffer"
 OF_PARAMETERS = ("params", "param_names")
-"""Keys of a parameter group that are no settings."""
+"""Keys of a parameter group that are not settings."""
 AS_PARAMETER = (MOMENTUM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""State of torch's optimizers with a parameter's shape."""
+"""State of torch's optimizers that has a parameter's shape."""
 
 
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
-    """Return model and optimizer by name, with the optimizer's tensors of `stepped` only."""
+    """Return model and optimizer by name, with the optimizer's tensors only of `stepped`."""
     state: dict[str, Any] = {OF_MODEL + name: value for name, value in _tensors_of(model)}
     state[OPTIMIZER_NAME] = type(optimizer).__name__
     state |= {OF_GROUPS + name: value for name, value in group_settings(optimizer)}
@@ -41,9 +41,9 @@ def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dic
 
 
 def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state, with the tensors of a list one by one: "Q.0", "Q.1".
+    """Return a parameter's state, with the tensors of a list as separate items: "Q.0", "Q.1".
 
-    SOAP has such lists; an empty list in a list stands for no matrix, as does an empty tensor.
+    SOAP has such lists; an empty list inside a list means no matrix, as does an empty tensor.
     """
     present = {key: value for key, value in state.items() if value is not None}
     pieces = {k: v if torch.is_tensor(v) else plain(v) for k, v in present.items()}
@@ -54,7 +54,7 @@ def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that `_in_pieces` took apart."""
+    """Return the state before `_in_pieces`."""
     state: dict[str, Any] = {}
     lists: dict[str, dict[int, Any]] = defaultdict(dict)
     for key, value in pieces.items():
@@ -67,10 +67,10 @@ def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return the names that `model_state` has on all ranks together and that `names` lack.
+    """Return the names that `model_state` has on all ranks together but `names` lacks.
 
-    The state of a parameter is held as a whole or not at all. Muon and SOAP keep different items
-    for different parameters.
+    The state of a parameter is complete or missing. Muon and SOAP keep different items for
+    different parameters.
     """
     prefix = OF_OPTIMIZER_STATE
     items = [name.removeprefix(prefix).rpartition("/") for name in names if name.startswith(prefix)]
@@ -84,7 +84,7 @@ def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
 def needed_state(
     model: nn.Module, optimizer: Optimizer, stepped: Stepped, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the number of steps, and the items that `load_model_state` takes from `state`.
+    """Return the number of steps, and the items that `load_model_state` needs from `state`.
 
     Raises:
         ValueError: an item is missing, has a wrong dtype or shape, or belongs to a different
@@ -103,11 +103,11 @@ def needed_state(
 
 
 def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of `stepped`: optimizers make them at a parameter's first step.
+    """Return the items of `stepped`, which optimizers create at a parameter's first step.
 
     Raises:
-        ValueError: an item has another shape than the parameter. Optimizers that are not torch's
-            may choose shapes of their own.
+        ValueError: the shape of an item is not the parameter's. Optimizers other than torch's can
+            choose their own shapes.
     """
     items: dict[str, Any] = {}
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
@@ -125,13 +125,14 @@ def fitting(
 ) -> dict[str, Any]:
     """Return the items named in `like`, if dtypes and shapes agree, and numbers match numbers.
 
-    A tensor that shares memory with `like`, as in the state of the trainer itself, becomes a copy.
+    A tensor that shares memory with `like`, as in the trainer's own state, is copied.
 
     Args:
-        rounded: real numbers may have a different real dtype.
+        rounded: real values can have a different real dtype.
 
     Raises:
-        ValueError: an item is missing or differs; name, expected form and found form of the first.
+        ValueError: an item is missing or differs; the text has the name, the expected and the found
+            form of the first one.
     """
     items = {}
     for name, expected in like.items():
@@ -179,9 +180,10 @@ def load_model_state(
 
 
 def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
-    """Return a copy on the parameter's device, and with the parameter's layout in memory.
+    """Return a copy on the parameter's device, in the parameter's memory layout.
 
-    Counts of steps stay on the host, to be read, unless a fused or captured step reads the counts.
+    Counts of steps stay on the host, where they are read, unless a fused or captured step reads
+    them.
     """
     if not torch.is_tensor(value):
         return value
@@ -192,9 +194,9 @@ def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value of a parameter's shape in the parameter's layout in memory, others in rows.
+    """Return a value of a parameter's shape in the parameter's memory layout, others row-major.
 
-    The order of sums, and so the rounding, depends on the layout.
+    The order of summation, and therefore the rounding, depends on the layout.
     """
     if value.shape != parameter.shape:
         return value.contiguous()
@@ -206,14 +208,14 @@ def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
 def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | float]:
     """Return the numbers of parameter groups that `state` has, by index and key ("0/lr").
 
-    Some optimizers add a number to a group at the first step, for example the number of steps.
-    Such a number of `state` counts as 0 here, before the first step.
+    Some optimizers add a number to a group at the first step, such as the number of steps. Before
+    the first step, such a number of `state` is 0 here.
     """
     numbers = dict(group_settings(optimizer))
     for index, group in enumerate(optimizer.param_groups):
         prefix = f"{OF_GROUPS}{index}/"
         keys = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
-        # Sorted: a set has another order on each rank.
+        # Sorted: the order of a set differs between ranks.
         added = sorted(key for key in keys if "." not in key and key not in group)
         numbers |= {f"{index}/{key}": 0 for key in added}
     return {key: value for key, value in numbers.items() if OF_GROUPS + key in state}
@@ -222,13 +224,13 @@ def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | 
 def hand_over_state(
     comm: Comm, model: nn.Module, optimizer: Optimizer, before: Stepped, after: Stepped
 ) -> None:
-    """Move the optimizer's state to the ranks that step the parameters from now on.
+    """Send the optimizer's state to the ranks that will step the parameters.
 
     Collective over: comm.
 
     Args:
         before: the parameters that the rank has stepped, by name.
-        after: the parameters that the rank steps from now on.
+        after: the parameters that the rank will step.
     """
     present = dict(model.named_parameters())
     held = {
@@ -256,7 +258,7 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
     """Yield index and key ("0/lr") and value of every number in the parameter groups.
 
-    The key of a number in a tuple or list has the place there ("0/betas.1").
+    The key of a number in a tuple or list contains its index there ("0/betas.1").
     """
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -270,7 +272,7 @@ def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
 
 
 def unstored_settings(optimizer: Optimizer) -> Iterator[str]:
-    """Yield index, key and kind of the values in parameter groups that no state holds."""
+    """Yield index, key and type of the values in parameter groups that no state can store."""
     stored = {name.partition(".")[0] for name, _ in group_settings(optimizer)}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -280,7 +282,7 @@ def unstored_settings(optimizer: Optimizer) -> Iterator[str]:
 
 
 def set_group_setting(optimizer: Optimizer, name: str, number: int | float) -> None:
-    """Set the number of the name, as `group_settings` gives names."""
+    """Set a number by its name in `group_settings`."""
     index, key = name.split("/")
     group, (key, _, place) = optimizer.param_groups[int(index)], key.partition(".")
     present = group[key][int(place)] if place else group.get(key)

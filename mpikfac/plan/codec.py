@@ -1,4 +1,4 @@
-"""Encodings of numbers in messages as plain data, with the bytes of encoded numbers."""
+"""Encodings of values in messages as plain data, with the size of encoded values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from mpikfac.plan.layout import ALIGNMENT, Shape
 
-PLACE = 4  # bytes that say where a number lies
-# How ranks get what they add up themselves, as MPI cannot. PowerSGD has two small sums in turn.
+PLACE = 4  # bytes of the index of a value
+# How ranks sum what MPI cannot. PowerSGD needs two small sums, one after the other.
 IN_SHARDS, IN_TWO_SUMS = "Alltoall, Allgather", "Allreduce, Allreduce"
 EVERYWHERE = {"int8": IN_SHARDS, "top-k": "Allgather", "power-sgd": IN_TWO_SUMS}
 
 
 class Matrix(NamedTuple):
-    """The place of a gradient `[groups, outputs, inputs]`: elements of an arena from `start` on."""
+    """The location of a gradient `[groups, outputs, inputs]`: elements from `start` of an arena."""
 
     start: int
     groups: int
@@ -32,7 +32,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
-    """Return the matrix of a block: a parameter's first dimension counts outputs.
+    """Return the matrix of a block; the first dimension of a parameter counts outputs.
 
     A vector is a single row.
 
@@ -46,18 +46,18 @@ def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
 
 @dataclass(frozen=True)
 class Codec:
-    """An encoding that sends numbers in fewer bytes; `numerics.messages` encodes.
+    """An encoding that sends values in fewer bytes; `numerics.messages` implements it.
 
     Attributes:
-        name: "bfloat16"; "int8", 16 numbers with a common exponent; "top-k", the largest numbers;
-            "power-sgd", a product `P Q^T` in the place of a matrix.
-        share: the share of the numbers that "top-k" sends.
-        feedback: the loss of an encoding is added to the next numbers to encode.
-        momentum: the momentum of numbers that wait until "top-k" sends the numbers.
-        rank: the columns of P and Q.
+        name: "bfloat16"; "int8", 16 values with a common exponent; "top-k", the largest values;
+            "power-sgd", a product `P Q^T` in place of a matrix.
+        share: the fraction of the values that "top-k" sends.
+        feedback: whether the error of an encoding is added to the next values to encode.
+        momentum: the momentum of values that wait until "top-k" sends them.
+        rank: the number of columns of P and Q.
         matrices: the matrices in a message with "power-sgd".
-        padding: the padding in an arena with "top-k", first and last (exclusive) elements: padding
-            has no share.
+        padding: the padding of an arena with "top-k", as first and last (exclusive) elements, which
+            does not count towards `share`.
     """
 
     name: str
@@ -70,16 +70,16 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """Whether MPI can add up encoded numbers, by a function of the library."""
+        """Whether MPI can reduce encoded values, by a function of the library."""
         return self.name == "bfloat16"
 
     @property
     def everywhere(self) -> str:
-        """The collective that sums on all ranks."""
+        """The collective that computes sums on all ranks."""
         return EVERYWHERE.get(self.name, "Allreduce")
 
     def within(self, start: int, stop: int) -> Codec:
-        """Return the codec of a span, with the matrices and the padding of the span."""
+        """Return the codec of a span, with its matrices and padding."""
         return replace(
             self,
             matrices=tuple(matrix for matrix in self.matrices if start <= matrix.start < stop),
@@ -87,7 +87,7 @@ class Codec:
         )
 
     def count(self, elements: int) -> int:
-        """Return the number of sent numbers among `elements` elements of a span."""
+        """Return the number of values sent for `elements` elements of a span."""
         return math.ceil(
             self.share * (elements - sum(stop - start for start, stop in self.padding))
         )
@@ -98,7 +98,7 @@ class Codec:
         return sum(left for left, _ in sides), sum(right for _, right in sides)
 
     def size(self, elements: int, itemsize: int) -> int:
-        """Return the bytes of `elements` encoded numbers."""
+        """Return the size in bytes of `elements` encoded values."""
         if self.name == "bfloat16":
             return 2 * elements
         if self.name == "int8":
@@ -108,10 +108,10 @@ class Codec:
         return self.count(elements) * (itemsize + PLACE)
 
     def size_of(self, start: int, stop: int, itemsize: int) -> int:
-        """Return the bytes of an encoded span of an arena."""
+        """Return the size in bytes of an encoded span of an arena."""
         return self.within(start, stop).size(stop - start, itemsize)
 
     @property
     def arenas(self) -> int:
-        """The numbers that a rank keeps from step to step for a number of an arena."""
+        """The number of values kept from step to step for each value of an arena."""
         return self.feedback + (self.momentum > 0)

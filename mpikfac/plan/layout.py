@@ -1,4 +1,4 @@
-"""The places of named blocks of numbers in a flat buffer."""
+"""The locations of named blocks in a flat buffer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
-ALIGNMENT = 16  # elements: every view starts on a cache line, so results do not depend on offsets
+ALIGNMENT = 16  # elements: views start on cache lines, so results do not depend on offsets
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of named blocks in a flat buffer, segment by segment.
+    """The locations of named blocks in a flat buffer, segment by segment.
 
     Attributes:
         shapes: shapes of blocks.
         offsets: first elements of blocks.
-        bounds: segment k is the elements from `bounds[k]` up to `bounds[k + 1]`.
+        bounds: segment k consists of the elements from `bounds[k]` up to `bounds[k + 1]`.
     """
 
     shapes: dict[str, Shape]
@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of elements, padding included."""
+        """The number of elements, including padding."""
         return self.bounds[-1]
 
     def place(self, name: str) -> tuple[int, int]:
@@ -41,7 +41,7 @@ class Layout:
         return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))
 
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Return first and last (exclusive) element of the padding behind every block."""
+        """Return first and last (exclusive) element of the padding after every block."""
         behind = [*list(self.offsets.values())[1:], self.size]
         ends = (self.place(name)[1] for name in self.offsets)
         return tuple((end, start) for end, start in zip(ends, behind) if end < start)
@@ -51,7 +51,7 @@ class Layout:
         return list(zip(self.bounds, self.bounds[1:]))
 
     def spans(self, kind: Callable[[str], Hashable]) -> list[Span]:
-        """Return spans of the whole buffer, cut where the segment or the blocks' `kind` changes."""
+        """Return spans of the whole buffer, split where segment or `kind` of the blocks changes."""
         spans: list[Span] = []
         ends = [*list(self.offsets.values())[1:], self.size]
         for (name, start), end in zip(self.offsets.items(), ends):
@@ -67,7 +67,7 @@ class Layout:
 
 
 class Span(NamedTuple):
-    """Neighbouring blocks of a kind: elements from `start` up to `stop`, of a segment."""
+    """Neighbouring blocks of one kind: elements from `start` up to `stop` of a segment."""
 
     start: int
     stop: int
@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 
 def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
-    """Return a `Layout` with the blocks of segment after segment, aligned."""
+    """Return a `Layout` of the blocks, segment after segment, aligned."""
     shapes: dict[str, Shape] = {}
     offsets: dict[str, int] = {}
     bounds = [0]

@@ -1,4 +1,4 @@
-"""The places of all numbers: layouts of a rank's arenas, from factors and layers."""
+"""The locations of all values: layouts of a rank's arenas, from factors and layers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Layouts:
     """The layouts of a rank's arenas.
 
     Attributes:
-        statistics: a batch's factors, each a sum beside its number of examples; `by_form`, or owner
-            by owner if owners reduce.
-        squares: statistics as square matrices, if squares travel; else nothing.
+        statistics: a batch's factors, each a sum next to its number of examples; `by_form`, or
+            owner by owner if factors are reduced to owners.
+        squares: statistics as square matrices, if these are sent; else nothing.
         averages: running averages, `by_form`.
-        bases: decompositions: a segment per row of the column, and a segment of factors decomposed
-            by every worker.
-        denominators: damped products of eigenvalues of the layers to precondition.
-        gradients: all gradients, layers of a form side by side; or updater by updater if owners
+        bases: decompositions: one segment per row of the column, and one of the factors that every
+            worker decomposes.
+        denominators: damped products of eigenvalues of the layers that the rank preconditions.
+        gradients: all gradients, layers of a form next to each other; updater by updater if owners
             update.
-        directions: preconditioned gradients: column by column, or the rank's own if owners update.
+        directions: preconditioned gradients: column by column, or only the rank's if owners update.
 
     In decompositions, denominators and directions, layers of a kind are neighbours.
     """
@@ -48,7 +48,7 @@ class Layouts:
 def of_statistics(
     factors: Iterable[Factor], ranks: int, strategy: Strategy, square: bool = False
 ) -> Layout:
-    """Return the layout of sums of factors and of their counts.
+    """Return the layout of sums of factors and their counts.
 
     Args:
         square: factors are square matrices, not packed.
@@ -56,7 +56,7 @@ def of_statistics(
     factors = by_form(factors)
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in factors]
     counts: list[Block] = [(factor.counted, (1,)) for factor in factors]
-    # Counts stand beside their sums, or behind all sums if sums travel encoded.
+    # Counts are next to their sums, or after all sums if these are sent encoded.
     encoded = strategy.compression.factors is not None
     blocks = sums + counts if encoded else [block for pair in zip(sums, counts) for block in pair]
     if strategy.assignment.factor_reduction != "reduce_scatter":
@@ -81,10 +81,10 @@ def of_blocks(segments: Iterable[Iterable[Factor]]) -> Layout:
 def of_requests(factors: Iterable[Factor]) -> Layout:
     """Return the layout of a request to a curvature server: damping, then packed factors.
 
-    The damping of a factor ("conv1.A+") may depend on the second factor of the layer.
+    The damping of a factor ("conv1.A+") can depend on the other factor of the layer.
     """
     factors = tuple(factors)
-    # Beside the factor, its damping; or 1 if the decomposition needs float64, else 0.
+    # Next to the factor: its damping; or 1 if the decomposition needs float64, else 0.
     added = [
         (factor.added, factor.damping if factor.preconditioner.damped else (1,))
         for factor in factors
@@ -100,19 +100,19 @@ def of_denominators(layers: Iterable[PlannedLayer]) -> Layout:
 
 
 def of_gradients(layers: Iterable[PlannedLayer]) -> list[Block]:
-    """Return name and shape of every layer's gradient."""
+    """Return the name and the shape of every layer's gradient."""
     return [(layer.name, layer.shape.gradient) for layer in layers]
 
 
 def counted(blocks: Iterable[Block]) -> list[Block]:
-    """Return the blocks, with the number of examples behind every block."""
+    """Return the blocks, each followed by its number of examples."""
     return [entry for block in blocks for entry in (block, (count_of(block[0]), (1,)))]
 
 
 def by_rank(
     blocks: Iterable[Block], ranks_of: Mapping[str, int], ranks: int
 ) -> list[Sequence[Block]]:
-    """Return the blocks as segments, a segment per rank."""
+    """Return the blocks as segments, one per rank."""
     of_rank = grouped(blocks, lambda block: ranks_of[block[0]])
     return [of_rank.get(rank, ()) for rank in range(ranks)]
 
@@ -121,12 +121,12 @@ def by_kind(
     layers: Iterable[PlannedLayer],
     kind: Callable[[PlannedLayer], Hashable] = lambda layer: layer.kind,
 ) -> list[PlannedLayer]:
-    """Return layers with layers of one kind side by side, in the order of the first of each."""
+    """Return the layers sorted by kind, in the order in which the kinds first occur."""
     return [layer for alike in grouped(layers, kind).values() for layer in alike]
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, Sequence[Item]]:
-    """Return items by key, in order; a key without items is missing."""
+    """Return items by key, in order; keys without items are missing."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -134,9 +134,9 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, Sequ
 
 
 def by_form(factors: Iterable[Factor]) -> Sequence[Factor]:
-    """Return factors by turn and message, and in a message with factors of one form side by side.
+    """Return factors by slot and message, and within a message by form.
 
-    Side by side, factors are a stack: one kernel of a GPU takes them all.
+    Neighbouring factors of a form are a stack that one GPU kernel can process.
     """
     factors = list(factors)
     first = {factor.packed: place for place, factor in reversed(list(enumerate(factors)))}

@@ -1,7 +1,7 @@
-"""The names of the stages of a step, of the items of a state, and of the kinds of memory of a rank.
+"""The names of the stages of a step, of the items of a state, and of a rank's kinds of memory.
 
-Plan, execution, trace, prediction and reports call a stage by the same name. A stage with messages
-has the name in `Message.stage`.
+Plan, execution, trace, prediction and reports use the same name for a stage. For a stage with
+messages, it is `Message.stage`.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ OF_GROUPS = "optimizer/groups/"
 OF_OPTIMIZER_STATE = "optimizer/state/"
 OF_KFAC = "kfac/"
 OF_EXCHANGE = "exchange/"
-OWN_MOMENTUM = "own momentum"  # behind `OF_EXCHANGE`; of a copy
+OWN_MOMENTUM = "own momentum"  # after `OF_EXCHANGE`; of a replica
 OF_RULE = "exchange/rule/{} of {}/"  # a rank, all ranks
 OF_COPY = "copies/{}/"  # a rank
 VERSION = "asynchronous/version"
 
-# Of K-FAC, behind `OF_KFAC`: a kind, and the name of a factor, block or layer.
+# Of K-FAC, after `OF_KFAC`: a kind, and the name of a factor, block or layer.
 STARTED, PRECONDITIONER, DUE, DAMPING = "started", "preconditioner", "due", "damping"
 LEARNED = "learned"
 SEEN = "seen"

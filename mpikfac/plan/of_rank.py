@@ -1,4 +1,4 @@
-"""The plan of a rank: what the rank computes, and where the rank's numbers lie."""
+"""The plan of a rank: what it computes, and where its values are stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid, in_messages
 
 
 class Itemsizes(NamedTuple):
-    """Bytes of a number: in sums and gradients, in running averages, and in decompositions."""
+    """Bytes per value: of statistics and gradients, of running averages, and of decompositions."""
 
     numbers: int
     averages: int
@@ -26,18 +26,18 @@ class Itemsizes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank computes and keeps: factors, layers and layouts, made once.
+    """What a rank computes and keeps: factors, layers and layouts, created once.
 
     Attributes:
         grid: all ranks as rows and columns.
         layers: the covered layers.
-        uncovered: names and shapes of uncovered tensors that travel with the gradients.
-        means: names of `uncovered` of which ranks always take the mean.
-        updaters: rank to step a layer or uncovered parameter if the optimizer is sharded.
-        preconditioners: the run's preconditioner, then the layers with a different preconditioner:
-            "eigen, fc: eva".
+        uncovered: names and shapes of uncovered tensors that are sent with the gradients.
+        means: names of those `uncovered` that are always averaged over ranks.
+        updaters: the rank that steps each layer or uncovered parameter if the optimizer is sharded.
+        preconditioners: the run's preconditioner, then the layers with a different one: "eigen, fc:
+            eva".
         split: the split layers of the model.
-        replaced: functions of extensions in the place of functions of `stages`, by the name of the
+        replaced: functions of extensions that replace functions of `stages`, by the name of the
             stage.
     """
 
@@ -67,25 +67,25 @@ class RankPlan:
 
     @property
     def parts(self) -> int:
-        """Parts of a batch that the rank takes in turn; 0 if the rank takes a share as a whole."""
+        """The number of parts of the rank's batch; 0 if the batch is processed as a whole."""
         return (self.strategy.transport.virtual_ranks or 0) // self.grid.count
 
     @property
     def pooled(self) -> int:
-        """The number of equal shares of a batch that factors come from: parts, ranks, or 1."""
+        """The number of equal shards from which factors are estimated: parts, ranks, or 1."""
         alone = not self.strategy.sync.factor_aggregation.sums
         alone |= self.strategy.assignment.factor_reduction == "local"
         return 1 if alone else self.strategy.transport.virtual_ranks or self.grid.count
 
     @property
     def turns(self) -> list[int | None]:
-        """None for all layers, and then, with `stagger`, the turns of a refresh."""
+        """None, for all layers, and then, with `stagger`, the slots of a refresh."""
         stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
     @property
     def owner_updates(self) -> bool:
-        """Whether a layer or parameter is stepped by the updater only."""
+        """Whether a layer or parameter is stepped by its updater only."""
         return self.strategy.assignment.shard_optimizer
 
     def steps(self, name: str) -> bool:
@@ -99,7 +99,7 @@ class RankPlan:
 
     @cached_property
     def of_gradient(self) -> bool:
-        """Whether owners make factors from the averaged gradient, and no statistics are needed."""
+        """Whether owners compute factors from the averaged gradient, without any statistics."""
         return any(layer.preconditioner.of == "gradient" for layer in self.layers)
 
     @cached_property
@@ -112,23 +112,23 @@ class RankPlan:
 
     @cached_property
     def averaged(self) -> tuple[Factor, ...]:
-        """Factors with running averages on the rank."""
+        """Factors whose running averages the rank keeps."""
         if self.of_gradient:
             return self.decomposed()
         to_owners = self.strategy.assignment.factor_reduction == "reduce_scatter" and not self.late
         return self.owned if to_owners else self.recorded
 
     def decomposed(self, turn: int | None = None) -> tuple[Factor, ...]:
-        """Return factors to decompose for the column, then factors for the rank alone.
+        """Return the factors to decompose for the column, then those for this rank alone.
 
         Args:
-            turn: the turn of a refresh; None for all layers.
+            turn: the slot of a refresh; None for all layers.
         """
         return tuple(f for f in self.owned + self._replicated if turn in (None, f.turn))
 
     @cached_property
     def preconditioned(self) -> tuple[PlannedLayer, ...]:
-        """Layers to precondition on the rank, in model order."""
+        """Layers that the rank preconditions, in model order."""
         if self.owner_updates:
             return tuple(layer for layer in self.layers if layer.updater == self.rank)
         return tuple(self._of_column.get(self.column, ()))
@@ -140,43 +140,43 @@ class RankPlan:
 
     @cached_property
     def owned(self) -> tuple[Factor, ...]:
-        """Factors to decompose on the rank for the column, in model order."""
+        """Factors that the rank decomposes for its column, in model order."""
         return tuple(self._of_owner.get(self.rank, ()))
 
     @cached_property
     def _replicated(self) -> tuple[Factor, ...]:
-        """Factors decomposed by every worker of the column, the rank included."""
+        """Factors that every worker of the column decomposes, including the rank."""
         return tuple(f for f in self.factors if f.replicated and f.column == self.column)
 
     @cached_property
     def _of_owner(self) -> dict[int, Sequence[Factor]]:
-        """Factors that an owner decomposes for the owner's column, in model order."""
+        """Factors that each owner decomposes for its column, in model order."""
         return grouped((f for f in self.factors if not f.replicated), lambda f: f.owner)
 
     @cached_property
     def _of_column(self) -> dict[int, Sequence[PlannedLayer]]:
-        """Layers of a column, in model order."""
+        """Layers of each column, in model order."""
         return grouped(self.layers, lambda layer: layer.column)
 
     @cached_property
     def publishes_bases(self) -> bool:
-        """Whether a layer's bases are needed by a rank without the decompositions."""
+        """Whether some rank needs the bases of a layer without decomposing its factors."""
         alone = self.owner_updates and self.strategy.assignment.colocate_factors
         return self.grid.workers > 1 and not alone
 
     @cached_property
     def messages_of(self) -> dict[str, int]:
-        """The message of a stage, by number, of every block that gradient wires encode.
+        """The index of a stage's message, for every block that gradient compression encodes.
 
-        Only layers are encoded. Votes are counts, running statistics are replaced and not added up,
-        and uncovered blocks are few; but without K-FAC, trained parameters count as layers.
+        Only layers are encoded. Votes are counts, running statistics are replaced and not summed,
+        and uncovered blocks are few; without K-FAC, however, trained parameters count as layers.
         """
         if self.layers:
             return {layer.name: layer.fused for layer in self.layers}
         trained = {n: math.prod(shape) for n, shape in self.uncovered if n not in self.means}
         return dict(zip(trained, in_messages([*trained.values()], self.strategy.transport)))
 
-    # -- where numbers lie -----------------------------------------------------------------------
+    # -- where values are stored -----------------------------------------------------------------
 
     @cached_property
     def layouts(self) -> Layouts:
@@ -195,7 +195,7 @@ class RankPlan:
 
     @property
     def sums(self) -> Layout:
-        """The layout in which statistics travel: as squares, or as the rank records statistics."""
+        """The layout in which statistics are sent: as squares, or as the rank records them."""
         square = self.strategy.transport.packing == "square"
         return self.layouts.squares if square else self.layouts.statistics
 
@@ -211,9 +211,10 @@ class RankPlan:
         )
 
     def _gradients(self) -> Layout:
-        vectors = self.strategy.sync.of_vectors  # means lie behind
+        vectors = self.strategy.sync.of_vectors  # means follow
         uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
-        # Sums of all ranks: the order depends on no placement. Overlapped messages stay whole.
+        # Reductions over all ranks: the order depends on no placement. Overlapped messages stay
+        # whole.
         apart = self.strategy.transport.overlap
         layers = layouts.by_kind(self.layers, lambda layer: (apart and layer.fused, layer.form))
         blocks = [*layouts.of_gradients(layers), *uncovered]
@@ -241,4 +242,4 @@ class RankPlan:
 
 
 Stage = Callable[[RankPlan, int | None], list[Message]]
-"""A function that returns the messages of a stage on a rank, in a turn of a refresh or of all."""
+"""A function that returns a rank's messages of a stage, for a slot of a refresh or for all."""

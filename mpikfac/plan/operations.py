@@ -1,4 +1,4 @@
-"""The operations of a step: of passes, statistics, decompositions and directions."""
+"""The operations of a step: passes, statistics, decompositions and directions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mpikfac.plan.shapes import Form, LayerShape
 
 @dataclass(frozen=True)
 class Operations:
-    """The multiplications of a layer, or of several, for the whole batch and on a single rank.
+    """The multiplications of one or several layers, for the whole batch on a single rank.
 
     Attributes:
         passes: of the forward and backward pass.
         statistics: of an update of the factors.
         decomposition: of a refresh.
-        direction: of a step's direction.
+        direction: of the direction of a step.
     """
 
     passes: int = 0
@@ -29,7 +29,7 @@ class Operations:
         return Operations(*(a + b for a, b in zip(_values(self), _values(other))))
 
     def updates(self, factors: float, bases: float) -> float:
-        """Return the operations of so many updates of factors and decompositions."""
+        """Return the operations of `factors` updates of factors and `bases` decompositions."""
         return factors * self.statistics + bases * self.decomposition
 
 
@@ -38,7 +38,7 @@ class Seen:
     """The vectors of a layer in a batch.
 
     Attributes:
-        vectors: in passes; 0 of a table, which multiplies nothing.
+        vectors: in passes; 0 for an embedding, which multiplies nothing.
         chosen: in statistics.
     """
 
@@ -51,12 +51,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class CallSize:
-    """The size of a layer's call in a pass.
+    """The size of a call of a layer in a pass.
 
     Attributes:
-        examples: of the call.
-        vectors: of all examples.
-        multiplies: whether the call multiplies vectors; a table of entries does not.
+        examples: the number of examples.
+        vectors: the number of vectors of all examples.
+        multiplies: whether the call multiplies vectors; an embedding does not.
     """
 
     examples: int
@@ -68,7 +68,7 @@ def operations(layer: LayerShape, form: Form, seen: Seen, orthogonal: bool) -> O
     """Return the operations of a layer.
 
     Args:
-        seen: of all ranks.
+        seen: the vectors of all ranks.
         orthogonal: whether directions are made orthogonal.
     """
     elements, factors = math.prod(layer.gradient), layer.factors
@@ -84,7 +84,7 @@ def operations(layer: LayerShape, form: Form, seen: Seen, orthogonal: bool) -> O
 
 
 def products(layer: LayerShape, form: Form, orthogonal: bool = True) -> Sequence[int]:
-    """Return the multiplications of the products that make a layer's direction."""
+    """Return the multiplications of the products that compute a layer's direction."""
     with_factors = [] if form.vector else layer.products() * form.products
     return with_factors + (layer.orthogonalising() if orthogonal else [])
 

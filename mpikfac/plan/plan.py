@@ -1,6 +1,6 @@
-"""Roles, places of numbers, and messages of all ranks: a pure function of few numbers.
+"""Roles, locations of values, and messages of all ranks, as a pure function of a few numbers.
 
-Every rank makes the same plan without talking, and sends what the plan's messages say.
+Every rank computes the same plan without communication, and sends what the plan's messages say.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from mpikfac.plan.shapes import Form, LayerShape, check_layers, forward_only
 
 @dataclass(frozen=True)
 class Plan:
-    """The communication plan of all ranks; `of` returns the plan of a rank.
+    """The communication plan of all ranks; `of` returns the plan of one rank.
 
     Attributes:
         layers: covered layers in model order.
-        uncovered: names and shapes of uncovered tensors that travel with the gradients.
-        means: names of `uncovered` of which ranks always take the mean: running statistics, votes.
-        forms: descriptions of preconditioners: the run's preconditioner, then preconditioners named
-            by layers.
-        itemsize: bytes of a number, but for numbers of running averages and of decompositions.
-        columns_of: column of every layer.
-        owners: rank to decompose a factor ("conv1.A").
-        updaters: rank to step a layer or uncovered parameter if the optimizer is sharded.
-        turns_of: turn of every layer in a refresh, from 0 to `stagger` - 1.
+        uncovered: names and shapes of uncovered tensors that are sent with the gradients.
+        means: names of those `uncovered` that are always averaged over ranks: running statistics
+            and votes.
+        forms: descriptions of preconditioners: the run's, then those that layers name.
+        itemsize: bytes per value, except in running averages and decompositions.
+        columns_of: the column of every layer.
+        owners: the rank that decomposes each factor ("conv1.A").
+        updaters: the rank that steps each layer or uncovered parameter if the optimizer is sharded.
+        turns_of: the slot of every layer in a refresh, from 0 to `stagger` - 1.
         split: the split layers of the model.
     """
 
@@ -64,7 +64,7 @@ class Plan:
     split: Split
 
     def of(self, rank: int) -> RankPlan:
-        """Return the roles and layouts of a rank, made once."""
+        """Return the roles and layouts of a rank; they are created once."""
         if rank not in self._of_ranks:
             of_rank = RankPlan(
                 rank=rank,
@@ -83,11 +83,11 @@ class Plan:
 
     @cached_property
     def _of_ranks(self) -> dict[int, RankPlan]:
-        """The plans of ranks that were asked for."""
+        """The plans of ranks created so far."""
         return {}
 
     def digest(self) -> str:
-        """Return a hash of all values, equal on two ranks only if the plans are equal."""
+        """Return a hash of all values, which two ranks share only if their plans are equal."""
         return hashlib.sha256(repr(_values(self)).encode()).hexdigest()[:16]
 
     # -- who does what ---------------------------------------------------------------------------
@@ -107,12 +107,12 @@ class Plan:
 
     @property
     def preconditioner(self) -> str:
-        """The name of the run's preconditioner; "" if no layer is covered by anything."""
+        """The name of the run's preconditioner; "" if no layer is covered."""
         return self.forms[0].name if self.forms else ""
 
     @property
     def all_preconditioners(self) -> str:
-        """The run's decompositions, then the layers with other ones: "eigen, fc: eva"."""
+        """The run's preconditioner, then the layers with a different one: "eigen, fc: eva"."""
         run = self.forms[0].kept if self.forms else ""
         kept = ((layer.name, layer.preconditioner.kept) for layer in self.covered)
         return ", ".join([run, *(f"{name}: {form}" for name, form in kept if form != run)])
@@ -127,9 +127,9 @@ class Plan:
         return RankGrid(self.ranks, workers, per_node, curvature, split)
 
     def load(self, rank: int) -> int:
-        """Return the work of `rank` in a refresh: the sum of n^3 over the factors to decompose.
+        """Return the work of `rank` in a refresh: the sum of n^3 over the factors it decomposes.
 
-        A factor of low rank counts as the iteration's work, a vector as nothing.
+        A factor of low rank counts with the work of its iteration, a vector as nothing.
         """
         factors = self.of(rank).decomposed()
         return sum(f.work(f.preconditioner.work) for f in factors if not f.preconditioner.vector)
@@ -137,7 +137,7 @@ class Plan:
     # -- what is sent and kept -------------------------------------------------------------------
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Return the bytes of every arena on `rank`, parts of a batch included."""
+        """Return the bytes of every arena on `rank`, including parts of a batch."""
         of_rank = self.of(rank)
         sizes = of_rank.memory() | extensions.memory(of_rank)
         return dict(sorted(sizes.items(), key=lambda kind: names.MEMORY.index(kind[0])))
@@ -150,15 +150,15 @@ class Plan:
         clip: bool = True,
         turn: int | None = None,
     ) -> list[Message]:
-        """Return the messages of a step in order, as `rank` sees the messages.
+        """Return the messages of a step in order, from the point of view of `rank`.
 
-        A refresh counts as a part of the step, even if decompositions are published later.
+        A refresh counts as part of the step, even if decompositions are published later.
 
         Args:
-            statistics: the step makes new factors (`factor_update_steps`).
+            statistics: the step computes new factors (`factor_update_steps`).
             refresh: the step decomposes factors (`inv_update_steps`).
-            clip: the step is clipped; a message only if no rank holds all directions.
-            turn: the turn of a staggered refresh, which is of a part of the layers; None for all.
+            clip: the step is clipped; this needs a message only if no rank has all directions.
+            turn: the slot of a staggered refresh, which covers some of the layers; None for all.
         """
         return step_messages(self.of(rank), statistics, refresh, clip, turn)
 
@@ -175,20 +175,19 @@ def plan_for(
     means: Iterable[str] = (),
     split: Split | None = None,
 ) -> Plan:
-    """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
+    """Return the plan for `layers` on `ranks` ranks; it is the same on every rank.
 
     Args:
         uncovered: names and shapes of uncovered parameters and buffers.
-        forms: descriptions of preconditioners: the run's preconditioner, then preconditioners for
-            layers to name.
-        itemsize: bytes of an element.
-        factor_itemsize: bytes of an element of running averages; `itemsize` if None.
-        basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
-        means: names of `others` of which ranks always take the mean: running statistics, votes.
+        forms: descriptions of preconditioners: the run's, then those that layers can name.
+        itemsize: bytes per element.
+        factor_itemsize: bytes per element of running averages; `itemsize` if None.
+        basis_itemsize: bytes per element of decompositions; `itemsize` if None.
+        means: names of `uncovered` that are always averaged over ranks: running statistics, votes.
         split: the split layers of the model.
 
     Raises:
-        ValueError: a choice that cannot work; the text names the needs.
+        ValueError: a choice cannot work; the text has its requirements.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -228,14 +227,14 @@ def plan_for(
 def step_messages(
     rank: RankPlan, statistics: bool, refresh: bool, clip: bool = True, turn: int | None = None
 ) -> list[Message]:
-    """Return the messages of a step on a rank, in order, with extensions: see `Plan.messages`."""
+    """Return the messages of a step on a rank, in order, with extensions; see `Plan.messages`."""
     default = stages.messages(rank, statistics, refresh, clip, turn)
     extended = extensions.messages(rank, statistics, refresh, turn)
     return sorted(default + extended, key=lambda message: names.IN_STEP.index(message.stage))
 
 
 def _values(value: object) -> object:
-    """Return a record as a tuple of values, in which names of classes and fields do not count."""
+    """Return a record as a tuple of values, ignoring the names of classes and fields."""
     if is_dataclass(value):
         method = (value.name,) if isinstance(value, Choice) else ()
         of_fields = (_values(getattr(value, field.name)) for field in fields(value) if field.repr)
@@ -246,7 +245,7 @@ def _values(value: object) -> object:
 
 
 def _with_factors(layer: LayerShape, form: Form) -> LayerShape:
-    """Return the layer with the sides that have factors with the preconditioner."""
+    """Return the layer with those sides for which the preconditioner has factors."""
     if not form.blocks:
         return replace(layer, sides="")
     return forward_only(layer) if form.sides == "A" else layer
@@ -261,7 +260,7 @@ def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, 
 def _check_layers(
     layers: Sequence[LayerShape], ranks: int, strategy: Strategy, forms: Sequence[Form]
 ) -> None:
-    """Return if preconditioners and ranks of layers fit the strategy.
+    """Check that preconditioners and ranks of layers fit the strategy.
 
     Raises:
         ValueError: a preconditioner or a rank does not fit.

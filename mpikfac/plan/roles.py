@@ -1,10 +1,10 @@
-"""Roles: every factor and layer as a record, with owner, column and turn.
+"""Roles: every factor and layer as a record, with owner, column and slot.
 
-Ranks form a grid of `rows` x `columns`. A column owns a group of layers, and the ranks of the
+Ranks form a grid of `rows` x `columns`. A column owns a group of layers, and the ranks in the
 column are the gradient workers of these layers; a row crosses all columns. `rows` is the number of
-workers of a layer: all ranks in COMM-OPT, 1 rank in MEM-OPT [Pauloski et al., TPDS22].
+workers per layer: all ranks in COMM-OPT, 1 rank in MEM-OPT [Pauloski et al., TPDS22].
 
-Placement is longest first, to the least loaded rank. All functions are pure.
+Items are placed longest first, on the rank with the lowest load. All functions are pure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Block(NamedTuple):
     Attributes:
         name: "conv1.A.vectors".
         kind: "vectors", a key of `Form.blocks`.
-        shape: the block's shape.
+        shape: the shape of the block.
     """
 
     name: str
@@ -39,22 +39,22 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Factor(FactorShape):
-    """A factor and the factor's roles in the plan; compared by name and shape.
+    """A factor and its roles in the plan; compared by name and shape.
 
     Attributes:
         layer: the layer's name.
         side: "A" or "G".
-        groups: groups of the layer.
+        groups: the groups of the layer.
         preconditioner: the description of the factor's preconditioner.
         column: the layer's column.
-        owner: the rank to decompose the factor for the column.
-        turn: the layer's turn in a refresh.
-        fused: number of the layer's message in a stage.
+        owner: the rank that decomposes the factor for the column.
+        turn: the layer's slot in a refresh.
+        fused: the index of the layer's message in a stage.
         replicated: every worker of the layer decomposes the factor itself, and nothing is sent.
-        packed: the shape to record, keep and send the factor in.
-        blocks: the decomposition's blocks; the first block multiplies gradients.
-        counted: name of the number of examples beside the factor's sum.
-        added: name of the damping beside the factor in a request to a curvature server.
+        packed: the shape in which the factor is recorded, kept and sent.
+        blocks: the decomposition's blocks; gradients are multiplied by the first one.
+        counted: the name of the number of examples, next to the factor's sum.
+        added: the name of the damping, next to the factor in a request to a curvature server.
     """
 
     layer: str
@@ -73,21 +73,21 @@ class Factor(FactorShape):
 
     @property
     def damping(self) -> Shape:
-        """Shape of the damping in the decomposition: `[]`, or with groups `[groups]`."""
+        """The shape of the damping in the decomposition: `[]`, or `[groups]` with groups."""
         return () if self.groups == 1 else (self.groups,)
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A covered layer and the layer's roles in the plan.
+    """A covered layer and its roles in the plan.
 
     Attributes:
         preconditioner: the description of the layer's preconditioner.
-        column: the column of ranks to precondition the layer.
-        updater: the rank to step the layer if the optimizer is sharded.
-        turn: the layer's turn in a refresh, from 0 to `stagger` - 1.
-        fused: number of the layer's message in a stage.
-        factors: A's factors before G's.
+        column: the column of ranks that precondition the layer.
+        updater: the rank that steps the layer if the optimizer is sharded.
+        turn: the layer's slot in a refresh, from 0 to `stagger` - 1.
+        fused: the index of the layer's message in a stage.
+        factors: those of A before those of G.
     """
 
     shape: LayerShape
@@ -121,7 +121,7 @@ class PlannedLayer:
         return self.fused, self.turn, self.form, tuple(owners)
 
     def side(self, side: str) -> tuple[Factor, ...]:
-        """Return the factors that stand for A or for G; no factor stands for the identity."""
+        """Return the factors of A or of G; none if it is the identity."""
         return tuple(factor for factor in self.factors if factor.side == side)
 
 
@@ -130,10 +130,10 @@ class RankGrid:
     """The ranks as rows and columns, on nodes.
 
     Attributes:
-        count: training ranks.
-        workers: rows, which are the gradient workers of a layer.
-        per_node: ranks of a node; None for one level of communication.
-        curvature: ranks to decompose for the training ranks.
+        count: the number of training ranks.
+        workers: the number of rows, which are the gradient workers of a layer.
+        per_node: ranks per node; None for one level of communication.
+        curvature: the number of ranks that decompose for the training ranks.
         distribution: the groups of split layers.
     """
 
@@ -145,17 +145,17 @@ class RankGrid:
 
     @property
     def columns(self) -> int:
-        """Number of layer groups."""
+        """The number of layer groups."""
         return self.count // self.workers
 
     def position(self, rank: int) -> tuple[int, int]:
-        """Return row and column of a rank."""
+        """Return the row and the column of a rank."""
         return divmod(rank, self.columns)
 
     def team(self, rank: int, over: str) -> range:
         """Return the ranks of a message of `rank` over the communicator `over`.
 
-        Curvature servers follow the training ranks.
+        Curvature servers are numbered after the training ranks.
         """
         if over == "curvature":
             peer = self.count + self.curvature_server(rank)
@@ -183,16 +183,17 @@ class RankGrid:
         return None if self.per_node is None else seat(team, rank, self.per_node)
 
     def curvature_server(self, rank: int) -> int:
-        """Return the curvature server of owner `rank`: owners are dealt out in turn."""
+        """Return the curvature server of owner `rank`; owners are assigned round-robin."""
         return rank % self.curvature
 
 
 class Placed(NamedTuple):
-    """Where factors and layers are placed, by name.
+    """Where layers and factors are placed, by name.
 
     Attributes:
-        columns_of: column of every layer.
-        owners: rank to decompose a factor ("conv1.A"), or to precondition a layer without factors.
+        columns_of: the column of every layer.
+        owners: the rank that decomposes a factor ("conv1.A"), or preconditions a layer without
+            factors.
     """
 
     columns_of: dict[str, int]
@@ -207,7 +208,7 @@ def with_roles(
     turns_of: Mapping[str, int],
     updaters: Mapping[str, int],
 ) -> tuple[PlannedLayer, ...]:
-    """Return the layers with the roles of layers and factors, from placement.
+    """Return the layers with the roles of layers and factors that follow from their placement.
 
     Args:
         forms: descriptions of the layers' preconditioners, by the layer's name.
@@ -242,7 +243,7 @@ def _factor(
     blocks = (Block(f"{name}.{kind}", kind, shape.part(n)) for kind, n in form.blocks.items())
     assignment = strategy.assignment
     everywhere = assignment.factor_reduction == "allreduce" and not assignment.shard_optimizer
-    # A vector is used without a decomposition: where all ranks have it, nothing has to be sent.
+    # A vector is used without a decomposition: if all ranks have it, nothing needs to be sent.
     replicated = (form.vector and everywhere) or shape.order < assignment.replicate_below
     return Factor(
         name=name,
@@ -310,14 +311,15 @@ def place(
 ) -> Placed:
     """Return the column of every layer and the owner of every factor.
 
-    Loads are compared within a turn of a refresh, as the layers of 1 turn are decomposed at a time.
+    Loads are compared within a slot of a refresh, as the layers of one slot are decomposed
+    together.
     """
     assignment, workers = strategy.assignment, strategy.assignment.workers(ranks)
     power, columns = (3 if assignment.assignment_strategy == "compute" else 2), ranks // workers
     jobs: list[tuple[int, LayerShape, list[str]]] = []
     for layer in layers:
         costs = _costs(layer, forms, power)
-        # A factor that every worker decomposes for itself loads all workers alike.
+        # A factor that every worker decomposes for itself loads all workers equally.
         costs |= {f.name: 0 for f in layer.factors if f.order < assignment.replicate_below}
         if assignment.colocate_factors:
             jobs.append((sum(costs.values()), layer, list(costs)))
@@ -331,7 +333,7 @@ def place(
     placed: dict[str, int] = {}
     columns_of: dict[str, int] = {}
     for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):
-        # The first factor to be placed fixes the layer's column; further factors stay inside it.
+        # The first factor to be placed fixes the layer's column; the others stay in it.
         column = columns_of.get(layer.name)
         load = loads[turns_of[layer.name]]
         owner = min(in_columns[column], key=load.__getitem__)
@@ -345,12 +347,13 @@ def place(
 def spread(
     uncovered: Iterable[tuple[str, Shape]], ranks: int, stepped: Mapping[int, int]
 ) -> dict[str, int]:
-    """Return the updater of every uncovered parameter: a rank that steps layers, if any rank does.
+    """Return the updater of every uncovered parameter: a rank that steps layers, if there is one.
 
-    Largest first, to the rank with the fewest elements: every updater is a part of all sums.
+    They are placed largest first, on the rank with the fewest elements, as every updater takes part
+    in all reductions.
 
     Args:
-        stepped: the elements of the layers that a rank steps, by rank.
+        stepped: the number of elements of the layers that each rank steps.
     """
     load = dict(stepped) or dict.fromkeys(range(ranks), 0)
     updaters = {}
@@ -361,9 +364,9 @@ def spread(
 
 
 def diagonally(rows: int, columns: int) -> list[int]:
-    """Return the ranks of a grid in an order in which the first ones are far from each other.
+    """Return the ranks of a grid in an order whose first ranks are far from each other.
 
-    Where ranks are more than owners, nodes then have about equally many owners.
+    If there are more ranks than owners, nodes then have about equally many owners.
     """
     ways = apart(rows), apart(columns)
     return [
@@ -376,7 +379,7 @@ def diagonally(rows: int, columns: int) -> list[int]:
 def apart(count: int) -> list[int]:
     """Return the numbers below `count` in an order in which neighbours are far from each other.
 
-    The order is that of reversed binary digits [van der Corput 1935]: 0, 4, 2, 6, 1, 5, 3, 7.
+    It is the order of reversed binary digits [van der Corput 1935]: 0, 4, 2, 6, 1, 5, 3, 7.
     """
     bits = (count - 1).bit_length()
     numbers = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
@@ -384,9 +387,9 @@ def apart(count: int) -> list[int]:
 
 
 def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) -> dict[str, int]:
-    """Return the layers' turns in a refresh: longest first, to the turn with least work.
+    """Assign layers to the slots of a refresh: longest first, to the slot with the least work.
 
-    Turns do not depend on the number of ranks, so results do not depend on ranks either.
+    Slots, and therefore results, do not depend on the number of ranks.
     """
     load = [0] * stagger
     turns_of = {}
@@ -398,10 +401,10 @@ def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) 
 
 
 def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:
-    """Return the load of every factor: order to the `power`, less if the preconditioner works less.
+    """Return the load of every factor: order to the `power`, or less if it is cheaper to decompose.
 
-    A vector is not decomposed; the load is the number of elements. The load of a layer without
-    factors is the work to make the direction orthogonal, or the direction's size.
+    A vector is not decomposed; its load is the number of its elements. The load of a layer without
+    factors is the work to make its direction orthogonal, or the size of the direction.
     """
     if not layer.factors:
         works = sum(layer.orthogonalising()) if power == 3 else 0

@@ -1,4 +1,4 @@
-"""The shapes of layers: Kronecker factors and the form of the gradient, as numbers."""
+"""The shapes of layers: Kronecker factors and the form of the gradient."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from mpikfac.plan.layout import Shape, triangle_shape
 
 @dataclass(frozen=True)
 class Form:
-    """The description of a preconditioner, as plain data: all that a plan knows of it.
+    """The description of a preconditioner as plain data: all that a plan needs.
 
     Attributes:
         name: the preconditioner's name, for example "eigen".
-        blocks: names of the blocks of a decomposition, and the number of dimensions of the factor's
-            order in a block. Gradients are multiplied by the first block. Without blocks, a
-            preconditioner has no factors.
-        of: where factors come from: "statistics" of the passes, summed over ranks, or the averaged
-            "gradient", of which owners make the factors without messages.
-        sides: the sides with factors. "A": the identity takes the place of G, but for a bias alone.
-        keeps: "matrix": sums and averages of a factor are packed triangles. "vector": sums and
-            averages are vectors, with the factor as the vector's square; vectors are used as blocks
-            without a decomposition.
-        damped: damping is part of a decomposition; a factor's owner computes the damping.
-        both: the damping of A depends on G and the damping of G depends on A.
-        denominators: a layer's products of eigenvalues ("values") are kept, damped.
+        blocks: the names of the blocks of a decomposition, each with the number of its dimensions
+            that are the factor's order. Gradients are multiplied by the first block. A
+            preconditioner without blocks has no factors.
+        of: where factors come from: "statistics" of the passes, reduced over ranks, or the averaged
+            "gradient", from which owners compute the factors without messages.
+        sides: the sides with factors. "A": the identity replaces G, except for a bias alone.
+        keeps: "matrix": sums and averages of a factor are packed triangles. "vector": they are
+            vectors, whose squares are the factors; vectors are used as blocks without a
+            decomposition.
+        damped: damping is part of a decomposition; it is computed by the factor's owner.
+        both: the damping of A depends on G, and that of G on A.
+        denominators: the damped products of a layer's eigenvalues ("values") are kept.
         rescaled: eigenvalues of `G (x) A` are estimated from gradients of single examples.
-        work: operations of a decomposition grow with the power `work` of the order.
-        products: products of a gradient with a side in a direction.
-        whitened: factors of the gradient are made of products of the gradient with a side.
-        timed_as: the name of a preconditioner with the same measured times; "" for the
-            preconditioner itself.
-        kept_as: the name of its decompositions in a state, where a setting of the preconditioner
-            makes other ones; "" for `name`.
-        needs: the preconditioner's needs of choices.
+        work: the exponent with which the operations of a decomposition grow with the order.
+        products: the number of products of a gradient with a side in a direction.
+        whitened: factors of the gradient are computed from its products with a side.
+        timed_as: the name of a preconditioner whose measured times apply; "" for this one.
+        kept_as: the name of its decompositions in a state, if a setting of the preconditioner
+            changes them; "" for `name`.
+        needs: what the preconditioner requires of other choices.
     """
 
     name: str
@@ -64,20 +63,21 @@ class Form:
 
     @cached_property
     def kept(self) -> str:
-        """The name of decompositions in a state, which a run with another name leaves out."""
+        """The name of the decompositions in a state; runs with another name do not load them."""
         return self.kept_as or self.name
 
 
 @dataclass(frozen=True)
 class FactorShape:
-    """The shape of a symmetric matrix, or of several of an order: a layer's groups, or a diagonal.
+    """The shape of a symmetric matrix, or of several of one order: of groups, or a diagonal.
 
     Attributes:
         name: "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the diagonal of a large
             factor.
-        order: order of a matrix; counts the bias coordinate.
-        count: number of matrices. Matrices of order 1 are a diagonal if the layer has no groups.
-        rank: number of kept eigenvectors of a matrix; None for all.
+        order: the order of a matrix, including the bias coordinate.
+        count: the number of matrices. Matrices of order 1 are a diagonal if the layer has no
+            groups.
+        rank: the number of eigenvectors of a matrix that are kept; None for all.
     """
 
     name: str
@@ -87,12 +87,12 @@ class FactorShape:
 
     @cached_property
     def size(self) -> int:
-        """Order of the factor as a single matrix."""
+        """The order of the factor as a single matrix."""
         return self.count * self.order
 
     @property
     def triangle(self) -> Shape:
-        """Shape of the packed triangles."""
+        """The shape of the packed triangles."""
         return self._several(triangle_shape(self.order))
 
     def block(self, dimensions: int) -> Shape:
@@ -102,8 +102,8 @@ class FactorShape:
     def part(self, dimensions: int) -> Shape:
         """Return the shape of a block of the decomposition: as `block`, unless the rank is low.
 
-        A low rank keeps `rank` eigenvectors, `[order, rank]`, and `[rank + 1]` values: the mean of
-        all dropped values first.
+        A low rank keeps `rank` eigenvectors, `[order, rank]`, and `[rank + 1]` values: first the
+        mean of all dropped values.
         """
         if self.rank is None:
             return self.block(dimensions)
@@ -111,7 +111,7 @@ class FactorShape:
 
     @property
     def values(self) -> int:
-        """Number of distinct eigenvalues of a matrix."""
+        """The number of distinct eigenvalues of a matrix."""
         return self.order if self.rank is None else self.rank + 1
 
     def work(self, power: int = 3) -> int:
@@ -130,23 +130,24 @@ class LayerShape:
 
     Attributes:
         name: the module's name in the model.
-        inputs: order of the input factor A; counts the bias coordinate.
-        outputs: order of the output factor G.
-        groups: parts of the layer without common weights; every group has factors of the orders
-            `inputs` and `outputs`.
-        sides: the factors of the layer; the identity replaces a missing factor. "" is for
+        inputs: the order of the input factor A, including the bias coordinate.
+        outputs: the order of the output factor G.
+        groups: the number of parts of the layer without common weights; every group has factors of
+            the orders `inputs` and `outputs`.
+        sides: the factors of the layer; the identity replaces a missing factor. "" for
             preconditioners without factors.
-        diagonal: the sides with only the diagonal kept.
-        largest: order above which a factor falls into equal blocks along the diagonal; blocks are
-            factors, decomposed apart. None for no limit.
-        rank: number of eigenvectors to keep of a factor (or block) of a larger order; the rest of
-            the spectrum counts with the mean eigenvalue. None for all. Eigenbases only.
-        kfac_approx: the meaning of a weight's several positions in an example. "expand": a position
-            is an example. "reduce": an example has the mean of the positions' inputs and the sum of
-            the positions' gradients [Eschenhagen et al. 2023]. Calls of a module count one by one.
-        rescaled: whether preconditioner="ekfac" estimates eigenvalues of `G (x) A` from gradients
-            of single examples; otherwise eigenvalues stay the products of the eigenvalues of G and
-            A.
+        diagonal: the sides of which only the diagonal is kept.
+        largest: the order above which a factor is cut into equal blocks along the diagonal; each
+            block is a factor that is decomposed separately. None for no limit.
+        rank: the number of eigenvectors to keep for a factor (or block) of a larger order; the
+            rest of the spectrum is replaced by the mean eigenvalue. None for all. Eigenbases only.
+        kfac_approx: how the positions at which an example uses a weight enter the factors.
+            "expand": each position is an example. "reduce": an example has the mean of the inputs
+            and the sum of the gradients over positions [Eschenhagen et al. 2023]. Several calls of
+            a module count separately.
+        rescaled: whether preconditioner="ekfac" estimates the eigenvalues of `G (x) A` from
+            gradients of single examples; otherwise they stay the products of the eigenvalues of G
+            and A.
         preconditioner: the name of the layer's preconditioner; None for the run's.
     """
 
@@ -164,36 +165,36 @@ class LayerShape:
 
     @property
     def gradient(self) -> Shape:
-        """`[outputs, inputs]`, or of several groups `[groups, outputs, inputs]`."""
+        """The shape of the gradient, `[outputs, inputs]`; `[groups, outputs, inputs]` in groups."""
         matrix = (self.outputs, self.inputs)
         return matrix if self.groups == 1 else (self.groups, *matrix)
 
     @property
     def maps_vectors(self) -> bool:
-        """Whether the layer maps vectors to vectors; a table of entries and a scale do not."""
+        """Whether the layer maps vectors to vectors; an embedding and a scale do not."""
         return not self.diagonal and min(self.outputs, self.inputs) > 1
 
     @property
     def apart(self) -> tuple[int, ...]:
-        """The orders of the parts of the smaller side that are made orthogonal apart."""
+        """The orders of the parts of the smaller side that are made orthogonal separately."""
         side, order = min(("G", self.outputs), ("A", self.inputs), key=lambda pair: pair[1])
         factors = () if side in self.diagonal else self.side(side)
         return tuple(factor.order for factor in factors) or (order,)
 
     @property
     def denominators(self) -> Shape:
-        """Shape of the products of eigenvalues: the gradient's, unless a side has low rank."""
+        """The shape of the products of eigenvalues: the gradient's, unless a side has low rank."""
         outputs, inputs = (self._values(side) for side in "GA")
         return (*self.gradient[:-2], outputs, inputs)
 
     @property
     def factors(self) -> tuple[FactorShape, ...]:
-        """All factors, A's before G's."""
+        """All factors, those of A before those of G."""
         return tuple(factor for side in self.sides for factor in self.side(side))
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """The names of what has an owner: the factors, or the layer if the layer has none."""
+        """The names of what has an owner: the factors, or the layer if it has none."""
         return tuple(factor.name for factor in self.factors) or (self.name,)
 
     def side(self, side: str) -> tuple[FactorShape, ...]:
@@ -215,7 +216,7 @@ class LayerShape:
     def products(self) -> list[int]:
         """Return the multiplications of the gradient with every side, except diagonals.
 
-        The product with A comes second: the gradient has additional rows from a low rank of G.
+        The product with A comes second, as a low rank of G adds rows to the gradient.
         """
         across = {"A": self.outputs + sum(f.rank or 0 for f in self.side("G")), "G": self.inputs}
         matrices = (side for side in self.sides if side not in self.diagonal)
@@ -252,10 +253,10 @@ def _elements(factor: FactorShape) -> int:
 def check_layers(
     table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
 ) -> None:
-    """Return if `choices`, with every layer's preconditioner, rank and diagonal, meet `table`.
+    """Check that `choices`, with each layer's preconditioner, rank and diagonal, meet `table`.
 
     Raises:
-        ValueError: see `check`; the text names a layer with an own preconditioner, rank or
+        ValueError: see `check`; the text names a layer that sets its own preconditioner, rank or
             diagonal.
     """
     for layer in layers:
@@ -273,7 +274,7 @@ def check_layers(
 
 
 def few(rank: int, order: int) -> bool:
-    """Return whether `rank` eigenvectors take less time than all, see `leading_eigenbasis`."""
+    """Return whether computing `rank` eigenvectors is faster than all; see `leading_eigenbasis`."""
     return 4 * rank <= order
 
 
@@ -283,13 +284,13 @@ def count_of(name: str) -> str:
 
 
 HUGE = 16384
-"""Order above which `default_rule` keeps a diagonal; the whole matrix has a gigabyte."""
+"""The order above which `default_rule` keeps a diagonal; a full matrix would take a gigabyte."""
 
 
 def default_rule(layer: LayerShape) -> LayerShape:
-    """Return the layer with whole factors, but diagonals above `HUGE` inputs or outputs.
+    """Return the layer with full factors, or diagonals above `HUGE` inputs or outputs.
 
-    A rule of your own starts from the usual rule and replaces fields:
+    A custom rule starts from this one and replaces fields:
 
         def rule(layer):
             return dataclasses.replace(mpikfac.default_rule(layer), largest=1024)
@@ -300,7 +301,7 @@ def default_rule(layer: LayerShape) -> LayerShape:
 
 
 def forward_only(layer: LayerShape) -> LayerShape:
-    """Return the layer without G; a bias alone has no A and keeps G [Benzing 2022]."""
+    """Return the layer without G; a bias alone has no A, and keeps G [Benzing 2022]."""
     if "A" not in layer.sides:
         return layer
     return replace(layer, sides="A", diagonal="A" if "A" in layer.diagonal else "")

@@ -1,7 +1,7 @@
-"""The messages of a step on a rank, stage by stage, in the order of a step.
+"""The messages of a step on a rank, stage by stage, in order.
 
-A stage is a function of the plan of a rank. The table `RankPlan.replaced` has the functions of
-extensions that take the place of a stage.
+A stage is a function of a rank's plan. The table `RankPlan.replaced` contains the functions of
+extensions that replace a stage.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Kinds = Mapping[str, Hashable]
 def messages(
     rank: RankPlan, statistics: bool, refresh: bool, clipped: bool = True, turn: int | None = None
 ) -> list[Message]:
-    """Return the messages of a step in order, without messages of extensions: see `Plan.messages`.
+    """Return the messages of a step in order, without those of extensions; see `Plan.messages`.
 
-    Copies of the model step by gradients of their own, without sums of gradients.
+    Replicas of the model step with their own gradients, which are not reduced.
     """
     sent = []
     if refresh if rank.late else statistics:
@@ -47,7 +47,7 @@ def messages(
 
 
 def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the sums of factors, of all layers or of the layers of a turn."""
+    """Return the reductions of factors, of all layers or of those in a slot."""
     if rank.strategy.assignment.factor_reduction == "local":
         return []
     if extension := rank.replaced.get(names.REDUCE_STATISTICS):
@@ -55,19 +55,19 @@ def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
     stage, fused = names.REDUCE_STATISTICS, _fused(rank, turn)
     factors = {factor.name: fused.get(factor.name) for factor in rank.factors}
     counts = {factor.counted: fused.get(factor.name) for factor in rank.factors}
-    # Averages over time make up for losses of a batch's factors; nothing makes up for losses of
-    # averages that travel.
+    # Averages over time compensate for encoding errors of a batch's factors; nothing does so for
+    # averages that are sent.
     codec = _codec(rank.strategy.compression.factors, rank.sums, not rank.late)
     if codec is None:
         return summed(rank, stage, rank.sums, factors | counts)
-    # Counts travel as they are, in one message.
+    # Counts are sent unencoded, in one message.
     plain: dict[str, Hashable] = {f.counted: turn in (None, f.turn) for f in rank.factors}
     encoded = summed(rank, stage, rank.sums, factors, codec)
     return encoded + summed(rank, stage, rank.sums, plain)
 
 
 def publish_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
-    """Return the messages with decompositions to workers, of all layers or of a turn."""
+    """Return the messages that send decompositions to workers, of all layers or of a slot."""
     if not rank.publishes_bases:
         return []
     fused = _fused(rank, turn)
@@ -78,14 +78,14 @@ def publish_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
 
 
 def reduce_gradients(rank: RankPlan) -> list[Message]:
-    """Return the sums of all gradients, but for gradients that an extension sends."""
+    """Return the reductions of all gradients, except those that an extension sends."""
     if extension := rank.replaced.get(names.REDUCE_GRADIENTS):
         return extension(rank, None)
     return sum_gradients(rank)
 
 
 def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message]:
-    """Return the sums of all gradients, but for the blocks `without`."""
+    """Return the reductions of all gradients, except those of the blocks `without`."""
     layout, compressor = rank.layouts.gradients, rank.strategy.compression.gradients
     apart = rank.strategy.transport.overlap
     kinds = {name: number if apart else -1 for name, number in rank.messages_of.items()}
@@ -102,7 +102,7 @@ def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message
 
 
 def publish_directions(rank: RankPlan) -> list[Message]:
-    """Return the messages with preconditioned gradients to ranks without these gradients."""
+    """Return the messages that send preconditioned gradients to ranks without them."""
     if rank.owner_updates:
         return []
     kinds = {layer.name: layer.fused for layer in rank.layers}
@@ -112,7 +112,7 @@ def publish_directions(rank: RankPlan) -> list[Message]:
 
 
 def clip(rank: RankPlan) -> list[Message]:
-    """Return the sum to bound a step by, if no rank holds all directions."""
+    """Return the reduction that bounds a step, if no rank has all directions."""
     ranks = rank.grid.count
     if not rank.layers or ranks == 1 or not rank.owner_updates:
         return []
@@ -120,7 +120,7 @@ def clip(rank: RankPlan) -> list[Message]:
 
 
 def publish_weights(rank: RankPlan) -> list[Message]:
-    """Return the messages with weights to ranks without the new weights."""
+    """Return the messages that send new weights to ranks without them."""
     if not rank.owner_updates:
         return []
     layout, size = rank.layouts.gradients, rank.itemsizes.numbers
@@ -133,18 +133,18 @@ def publish_weights(rank: RankPlan) -> list[Message]:
 
 
 def publishes_changes(rank: RankPlan) -> bool:
-    """Return whether a step's changes of weights travel: changes bear rounding, weights do not."""
+    """Return whether changes of weights are sent, as they tolerate rounding and weights do not."""
     owner = rank.owner_updates and rank.grid.count > 1
     return owner and _codec_of_values(rank, rank.layouts.gradients) is not None
 
 
-# -- the rank's view of sums and gathers ----------------------------------------------------------
+# -- the rank's view of reductions and gathers ----------------------------------------------------
 
 
 def summed(
     rank: RankPlan, stage: str, layout: Layout, kinds: Kinds, codec: Codec | None = None
 ) -> list[Message]:
-    """Return messages to sum an arena over the world, see `messages.sums`."""
+    """Return messages that sum an arena over the world; see `messages.sums`."""
     ranks, itemsize = rank.grid.count, rank.itemsizes.numbers
     if rank.parts:
         return in_order(stage, layout, ranks, itemsize)
@@ -165,7 +165,7 @@ def gathered(
     itemsize: int,
     codec: Codec | None,
 ) -> list[Message]:
-    """Return messages to give all segments to all members of `over`, see `messages.gathers`."""
+    """Return messages that give all segments to all members of `over`; see `messages.gathers`."""
     team = rank.grid.team(rank.rank, over)
     member = team.index(rank.rank)
     of_one_level = gathers(stage, over, layout, kinds.get, member, len(team), itemsize, codec)

@@ -1,12 +1,12 @@
-"""From a factor to a decomposition, and from a gradient to a direction: a type each.
+"""From a factor to a decomposition, and from a gradient to a direction: one type per method.
 
-The types import neither torch nor MPI, as programs print help from them; a method imports the
+The types import neither torch nor MPI, as programs print help from them; each method imports the
 functions that it calls.
 """
 
 import lazy_loader
 
-# This import makes the types known by name.
+# This import registers the types by name.
 from mpikfac.preconditioners import registry as registry
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

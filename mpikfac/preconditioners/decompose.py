@@ -1,4 +1,4 @@
-"""The decomposition of a factor, tried again with more digits if need be."""
+"""The decomposition of a factor, retried in higher precision if it fails."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def decomposed_together(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return the blocks of factors of one order, by name; the factors are tried once, by one call.
+    """Return the decompositions of factors of one order, by block name, from one call.
 
-    Blocks may hold NaN or infinity, and are missing if a factor cannot be decomposed.
+    Blocks can contain NaN or infinity, and are missing if a factor cannot be decomposed.
 
     Args:
         packed: the factors as triangles, `[factors, ...]`.
@@ -52,7 +52,7 @@ def renewed_together(
     older: Sequence[Mapping[str, Tensor]],
     added: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return renewed blocks of factors of one order, by name, and misfits `[factors]`.
+    """Return renewed blocks of factors of one order, by name, and their misfits, `[factors]`.
 
     Args:
         packed: the factors as triangles, `[factors, ...]`.
@@ -78,7 +78,7 @@ def renewed_together(
 
 
 def _of_preconditioner(stack: Tensor, dims: int) -> Tensor:
-    """Return numbers of factors as a preconditioner takes them: `[count, ...]`, or of one."""
+    """Return a stack as a preconditioner expects it: `[count, ...]`, or a single factor's."""
     return stack.flatten(0, -dims - 1).squeeze(0)
 
 
@@ -95,8 +95,8 @@ def decomposed(
     """
     increase = (
         10.0 if factor.preconditioner.damped else 1.0
-    )  # other preconditioners hold no damping
-    # How a factor is decomposed until that works: in which dtype, and how much more damped.
+    )  # other preconditioners keep no damping
+    # The attempts to decompose a factor: the dtype, and the multiple of the damping.
     attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, increase)]
     for dtype, times in dict.fromkeys(attempts if all_finite(packed) else []):
         precise = packed.to(dtype)

@@ -1,4 +1,4 @@
-"""Eigenbases of factors: all of the damping is added to the products of eigenvalues."""
+"""Eigenbases of factors, with the damping added to the products of eigenvalues."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ LOW_RANK = Combination(
     "rank",
     None,
     {"preconditioner": "eigen", "compression.inverses": None, "preconditioner.dtype": None},
-    "some eigenvectors are kept, and only orthogonal eigenvectors say what the others do",
+    "some eigenvectors are kept, and only orthogonal ones determine the complement",
 )
 RENEWED = Combination(
     "preconditioner.iterations",
     None,
     {"refresh.tolerance": Above(0.0)},
-    "eigenvectors with a larger misfit are decomposed anew",
+    "eigenvectors with a larger misfit are recomputed",
     default=0,
 )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Eigen(Preconditioner):
-    """Eigenvalues and eigenvectors of A and G; damping may change without a new decomposition.
+    """Eigenvalues and eigenvectors of A and G; the damping can change without decomposing again.
 
     Attributes:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
-        iterations: the number of orthogonal iterations that lead older eigenvectors towards those
-            of a new factor. The result is used if its misfit is at most the strategy's
-            `tolerance`; otherwise the factor is decomposed. 0: older eigenvectors are kept as they
-            are.
+        iterations: the number of orthogonal iterations that move the older eigenvectors towards
+            those of a new factor. The result is used if its misfit is at most the strategy's
+            `tolerance`; otherwise the factor is decomposed. 0: older eigenvectors are kept
+            unchanged.
     """
 
     name: ClassVar[str] = "eigen"
@@ -60,7 +60,7 @@ class Eigen(Preconditioner):
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
-        """Return eigenvalues and eigenvectors of a factor, all or the `rank` leading vectors."""
+        """Return eigenvalues and eigenvectors of a factor: all, or the `rank` leading ones."""
         from mpikfac.numerics import eigenbasis, leading_eigenbasis
 
         values, vectors = leading_eigenbasis(factor, rank) if rank else eigenbasis(factor)
@@ -69,7 +69,7 @@ class Eigen(Preconditioner):
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return iterated eigenvectors, the eigenvalues that vectors give, and the misfit."""
+        """Return iterated eigenvectors, the eigenvalues in their basis, and the misfit."""
         from mpikfac.numerics import iterated, values_in_basis
 
         vectors = blocks["vectors"]
@@ -79,7 +79,7 @@ class Eigen(Preconditioner):
         return {"values": values} | ({"vectors": vectors} if self.iterations else {}), misfit
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
-        """Write the damped products of eigenvalues of layers to their `denominators`."""
+        """Write the damped products of the layers' eigenvalues to their `denominators`."""
         from mpikfac.numerics import (
             damped_denominators,
             mean_eigenvalues,

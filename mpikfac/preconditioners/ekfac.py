@@ -17,7 +17,7 @@ EVERYWHERE = Combination(
         **{"transport.virtual_ranks": None, "transport.reduce_factors_at": "factors"},
         "transport.overlap": False,
     },
-    "every rank rotates gradients into the bases of all layers when statistics are recorded",
+    "every rank rotates gradients into the bases of all layers when it records statistics",
 )
 AS_THEY_ARE = Combination(
     "preconditioner",

@@ -23,7 +23,7 @@ NEEDS = (
         "preconditioner",
         ("eva",),
         {"relative": False},
-        "a relative damping takes mean eigenvalues, and vectors have no eigenvalues",
+        "a relative damping uses mean eigenvalues, and vectors have no eigenvalues",
     ),
     Combination(
         "preconditioner",
@@ -39,7 +39,7 @@ NEEDS = (
             "statistics_dtype": None,
             "factor_dtype": None,
         },
-        "vectors are no matrices to start at the identity or to round",
+        "vectors are not matrices, and cannot start at the identity or be rounded",
     ),
 )
 
@@ -50,7 +50,7 @@ class Eva(Preconditioner):
 
     name: ClassVar[str] = "eva"
     form: ClassVar[Form] = Form(name, {"vector": 1}, keeps="vector", work=1, needs=NEEDS)
-    # Vectors have no eigenvalues to take a share of.
+    # Vectors have no eigenvalues, so the damping cannot be relative.
     defaults: ClassVar[Defaults] = Defaults(damping=Damping(0.003))
 
     def decompose(

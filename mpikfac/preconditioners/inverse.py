@@ -1,4 +1,4 @@
-"""Damped inverses of factors, with the damping split between A and G or not."""
+"""Damped inverses of factors; the damping is split between A and G, or added to both."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ONE_OWNER = Combination(
     "preconditioner",
     ("inverse",),
     {"assignment.colocate_factors": True, "assignment.factor_reduction": "allreduce"},
-    "the traces of A and G split the damping, so both factors need one owner, but for "
+    "the traces of A and G split the damping, so both factors need one owner, unless "
     "split_damping=False",
     any_of=True,
 )
 
 
 class Inverses(Preconditioner):
-    """The base of preconditioners with inverses of damped factors."""
+    """The base of preconditioners that invert damped factors."""
 
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
@@ -39,7 +39,7 @@ class Inverses(Preconditioner):
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return no blocks, and the error of directions by the older inverse."""
+        """Return no blocks, and the error of the directions computed by the older inverse."""
         from mpikfac.numerics import damp, error_of_inverse
 
         assert damping is not None
@@ -50,7 +50,7 @@ class Inverses(Preconditioner):
         from mpikfac.numerics import from_left, from_right
 
         a, g = held.a["inverse"], held.g["inverse"]
-        # The input inverse is symmetric: its transpose is what `product` takes without a copy.
+        # The inverse of A is symmetric, and `product` takes its transpose without a copy.
         return from_right(from_left(g, gradient.to((*a, *g)[0].dtype)), a, transpose=True)
 
 
@@ -61,8 +61,8 @@ class Inverse(Inverses):
     A change of damping takes effect at the next decomposition.
 
     Attributes:
-        split_damping: A and G split the damping, so that p q is the damping; otherwise p and q both
-            are the damping, as in published codes.
+        split_damping: A and G split the damping, so that p q is the damping; otherwise p and q are
+            both the damping, as in published implementations.
         dtype: inverses are kept, sent and multiplied in this dtype; None for the model's.
     """
 
@@ -83,7 +83,7 @@ class Inverse(Inverses):
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping of a factor, `[]` or `[groups]`.
 
-        A factor without a partner, opposite to the identity, takes all of the damping.
+        A factor whose partner is the identity gets all of the damping.
         """
         from mpikfac.numerics import damping_unit, tikhonov_share
 

@@ -1,4 +1,4 @@
-"""Mean eigenvalues of factors, by which dampings and rounding errors are measured."""
+"""Mean eigenvalues of factors, relative to which dampings and rounding errors are measured."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Factors = tuple[Factor, ...]
 def mean_eigenvalues(
     keys: Iterable[Factors], packed: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[Factors, Tensor]:
-    """Return the mean eigenvalue of some factors of a layer together, `[groups]`, for each key.
+    """Return the mean eigenvalue of groups of factors of a layer, `[groups]`, for each key.
 
-    The tensors are views of one vector. Factors that are not all in `packed` are left out.
+    The tensors are views of one vector. Keys whose factors are not all in `packed` are left out.
 
     Args:
         packed: triangles of factors, by name.
@@ -35,7 +35,7 @@ def mean_eigenvalues(
 
 
 def repeated(numbers: Iterable[float], groups: Iterable[int], tensor: Tensor) -> Tensor:
-    """Return the numbers, each for every group, where `tensor` lies; the host does not wait."""
+    """Return the numbers, repeated per group, on the device of `tensor`; the host does not wait."""
     values = [number for number, count in zip(numbers, groups) for _ in range(count)]
     return torch.tensor(values, dtype=tensor.dtype).to(tensor.device, non_blocking=True)
 

@@ -26,8 +26,8 @@ ALONE = Combination(
 class NewtonMuon(Inverses):
     """The inverse `(A + 0.2 mean(A) I)^-1` of the inputs' second moments alone [Newton-Muon].
 
-    `mean(A)` is the mean eigenvalue. `AdamGrafting()` makes the polar factor of the gradient
-    times the inverse. A bias without inputs keeps G.
+    `mean(A)` is the mean eigenvalue. `AdamGrafting()` computes the polar factor of the gradient
+    times this inverse. A bias without inputs keeps its G.
 
     Attributes:
         dtype: inverses are kept, sent and multiplied in this dtype; None for the model's.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from mpikfac.plan import AdamGrafting, Choice, Form, Grafting, one_of
 from mpikfac.settings import Damping, Estimator, Precision
 
-if TYPE_CHECKING:  # programs print help from these types, and the import of torch takes seconds
+if TYPE_CHECKING:  # programs print help from these types, and importing torch takes seconds
     import torch
     from torch import Tensor
 
@@ -21,8 +21,8 @@ class Means(NamedTuple):
 
     Attributes:
         factor: the mean of the factor to decompose.
-        ratio: the mean of all factors of the same side, A or G, by the mean of the other side's
-            factors; None if the other side is the identity, or the form does not ask for `both`.
+        ratio: the mean over all factors of the same side, A or G, divided by that of the other
+            side; None if the other side is the identity, or the form does not need `both`.
     """
 
     factor: Tensor
@@ -31,15 +31,15 @@ class Means(NamedTuple):
 
 @dataclass
 class Held:
-    """A layer's decompositions as views of the arena, bound once for all directions.
+    """A layer's decompositions as views of the arena, created once for all directions.
 
     Attributes:
-        a: the blocks that stand for A, by kind ("vectors").
-        g: the blocks that stand for G, by kind.
-        denominators: room for the damped products of eigenvalues, `[outputs, inputs]`; None if the
-            preconditioner keeps no products.
+        a: the blocks of A, by kind ("vectors").
+        g: the blocks of G, by kind.
+        denominators: storage for the damped products of eigenvalues, `[outputs, inputs]`; None if
+            the preconditioner keeps no products.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`; None if the layer has
-            no estimates.
+            none.
         damping: the damping in force.
     """
 
@@ -50,13 +50,13 @@ class Held:
     damping: float = 0.0
 
     def sides(self, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the blocks of a kind of A and of G, in that dtype."""
+        """Return the blocks of one kind, of A and of G, in that dtype."""
         return [b.to(dtype) for b in self.a[kind]], [b.to(dtype) for b in self.g[kind]]
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """The settings that `KFAC` takes where none are given; it says what they mean."""
+    """The settings of `KFAC` that a preconditioner replaces by its own defaults."""
 
     damping: Damping = field(default_factory=Damping)
     grafting: Grafting = field(default_factory=AdamGrafting)
@@ -67,14 +67,14 @@ class Defaults:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Preconditioner(Choice):
-    """From a factor to a decomposition, and from a gradient to a direction.
+    """Turn factors into decompositions, and gradients into directions.
 
-    An own preconditioner derives from this class, sets `form`, defines `decompose` and `direction`,
-    and is given to `KFAC(preconditioner=...)`. A preconditioner is a frozen dataclass, whose fields
-    are its settings: ranks compare preconditioners by `repr`.
+    To define a preconditioner, derive from this class, set `form`, define `decompose` and
+    `direction`, and pass an instance as `KFAC(preconditioner=...)`. A preconditioner is a frozen
+    dataclass whose fields are its settings; ranks compare preconditioners by their `repr`.
 
     Attributes:
-        defaults: what `KFAC` takes for settings that are not given.
+        defaults: the values of settings of `KFAC` that are not given.
     """
 
     defaults: ClassVar[Defaults] = Defaults()
@@ -87,7 +87,7 @@ class Preconditioner(Choice):
 
     @property
     def form(self) -> Form:
-        """What the plan knows of the preconditioner; a class attribute will do."""
+        """The description for the plan; usually a class attribute."""
         raise NotImplementedError(f"{type(self).__name__} does not set form")
 
     @property
@@ -96,7 +96,7 @@ class Preconditioner(Choice):
         return None
 
     def attach(self, bases: Any) -> Iterable[Any]:
-        """Return parts of the trainer that keep a state of the preconditioner's own.
+        """Return the parts of the trainer that keep the preconditioner's own state.
 
         Args:
             bases: the rank's `mpikfac.engine.Bases`.
@@ -106,22 +106,22 @@ class Preconditioner(Choice):
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`.
 
-        Only a preconditioner whose form is `damped` is asked.
+        Called only if the form is `damped`.
 
         Args:
-            relative: damping is relative to mean eigenvalues.
+            relative: whether the damping is relative to mean eigenvalues.
         """
         raise NotImplementedError(
             f"preconditioner {self.form.name!r} is damped but does not define added()"
         )
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
-        """Return X and Y of a layer's averaged gradient: A is the mean of `X^T X`, G of `Y Y^T`.
+        """Return X and Y for a layer's averaged gradient: A averages `X^T X`, and G `Y Y^T`.
 
-        Only a preconditioner whose form is `of` the gradient is asked.
+        Called only if the form says that factors are `of` the gradient.
 
         Args:
-            gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as X and Y.
+            gradient: `[outputs, inputs]`, or `[groups, outputs, inputs]`, as are X and Y.
             held: the decompositions in use; None before the first.
         """
         return gradient, gradient
@@ -132,10 +132,10 @@ class Preconditioner(Choice):
         """Return the blocks of a factor's decomposition, by kind.
 
         Args:
-            factor: `[n, n]`, or `[count, n, n]` for several of one order; for a form that keeps
-                vectors, the vector `[n]`.
+            factor: `[n, n]`, or `[count, n, n]` for several factors of the same order; the vector
+                `[n]` if the form keeps vectors.
             damping: the result of `added`, or 0.
-            rank: number of eigenvectors to keep; None for all.
+            rank: the number of eigenvectors to keep; None for all.
 
         Raises:
             ArithmeticError: the factor cannot be decomposed.
@@ -145,28 +145,27 @@ class Preconditioner(Choice):
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return blocks that change without a new decomposition, and the misfit `[]` of all blocks.
+        """Return blocks that can change without a new decomposition, and the misfit `[]` of all.
 
-        The misfit is relative; a preconditioner without a cheap misfit returns NaN, which fits
-        nothing.
+        The misfit is relative. A preconditioner that has no cheap misfit returns NaN, which
+        exceeds every tolerance.
 
         Args:
             factor: `[n, n]`, or `[count, n, n]`, with misfits `[count]`.
             blocks: the older decomposition, by kind.
-            damping: the result of `added`; None for a form that is not damped.
+            damping: the result of `added`; None if the form is not damped.
         """
         return {}, factor.new_full(factor.shape[:-2], float("nan"))
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
-        """Write damped products of eigenvalues of all its layers to `denominators`.
+        """Write the damped products of eigenvalues of all its layers to `denominators`.
 
-        Only a preconditioner whose form has `denominators` is asked, when damping or decompositions
-        change.
+        Called only if the form has `denominators`, when damping or decompositions have changed.
         """
         raise NotImplementedError(
             f"preconditioner {self.form.name!r} has denominators but no damp()"
         )
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
-        """Return the direction of a layer `[outputs, inputs]` for the layer's gradient."""
+        """Return the direction `[outputs, inputs]` of a layer for its gradient."""
         raise NotImplementedError(f"preconditioner {self.form.name!r} does not define direction()")

@@ -1,4 +1,4 @@
-"""The preconditioners by name. A new one is a new file and an entry of `TYPES`."""
+"""The preconditioners by name. To add one, add a file and an entry of `TYPES`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TYPES = (
     *(Shampoo, KLShampoo, SOAP, Muon, NorMuon, NewtonMuon),
 )
 PRECONDITIONERS: dict[PreconditionerName, Preconditioner] = {kind.name: kind() for kind in TYPES}
-"""The preconditioners that layers may name, with their defaults."""
+"""The preconditioners that layers can name, with their defaults."""
 
 
 def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) -> Preconditioner:
-    """Return the preconditioner of a name; a `Preconditioner` is returned as given.
+    """Return the preconditioner of a name; a `Preconditioner` is returned unchanged.
 
     Raises:
         ValueError: no preconditioner has the name.
@@ -37,7 +37,7 @@ def named_preconditioner(preconditioner: PreconditionerName | Preconditioner) ->
 def preconditioners_by_name(
     preconditioner: PreconditionerName | Preconditioner,
 ) -> dict[PreconditionerName, Preconditioner]:
-    """Return the run's preconditioner, then all preconditioners that layers may name.
+    """Return the run's preconditioner, then all preconditioners that layers can name.
 
     Raises:
         ValueError: no preconditioner has the name.
@@ -48,7 +48,7 @@ def preconditioners_by_name(
 
 
 def forms(preconditioner: PreconditionerName | Preconditioner) -> tuple[Form, ...]:
-    """Return descriptions for a plan: of the run's preconditioner, then of all others."""
+    """Return the descriptions for a plan: of the run's preconditioner, then of all others."""
     return tuple(entry.form for entry in preconditioners_by_name(preconditioner).values())
 
 
@@ -62,17 +62,17 @@ def make_plan(
     factor_itemsize: int | None = None,
     basis_itemsize: int | None = None,
 ) -> Plan:
-    """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
+    """Return the plan for `layers` on `ranks` ranks; it is the same on every rank.
 
     Args:
         others: names and shapes of uncovered parameters and buffers.
-        preconditioner: the preconditioner of layers without an own preconditioner.
-        itemsize: bytes of an element.
-        factor_itemsize: bytes of an element of running averages; `itemsize` if None.
-        basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
+        preconditioner: the preconditioner of layers that do not set their own.
+        itemsize: bytes per element.
+        factor_itemsize: bytes per element of running averages; `itemsize` if None.
+        basis_itemsize: bytes per element of decompositions; `itemsize` if None.
 
     Raises:
-        ValueError: a choice that cannot work; the text names the needs.
+        ValueError: a choice cannot work; the text has its needs.
     """
     itemsizes = itemsize, factor_itemsize, basis_itemsize
     return plan_for(layers, ranks, strategy, others, forms(preconditioner), *itemsizes)

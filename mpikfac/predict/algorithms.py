@@ -1,13 +1,15 @@
-"""Name the algorithm of a collective that an MPI takes, and count the algorithm's rounds.
+"""The algorithms that MPI libraries choose for collectives, and their rounds.
 
 In a round, members send at the same time, and the next round begins when the busiest link is done.
-Links send and receive at once. So a collective takes the sum, over rounds, of a latency and of the
-bytes of the busiest link over the bandwidth. `parts` are the bytes of every member's part, in the
-order of members; a buffer without parts counts as equal parts. For Alltoallv, `parts` are the bytes
-from every member to every member. `together` neighbouring members share a node.
+Links send and receive at once. The time of a collective is therefore the sum, over its rounds, of a
+latency plus the bytes of the busiest link divided by the bandwidth. `parts` are the bytes of every
+member's part, in the order of members; a buffer without parts has equal parts. For Alltoallv,
+`parts` are the bytes from every member to every member. `together` neighbouring members share a
+node.
 
-The rounds follow the definitions in [Thakur et al. 2005]: rings, trees and exchanges at distances
-that double or halve. Without a power of two, some members first hand their numbers to a neighbour.
+The rounds follow the definitions in [Thakur et al. 2005]: rings, trees, and exchanges at distances
+that double or halve. If the number of members is not a power of two, some members first pass their
+values to a neighbour.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ Parts = Sequence[Any]
 """Bytes, or for Alltoallv rows of bytes."""
 Value = TypeVar("Value")
 Table = Mapping[str, Mapping[int, Mapping[int, str]]]
-"""By primitive: by the least number of ranks: by the least number of bytes: the algorithm. The
-bytes are those of the whole buffer, or of the mean part for `BY_PART`.
+"""The algorithm by primitive, minimum number of ranks, and minimum number of bytes. The bytes are
+those of the whole buffer, or of the mean part for `BY_PART`.
 """
 KIB, MIB = 2**10, 2**20
 CHAINED_PIECE = 32 * KIB  # bytes of a piece along a chain of coll/libnbc
-RADIX = 4  # children of a k-nomial tree per level, and 1
+RADIX = 4  # 1 + the children of a k-nomial tree per level
 
 OF_ALLTOALLV = {
     2: {0: "pairwise"},
@@ -40,8 +42,8 @@ OF_ALLTOALLV = {
     1024: {0: "linear"},
 }
 # Open MPI at 8efebee, ompi/mca/coll/tuned/coll_tuned_decision_fixed.c and coll/libnbc, for
-# commutative sums and ranks that share nodes. Ranges of few KiB are joined. Left out: coll/han with
-# two levels of its own, for some collectives of several ranks on each of several nodes.
+# commutative sums and ranks that share nodes. Ranges of a few KiB are joined. Not included:
+# coll/han, which has its own two levels for some collectives of several ranks on several nodes.
 OPEN_MPI: Table = {
     "Allreduce": {
         2: {0: "doubling", 16 * KIB: "ring", 256 * KIB: "rabenseifner"},
@@ -104,8 +106,8 @@ OPEN_MPI: Table = {
     "Iallreduce": {2: {0: "binomial"}, 4: {0: "binomial", 64 * KIB: "rabenseifner"}},
     "Ireduce": {2: {0: "binomial", 64 * KIB: "chain"}, 5: {0: "binomial"}},
 }
-# MPICH at 07f13b4, src/mpi/coll/coll_selection.json, for commutative sums. Left out: other limits
-# without a power of two, and collectives of its own with two levels.
+# MPICH at 07f13b4, src/mpi/coll/coll_selection.json, for commutative sums. Not included: other
+# limits if the number of ranks is not a power of two, and MPICH's own two-level collectives.
 MPICH: Table = {
     "Allreduce": {2: {0: "doubling", 9: "rabenseifner"}},
     "Reduce_scatter": {2: {0: "halving", 512 * KIB: "pairwise"}},
@@ -127,12 +129,12 @@ BY_PART = ("Open MPI", "Allgather"), ("Open MPI", "Allgatherv")
 
 
 class Round(NamedTuple):
-    """Hold the bytes of the busiest links in a round of a collective.
+    """The bytes on the busiest links in a round of a collective.
 
     Attributes:
         size: of the busiest member, in or out.
-        leaving: of the busiest node, out of the node or into the node.
-        times: rounds of the kind.
+        leaving: of the busiest node, in or out.
+        times: the number of rounds of this kind.
     """
 
     size: float
@@ -141,27 +143,27 @@ class Round(NamedTuple):
 
 
 def chosen(primitive: str, parts: Parts, library: str = "Open MPI") -> str:
-    """Return the algorithm that the library takes for a collective."""
+    """Return the algorithm that the library chooses for a collective."""
     size = sum(np.ravel(parts)) / (len(parts) if (library, primitive) in BY_PART else 1)
     by_size = _last(LIBRARIES[library][primitive], len(parts))
     return _last(by_size, size)
 
 
 def rounds(primitive: str, algorithm: str, parts: Parts, together: int = 1) -> list[Round]:
-    """Return the rounds of a collective, the latest last.
+    """Return the rounds of a collective, the last one at the end.
 
     Args:
         together: neighbouring members on a node.
     """
-    alone = together >= len(parts)  # on the node, and nothing leaves it
+    alone = together >= len(parts)  # on one node, which nothing leaves
     found = ROUNDS[primitive][algorithm](np.asarray(parts, float), 1 if alone else together)
     return [Round(float(r.size), 0.0 if alone else float(r.leaving), r.times) for r in found]
 
 
 def transfer(messages: Iterable[tuple[int, int, float]], together: int = 1) -> Round:
-    """Return the round of messages between members: from, to and bytes.
+    """Return the round of messages between members, given as source, destination and bytes.
 
-    All messages are under way at once, so their latencies overlap.
+    All messages are in flight at once, so their latencies overlap.
     """
     sources, targets, sizes = map(np.asarray, zip(*messages))
     return _busiest(sources, targets, sizes, together)
@@ -176,12 +178,12 @@ def _exchange(size: float, distance: int, together: int) -> Round:
 
 
 def _shift(size: float, distance: int, together: int, ranks: int, times: int = 1) -> Round:
-    """Return rounds in which all members send to the member `distance` further on, around."""
+    """Return rounds in which all members send to the member at `distance`, cyclically."""
     return Round(size, size * min(distance, together, ranks - distance), times)
 
 
 def _branch(size: float, distance: int, together: int) -> Round:
-    """Return a round of a tree in which a node has a single member with a far partner."""
+    """Return a round of a tree in which each node has a single member with a far partner."""
     return Round(size, size if distance >= _whole(together) else 0.0)
 
 
@@ -205,9 +207,9 @@ def _busiest(
 
 
 def _ring(parts: np.ndarray, together: int, first: int = 0) -> list[Round]:
-    """Pass all parts on to the next member, at first part `r + first` on member r.
+    """Pass all parts on to the next member, starting with part `r + first` on member r.
 
-    The largest part is always on its way. Between nodes go the parts of one place by turns.
+    The largest part is always in flight. Between nodes, the parts at each position alternate.
     """
     ranks, largest = len(parts), parts.max()
     turns = Counter((together - 1 + first - k) % together for k in range(ranks - 1))
@@ -219,7 +221,7 @@ def _ring_both_ways(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _pairwise(parts: np.ndarray, together: int) -> list[Round]:
-    """Send to the member 1, 2, 3 ... further on, and receive a part from as far behind."""
+    """Send to the member at distance 1, 2, 3, ..., and receive a part from the opposite side."""
     ranks = len(parts)
     leave = Counter(min(k, together, ranks - k) for k in range(1, ranks))
     return [Round(parts.max(), _window(parts, count), n) for count, n in leave.items()]
@@ -232,7 +234,7 @@ def _all_at_once(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _pairwise_rows(sizes: np.ndarray, together: int) -> list[Round]:
-    """Send to the member 1, 2, 3 ... further on; the bytes depend on both members."""
+    """Send to the member at distance 1, 2, 3, ...; the bytes depend on both members."""
     members = np.arange(len(sizes))
     targets = (np.roll(members, -k) for k in members[1:])
     return [_busiest(members, to, sizes[members, to], together) for to in targets]
@@ -245,7 +247,7 @@ def _all_rows_at_once(sizes: np.ndarray, together: int) -> list[Round]:
 
 
 def _neighbour(parts: np.ndarray, together: int) -> list[Round]:
-    """Exchange with the two neighbours by turns: the own part, then the last pair of parts."""
+    """Exchange with the two neighbours alternately: first the own part, then the last pair."""
     ranks = len(parts)
     if ranks % 2:
         return _ring(parts, together)
@@ -270,7 +272,7 @@ def _crossing(pairs: np.ndarray, turn: int, of_node: int) -> float:
 
 
 def _bruck(parts: np.ndarray, together: int) -> list[Round]:
-    """Send the 1, 2, 4 ... parts that are there to the member as far behind."""
+    """Send the first 1, 2, 4, ... parts received so far to the member at that distance."""
     ranks = len(parts)
     counts = {distance: min(distance, ranks - distance) for distance in _powers(ranks)}
     return [
@@ -280,7 +282,7 @@ def _bruck(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _butterfly(parts: np.ndarray, together: int) -> list[Round]:
-    """Halve the sums at distances that double, and send every part from the mirrored place."""
+    """Halve the sums at doubling distances, and then send each part to its owner."""
     blocks, extra = _folded(parts)
     first = [_exchange(parts.sum(), 1, together)] if extra else []
     places = np.arange(len(blocks))
@@ -290,7 +292,7 @@ def _butterfly(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _halved(blocks: np.ndarray, together: int) -> list[Round]:
-    """Return the exchanges of halves; members of a node have different halves at first."""
+    """Return the exchanges of halves; members of a node start with different halves."""
     found = []
     for distance in _powers(len(blocks)):
         halves = blocks.reshape(2 * distance, -1).sum(1)
@@ -302,7 +304,7 @@ def _halved(blocks: np.ndarray, together: int) -> list[Round]:
 
 
 def _halving(parts: np.ndarray, together: int) -> list[Round]:
-    """Halve the sums at distances that halve; members of a node send the same parts' sums."""
+    """Halve the sums at halving distances; members of a node send sums of the same parts."""
     blocks, extra = _folded(parts)
     first = [_exchange(parts.sum(), 1, together)] if extra else []
     last = [_exchange(parts[: 2 * extra : 2].max(), 1, together)] if extra else []
@@ -312,14 +314,14 @@ def _halving(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _rabenseifner(parts: np.ndarray, together: int) -> list[Round]:
-    """Halve the sums at distances that double, and double the parts on the way back."""
+    """Halve the sums at doubling distances, and double the parts on the way back."""
     extra = _whole(len(parts)) < len(parts)
     last = [_exchange(parts.sum(), 1, together)] if extra else []
     return [*_there_and_back(parts, together), *last]
 
 
 def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
-    """Return the same rounds without the last one, in which members that joined get the sums."""
+    """Return the rounds in reverse, without the last, in which joined members get the sums."""
     size, whole = parts.sum(), _whole(len(parts))
     first = 2 * [_exchange(size / 2, 1, together)] if whole < len(parts) else []
     there = _halved(_equal(size, whole), together)
@@ -327,14 +329,14 @@ def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _doubling_sums(parts: np.ndarray, together: int) -> list[Round]:
-    """Exchange all sums at distances that double."""
+    """Exchange all sums at doubling distances."""
     size, whole = parts.sum(), _whole(len(parts))
     extra = [_exchange(size, 1, together)] * (whole < len(parts))
     return extra + [_exchange(size, distance, together) for distance in _powers(whole)] + extra
 
 
 def _doubling_parts(parts: np.ndarray, together: int) -> list[Round]:
-    """Exchange the parts that are there at distances that double; Bruck's way without a power."""
+    """Exchange the parts received so far at doubling distances; else Bruck's algorithm."""
     if _whole(len(parts)) < len(parts):
         return _bruck(parts, together)
     return [
@@ -344,7 +346,7 @@ def _doubling_parts(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _reduce_tree(parts: np.ndarray, together: int) -> list[Round]:
-    """Add up along a binomial tree, neighbours first."""
+    """Reduce along a binomial tree, neighbours first."""
     return [_branch(parts.sum(), distance, together) for distance in _powers(len(parts))]
 
 
@@ -360,7 +362,7 @@ def _reduce_and_bcast(parts: np.ndarray, together: int) -> list[Round]:
 def _knomial(parts: np.ndarray, together: int) -> list[Round]:
     """Copy along a tree with `RADIX - 1` children per level; copies for all levels leave at once.
 
-    The far children get their copies as late as the near children, and have children themselves.
+    Far children receive their copies as late as near children, but have children themselves.
     """
     size, ranks, found = parts.sum(), len(parts), []
     distances = _powers(ranks, RADIX)
@@ -373,19 +375,19 @@ def _knomial(parts: np.ndarray, together: int) -> list[Round]:
 
 
 def _scatter(parts: np.ndarray, together: int) -> list[Round]:
-    """Scatter equal parts along a binomial tree, and gather the parts by doubling."""
+    """Scatter equal parts along a binomial tree, and gather them by doubling."""
     equal = _equal(parts.sum(), len(parts))
     return _handed_out(equal, together) + _doubling_parts(equal, together)
 
 
 def _handed_out(parts: np.ndarray, together: int) -> list[Round]:
-    """Hand equal parts out along a binomial tree, far members first."""
+    """Send equal parts along a binomial tree, to far members first."""
     size, distances = parts[0], _powers(len(parts))[::-1]
     return [_branch(size * min(d, len(parts) - d), d, together) for d in distances]
 
 
 def _scatter_and_ring(parts: np.ndarray, together: int) -> list[Round]:
-    """Scatter equal parts along a binomial tree, and gather the parts in a ring."""
+    """Scatter equal parts along a binomial tree, and gather them in a ring."""
     equal = _equal(parts.sum(), len(parts))
     return _handed_out(equal, together) + _ring(equal, together)
 
@@ -454,7 +456,7 @@ def _powers(ranks: int, base: int = 2) -> list[int]:
 
 
 def _whole(ranks: int) -> int:
-    """Return the largest power of two of at most `ranks`."""
+    """Return the largest power of two up to `ranks`."""
     return 2 ** (ranks.bit_length() - 1)
 
 
@@ -463,18 +465,18 @@ def _equal(size: float, ranks: int) -> np.ndarray:
 
 
 def _folded(parts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return parts of a power of two of members, and how many of the first pairs are joined."""
+    """Return the parts of a power of two of members, and the number of first pairs joined."""
     extra = len(parts) - _whole(len(parts))
     pairs = parts[: 2 * extra].reshape(-1, 2).sum(1)
     return np.concatenate([pairs, parts[2 * extra :]]), extra
 
 
 def _window(parts: np.ndarray, count: int) -> float:
-    """Return the largest sum of `count` neighbouring parts, around."""
+    """Return the largest sum of `count` neighbouring parts, cyclically."""
     ends = np.cumsum(np.concatenate([[0.0], parts, parts]))
     return float((ends[count : count + len(parts)] - ends[: len(parts)]).max())
 
 
 def _last(values: Mapping[int, Value], at: float) -> Value:
-    """Return the value of the largest key of at most `at`; keys ascend."""
+    """Return the value of the largest key up to `at`; keys ascend."""
     return [value for key, value in values.items() if key <= at][-1]

@@ -1,4 +1,4 @@
-"""Play asynchronous clients and servers on a machine: seconds, staleness, and load of servers."""
+"""Simulate asynchronous clients and servers on a machine: seconds, staleness, load of servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpikfac.predict import costs
 from mpikfac.predict.machine import Machine
 from mpikfac.predict.prediction import Clients, Job, Prediction, Step
 
-UPDATES = 200  # of each client; the first tenth counts for nothing
+UPDATES = 200  # per client; the first tenth is discarded
 
 
 class Played(NamedTuple):
@@ -20,7 +20,7 @@ class Played(NamedTuple):
 
     Attributes:
         seconds: from one update of a client to the next.
-        waiting: of these seconds, in which a client waits for updates of other clients.
+        waiting: the part of these seconds in which a client waits for updates of other clients.
         staleness: see `Clients`.
     """
 
@@ -30,11 +30,11 @@ class Played(NamedTuple):
 
 
 def play_clients(clients: int, computing: float, service: float, spread: float = 0.0) -> Played:
-    """Play clients that compute, push, and wait until servers have served all earlier updates.
+    """Simulate clients that compute, push, and wait until servers have served earlier updates.
 
     Args:
         computing: mean seconds of a client from new weights to the next push.
-        service: seconds of the servers for an update: push, step and fetch.
+        service: seconds of the servers per update: push, step and fetch.
         spread: standard deviation of the logarithm of the seconds of computing.
     """
     draws = random.Random(0)
@@ -62,14 +62,14 @@ def play_clients(clients: int, computing: float, service: float, spread: float =
 
 
 def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
-    """Predict the steps of asynchronous clients; all ranks of the plan train, servers come on top.
+    """Predict the steps of asynchronous clients; all ranks of the plan train, servers are extra.
 
-    Servers hold equal shares of the weights and serve an update after the other. Pushes and fetches
-    share the link of a server. A warm start is not played.
+    Servers own equal shards of the weights and serve updates one after another. Pushes and fetches
+    share the link of a server. A warm start is not simulated.
 
     Raises:
-        ValueError: the machine has no times of the model, or the plan has layers of K-FAC, which
-            servers do not know.
+        ValueError: the machine has no times of the model, or the plan has K-FAC layers, which
+            servers do not support.
     """
     asynchrony: Any = plan.strategy.sync
     if plan.covered:
@@ -86,9 +86,9 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
             "Allreduce", size, ranks, machine, nodes, sharing
         ),
     }
-    between = 1 if machine.between is None else 2  # nodes; a server is a node of its own
+    between = 1 if machine.between is None else 2  # nodes; a server is on its own node
     hop = costs.collective_seconds("Recv", size / asynchrony.servers, 2, machine, between)
-    fetches = steps / asynchrony.fetches  # for each update
+    fetches = steps / asynchrony.fetches  # per update
     service = (1 + fetches) * hop + network.optimizer / asynchrony.servers
     computing = steps * sum(stages.values())
     played = play_clients(number, computing, service, job.stragglers / math.sqrt(steps))

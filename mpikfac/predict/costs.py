@@ -1,9 +1,9 @@
-"""Compute seconds of messages and of a rank's computations on a machine, by pure functions.
+"""Compute the seconds of messages and of a rank's computations on a machine, by pure functions.
 
-A collective takes a latency and the bytes of the busiest link over the bandwidth, round by round of
-the algorithm that the machine's MPI takes (`algorithms`). If the collective was measured, the
-measurement comes first, and the rounds only convert the measurement to different numbers of ranks
-and to unequal parts.
+A collective takes, in each round of the algorithm that the machine's MPI chooses (`algorithms`), a
+latency plus the bytes of the busiest link divided by the bandwidth. If the collective was measured,
+the measurement is used, and the rounds only convert it to other numbers of ranks and to unequal
+parts.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
 
 
 def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a message that is sent during computations: sums do not block."""
+    """Return the seconds of a message sent during computations; its reduction does not block."""
     if message.primitive in BLOCKING.values():
         message = replace(message, primitive=f"I{message.primitive.lower()}")
     return message_seconds(message, plan, rank, machine)
 
 
 def agreement_seconds(plan: Plan, machine: Machine) -> float:
-    """Return the seconds in which all ranks agree on an overlapped message: a sum of 1 byte."""
+    """Return the seconds in which ranks agree on an overlapped message: a reduction of 1 byte."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "world"), plan, machine)
     return collective_seconds("Iallreduce", 1, ranks, machine, nodes, sharing)
 
@@ -112,9 +112,9 @@ def collective_seconds(
     Args:
         size: bytes of the whole buffer, as sent.
         sharing: communicators that do the same at once and share the link of a node.
-        codec: encoding of the numbers; encoding costs 0 s if not measured.
+        codec: the encoding; it costs 0 s if it was not measured.
         parts: bytes of every member's part, for Alltoallv from every member to every member; equal
-            parts if not given.
+            parts by default.
     """
     if ranks == 1 or size == 0:
         return 0.0
@@ -130,7 +130,7 @@ def collective_seconds(
 
 
 def round_seconds(one: Round, machine: Machine, sharing: int = 1) -> tuple[float, float]:
-    """Return the seconds of latency and of bytes of rounds of a collective."""
+    """Return the seconds spent on latency and on bytes in the rounds of a collective."""
     inside, between = machine.inside, machine.between
     if between is None or not one.leaving:
         return one.times * inside.latency, one.times * one.size / inside.bandwidth
@@ -139,7 +139,7 @@ def round_seconds(one: Round, machine: Machine, sharing: int = 1) -> tuple[float
 
 
 def level_of(sample: Sample, library: str = "Open MPI") -> Level:
-    """Return the network level that fits a measured collective, for unmeasured collectives."""
+    """Return the network level fitted to a measured collective, for unmeasured collectives."""
     line = fitted(sample.points)
     largest = sample.points[-1][0]
     found = _rounds(sample.primitive, _equal(largest, sample.ranks), sample.nodes, library)
@@ -157,10 +157,10 @@ def nearest(
     sharing: int,
     codec: str | None = None,
 ) -> Sample | None:
-    """Return the measurement with the nearest number of ranks; None if nothing was measured.
+    """Return the measurement with the nearest number of ranks; None if there is none.
 
-    A collective on a single node is compared with measurements on a single node, a collective on
-    several nodes with measurements on several nodes.
+    Collectives on a single node are compared with measurements on a single node, those on several
+    nodes with measurements on several nodes.
     """
 
     def distance(sample: Sample) -> tuple[float, float]:
@@ -178,7 +178,7 @@ def nearest(
 
 
 def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Round]:
-    """Return the rounds of a message, piece by piece; all pieces have a share of every part."""
+    """Return the rounds of a message, piece by piece; each piece has a fraction of every part."""
     together = math.ceil(len(parts) / nodes)
     found: list[Round] = []
     for name in primitive.split(", "):
@@ -194,7 +194,7 @@ def _rounds(primitive: str, parts: Parts, nodes: int, library: str) -> list[Roun
 def _modelled(
     primitive: str, parts: Parts, machine: Machine, nodes: int, sharing: int
 ) -> tuple[float, float]:
-    """Return the seconds of latency and of bytes of a message on the machine's levels."""
+    """Return the seconds spent on latency and on bytes by a message on the machine's levels."""
     found = _rounds(primitive, parts, nodes, machine.library)
     return _total(round_seconds(one, machine, sharing) for one in found)
 
@@ -202,9 +202,9 @@ def _modelled(
 def _converted(
     sample: Sample, size: float, modelled: tuple[float, float], machine: Machine
 ) -> float:
-    """Convert a measured time of equal parts to the modelled collective, by the modelled seconds.
+    """Convert a measured time of equal parts to a modelled collective, by modelled seconds.
 
-    The latency goes by the seconds of latency, the rest by the seconds of bytes.
+    The latency is scaled by the seconds spent on latency, the rest by those spent on bytes.
     """
     line = fitted(sample.points)
     largest = sample.points[-1][0]
@@ -226,7 +226,7 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
-    """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a turn."""
+    """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a slot."""
     factors = plan.of(rank).decomposed(turn)
     # Reciprocals of diagonals are free.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
@@ -235,7 +235,7 @@ def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None 
 def factor_seconds(factor: Factor, machine: Machine) -> float:
     """Return the seconds of a factor's decomposition.
 
-    A decomposition of low rank takes the seconds of the full decomposition, scaled by the work.
+    For a low rank, the seconds of the full decomposition are scaled by the work.
     """
     if factor.preconditioner.vector:
         return 0.0
@@ -246,7 +246,7 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
     if timed not in machine.decompositions and timed != preconditioner:
         raise ValueError(
             f"machine {machine.name!r} has no times of preconditioner={timed!r}, whose "
-            f"decompositions preconditioner={preconditioner!r} takes; calibrate a machine"
+            f"decompositions preconditioner={preconditioner!r} uses; calibrate a machine"
         )
     full = machine.decomposition(timed, factor.order)
     return full * (factor.work() / factor.order**3)
@@ -257,8 +257,9 @@ def precondition_seconds(
 ) -> float:
     """Return the seconds in which `rank` preconditions its layers.
 
-    The seconds are the layers' share of a measurement of all layers, or else a sum over products.
-    For vectors, the share is by the vectors' elements. A measurement is of orthogonal directions.
+    They are the layers' fraction of a measurement of all layers, or else a sum over products. For
+    vectors, the fraction is by the number of elements. Measurements include making directions
+    orthogonal.
 
     Args:
         orthogonal: whether the directions are made orthogonal.
@@ -283,7 +284,7 @@ def precondition_seconds(
 
 
 def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
-    """Return the multiplications of the products that make the directions on `rank`.
+    """Return the multiplications of the products that compute the directions on `rank`.
 
     Args:
         orthogonal: whether the directions are made orthogonal.
@@ -296,9 +297,9 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
-    """Return the seconds of a batch's statistics on `rank`, by the elements of the rank's factors.
+    """Return the seconds of a batch's statistics on `rank`, by the elements of its factors.
 
-    A measurement is of both factors of every layer.
+    Measurements are of both factors of every layer.
 
     Raises:
         ValueError: the machine has no times of what the plan needs, vectors or products.
@@ -314,7 +315,7 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
 
 
 def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds in which `rank` makes factors of the averaged gradient.
+    """Return the seconds in which `rank` computes factors of the averaged gradient.
 
     Raises:
         ValueError: the machine has no rates of products.
@@ -323,9 +324,9 @@ def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
 
 
 def moments(plan: Plan, rank: int) -> Iterator[int]:
-    """Yield the multiplications of the products that make the factors of the gradient on `rank`.
+    """Yield the multiplications of products that compute the gradient's factors on `rank`.
 
-    Preconditioners that whiten the gradient first multiply the gradient by both sides.
+    Preconditioners that whiten the gradient first multiply it by both sides.
     """
     of_rank = plan.of(rank)
     made = {factor.name for factor in of_rank.averaged if of_rank.of_gradient}
@@ -337,7 +338,7 @@ def moments(plan: Plan, rank: int) -> Iterator[int]:
 
 
 def product_seconds(multiplications: int, machine: Machine) -> float:
-    """Return the seconds of a product of matrices, at the rate of a cube of as many operations.
+    """Return the seconds of a matrix product, at the rate of a cube of as many operations.
 
     Raises:
         ValueError: the machine has no rates of products.
@@ -366,7 +367,7 @@ def _of_vectors(seconds: float | None, machine: Machine, preconditioner: str) ->
 
 
 def stepped_share(plan: Plan, rank: int) -> float:
-    """Return the share of the model that `rank` steps."""
+    """Return the fraction of the model that `rank` steps."""
     counts = plan.of(rank).layouts.gradients.counts()
     return counts[rank] / sum(counts) if len(counts) > 1 else 1.0
 

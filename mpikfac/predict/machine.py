@@ -20,12 +20,12 @@ from mpikfac.predict.algorithms import LIBRARIES
 
 Point = tuple[float, float]
 LARGEST = 1e30
-"""A number above is a mistake, and products of such numbers are not finite."""
+"""The maximum of any number; beyond it, products of numbers are not finite."""
 PRIMITIVES = (
     *("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast", "Send"),
     *("Allgather", "Alltoall, Allgather"),
 )
-"""Collectives that a `Sample` may have measured, by the names in `Message`."""
+"""Collectives that a `Sample` can measure, by their names in `Message`."""
 GROWING = ("forward", "backward", "statistics", "vector_statistics")
 """Parts of a step whose seconds grow with the batch."""
 OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
@@ -45,14 +45,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold measured seconds of a collective, with all ranks in equal collectives at once.
+    """Store measured seconds of a collective, while all ranks are in equal collectives.
 
     Attributes:
-        ranks: members of the communicator.
-        nodes: nodes of the members.
-        sharing: communicators of the same kind that leave a node at once.
+        ranks: the number of members of the communicator.
+        nodes: the number of nodes of the members.
+        sharing: the number of communicators of the same kind that leave a node at once.
         points: bytes of the whole buffer, ascending, and median seconds of the slowest rank.
-        codec: encoding of the numbers; the seconds include encoding and decoding.
+        codec: the encoding; the seconds include encoding and decoding.
     """
 
     primitive: str
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Network:
-    """Hold the seconds of a rank's computations in a training step while all ranks compute.
+    """Store the seconds of a rank's computations in a training step while all ranks compute.
 
     Attributes:
         batch: images per rank.
@@ -75,7 +75,7 @@ class Network:
         precondition: all layers on a single rank, with inverses; None: computed from
             `Machine.products`.
         vector_statistics: like `statistics`, for factors that are squares of vectors.
-        vector_precondition: like `precondition`, for squares of vectors; None: not known.
+        vector_precondition: like `precondition`, for squares of vectors; None if unknown.
     """
 
     model: str
@@ -92,22 +92,22 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hold the numbers from which a step's seconds are computed.
+    """Store the values from which the seconds of a step are computed.
 
     Attributes:
         about: versions, date, hosts; free text for people.
-        sources: source of a number, by the number's key ("between.bandwidth"); empty if measured.
-        ranks_per_node: number of consecutive ranks on a node; None if all ranks share a node.
-        inside: network level inside a node.
-        between: network level between nodes; None for a single node.
+        sources: the source of a value, by its key ("between.bandwidth"); empty if measured.
+        ranks_per_node: the number of consecutive ranks on a node; None if all ranks share a node.
+        inside: the network level inside a node.
+        between: the network level between nodes; None for a single node.
         samples: measured collectives; other collectives are computed from the levels.
-        decompositions: by preconditioner: order and seconds of a factor, ascending.
-        hidden: share of an overlapped message's seconds that does not slow the computation; less
-            than 1 if ranks have no spare core, below 0 if overlapping costs more than sending in
-            turn.
+        decompositions: order and seconds of a factor, ascending, by preconditioner.
+        hidden: the fraction of an overlapped message's seconds that does not slow the computation;
+            less than 1 if ranks have no spare core, and negative if overlapping costs more than not
+            overlapping.
         products: order and rate of a matrix product, in operations per second, ascending; empty
-            if not known.
-        library: the MPI, whose algorithms the collectives follow.
+            if unknown.
+        library: the MPI library, which determines the algorithms of collectives.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Machine:
 
     @property
     def estimated(self) -> list[str]:
-        """The keys of numbers that were derived from other numbers, by the texts of `sources`."""
+        """The keys of values that were derived from others, according to `sources`."""
         return [key for key, source in self.sources.items() if "derived" in source]
 
     def to_json(self) -> str:
@@ -133,9 +133,9 @@ class Machine:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def network(self, model: str, batch: int) -> Network:
-        """Return a model's seconds at `batch` images per rank, on a line between measured batches.
+        """Return a model's seconds at `batch` images per rank, interpolated linearly.
 
-        Beyond the measured batches, parts of the step that grow with the batch are scaled.
+        Beyond the measured batches, the parts of the step that grow with the batch are scaled.
 
         Raises:
             ValueError: the machine has no times of the model.
@@ -161,7 +161,7 @@ class Machine:
         return Network(model, batch, **values)
 
     def decomposition(self, preconditioner: str, order: int) -> float:
-        """Return the seconds to decompose a factor; cubic in the order past the largest known.
+        """Return the seconds to decompose a factor; cubic in the order beyond the largest one.
 
         Raises:
             ValueError: the machine has no times of the preconditioner.
@@ -180,7 +180,7 @@ def machine_from_json(text: str | bytes) -> Machine:
     """Return the machine that `Machine.to_json` wrote.
 
     Raises:
-        ValueError: the text describes no machine; the error names the wrong key and a right value.
+        ValueError: the text is not a machine; the error names the wrong key and a valid value.
     """
     values = _checked(files.json_of(text), Machine, "the file")
     _check_types(values, Machine)
@@ -195,8 +195,8 @@ def machine_from_json(text: str | bytes) -> Machine:
         _check_count("ranks_per_node", per_node)
     if (per_node is None) != (values.get("between") is None):
         raise ValueError(
-            f"ranks_per_node={per_node} and between={values.get('between')} go together: give both "
-            f"where there are several nodes, else neither"
+            f"ranks_per_node={per_node} and between={values.get('between')} belong together: set "
+            f"both if there are several nodes, else neither"
         )
     hidden = values.get("hidden", 1.0)
     if type(hidden) not in (int, float) or not -10 <= hidden <= 1:
@@ -214,15 +214,15 @@ def machine_from_json(text: str | bytes) -> Machine:
     }
     for network in values["networks"]:
         if network.precondition is None and not values.get("products"):
-            raise ValueError(f"give products, or precondition of model={network.model!r}")
+            raise ValueError(f"set products, or precondition of model={network.model!r}")
     return Machine(**values)
 
 
 def load_machine(name: str) -> Machine:
-    """Return the machine of a JSON file, or a published machine of the package by name.
+    """Load the machine of a JSON file, or a published machine of the package by name.
 
     Raises:
-        ValueError: the file does not exist, or holds no machine.
+        ValueError: the file does not exist, or does not contain a machine.
     """
     shipped = resources.files("mpikfac.predict") / "machines" / f"{name}.json"
     try:
@@ -231,7 +231,7 @@ def load_machine(name: str) -> Machine:
         text = files.read_bytes(name, files.LIMIT, links=True)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
-            f"machine={name} is no file that can be read; give one that mpikfac calibrate wrote, "
+            f"machine={name} is not a readable file; use one written by mpikfac calibrate, "
             f"or one of {', '.join(published_machines())}"
         ) from error
     except OSError as error:
@@ -314,7 +314,7 @@ def _check_count(key: str, value: Any) -> None:
 
 
 def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
-    """Return a JSON object with the keys of `kind`; keys with defaults may be left out."""
+    """Return a JSON object with the keys of `kind`; keys with defaults can be missing."""
     if not isinstance(entry, dict):
         raise ValueError(f"{key} is {reprlib.repr(entry)}, not an object of keys and values")
     names = [spec.name for spec in fields(kind)]

@@ -1,4 +1,4 @@
-"""The question and the answer of a prediction: a job, and the steps of the job."""
+"""The input and the output of a prediction: a job, and its steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Job:
     Attributes:
         batch: images per rank.
         stragglers: standard deviation of the logarithm of a rank's computing time.
-        grafting: what gives directions their lengths.
+        grafting: what sets the lengths of directions.
     """
 
     model: str
@@ -29,14 +29,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Clients:
-    """Hold the predicted numbers of asynchronous clients and their servers.
+    """Store the predictions for asynchronous clients and their servers.
 
     Attributes:
         number: the number of clients.
-        updates: updates of all clients in a second.
-        staleness: mean number of updates of other clients between the weights of an update and the
-            update.
-        busy: the share of the time in which a server works.
+        updates: updates per second, of all clients.
+        staleness: the mean number of other clients' updates between the weights that an update was
+            computed from and the update itself.
+        busy: the fraction of the time in which a server works.
     """
 
     number: int
@@ -47,15 +47,15 @@ class Clients:
 
 @dataclass(frozen=True)
 class Step:
-    """Hold the predicted numbers of a kind of step.
+    """Store the predictions for a kind of step.
 
     Attributes:
-        seconds: duration of the step.
+        seconds: the duration of the step.
         exposed: seconds of the step in which a rank waits for messages and computes nothing.
         waiting: seconds of the step in which a rank waits for slower ranks to compute.
         overlapped: seconds of messages that are sent during computations, hidden or not.
         sent: bytes that a rank sends if collectives are rings.
-        stages: seconds by stage, hidden seconds of overlapped messages included.
+        stages: seconds by stage, including hidden seconds of overlapped messages.
     """
 
     seconds: float
@@ -68,14 +68,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Hold the predicted steps of a plan on a machine.
+    """Store the predicted steps of a plan on a machine.
 
     Attributes:
-        mean: mean over all steps, also of `stages` and `sent`.
+        mean: the mean over all steps, also of `stages` and `sent`.
         ordinary: a step without new factors.
         factors: a step with new factors.
         refresh: a step with new factors and new bases.
-        memory: bytes of the plan's arenas, and of lengths, on the fullest rank.
+        memory: bytes of the plan's arenas and of grafting, on the rank with the most.
         clients: of asynchronous clients; otherwise None.
     """
 

@@ -1,7 +1,7 @@
-"""Simulate the steps of a plan on a machine: seconds in all, and seconds of communication.
+"""Simulate the steps of a plan on a machine: total seconds, and seconds of communication.
 
-Ranks meet in collectives, so a stage takes as long as on the slowest rank. A few ranks stand for
-all ranks: plans of thousands of ranks take seconds.
+Ranks meet in collectives, so a stage takes as long as on the slowest rank. A few representative
+ranks are enough, so plans of thousands of ranks are simulated in seconds.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Event(NamedTuple):
         kind: "compute"; "message", during which the rank does not compute; "urgent" or
             "overlapped", a message sent during the following computations, urgent messages first;
             "wait" for the urgent messages, or "wait for all" messages.
-        ready: share of the backward pass after which an overlapped message is sent.
+        ready: the fraction of the backward pass after which an overlapped message is sent.
         slowdown: seconds by which an overlapped message slows the computation.
-        agreement: seconds before an overlapped message if no other message is under way; else all
-            ranks agree on the message meanwhile.
+        agreement: seconds before an overlapped message if no other message is in flight; otherwise
+            all ranks agree on the message in the meantime.
     """
 
     stage: str
@@ -53,13 +53,12 @@ class Event(NamedTuple):
 def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
-    With copies of the model, every kind of step is a mean over steps with and without an exchange.
-
-    With clients and servers, a step is a step of a client.
+    With replicas of the model, every kind of step is a mean over steps with and without an
+    exchange. With clients and servers, a step is that of a client.
 
     Raises:
-        ValueError: the machine has no times of the model or of the preconditioner, or the job's
-            numbers are out of bounds.
+        ValueError: the machine has no times of the model or of the preconditioner, or a number of
+            the job is out of its bounds.
     """
     _check(job)
     if not plan.strategy.sync.waits_for_all:
@@ -74,7 +73,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     kinds = {
         kind: _of_turns(plan, machine, job, ranks, kind)
         for kind, part in parts.items()
-        if part > 0 or kind != (False, True)  # the remaining kinds are reported in any case
+        if part > 0 or kind != (False, True)  # the other kinds are always reported
     }
     return Prediction(
         mean=_mean([(step, parts[kind]) for kind, step in kinds.items()]),
@@ -91,26 +90,26 @@ def cheapest(
     """Return the name of the plan with the shortest mean step within `memory` bytes per rank.
 
     Raises:
-        ValueError: no plan is within `memory`, or see `simulate`.
+        ValueError: no plan fits into `memory`; see also `simulate`.
     """
     predictions = {name: simulate(plan, machine, job) for name, plan in plans.items()}
     fitting = [name for name in predictions if memory is None or predictions[name].memory <= memory]
     if not fitting:
         least = min(prediction.memory for prediction in predictions.values())
-        raise ValueError(f"memory={memory} bytes are too few for any plan; the least is {least}")
+        raise ValueError(f"memory={memory} bytes are too few for any plan; at least {least} needed")
     return min(fitting, key=lambda name: predictions[name].mean.seconds)
 
 
 def memory(plan: Plan, rank: int, job: Job) -> dict[str, int]:
-    """Return the bytes of every arena on `rank`, those of lengths included, by kind."""
+    """Return the bytes of every arena on `rank`, including those of grafting, by kind."""
     return plan.memory(rank) | memory_of_grafting(plan.of(rank), job.grafting)
 
 
 def representatives(plan: Plan) -> list[int]:
     """Return a few ranks that bound a step, and the last rank, which may own nothing.
 
-    The ranks are: the rank with the longest decompositions, with most elements of own factors, with
-    most elements of factors in its column, and with most preconditioning.
+    They are the ranks with the longest decompositions, the most elements in their own factors, the
+    most elements in the factors of their column, and the most preconditioning.
     """
     owners = sorted(set(plan.owners.values())) or [0]
     squares = {rank: sum(f.work(2) for f in plan.of(rank).owned) for rank in owners}
@@ -135,7 +134,7 @@ def representatives(plan: Plan) -> list[int]:
 
 
 def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
-    """Return the share of steps by kind: with new factors or not, with new bases or not."""
+    """Return the fraction of steps of each kind: with or without new factors, and new bases."""
     between = job.inv_update_steps // stagger
     factors, bases = 1 / job.factor_update_steps, 1 / between
     both = 1 / math.lcm(job.factor_update_steps, between)
@@ -150,8 +149,8 @@ def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
 def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
     """Return the seconds of all events, and the seconds in which the rank does not compute.
 
-    Messages go one by one. Overlapped messages may go on for `slack` seconds after the last event,
-    during the next step.
+    Messages are sent one by one. Overlapped messages can continue for `slack` seconds after the
+    last event, during the next step.
     """
     now = computed = 0.0
     urgent = line = 0.0  # end of the urgent messages, and of all messages
@@ -180,7 +179,7 @@ def sequence(
 ) -> list[Event]:
     """Return computations and messages in the order of a step.
 
-    With `overlap` the backward pass comes in slices, and some messages are ready after every slice.
+    With `overlap`, the backward pass is in slices, and some messages are ready after every slice.
     """
     events: list[Event] = []
     sent = [message for message in messages if message.kind in OVERLAPPED]
@@ -198,7 +197,7 @@ def sequence(
 
 
 def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterator[Event]:
-    """Yield the backward pass in slices, and after every slice the messages ready by then."""
+    """Yield the backward pass in slices, each followed by the messages that are ready by then."""
     done = 0.0
     for ready in sorted({1.0, *(message.ready for message in messages)}):
         for stage in BACKWARD:
@@ -210,7 +209,7 @@ def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterat
 def _of_turns(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
-    """Return the mean step over the turns of a refresh, and over exchanges of weights."""
+    """Return the mean step over the slots of a refresh, and over exchanges of weights."""
     all_layers, *turns = plan.of(0).turns
     turns = turns if kind[1] and turns else [all_layers]
     share = plan.strategy.sync.share_of_steps
@@ -230,7 +229,7 @@ def _of_turns(
 
 
 def _together(plan: Plan, job: Job) -> int:
-    """Return the number of steps from a message of all ranks to the next."""
+    """Return the number of steps from one message of all ranks to the next."""
     interval = plan.strategy.sync.sync_every
     return min(interval, job.factor_update_steps) if plan.layers else interval
 
@@ -302,7 +301,7 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
-    """Return the share of the backward pass before a message, if all layers took equally long."""
+    """Return the fraction of the backward pass before a message, if layers took equally long."""
     gradients = message.stage == names.REDUCE_GRADIENTS
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics
@@ -320,7 +319,7 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
 
 
 def _awaited(plan: Plan, machine: Machine, turn: int | None, step: float) -> float:
-    """Return the seconds in which ranks wait for bases of curvature servers, when these are due."""
+    """Return the seconds in which ranks wait for bases of curvature servers that are due."""
     loads = [0.0] * plan.strategy.refresh.servers
     for rank in sorted(set(plan.owners.values())):
         seconds = costs.decompose_seconds(plan, rank, machine, turn)

@@ -28,7 +28,7 @@ from mpikfac.predict.machine import Machine
 
 Cost = Callable[[Sequence[Message]], float]
 Ways = Mapping[Place, tuple[float, dict[str, Channels]]]
-"""By the place of the last layer of a row: the least cost of the row so far, and the split layers.
+"""By the role of the last layer of a row: the lowest cost of the row so far, and the split layers.
 """
 
 
@@ -39,15 +39,15 @@ def choose_tensor_parallel_plan(
     itemsize: int = 4,
     strided: bool = False,
 ) -> TensorParallelPlan:
-    """Return the plan with the cheapest messages of a first-order step.
+    """Return the plan whose messages in a first-order step are cheapest.
 
     All divisors of the number of ranks are tried as `tp_size`. The cost is the bytes that a rank
-    sends in rings, or the seconds of all messages on a machine. Computations take the same seconds
-    in all plans. No message is overlapped.
+    sends in rings, or the seconds of all messages on a machine. Computations take equally long in
+    all plans. No message is overlapped.
 
     Args:
-        calls: the layers in the order of the forward pass, see `layer_calls`.
-        itemsize: bytes of a number.
+        calls: the layers in the order of the forward pass; see `layer_calls`.
+        itemsize: bytes per element.
         strided: see `TensorParallelPlan`.
     """
     best, least = TensorParallelPlan(strided=strided), math.inf
@@ -99,7 +99,7 @@ def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
 def _cheapest(
     row: Sequence[LayerCall], tp_size: int, ranks: int, itemsize: int, cost: Cost
 ) -> tuple[float, dict[str, Channels]]:
-    """Return the least cost of a row of layers, by dynamic programming along the row."""
+    """Return the lowest cost of a row of layers, by dynamic programming along the row."""
     best: Ways = {Place(): (0.0, {})}
     for call in row:
         longer: dict[Place, tuple[float, dict[str, Channels]]] = {}
@@ -113,7 +113,7 @@ def _cheapest(
 
 
 def _places(call: LayerCall, before: Place, last: bool, tp_size: int) -> Iterator[Place]:
-    """Yield the places of a layer behind a layer at `before`: split layers in a row hand on."""
+    """Yield the possible roles of a layer after one at `before`; split layers pass slices on."""
     if not before.gives:
         yield Place()
     if before.axis is None or before.gives:
@@ -125,7 +125,7 @@ def _places(call: LayerCall, before: Place, last: bool, tp_size: int) -> Iterato
 
 
 def _rows(calls: Sequence[LayerCall]) -> list[list[LayerCall]]:
-    """Return the layers in rows, in which each layer follows the layer before."""
+    """Return the layers in rows, in which each layer follows the previous one."""
     rows: list[list[LayerCall]] = []
     for call in calls:
         if call.follows and rows and rows[-1][-1].name == call.follows:

@@ -26,7 +26,7 @@ from mpikfac.predict.simulator import cheapest
 
 Others = Sequence[tuple[str, Shape]]
 Forms = Sequence[Form]
-"""Descriptions of preconditioners: the run's, then those that layers may name."""
+"""Descriptions of preconditioners: the run's, then those that layers can name."""
 
 
 def choose(
@@ -39,11 +39,11 @@ def choose(
 ) -> tuple[str, Strategy]:
     """Return the name of the strategy with the shortest mean step, and the tuned strategy.
 
-    Candidates are strategies that the preconditioner supports, and that train like a single process
-    with the joined batch, without stale bases. All candidates are `tuned` first.
+    Candidates are the strategies that the preconditioner supports and that train like a single
+    process with the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the preconditioner supports no strategy; the error is the last strategy's.
+        ValueError: the preconditioner supports no strategy; the error is that of the last one.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
@@ -81,10 +81,10 @@ def tuned(
     job: Job,
     forms: Forms,
 ) -> Strategy:
-    """Return the strategy with merged messages and replicated factors to suit the machine.
+    """Return the strategy with merged messages and replicated factors that suit the machine.
 
-    With `overlap`, overlapped messages are merged anew. With `replicate_below`, small factors are
-    replicated up to a new order. Neither is added to a strategy without.
+    With `overlap`, overlapped messages are merged again. With `replicate_below`, small factors are
+    replicated up to a new order. Strategies without them stay without.
     """
     if ranks == 1:
         return strategy
@@ -126,12 +126,12 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
     """Return the number of layers per message, front to back, so that messages end early.
 
-    Layers are visited from the last to the first. A message takes the next layer along if the layer
-    is ready before the message could start, or if waiting for the layer costs less than a message's
-    latency [MG-WFBP, Shi et al. 2019].
+    Layers are visited from last to first. A message also takes the next layer if it is ready before
+    the message could start, or if waiting for it costs less than the latency of a message [MG-WFBP,
+    Shi et al. 2019].
 
     Args:
-        seconds: by layer, seconds of a message of the layer alone, latency included.
+        seconds: by layer, seconds of a message of this layer alone, including latency.
         ready: by layer, when values are ready, in seconds from the start of the backward pass.
     """
     groups = [1]
@@ -152,7 +152,7 @@ def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> 
 def replicated_below(
     strategy: Strategy, layers: Sequence[LayerShape], ranks: int, machine: Machine, forms: Forms
 ) -> int:
-    """Return the order below which decomposing a factor is faster than receiving the basis.
+    """Return the order below which decomposing a factor is faster than receiving its basis.
 
     [SPD-KFAC, Shi et al. 2021]
     """

@@ -1,4 +1,4 @@
-"""The budget: what K-FAC may add to the operations of forward and backward passes."""
+"""The budget: how many operations K-FAC may add to those of the forward and backward passes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mpikfac.plan import operations as operations_of
 from mpikfac.settings.schedule import SETTLED, Schedule, evaluate
 from mpikfac.settings.usual import Intervals
 
-AT_FIRST = 1.0  # the share until `SETTLED`
+AT_FIRST = 1.0  # the budget until `SETTLED`
 LEAST_PASSES = 2**27  # multiplications; shorter steps spend their time on other things
 LEAST_BLOCK = 128
-WIDE = 1024  # the largest order that is decomposed before the first batch has been seen
+WIDE = 1024  # the largest order that is decomposed before the first batch is known
 
 
 class Updates(NamedTuple):
-    """How often a step updates factors and decompositions, on average."""
+    """The average number of updates of factors, and of decompositions, per step."""
 
     factors: float
     bases: float
@@ -39,24 +39,24 @@ class Updates(NamedTuple):
 
 @dataclass
 class Budget:
-    """Cut factors and stretch intervals, so that K-FAC stays cheap beside the passes of a batch.
+    """Cut factors and lengthen intervals, so that K-FAC stays cheap compared to a batch's passes.
 
-    Cuts bound what directions cost, and intervals what updates cost. All follows from the plan and
-    from the first batch with statistics, of all ranks together. So both are the same on all
+    Cuts bound the cost of directions, and intervals that of updates. Both follow from the plan and
+    the first batch with statistics, over all ranks together. They are therefore the same on all
     machines, on any number of ranks, and after a restart.
 
     Args:
-        share: the operations of statistics and decompositions, on average over an interval, in
-            units of those of the passes; in the first 160 steps, as many as those of the passes.
-            None for no limit.
-        cuts: whether factors may be cut.
+        share: the operations of statistics and decompositions, averaged over an interval, relative
+            to the operations of the passes; the limit is 1 in the first 160 steps. None for no
+            limit.
+        cuts: whether factors can be cut.
 
     Raises:
-        ValueError: the share is not positive.
+        ValueError: `share` is not positive.
 
     Attributes:
-        seen: the vectors that the first batch gave to each layer; empty before.
-        operations: of each layer; empty before.
+        seen: the vectors that the first batch gave to each layer; empty before it.
+        operations: of each layer; empty before the first batch.
         total: of all layers.
     """
 
@@ -74,11 +74,11 @@ class Budget:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, layer: LayerShape, spatial: bool = False) -> LayerShape:
-        """Return the layer with blocks of half as many rows as a batch has vectors, but up to 128.
+        """Return the layer with blocks of at most half as many rows as a batch has vectors, or 128.
 
-        With larger blocks, a direction costs more than the passes of the layer, and the batch tells
-        little about them. Layers without vectors in the batch, such as tables of entries, stay
-        whole. Before the first batch, only wide layers without pixels have blocks.
+        With larger blocks, a direction would cost more than the passes of the layer, and a batch
+        would have too few vectors to estimate them. Layers without vectors in the batch, such as
+        embeddings, stay whole. Before the first batch, only wide layers without pixels are cut.
 
         Args:
             layer: with whole factors.
@@ -96,7 +96,7 @@ class Budget:
         return replace(layer, largest=largest) if order > largest else layer
 
     def count(self, layers: Iterable[PlannedLayer], orthogonal: bool) -> None:
-        """Count the operations of the layers with what has been seen of a batch."""
+        """Count the operations of the layers from the sizes of the first batch."""
         self.operations = {
             layer.name: operations_of(
                 layer.shape, layer.preconditioner, self.seen[layer.name], orthogonal
@@ -109,7 +109,7 @@ class Budget:
     # -- intervals -------------------------------------------------------------------------------
 
     def stretched(self, usual: Intervals) -> Intervals:
-        """Return the intervals, times the least whole number that keeps to the budget."""
+        """Return the intervals, times the smallest whole number that satisfies the budget."""
         at_first, settled = (Updates(*(_updates(each, end) for each in usual)) for end in (0, 1))
 
         def longer(interval: Schedule) -> Schedule:
@@ -122,7 +122,7 @@ class Budget:
         return Intervals(*map(longer, usual))
 
     def _stretch(self, updates: Updates, step: int) -> int:
-        """Return the whole number, for so many updates in a step."""
+        """Return this whole number for `updates` per step."""
         if self.share is None or not self.operations:
             return 1
         share = self.share if step >= SETTLED else max(AT_FIRST, self.share)
@@ -132,7 +132,7 @@ class Budget:
     # -- state -----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Return what has been seen as a text; "" before the first batch."""
+        """Return the sizes of the first batch as text; "" before it."""
         return json.dumps({n: asdict(s) for n, s in self.seen.items()}) if self.seen else ""
 
 
@@ -143,26 +143,26 @@ def budget_of(
     rule: Callable[[LayerShape], LayerShape],
     strategy: Strategy,
 ) -> Budget:
-    """Return the budget of a run, which leaves an own choice of intervals or of factors alone.
+    """Return the budget of a run, which does not change intervals or factors set by the user.
 
     Args:
-        intervals: by hand, or of a strategy or a preconditioner; None for the usual intervals.
+        intervals: set by the user, a strategy or a preconditioner; None for the default.
         form: of the run's preconditioner.
-        rule: of the factors of layers.
+        rule: the rule for the factors of layers.
     """
     free = share is not None and all(interval is None for interval in intervals)
     of_vectors = form.of == "statistics" and form.keeps == "matrix" and not form.rescaled
-    # A cut takes parts that can be built anew.
+    # A cut requires parts that can be rebuilt.
     fixed = strategy.refresh.servers or strategy.sync.local_steps
     cuts = free and of_vectors and rule is default_rule and not fixed
     return Budget(share if free else None, cuts)
 
 
 def seen_in(text: str) -> dict[str, Seen]:
-    """Return what a text says that a run has seen of a batch.
+    """Return the sizes of a run's first batch, from their text.
 
     Raises:
-        ValueError: the text is of another kind.
+        ValueError: the text has another form.
     """
     try:
         seen = {name: Seen(**counts) for name, counts in json.loads(text or "{}").items()}
@@ -170,12 +170,12 @@ def seen_in(text: str) -> dict[str, Seen]:
             check_count("vectors", each.vectors, 0)
             check_count("chosen", each.chosen, 0)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"item 'kfac/seen' has no numbers of vectors: {error}") from error
+        raise ValueError(f"item 'kfac/seen' has no counts of vectors: {error}") from error
     return seen
 
 
 def _updates(interval: Schedule, settled: int) -> float:
-    """Return the updates in a step, once the interval is whole or on average before."""
+    """Return the updates per step with settled intervals, or on average in the steps before."""
     steps = [SETTLED] if settled else range(SETTLED)
     return sum(1 / evaluate(interval, step) for step in steps) / len(steps)
 
@@ -186,9 +186,9 @@ def cost(
     factor_update_steps: float | Schedule,
     inv_update_steps: float | Schedule,
 ) -> tuple[float, str]:
-    """Return the operations of a step over those of its passes, and a line about it.
+    """Return the operations of a step relative to those of its passes, and a line about them.
 
-    Intervals are taken where they are whole.
+    Intervals are taken after step 160, where they no longer grow.
     """
     updates = [1 / evaluate(each, SETTLED) for each in (factor_update_steps, inv_update_steps)]
     added = {name: one.direction + one.updates(*updates) for name, one in operations.items()}
@@ -200,6 +200,6 @@ def cost(
     whole = max(shapes[largest].inputs, shapes[largest].outputs)
     blocks = f", in blocks of at most {max(orders)}" if orders and max(orders) < whole else ""
     return times, (
-        f"K-FAC: {times:.2g} of SGD's operations a step; layer {largest} is "
+        f"K-FAC: {times:.2g} times SGD's operations per step; layer {largest} has "
         f"{added[largest] / total:.0%} of what K-FAC adds (order {whole}{blocks})"
     )

@@ -1,4 +1,4 @@
-"""Which settings of K-FAC need which other choices, as a table."""
+"""The settings of K-FAC that require other choices, as a table."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SETTINGS: tuple[Combination, ...] = (
         "preconditioner.dtype",
         None,
         {"compression.inverses": None},
-        "decompositions that are kept in a dtype also travel in the dtype",
+        "decompositions that are kept in a dtype are also sent in it",
     ),
     Combination(
         "matmul_precision",
         ("tf32",),
         {"refresh.staleness": 0, "refresh.servers": AtLeast(1)},
-        "TF32 is a setting of the process, and a thread that decomposes would round by chance",
+        "TF32 is a setting of the process, so a background thread would round at random times",
         any_of=True,
     ),
 )
-"""The needs of the settings of `KFAC`; those of a preconditioner stand in its file."""
+"""The needs of the settings of `KFAC`; those of a preconditioner are in its file."""

@@ -14,21 +14,21 @@ GOOD, POOR = 3 / 4, 1 / 4
 
 @dataclass
 class LevenbergMarquardt:
-    """Lower damping where the quadratic model is right, higher damping where it promises too much.
+    """Lower the damping while the quadratic model is accurate, and raise it while it is too good.
 
-    `KFAC` takes the value as its `damping`. `KFAC.update_damping` changes the damping every few
-    steps [Martens & Grosse 2015, 6.5].
+    Pass it to `KFAC` as `damping`. `KFAC.update_damping` changes the damping every few steps
+    [Martens & Grosse 2015, 6.5].
 
     Args:
-        damping: the damping at first; from then on, the damping in force.
+        damping: the initial damping; later, the damping in force.
         damping_adaptation_interval: steps from one call of `KFAC.update_damping` to the next.
-        damping_adaptation_decay: a step multiplies the damping by this factor, or divides the
-            damping by it, in (0, 1).
-        min_damping: the lowest damping.
-        max_damping: the highest damping.
+        damping_adaptation_decay: the factor per step, in (0, 1), by which the damping is
+            multiplied or divided.
+        min_damping: the minimum damping.
+        max_damping: the maximum damping.
 
     Raises:
-        ValueError: a number out of its bounds.
+        ValueError: a number is out of its bounds.
     """
 
     damping: float = 0.03
@@ -59,11 +59,11 @@ class LevenbergMarquardt:
         return self.damping
 
     def due(self, steps: int) -> bool:
-        """Return whether `KFAC.update_damping` is to be called after `steps` steps."""
+        """Return whether to call `KFAC.update_damping` after `steps` steps."""
         return steps % self.damping_adaptation_interval == 0
 
     def follow(self, ratio: float) -> None:
-        """Change the damping by the ratio of the change of the loss to the predicted change."""
+        """Change the damping by the ratio of the actual to the predicted change of the loss."""
         factor = self.damping_adaptation_decay**self.damping_adaptation_interval
         if ratio > GOOD:
             self.damping = max(self.damping * factor, self.min_damping)
@@ -73,20 +73,20 @@ class LevenbergMarquardt:
 
 @dataclass(frozen=True)
 class Damping:
-    """Tikhonov damping: the number that is added to the eigenvalues of each layer's `G (x) A`.
+    """Tikhonov damping: a number added to the eigenvalues of each layer's `G (x) A`.
 
-    The number is a constant, a schedule (a function of the step), or a `LevenbergMarquardt`, whose
-    number `KFAC.update_damping` changes. Steps with a larger damping are more like steps of SGD. At
-    most one of both numbers is given; without a number, `relative` is 10.
+    The number is a constant, a schedule (a function of the step), or a `LevenbergMarquardt`, which
+    `KFAC.update_damping` adapts. The larger the damping, the more a step resembles one of SGD. Set
+    `value` or `relative`, not both; if neither is set, `relative` is 10.
 
     Args:
         value: the damping itself.
-        relative: the damping as a share of the mean eigenvalue of each layer's `G (x) A`, or of
-            each block, where factors fall into blocks. The share is right for all losses and
-            networks alike, and needs no tuning when gradients shrink.
+        relative: the damping as a multiple of the mean eigenvalue of each layer's `G (x) A`, or of
+            each block, if factors are cut into blocks. A relative damping suits all losses and
+            networks, and needs no tuning as gradients shrink.
 
     Raises:
-        ValueError: a number that is not positive at step 0, or two numbers.
+        ValueError: a number is not positive at step 0, or both are set.
     """
 
     value: float | Schedule | LevenbergMarquardt | None = None
@@ -105,17 +105,17 @@ class Damping:
 
     @property
     def number(self) -> float | Schedule | LevenbergMarquardt:
-        """The number that is given, of both."""
+        """The number that is set, `value` or `relative`."""
         number = self.value if self.relative is None else self.relative
-        assert number is not None, "one of both numbers is given"
+        assert number is not None, "one of the two numbers is set"
         return number
 
     @property
     def is_relative(self) -> bool:
-        """Whether the number is a share of the mean eigenvalue."""
+        """Whether the number is a multiple of the mean eigenvalue."""
         return self.relative is not None
 
     @property
     def adapted(self) -> LevenbergMarquardt | None:
-        """The number, if `KFAC.update_damping` changes the number."""
+        """The number, if `KFAC.update_damping` adapts it; else None."""
         return self.number if isinstance(self.number, LevenbergMarquardt) else None

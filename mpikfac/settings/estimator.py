@@ -1,4 +1,4 @@
-"""The data that enter factors, and how, as a value."""
+"""How factors are estimated, and from which data, as a value."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from mpikfac.plan import (
 )
 from mpikfac.settings.schedule import Schedule, in_force
 
-if TYPE_CHECKING:  # programs print help from this file, and the import of torch takes seconds
+if TYPE_CHECKING:  # programs print help from this file, and importing torch takes seconds
     import torch
     from torch import Tensor
 
     from mpikfac.numerics import Loss
 
-# The least numbers from which a layer's factors are estimated, of a batch of all ranks together.
+# The minimum counts from which a layer's factors are estimated, in a batch of all ranks together.
 LEAST_EXAMPLES = 32
 LEAST_VECTORS = 3  # for each row of the layer's largest factor
 
 
-@lru_cache(maxsize=1024)  # nearly all calls of a layer have the same numbers
+@lru_cache(maxsize=1024)  # nearly all calls of a layer have the same sizes
 def usual_distance(examples: int, vectors: int, shares: int, order: int) -> int:
-    """Return the distance of the examples from which a layer's factors are estimated by default.
+    """Return the default distance between the examples from which factors are estimated.
 
-    The distance is the largest power of 2 that leaves 32 examples, and 3 vectors for each row of
-    the largest factor; 1 if the batch has fewer. Martens & Grosse [2015, section 8] take an eighth
-    of a batch.
+    It is the largest power of 2 that leaves 32 examples, and 3 vectors per row of the largest
+    factor; 1 if the batch has fewer. Martens & Grosse [2015, section 8] use an eighth of a batch.
 
     Args:
-        examples: the number of examples of a share of the batch.
-        vectors: the number of vectors of the share.
-        shares: the number of shares of the batch, which all have about as many examples.
+        examples: the number of examples in a shard of the batch.
+        vectors: the number of vectors in the shard.
+        shares: the number of shards of the batch, which all have about as many examples.
         order: the number of rows of the largest factor.
     """
     enough = max(LEAST_EXAMPLES, math.ceil(LEAST_VECTORS * order * examples / max(1, vectors)))
@@ -53,12 +52,12 @@ def usual_distance(examples: int, vectors: int, shares: int, order: int) -> int:
 
 @dataclass(frozen=True)
 class Subsample:
-    """The examples of a layer's calls from which the layer's factors are estimated.
+    """The examples of a layer's calls from which its factors are estimated.
 
     Attributes:
         distance: from one example to the next; None for `usual_distance`.
         order: the number of rows of the layer's largest factor.
-        shares: the number of equal shares of a batch.
+        shares: the number of equal shards of a batch.
     """
 
     distance: int | None
@@ -66,16 +65,16 @@ class Subsample:
     shares: int
 
     def of(self, examples: int, vectors: int, begin: float) -> slice:
-        """Return the examples of a call.
+        """Return the selected examples of a call.
 
         Args:
-            begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
+            begin: the position of the first example, as a fraction of the distance, in [0, 1).
         """
         distance = self.distance or usual_distance(examples, vectors, self.shares, self.order)
         return slice(int(begin * min(distance, examples)), None, distance)
 
     def seen(self, calls: Iterable[CallSize], begin: float) -> Seen:
-        """Return the vectors of calls, and how many of the vectors are chosen."""
+        """Return the number of vectors in the calls, and the number of those selected."""
         total = Seen()
         for call in calls:
             of_call = self.of(call.examples, call.vectors, begin)
@@ -86,7 +85,7 @@ class Subsample:
 
 @dataclass(frozen=True)
 class Turn:
-    """One of several backward passes through a forward pass, and its weight in the sums.
+    """One of several backward passes through a forward pass, and its weight in the statistics.
 
     Attributes:
         rows: the number of rows of the outputs, by which gradients were divided.
@@ -102,39 +101,39 @@ class Turn:
 
 @dataclass(frozen=True)
 class Estimator:
-    """How factors are estimated, from which gradients, and with which average.
+    """How factors are estimated: from which gradients, and with which average.
 
-    `factor_decay` is a number or a schedule (a function of the step). The programs of
-    fisher_type="mc" and fisher_type="type-2" call `KFAC.record`. `numerics.moments` states the
-    normalisations.
+    `factor_decay` is a number or a schedule (a function of the step). Programs that use
+    fisher_type="mc" or "type-2" call `KFAC.record`. The normalisations are defined in
+    `numerics.moments`.
 
     Args:
-        factor_decay: the coefficient of the running average of factors, at least 0 and below 1.
-        initial_factor: the first value of a running average: the "first" factor, or the "identity".
+        factor_decay: the coefficient of the running average of factors, in [0, 1).
+        initial_factor: the first value of the running average: the "first" factor, or the
+            "identity".
         normalization: the scaling of factors. "expand": `G (x) A` is the Fisher block of the mean
-            loss; "sc20" and "kfac-pytorch": as in the code of SC20 or of kfac-pytorch. A damping
-            has another meaning for each scaling.
-        fisher_type: the gradients that make up G: gradients of the loss at the labels of the data
-            ("empirical"), at labels drawn from the model's distribution ("mc") or at all
-            labels of the distribution ("type-2"); or no gradients, and G is the identity
-            ("forward-only").
-        mc_samples: the number of labels that fisher_type="mc" draws for each example.
-        subsample: the distance of the examples in a batch from which factors are estimated: 4 for
-            every fourth example, from a first example that changes from step to step. None: a
-            distance for each layer that leaves at least 32 examples of all ranks together, and 3
-            vectors for each row of the layer's largest factor, if ranks have equal shards; 1 for
-            vectors, diagonals, and the preconditioner "ekfac".
+            loss; "sc20" and "kfac-pytorch": as in the code of SC20 or of kfac-pytorch. The same
+            damping means something else with each scaling.
+        fisher_type: the gradients from which G is computed: of the loss at the labels of the data
+            ("empirical"), at labels drawn from the model's distribution ("mc"), or at all labels of
+            that distribution ("type-2"); "forward-only" uses none, and G is the identity.
+        mc_samples: the number of labels per example that fisher_type="mc" draws.
+        subsample: the distance between the examples in a batch from which factors are estimated: 4
+            for every fourth example, where the first one changes from step to step. None: the
+            distance of each layer is chosen to leave at least 32 examples over all ranks, and 3
+            vectors per row of the layer's largest factor, if the ranks have equal shards; it is 1
+            for vectors, diagonals, and the preconditioner "ekfac".
         statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
             None for no rounding.
-        factor_dtype: the dtype in which running averages of factors are kept; None for the dtype of
-            the sums over a batch.
-        num_per_example_loss_terms: the positions of an example whose losses the mean loss averages,
-            such as the words of a text or the pixels of a segmentation; G of
-            fisher_type="empirical" is multiplied by the number, so that a damping has one meaning
-            for all Fishers. "mc" and "type-2" take the number from the outputs.
+        factor_dtype: the dtype of the running averages of factors; None for the dtype of the
+            statistics of a batch.
+        num_per_example_loss_terms: the positions per example over which the mean loss averages,
+            such as the words of a text or the pixels of a segmentation. G of
+            fisher_type="empirical" is multiplied by this number, so that a damping means the same
+            for all types of Fisher matrix; "mc" and "type-2" take the number from the outputs.
 
     Raises:
-        ValueError: a choice out of its bounds.
+        ValueError: a choice is invalid.
     """
 
     factor_decay: float | Schedule = 0.95
@@ -165,11 +164,11 @@ class Estimator:
 
     @property
     def of_loss(self) -> bool:
-        """Whether the backward passes of the loss count, or the passes of `turns` alone."""
+        """Whether the statistics use the backward passes of the loss, or only those of `turns`."""
         return self.fisher_type in ("empirical", "forward-only")
 
     def subsampled(self, layer: PlannedLayer, shares: int) -> Subsample:
-        """Return the choice of examples for a layer, of a batch in so many equal shares."""
+        """Return the selection of examples for a layer, from a batch in `shares` equal shards."""
         every = layer.preconditioner.vector or layer.shape.diagonal or layer.rescaled
         distance = 1 if self.subsample is None and every else self.subsample
         orders = [factor.order for side in layer.shape.sides for factor in layer.side(side)]
@@ -178,14 +177,14 @@ class Estimator:
     def turns(
         self, outputs: Sequence[Tensor], losses: Sequence[Loss]
     ) -> Iterator[tuple[Turn, list[Tensor]]]:
-        """Yield backward passes in the place of the pass of the loss, with gradients of outputs.
+        """Yield backward passes that replace that of the loss, with their gradients of outputs.
 
         Args:
             outputs: of each head; the loss is the sum of the heads' losses.
             losses: of each head.
 
         Raises:
-            ValueError: an unknown loss, or outputs with positions and all labels.
+            ValueError: a loss is unknown, or "type-2" is used for outputs with positions.
         """
         import torch
 
@@ -195,7 +194,7 @@ class Estimator:
             (each.to(torch.promote_types(each.dtype, torch.float32)), loss)
             for each, loss in zip(outputs, losses, strict=True)
         ]
-        if self.fisher_type == "type-2":  # head by head: labels of heads are independent
+        if self.fisher_type == "type-2":  # head by head, as the heads' labels are independent
             count, weight = sum(each.shape[1] for each in outputs), 1.0
             passes = (
                 [root if other is head else torch.zeros_like(other) for other, _ in heads]

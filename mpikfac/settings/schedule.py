@@ -1,8 +1,7 @@
 """Damping, intervals, decay and learning rate as pure functions of the step.
 
-A schedule maps a step (0, 1, 2, ...) to a number and keeps no state: the number does not depend on
-the steps taken before, so a resumed run and an uninterrupted run agree. Wherever a schedule is
-accepted, a plain number is accepted too.
+A schedule maps a step (0, 1, 2, ...) to a number. It keeps no state, so a resumed run gets the same
+numbers as an uninterrupted one. A number is accepted wherever a schedule is.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ Schedule = Callable[[int], float]
 
 
 def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
-    """Return the number in force at `step`, of a plain number or of a schedule.
+    """Return the value of a number or a schedule at `step`.
 
     Raises:
-        ValueError: the number is negative, infinite or no number; the text calls the number `name`.
+        ValueError: the value is negative, infinite or not a number; the text calls it `name`.
     """
     if callable(value):
         return check_size(f"schedule {name} at step {step}", value(step))
@@ -28,13 +27,12 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
 
 
 def every(interval: float | Schedule, step: int, name: str = "interval") -> bool:
-    """Return whether `step` is a multiple of the interval (in steps) that is in force at `step`.
+    """Return whether `step` is a multiple of the interval (in steps) in force at `step`.
 
     Step 0 is a multiple of every interval.
 
     Raises:
-        ValueError: the interval is not a whole number of at least 1; the text calls the interval
-            `name`.
+        ValueError: the interval is not a whole number of at least 1; the text calls it `name`.
     """
     steps = evaluate(interval, step, name)
     if steps < 1 or steps != int(steps):
@@ -43,13 +41,13 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
 
 
 def constant(value: float) -> Schedule:
-    """Return the schedule with `value` at every step."""
+    """Return a schedule that is `value` at every step."""
     number = check_size("value", value)
     return lambda _: number
 
 
 def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
-    """Return the schedule of `value`, times `factor` for every step in `at` that is reached."""
+    """Return a schedule of `value`, multiplied by `factor` at each step in `at`."""
     value, factor = check_size("value", value), check_size("factor", factor)
     milestones = [plain(step) for step in at]
     if any(not isinstance(step, int) or step < 0 for step in milestones):
@@ -60,7 +58,7 @@ def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
 
 
 def linear(start: float, stop: float, steps: int) -> Schedule:
-    """Return the straight line from `start` at step 0 to `stop` at step `steps` and later."""
+    """Return a straight line from `start` at step 0 to `stop` at step `steps` and later."""
     start, stop = check_size("start", start), check_size("stop", stop)
     steps = check_count("steps", steps, 1)
     return lambda step: start + (stop - start) * step / steps if step < steps else stop
@@ -80,7 +78,7 @@ def cosine(start: float, stop: float, steps: int) -> Schedule:
 
 
 def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> Schedule:
-    """Return `schedule` times a factor from `from_factor` at step 0 to 1 at step `steps`."""
+    """Return `schedule` times a linear factor: `from_factor` at step 0, 1 from step `steps` on."""
     if not callable(schedule):
         schedule = check_size("schedule", schedule)
     steps, from_factor = check_count("steps", steps, 1), check_size("from_factor", from_factor)
@@ -95,16 +93,16 @@ def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> 
 
 
 SETTLED = 160
-"""The step from which a `growing` interval is whole."""
+"""The step from which a `growing` interval is constant."""
 
 
 def growing(interval: int, multiple: int = 1) -> Schedule:
-    """Return a tenth of an interval until step 20, which doubles until the interval at step 160.
+    """Return a tenth of an interval until step 20, doubled until it is the interval at step 160.
 
-    The first factors are averages of few batches, and weights move most at first.
+    The first factors average few batches, and weights move fastest at the beginning.
 
     Args:
-        multiple: the number that divides all intervals.
+        multiple: a number that divides all intervals.
     """
     tenths = ((20, 1), (40, 2), (80, 4), (SETTLED, 8), (math.inf, 10))
 
@@ -116,10 +114,10 @@ def growing(interval: int, multiple: int = 1) -> Schedule:
 
 
 def in_force(name: str, setting: float | Schedule, step: int, below: float = math.inf) -> float:
-    """Return the number of a setting at `step`: above 0, or with `below` at least 0 and below.
+    """Return a setting's value at `step`: positive, or in [0, `below`) if `below` is given.
 
     Raises:
-        ValueError: the number is out of its bounds; the text calls the setting `name`.
+        ValueError: the value is out of its bounds; the text calls the setting `name`.
     """
     value = evaluate(setting, step, name)
     shown = f"{name} at step {step}={value!r}" if callable(setting) else f"{name}={value!r}"

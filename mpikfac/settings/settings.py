@@ -1,4 +1,4 @@
-"""The numbers of K-FAC, plain or as schedules, at any step."""
+"""The hyperparameters of K-FAC, constant or scheduled, at any step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers in force at a step; a first-order step has no numbers but the step.
+    """The hyperparameters in force at a step; a first-order step has only its number.
 
     Attributes:
         step: completed steps before the step.
         damping: of directions and decompositions.
         decay: of running averages.
-        bound: on the step; None for no bound.
-        momentum: of gradients, before gradients are preconditioned.
-        refreshes: whether a refresh of decompositions begins, or a turn of a refresh.
-        turn: the turn of the refresh that `step` belongs to; None without turns.
+        bound: of the clip; None for no clip.
+        momentum: of gradients, before they are preconditioned.
+        refreshes: whether a refresh of decompositions begins, or one slot of it.
+        turn: the slot of the refresh that `step` belongs to; None without slots.
         factor_update_steps: the interval between factors at the next step, which needs it at once.
         inv_update_steps: the interval between decompositions at the next step.
     """
@@ -41,17 +41,17 @@ class Numbers:
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly between 0 and 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of K-FAC, plain or as schedules; `KFAC` says what the numbers mean.
+    """The hyperparameters of K-FAC, constant or scheduled; see `KFAC` for their meaning.
 
-    A setting is checked at step 0 when the value is made, and whenever a step asks for a number.
+    They are checked at step 0 on construction, and whenever a step evaluates them.
 
     Raises:
-        ValueError: a number out of its bounds, by name.
+        ValueError: a value is out of its bounds; the text names it.
     """
 
     damping: Damping
@@ -71,16 +71,16 @@ class Settings:
         if self.grafting.momentum and self.clip is not None:
             raise ValueError(
                 f"momentum={self.grafting.momentum!r} of gradients needs clip=None, not "
-                f"{self.clip!r}: the direction is not of the step's gradient alone"
+                f"{self.clip!r}: the direction does not depend on the step's gradient alone"
             )
         for name in ("factor_update_steps", "inv_update_steps"):
             self.due(name, 0)
 
     def at(self, step: int, stagger: int = 1) -> Numbers:
-        """Return the numbers in force at `step`, with refreshes in `stagger` turns.
+        """Return the hyperparameters in force at `step`, with refreshes in `stagger` slots.
 
         Raises:
-            ValueError: a number is out of its bounds.
+            ValueError: a value is out of its bounds.
         """
         bound = self.bound
         return Numbers(
@@ -97,7 +97,7 @@ class Settings:
 
     @property
     def bound(self) -> str:
-        """The name of the bound on a step, such as "kl_clip"; "" for no bound."""
+        """The name of the clip's bound, such as "kl_clip"; "" without a clip."""
         return "" if self.clip is None else f"{self.clip.name}_clip"
 
     def _in_force(self, name: str, step: int, below: float = math.inf) -> float:
@@ -106,7 +106,7 @@ class Settings:
         return in_force(name, setting, step, below)
 
     def due(self, name: str, step: int, turns: int = 1) -> bool:
-        """Return whether an interval begins at `step`, or one of the interval's `turns`.
+        """Return whether an interval, or one of its `turns` slots, begins at `step`.
 
         Raises:
             ValueError: the interval is not a multiple of `turns`.
@@ -116,20 +116,21 @@ class Settings:
         return step % self._between(name, step, turns) == 0
 
     def begin(self, step: int) -> float:
-        """Return where the examples of an update of factors begin, from 0 to 1 of their distance.
+        """Return the offset of an update's first example, as a fraction of the distance, in [0, 1).
 
-        Updates in a row begin at all places in turn, evenly, for any interval between updates: no
-        position of a batch whose examples are frames or windows of few images is left out for ever.
+        Consecutive updates spread their offsets evenly, whatever the interval between them, so
+        that no position is skipped forever in batches whose examples are frames or windows of few
+        images.
         """
         interval = self._between("factor_update_steps", step, 1)
         return (step // interval * GOLDEN_RATIO + (interval - 1) * 2**0.5) % 1
 
     def _turn(self, step: int, turns: int) -> int:
-        """Return the number, from 0 on, of the turn of a refresh that `step` belongs to."""
+        """Return the index of the refresh slot that `step` belongs to."""
         return step // self._between("inv_update_steps", step, turns) % turns
 
     def _between(self, name: str, step: int, turns: int) -> int:
-        """Return the steps from one turn to the next."""
+        """Return the number of steps from one slot to the next."""
         interval = evaluate(getattr(self, name), step, name)
         if interval % turns:
             raise ValueError(f"{name}={interval!r} must be a multiple of stagger={turns}")

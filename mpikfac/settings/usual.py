@@ -1,6 +1,6 @@
-"""The recommended numbers of K-FAC, which the library and the programs take by default.
+"""The recommended hyperparameters of K-FAC, which are the defaults of library and programs.
 
-`benchmarks/defaults.py` has chosen the numbers over ten networks, by the worst of the ten.
+`benchmarks/defaults.py` chose them on ten networks, by the worst result of the ten.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mpikfac.settings.schedule import Schedule, growing
 RATE = 0.0075
 MOMENTUM = 0.9
 WEIGHT_DECAY = 0.0005
-SHARE = 10.0  # of the mean eigenvalue: the relative damping
+SHARE = 10.0  # the relative damping, as a multiple of the mean eigenvalue
 
 
 class Intervals(NamedTuple):
@@ -24,5 +24,5 @@ class Intervals(NamedTuple):
 
 
 def usual_intervals(stagger: int = 1) -> Intervals:
-    """Return the usual intervals, for decompositions in `stagger` turns."""
+    """Return the default intervals, for decompositions in `stagger` slots."""
     return Intervals(growing(FACTOR_EVERY), growing(BASIS_EVERY, multiple=stagger))

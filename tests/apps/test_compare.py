@@ -202,7 +202,7 @@ def test_tables_are_written_as_csv_and_latex(tmp_path):
     [
         (None, "metrics.jsonl is missing; give the run_dir of a run"),
         ("", "metrics.jsonl holds no complete epoch yet"),
-        ('{"step": 1, "epoch": 1, "seconds": 1}\n{"st\n', "metrics.jsonl, line 2 is no JSON"),
+        ('{"step": 1, "epoch": 1, "seconds": 1}\n{"st\n', "metrics.jsonl, line 2 is not JSON"),
     ],
 )
 def test_a_run_that_cannot_be_read_ends_with_code_2_and_one_line(

@@ -42,7 +42,7 @@ BAD = {
     "misspelt key of two groups": ("--wrokers=1", "did you mean data.workers?"),
     "abbreviated key": ("--kfac.damp=1", "unknown key kfac.damp; did you mean kfac.damping?"),
     "no option": ("train", "'train' belongs to no option; write --key value"),
-    "no value": ("--epochs", "epochs is given without a value; it must be a whole number >= 1"),
+    "no value": ("--epochs", "epochs has no value; it must be a whole number >= 1"),
     "text for a number": ("--lr=fast", "lr=fast must be a finite number > 0"),
     "fraction for a count": ("--epochs=1.5", "epochs=1.5 must be a whole number >= 1"),
     "not a bool": (
@@ -98,7 +98,7 @@ BAD = {
     ),
     "fraction": (
         "--strategy=hybrid --assignment.grad_worker_fraction=0.4",
-        "grad_worker_fraction=0.4 of 6 ranks is no whole number of workers",
+        "grad_worker_fraction=0.4 of 6 ranks is not a whole number of workers",
     ),
     "workers and fraction": (
         "--strategy=hybrid --assignment.grad_workers=2 --assignment.grad_worker_fraction=0.5",
@@ -190,7 +190,7 @@ BAD = {
         "batch: 12 until 3, 0\n",
         "must be a whole number >= 1 or null or numbers by epoch",
     ),
-    "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: give one of"),
+    "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: set one of"),
     "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),
     "images of another size": (
         "--model=vit_small",
@@ -262,8 +262,8 @@ BAD = {
     ),
     "frozen layers on curvature servers": (
         "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
-        "frozen_epochs=2 needs refresh=owners, not curvature-servers: the ranks know the layers of "
-        "the start",
+        "frozen_epochs=2 needs refresh=owners, not curvature-servers: the ranks know only the "
+        "layers of the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",
@@ -271,11 +271,11 @@ BAD = {
     ),
     "frozen layers of a chosen strategy": (
         "--frozen_epochs=2 --strategy=auto --machine=a100-hdr",
-        "frozen_epochs=2 needs a named strategy, not auto: auto looks at the trained layers",
+        "frozen_epochs=2 needs a named strategy, not auto: auto depends on the trained layers",
     ),
     "frozen layers of copies": (
         "--frozen_epochs=2 --strategy=local-sgd --optimizer=sgd",
-        "frozen_epochs=2 needs sync=synchronous, not local-sgd: ranks hold different copies",
+        "frozen_epochs=2 needs sync=synchronous, not local-sgd: ranks have different replicas",
     ),
     "mixed labels of pixels": (
         "--model=autoencoder_small --data.mixup=0.2",
@@ -288,11 +288,11 @@ BAD = {
     "no distribution": ("--data.mixup=0", "data.mixup=0.0 must be a finite number > 0 or null"),
     "half a pair": (
         "--data.mixup=0.2 --batch=18",
-        "data.mixup=0.2 needs an even number of images of a rank, not 3: batch=18 on 6 ranks",
+        "data.mixup=0.2 needs an even number of images per rank, not 3: batch=18 on 6 ranks",
     ),
     "half a pair in later epochs": (
         "batch: 12 until 3, 18\ndata: {cutmix: 1}\n",
-        "data.cutmix=1.0 needs an even number of images of a rank, not 3: batch=18 on 6 ranks",
+        "data.cutmix=1.0 needs an even number of images per rank, not 3: batch=18 on 6 ranks",
     ),
     "Nesterov's momentum of Adam": (
         "--optimizer=adamw --nesterov",
@@ -323,11 +323,11 @@ BAD = {
     "unused factor": ("--decay_factor=0.5", "decay_factor=0.5 needs schedule=step, not linear"),
     "average of copies": (
         "--ema_decay=0.9 --strategy=local-sgd",
-        "ema_decay=0.9 needs sync=synchronous, not local-sgd: ranks hold different copies",
+        "ema_decay=0.9 needs sync=synchronous, not local-sgd: ranks have different replicas",
     ),
     "ranks lost with copies": (
         "--shrink=true --sync=local-sgd --sync.sync_every=2 --optimizer=sgd",
-        "shrink=true needs sync=synchronous, not local-sgd: ranks hold different copies",
+        "shrink=true needs sync=synchronous, not local-sgd: ranks have different replicas",
     ),
     "chosen for a baseline": (
         "--optimizer=sgd --strategy=auto --machine=a100-hdr",
@@ -351,12 +351,12 @@ BAD = {
         "--config=.",
         "config=. cannot be read: it is a directory, not a regular file",
     ),
-    "group": ("--kfac=none.yaml", "kfac is a group of options; give one of them, such as --kfac.f"),
-    "bad YAML": ("lr: [1\n", "bad.yaml, line 2 is no YAML: expected ',' or ']'"),
-    "not text": ("lr: \udcff\n", "bad.yaml is no YAML: invalid start byte"),
+    "group": ("--kfac=none.yaml", "kfac is a group of options; set one of them, such as --kfac.f"),
+    "bad YAML": ("lr: [1\n", "bad.yaml, line 2 is not YAML: expected ',' or ']'"),
+    "not text": ("lr: \udcff\n", "bad.yaml is not YAML: invalid start byte"),
     "control character": (
         "a:\nlr: \x07\n",
-        "bad.yaml, line 2 is no YAML: special characters are not",
+        "bad.yaml, line 2 is not YAML: special characters are not",
     ),
     "duplicate key": ("lr: 1\nlr: 2\n", "bad.yaml, line 2: lr is given twice; give it once"),
     "dotted duplicate": (
@@ -367,11 +367,11 @@ BAD = {
         "kfac: {factor_decay: 0, factor_decay: 0}\n",
         "line 1: kfac.factor_decay is given twice",
     ),
-    "value for a group": ("kfac: 3\n", "bad.yaml: kfac must hold lines of the form `key: value`"),
-    "list for a file": ("- 1\n", "bad.yaml: the file must hold lines of the form `key: value`"),
-    "empty file": ("\n", "bad.yaml: the file must hold lines of the form `key: value`"),
+    "value for a group": ("kfac: 3\n", "bad.yaml: kfac must have lines of the form `key: value`"),
+    "list for a file": ("- 1\n", "bad.yaml: the file must have lines of the form `key: value`"),
+    "empty file": ("\n", "bad.yaml: the file must have lines of the form `key: value`"),
     "unknown in a file": ("lr: 1\nkfac:\n  foo: 1\n", "bad.yaml, line 3: unknown key kfac.foo; k"),
-    "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1 is no YAML: found unhashable key"),
+    "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1 is not YAML: found unhashable key"),
     "null for a number": ("epochs: 1\nmomentum:\n", "momentum=null must be a finite number"),
     "bool for a count": ("epochs: true\n", "epochs=True must be a whole number >= 1"),
     "number for a name": (
@@ -408,7 +408,7 @@ def test_every_number_has_a_largest_value(leaf, digits, tmp_path):
     with pytest.raises(ValueError, match="must") as given:
         parse([f"--{leaf.key}={text}"], 1)
     (tmp_path / "run.yaml").write_text(f"{leaf.key}: {text}\n")
-    with pytest.raises(ValueError, match="must lie within|is no value of type int") as read:
+    with pytest.raises(ValueError, match="must be within|is not a value of type int") as read:
         parse([f"--config={tmp_path / 'run.yaml'}"], 1)
     for line in map(str, (given.value, read.value)):
         assert "\n" not in line and len(line) < 300
@@ -561,7 +561,7 @@ def test_help_has_a_heading_for_each_kind_of_choice(capsys):
             sections[key[1]] = heading
     expected = {"lr": "learning rate", "kfac.damping": "K-FAC: damping", "data.path": "data"}
     expected |= {"sync": "strategy", "sync.rho": "sync=parle: ", "refresh.staleness": "owners: "}
-    expected |= {"compression.gradients": "How numbers are encoded"}
+    expected |= {"compression.gradients": "How values are encoded"}
     expected |= {"compression.gradients.ratio": "gradients=top-k: "}
     assert {key: words in sections[key] for key, words in expected.items()} == dict.fromkeys(
         expected, True

@@ -164,11 +164,11 @@ def test_late_rows_go_on_with_the_run(tmp_path, unbroken):
     arguments = (*SHORT, "--aggregate=delayed", "--delay=3", f"--run_dir={tmp_path / 'run'}")
     assert launch(2, *PROGRAM, *arguments, "--max_steps=5").returncode == 0
     ended = launch(2, *PROGRAM, *arguments, "--resume=auto", "--max_steps=7")
-    assert ended.returncode == 0 and "begin with 0" not in ended.stdout + ended.stderr
+    assert ended.returncode == 0 and "restart from 0" not in ended.stdout + ended.stderr
     assert rows_of(tmp_path / "run") == unbroken["delayed"][:7]
     ended = launch(3, *PROGRAM, *arguments, "--resume=auto")
     assert ended.returncode == 0
-    assert (ended.stdout + ended.stderr).count("late rows begin with 0") == 1
+    assert (ended.stdout + ended.stderr).count("delayed rows restart from 0") == 1
 
 
 def test_mistakes_are_told_in_a_line(tmp_path):

@@ -200,7 +200,10 @@ def test_another_number_of_groups_is_refused(runs):
     ("arguments", "text"),
     [
         (["--groups=3"], r"groups=3 must divide the number of ranks \(4\)"),
-        (["--groups=2", "--shrink=true"], "groups=2 needs shrink=false, not true: ranks that are"),
+        (
+            ["--groups=2", "--shrink=true"],
+            "groups=2 needs shrink=false, not true: the remaining ranks",
+        ),
         (["--groups=2", "--patience=2"], "groups=2 needs patience=null, not 2: groups end"),
         (
             ["--groups=2", "--sync=local-sgd", "--optimizer=sgd"],
@@ -218,7 +221,8 @@ def test_another_number_of_groups_is_refused(runs):
                 "--momentum=0",
                 "--weight_decay=0",
             ],
-            "groups=2 needs another kfac.grafting than quadratic-model: its model knows no peers",
+            "groups=2 needs another kfac.grafting than quadratic-model: its model does not include "
+            "the peers",
         ),
         (
             ["--groups=2", "--model=autoencoder", "--data.name=curves"],

@@ -271,7 +271,7 @@ BAD = {
         "vehicle: {type: bicycle, gaers: 7}\n",
         "line 1: unknown key vehicle.gaers; did you mean vehicle.gears?",
     ),
-    "value for a group": ("boot: 3\n", "boot must hold lines of the form `key: value`"),
+    "value for a group": ("boot: 3\n", "boot must have lines of the form `key: value`"),
     "own type without a file": (
         "--vehicle=missing.py:Train",
         "vehicle=missing.py:Train: missing.py is no file",

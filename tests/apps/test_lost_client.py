@@ -28,4 +28,4 @@ def test_a_dead_client_is_dropped_and_named(monkeypatch, client, step):
     lines = job.stdout.splitlines()
     assert f"served {' '.join(map(str, taken))}" in lines, job.stderr
     assert lines.count(f"met at {sum(taken)}") == 2
-    assert f"client {client} is lost; 2 clients go on" in job.stderr
+    assert f"client {client} is lost; 2 clients continue" in job.stderr

@@ -524,7 +524,7 @@ def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--accumulate=7", "accumulate=7 must divide the 120 images of a rank's share of batch"),
+        ("--accumulate=7", "accumulate=7 must divide the 120 images per rank of batch"),
         (
             "--accumulate=2 --transport.virtual_ranks=2",
             "accumulate=2 needs transport.virtual_ranks=null, not 2",

@@ -67,7 +67,7 @@ def test_the_table_of_programs_names_what_exists(name):
     ("arguments", "words"),
     [
         (["train", "--lerning_rate", "1"], "mpikfac: options: unknown key lerning_rate; did you"),
-        (["train", "--kfac", "1"], "kfac is a group of options; give one of them, such as --kfac."),
+        (["train", "--kfac", "1"], "kfac is a group of options; set one of them, such as --kfac."),
         (["plan", "--modl=x"], "mpikfac plan: unknown key modl; did you mean model?"),
         (["trane"], "mpikfac: unknown program 'trane'; did you mean train?"),
         (["x"], "mpikfac: unknown program 'x'; see mpikfac --help"),

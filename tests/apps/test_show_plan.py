@@ -282,7 +282,7 @@ def test_a_refused_module_may_be_skipped_by_the_option_in_the_message(tmp_path, 
     file.write_text(OWN)
     asked = ["--model", f"{file}:bounded", "--ranks", "2", "--skip", '["1"]']
     assert main(asked) == 2
-    told = capsys.readouterr().err.partition("for first-order training, give ")[2]
+    told = capsys.readouterr().err.partition("for first-order training, pass ")[2]
     option, names = shlex.split(told)
     assert main([*asked[:-2], option, names]) == 0
     assert (option, names) == ("--skip", '["1", "0"]')

@@ -199,7 +199,7 @@ def test_ranks_that_a_strategy_cannot_use_are_left_out(tmp_path):
     ]
     ((label, why),) = found.left_out
     assert label == "hybrid on 3 ranks"
-    assert "grad_worker_fraction=0.5 of 3 ranks is no whole number of workers" in why
+    assert "grad_worker_fraction=0.5 of 3 ranks is not a whole number of workers" in why
 
 
 @pytest.mark.parametrize("name", sorted(spec.NAMED))
@@ -235,13 +235,13 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
             {"strategies": {"mine": {"kfac.solvr": 1}}},
             "strategies.mine: unknown key kfac.solvr",
         ),
-        ({"strategies": {"mine": ["lr"]}}, "strategies.mine=['lr'] must hold lines of the form"),
+        ({"strategies": {"mine": ["lr"]}}, "strategies.mine=['lr'] must have lines of the form"),
         ({"options": {"run_dir": "x"}}, "options: run_dir is given by the study itself; leave it"),
-        ({"options": [1]}, "options=[1] must hold lines of the form `key: value`"),
+        ({"options": [1]}, "options=[1] must have lines of the form `key: value`"),
         ({"launcher": "pbs"}, "launcher=pbs must be one of mpirun, slurm"),
         ({"target": 970}, "target=970 must be at most 100: an accuracy in per cent"),
         ({"options": {"batch_size": 1}}, "options: unknown key batch_size; did you mean batch?"),
-        ({"machine": "nowhere.json"}, "machine=nowhere.json is no file that can be read"),
+        ({"machine": "nowhere.json"}, "machine=nowhere.json is not a readable file"),
         ({"base": "nowhere.yaml"}, "base=nowhere.yaml is no file"),
         (
             {"options": {"batch": "60 until 1, 120"}},
@@ -254,7 +254,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ),
         (
             {"strategies": {"mine": {"kfac.skip": ["fcc"]}}},
-            "mine on 2 ranks: skip names 'fcc', which is no module of the model",
+            "mine on 2 ranks: skip names 'fcc', which is not a module of the model",
         ),
         (
             {"strategies": {"mine": {"strategy": "staggered", "kfac.inv_update_steps": 4}}},
@@ -274,8 +274,8 @@ def test_a_mistake_is_one_line_and_nothing_is_run(tmp_path, capsys, changes, mes
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the file must hold lines of the form `key: value`"),
-        ("name: [", "line 1 is no YAML"),
+        ("", "the file must have lines of the form `key: value`"),
+        ("name: [", "line 1 is not YAML"),
         ("name: a\nname: b\n", "line 2: name is given twice; give it once"),
         ("matrix:\n  ranks: [1]\n  ranks: [2]\n", "line 3: matrix.ranks is given twice"),
         ("options:\n  kfac.lr: 1\n  kfac: {lr: 2}\n", "line 3: options.kfac.lr is given twice"),

@@ -80,7 +80,7 @@ def test_wrong_options_of_kfac_are_refused_in_one_line():
     """Oracle: the lines."""
     for argument, text in (
         ("--kfac.workers=3", "workers=3 must divide the number of ranks (2)"),
-        ("--kfac.skip=[backbones]", "skip names 'backbones', which is no module of the model"),
+        ("--kfac.skip=[backbones]", "skip names 'backbones', which is not a module of the model"),
     ):
         ended = launch(2, *PROGRAM, *SHORT, argument)
         assert ended.returncode == 2

@@ -282,7 +282,7 @@ def test_all_clients_hold_the_same_model_after_they_met(comm):
     def train(trainer, ranks):
         steps(trainer, ranks.rank, ranks.size, range(3))
         assert not trainer.combined
-        with pytest.raises(ValueError, match="call combine"):
+        with pytest.raises(ValueError, match="call average_replicas"):
             trainer.state_dict()
         trainer.votes[1] = ranks.rank
         time.sleep(0.05 * ranks.rank)  # the first client waits for the others
@@ -552,7 +552,7 @@ def test_an_update_goes_once_to_the_servers(comm, push_every):
 @pytest.mark.parametrize(
     ("choices", "make", "said"),
     [
-        ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; give the trainer what"),
+        ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; pass what"),
         (
             {"ranks_per_client": 9},
             problem.sgd,
@@ -572,7 +572,7 @@ def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):
     if team.comm is not None:
         with pytest.raises(ValueError, match=said):
             AsyncSGD(model, make(model), team, asynchronous(**choices))
-        with pytest.raises(ValueError, match="run_parameter_server.. is for ranks that split"):
+        with pytest.raises(ValueError, match="run_parameter_server.. is for the ranks that split"):
             mpikfac.lab.run_parameter_server(model, make(model), team)
     comm.Barrier()
 

@@ -169,7 +169,7 @@ def test_precondition_refuses_a_changed_model(comm):
     model[0].requires_grad_(True)
     x, y = batch(0, comm)
     F.cross_entropy(model(x), y).backward()
-    with pytest.raises(ValueError, match="precondition\\(\\) cannot take up a change"):
+    with pytest.raises(ValueError, match="precondition\\(\\) cannot adopt the change"):
         kfac.precondition()
 
 
@@ -183,7 +183,7 @@ def test_a_change_that_cannot_be_taken_up_is_named(comm, make):
     model[0].float()
     x, y = batch(0, comm)
     F.cross_entropy(model[1:](model[0](x.float()).double()), y).backward()
-    with pytest.raises(UserError, match="changed, and the change cannot be taken up: 2"):
+    with pytest.raises(UserError, match="changed, and the change cannot be adopted: 2"):
         trainer.step()
     trainer.close()
 

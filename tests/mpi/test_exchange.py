@@ -241,7 +241,7 @@ def test_the_mean_of_the_copies_is_the_state_of_the_run(comm):
     planned = sum(message.bytes for messages in exchanges for message in messages)
     assert comm.allreduce(sum(trainer.trace.sent.values())) == planned
     assert inside.memory(trainer)["copies"] == trainer.plan.memory(comm.rank)["copies"]
-    with pytest.raises(ValueError, match="call combine"):
+    with pytest.raises(ValueError, match="call average_replicas"):
         trainer.state_dict()
     copies = comm.allgather(problem.state(model))
     trainer.average_replicas()

@@ -254,5 +254,5 @@ def test_late_rows_of_other_ranks_begin_anew(comm, caplog):
     fresh = work_of(comm, aggregate="delayed", delay=2)
     fresh.load(other)
     assert not any(rows.any() for late in fresh.sums.late for _, rows in late.items())
-    assert ("begin with 0" in caplog.text) == (comm.rank == 0)
+    assert ("restart from 0" in caplog.text) == (comm.rank == 0)
     assert fresh.trainer.steps == 4

@@ -233,7 +233,7 @@ def test_the_state_of_rank_0_alone_is_refused_where_owners_step(comm):
     optimizer = DistributedMuon(problem.network())
     learn(comm, optimizer.trainer.model, optimizer, range(2))
     before = weights(optimizer.trainer.model)
-    line = "is missing; .* load each rank's own file, or take save_checkpoint"
+    line = "is missing; .* load each rank's own file, or use save_checkpoint"
     with pytest.raises(UserError, match=line):
         optimizer.load_state_dict(comm.bcast(stored(optimizer.state_dict())))
     assert torch.equal(weights(optimizer.trainer.model), before)

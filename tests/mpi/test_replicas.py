@@ -170,7 +170,7 @@ def test_copies_are_no_state_of_the_run(comm):
     model = problem.network()
     trainer = FirstOrderTrainer(model, problem.sgd(model), comm, strategy)
     problem.run(trainer, comm, [0])
-    with pytest.raises(ValueError, match="call combine"):
+    with pytest.raises(ValueError, match="call average_replicas"):
         trainer.state_dict()
     trainer.average_replicas()
     states = comm.allgather(problem.state(model).cpu())

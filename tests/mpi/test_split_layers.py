@@ -359,7 +359,7 @@ def test_refusals_of_layers(comm):
     refused(comm, model, {"7": "outputs"}, "layer '7' has 5 outputs, which tp_size=")
     narrow = nn.Sequential(nn.Linear(12, 25), nn.ReLU(), nn.Linear(25, 12))
     # Inputs of the first layer and outputs of the second layer divide; slices in between do not.
-    text = f"layer '0' hands on 25 outputs to a split layer, which tp_size={comm.size} does not"
+    text = f"layer '0' passes 25 outputs on to a split layer, which tp_size={comm.size} does not"
     refused(comm, narrow, {"0": "inputs", "2": "outputs"}, text)
     grouped = nn.Sequential(nn.Conv2d(12, 12, 3, groups=2))
     refused(comm, grouped, {"0": "inputs"}, "layer '0': a convolution with groups=2 cannot be")

@@ -51,7 +51,7 @@ TABLE = (
     Mistake(
         "optimizers by name: a method's address stands in the place of the momentum",
         "optimizer.py",
-        "grafting = grafting.with_momentum(momentum)  # an error names the number",
+        "grafting = grafting.with_momentum(momentum)  # an error prints the number",
         "pass",
         "tests/unit/test_kfac_optimizer.py",
     ),

@@ -28,7 +28,7 @@ PLACES = {
     "diloco": ("weights every 50 steps by an outer step", "all ranks", "none", "none", "mean"),
     "lsgd": (
         *("weights every 8 steps", "all ranks", "none", "none"),
-        "towards the copy with the least loss",
+        "towards the copy with the lowest loss",
     ),
     "streaming-diloco": (
         *("weights every 50 steps by an outer step in 5 parts by turns", "all ranks", "none"),

@@ -186,11 +186,11 @@ def test_a_run_goes_on_with_the_cut_factors(stop):
 @pytest.mark.parametrize("text", ["[]", "{", '{"0": {"vectors": -1, "chosen": 1}}', '{"0": 3}'])
 def test_a_state_with_other_numbers_of_vectors_is_refused(text):
     """Oracle: the line, and the run as before."""
-    with pytest.raises(ValueError, match="item 'kfac/seen' has no numbers of vectors"):
+    with pytest.raises(ValueError, match="item 'kfac/seen' has no counts of vectors"):
         seen_in(text)
     optimizer = KFACOptimizer(network())
     state = optimizer.trainer.state_dict() | {"kfac/seen": text}
-    with pytest.raises(mpikfac.UserError, match="has no numbers of vectors"):
+    with pytest.raises(mpikfac.UserError, match="has no counts of vectors"):
         optimizer.trainer.load_state_dict(state)
     train(optimizer, range(1))
 
@@ -245,13 +245,13 @@ def test_a_line_says_once_what_a_step_costs_and_where(caplog):
     caplog.set_level(logging.INFO, "mpikfac")
     optimizer = KFACOptimizer(network())
     train(optimizer, range(3))
-    (line,) = [r.getMessage() for r in caplog.records if "of SGD's operations" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "SGD's operations" in r.getMessage()]
     plan, every = optimizer.trainer.plan, (1 / 10, 1 / 50)
     (form, *_), seen = forms("inverse"), Seen(12, 12)
     counts = [operations(layer, form, seen, orthogonal=True) for layer in plan.layers]
     added = sum(one.direction + one.updates(*every) for one in counts)
     times = 1 + added / sum(one.passes for one in counts)
-    assert line.startswith(f"K-FAC: {times:.2g} of SGD's operations a step; layer 0 is ")
+    assert line.startswith(f"K-FAC: {times:.2g} times SGD's operations per step; layer 0 has ")
     assert line.endswith("(order 301, in blocks of at most 101)")
     assert times > 2
     assert {r.levelname for r in caplog.records if r.getMessage() == line} == {"WARNING"}

@@ -17,7 +17,7 @@ OTHERS = {
     "rows": (lambda: torch.eye(3).to_sparse_csr(), "seen is torch.sparse_csr, and must be plain"),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-        r"seen is quantized, and must be plain; give dequantize\(\) of it",
+        r"seen is quantized, and must be plain; use its dequantize\(\)",
     ),
     "conjugate": (lambda: torch.tensor([1j]).conj(), "seen is a conjugate view, and must be plain"),
     "lazy": (nn.UninitializedBuffer, "seen has no shape yet; call the model before"),

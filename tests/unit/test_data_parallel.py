@@ -156,6 +156,6 @@ def test_only_running_statistics_are_averaged(comm):
 def test_sparse_gradients_are_refused(comm):
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(
-        ValueError, match="layer '0' has sparse gradients; make it with sparse=False"
+        ValueError, match="layer '0' has sparse gradients; create it with sparse=False"
     ):
         mpikfac.FirstOrderTrainer(model, torch.optim.SGD(model.parameters()), comm)

@@ -117,9 +117,9 @@ def test_files_without_a_size_are_bounded() -> None:
         ("[" * 33 + "]" * 33, "it has more than 32 levels"),
         ('{"a":' * 33 + "0" + "}" * 33, "it has more than 32 levels"),
         ("[" * 10**6, "it has more than 32 levels"),
-        ("[1,\n2,]", "line 2 is no JSON"),
+        ("[1,\n2,]", "line 2 is not JSON"),
         ("1" * 5000, "integer"),
-        (b"\xff\xfe\xfa", "it is no JSON"),
+        (b"\xff\xfe\xfa", "it is not JSON"),
     ],
 )
 def test_json_is_bounded(text, message) -> None:

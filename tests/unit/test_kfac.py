@@ -326,7 +326,7 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
     model = linear()
     kfac = mpikfac.KFAC(model, sgd(model), comm, changed(Strategy(MemOpt()), choice))
     learn(kfac, 0)
-    with pytest.raises(ValueError, match="gradients are not the caller's; call step"):
+    with pytest.raises(ValueError, match="cannot average or step gradients; call step"):
         kfac.precondition()
 
 
@@ -385,7 +385,7 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
                 {"factor_dtype": torch.bfloat16},
             )
         ),
-        ({"skip": ["1"]}, "skip names '1', which is no module of the model"),
+        ({"skip": ["1"]}, "skip names '1', which is not a module of the model"),
         (
             {"strategy": Strategy(HybridOpt(grad_workers=2))},
             "grad_workers=2 must divide the number of ranks (1); try one of [1]",

@@ -202,7 +202,7 @@ def test_an_unknown_argument_is_named(wrong, right):
 
 def test_a_named_optimizer_takes_no_preconditioner_and_its_own_momentum():
     """Oracle: the lines; Muon's momentum of 0.95 [Jordan 2024], and a number that is given."""
-    line = "'eigen' is no argument of DistributedMuon, whose preconditioner is 'muon'; leave it out"
+    line = "'eigen' is not an argument of DistributedMuon, whose preconditioner is 'muon'; leave"
     with pytest.raises(ValueError, match=line):
         DistributedMuon(network(), preconditioner="eigen")
     with pytest.raises(TypeError, match="DistributedShampoo has no argument 'dampng'; did you"):
@@ -295,7 +295,7 @@ def test_a_trainer_that_is_gone_refuses_nothing():
         (
             lambda p: torch.optim.SGD(p, 0.1),
             {"grafting": AdamGrafting()},
-            "lr=0.1 is a rate of SGD; with AdamGrafting(",
+            "lr=0.1 is a learning rate of SGD; with AdamGrafting(",
         ),
         (lambda p: torch.optim.SGD(p, 0.1), {"grafting": SGDGrafting()}, ""),
         (lambda p: torch.optim.SGD(p, 0.0075), {"grafting": AdamGrafting(momentum=0.9)}, ""),
@@ -340,7 +340,7 @@ def test_the_first_roots_of_one_gradient_make_long_directions(caplog, preconditi
         gradients = [p.grad for p in model.parameters()]
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
         kfac.optimizer.zero_grad()
-    line = f"the factors of '{preconditioner}' begin with a single gradient"
+    line = f"the factors of '{preconditioner}' start with a single gradient"
     assert (line in caplog.text) == (clip is None)
     if clip is None:
         assert norms[1] > 2 * norms[0]
@@ -378,6 +378,6 @@ def test_a_scheduler_gives_no_momentum_where_none_is_taken():
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=9)
     loss_of(model).backward()
     with pytest.raises(
-        ValueError, match=r"KFACOptimizer\(momentum=0\) takes no momentum of a group"
+        ValueError, match=r"KFACOptimizer\(momentum=0\) cannot use the momentum of a group"
     ):
         optimizer.step()

@@ -191,11 +191,11 @@ def test_modules_that_share_their_parameters_are_one_layer():
         (
             nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)),
             [],
-            "layer '0': Embedding with max_norm=1.0 is not covered; for first-order training, give "
+            "layer '0': Embedding with max_norm=1.0 is not covered; for first-order training, pass "
             "coverage=mpikfac.Coverage(skip=['0'])",
         ),
         (nn.ModuleDict({"conv1": nn.Linear(2, 2)}), ["conv2"], "did you mean 'conv1'?"),
-        (nn.Sequential(nn.Linear(2, 2)), ["head"], "skip names 'head', which is no module"),
+        (nn.Sequential(nn.Linear(2, 2)), ["head"], "skip names 'head', which is not a module"),
     ],
 )
 def test_what_cannot_be_covered_is_refused_by_name(model, skip, text):
@@ -215,7 +215,7 @@ def test_weights_that_are_computed_in_every_pass_are_refused():
     text = (
         "layers '0', '1', '2' and '3': the weight is computed in every pass, as by weight_norm, "
         "spectral_norm or prune, which is not covered; layer '5': Embedding with max_norm=1.0 is "
-        "not covered; for first-order training, give "
+        "not covered; for first-order training, pass "
         "coverage=mpikfac.Coverage(skip=['0', '1', '2', '3', '5'])"
     )
     with pytest.raises(layers.Refused, match=re.escape(text)):

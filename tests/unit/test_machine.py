@@ -109,7 +109,7 @@ def changed(**values):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{", "line 1 is no JSON"),
+        ("{", "line 1 is not JSON"),
         ("[]", "the file is [], not an object of keys and values"),
         (changed(speed=1), "the file has the unknown key 'speed'; known are name, inside"),
         ('{"name": "a"}', "the file lacks the key 'inside'"),
@@ -118,13 +118,13 @@ def changed(**values):
         (changed(between={"latency": "1", "bandwidth": 1}), "between.latency='1' must be a finite"),
         (changed(ranks_per_node=0), "ranks_per_node=0 must be a whole number of at least 1"),
         (changed(products=[[1]]), "products must be a list of pairs of numbers"),
-        (changed(products=[], networks=[BARE]), "give products, or precondition of model='a'"),
+        (changed(products=[], networks=[BARE]), "set products, or precondition of model='a'"),
         (changed(library="MyMPI"), "library='MyMPI' must be one of Open MPI, MPICH"),
         (changed(hidden=2), "hidden=2 must be a number from -10 to 1"),
         (changed(networks=None), "networks is None, not a list"),
         (changed(networks=[BARE | {"batch": 0}]), "networks.batch=0 must be a whole number"),
         (changed(decompositions=[]), "decompositions is [], not an object by preconditioner"),
-        (changed(between=None), "ranks_per_node=4 and between=None go together"),
+        (changed(between=None), "ranks_per_node=4 and between=None belong together"),
         (changed(samples=[SAMPLE | {"ranks": "4"}]), "samples.ranks='4' must be a whole number"),
         (changed(samples=[SAMPLE | {"primitive": "AllReduce"}]), "must be one of Allreduce, "),
         (changed(products=[[2, 1], [1, 1]]), "the first ones ascending"),
@@ -148,7 +148,7 @@ def test_a_bad_number_of_a_network_is_named():
     [
         (
             lambda: mpikfac.predict.load_machine("nowhere"),
-            "machine=nowhere is no file that can be read",
+            "machine=nowhere is not a readable file",
         ),
         (
             lambda: MACHINE.network("resnet50", 32),
@@ -170,5 +170,5 @@ def test_a_file_of_the_user_is_read(tmp_path):
     path.write_text(MACHINE.to_json())
     assert mpikfac.predict.load_machine(str(path)) == MACHINE
     path.write_text("x")
-    with pytest.raises(ValueError, match=f"machine={path}: line 1 is no JSON"):
+    with pytest.raises(ValueError, match=f"machine={path}: line 1 is not JSON"):
         mpikfac.predict.load_machine(str(path))

@@ -93,7 +93,7 @@ def test_a_table_of_entries_is_left_out_by_name(comm):
     """Oracle: the text of the error; without the table, the step is Adam's for the table."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).double()
-    with pytest.raises(ValueError, match="of layer '0' needs diagonal='', .*by coverage="):
+    with pytest.raises(ValueError, match="of layer '0' needs diagonal='', .*with coverage="):
         muon(model, comm)
     kfac = muon(model, comm, coverage=Coverage(skip=["0"]))
     assert [layer.name for layer in kfac.plan.layers] == ["2"]

@@ -49,7 +49,7 @@ def test_gradients_without_their_scale_are_refused_and_change_no_weight():
     before = [p.detach().clone() for p in optimizer.trainer.model.parameters()]
     backward(optimizer, scaler.scale(torch.ones(())).item())
     scaler.unscale_(optimizer)
-    with pytest.raises(ValueError, match=r"not out of K-FAC's statistics; leave it out, and clip"):
+    with pytest.raises(ValueError, match=r"but not K-FAC's statistics; leave it out, and clip"):
         scaler.step(optimizer)
     for parameter, old in zip(optimizer.trainer.model.parameters(), before):
         assert torch.equal(parameter, old)
@@ -72,7 +72,7 @@ def test_processes_without_mpi_are_refused(monkeypatch, moment):
     optimizer = made() if moment == "step" else None
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
-    with pytest.raises(ValueError, match="joins 4 processes, and MPI joins 1: start the program"):
+    with pytest.raises(ValueError, match="joins 4 processes, but MPI joins 1: start the program"):
         optimizer.step() if optimizer else made()
 
 

@@ -608,8 +608,8 @@ def mib(elements):
         *(
             (
                 lambda share=share: HybridOpt(grad_worker_fraction=share).workers(4),
-                f"grad_worker_fraction={share} of 4 ranks is no whole number of workers; try one "
-                "of [0.25, 0.5, 1.0]",
+                f"grad_worker_fraction={share} of 4 ranks is not a whole number of workers; try "
+                "one of [0.25, 0.5, 1.0]",
             )
             for share in (0.3, 0.75)
         ),

@@ -435,7 +435,7 @@ def test_outputs_have_to_be_a_tensor(comm):
     kfac = trainer(comm, model)
     x = torch.randn(2, 4).double()
     model(x)[0].sum().backward()
-    with pytest.raises(ValueError, match="the model returns a tuple; .* takes a model"):
+    with pytest.raises(ValueError, match="the model returns a tuple; .* needs a model"):
         kfac.grafting.set_batch(x, torch.sum)
         kfac.step()
 

@@ -243,7 +243,7 @@ def test_layers_with_examples_of_their_own_are_not_warned_of(caplog):
 
 def test_names_of_layers_with_examples_of_their_own_are_checked():
     """Oracle: the lines."""
-    with pytest.raises(ValueError, match="own_examples names 'heads', which is no module of"):
+    with pytest.raises(ValueError, match="own_examples names 'heads', which is not a module of"):
         trainer(Boxes().double(), coverage=Coverage(own_examples=["heads"]))
     with pytest.raises(ValueError, match=r"own_examples='head' must be a sequence of names; try"):
         Coverage(own_examples="head")
@@ -268,7 +268,7 @@ def test_wrong_objects_are_refused_in_one_line(make):
     """Oracle: the lines."""
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    lacking = "cannot step: missing a required argument: 'closure'; take an optimizer whose step"
+    lacking = "cannot step: missing a required argument: 'closure'; use an optimizer whose step"
     for kind in (torch.optim.LBFGS, WithClosure):
         with pytest.raises(ValueError, match=f"optimizer={kind.__name__} {lacking}"):
             make(model, kind(model.parameters(), lr=0.1), COMM)
@@ -333,7 +333,7 @@ def test_a_weight_that_is_computed_from_now_on_is_seen(change, refused):
     learn(kfac)
     change(kfac.model[0])
     if refused:
-        with pytest.raises(UserError, match="taken up: layer '0': the weight is computed"):
+        with pytest.raises(UserError, match="adopted: layer '0': the weight is computed"):
             learn(kfac)
     else:
         learn(kfac)

@@ -1,1 +1,1 @@
-"""Check a user's model: the layers covered by K-FAC, and the layers' numbers against autograd."""
+"""Check a user's model: the layers that K-FAC covers, and their results against autograd."""

@@ -1,11 +1,11 @@
-"""Check the layers of a model covered by K-FAC, and compare the layers' numbers with autograd.
+"""Check which layers of a model K-FAC covers, and compare their results with autograd.
 
     mpikfac check resnet20
     mpikfac check my_models.py:build --input 3,32,32
     mpikfac check my_models.py:translator --input 16 --tokens 1000
-    mpirun -n 2 mpikfac check resnet20      # strategies against one process, too
+    mpirun -n 2 mpikfac check resnet20      # also compares strategies with one process
 
-A file may set COVERS, the value of `covers` for `KFAC`. Exit code 1: a number is wrong.
+A file can set COVERS, the value of `covers` for `KFAC`. The exit code is 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WIDTH = 96
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the findings; return 1 if a number is wrong.
+    """Print the findings; return 1 if a result is wrong.
 
     Collective over: world.
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check(comm: mpikfac.comm.Comm, options: CheckOptions) -> int:
-    """Print all sections on rank 0; return 1 if a number is wrong, else 0.
+    """Print all sections on rank 0; return 1 if a result is wrong, else 0.
 
     Collective over: comm.
 
@@ -66,7 +66,7 @@ def check(comm: mpikfac.comm.Comm, options: CheckOptions) -> int:
 
 
 def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
-    """Print all sections on rank 0; return whether a number is wrong.
+    """Print all sections on rank 0; return whether a result is wrong.
 
     Collective over: comm.
 
@@ -102,7 +102,7 @@ def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
 
 
 def coverage(subject: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
-    """Return lines about every module with own parameters: covered, or not covered and why."""
+    """Return lines about every module with its own parameters: covered, or not covered and why."""
     layers, rest = mpikfac.layers.cover(subject.model, subject.coverage)
     ties = {name.rpartition(".")[0]: other.ties for other in rest for name in other.ties}
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
@@ -146,7 +146,7 @@ def wrapped(names: Sequence[str]) -> list[str]:
 
 
 def form(layer: mpikfac.LayerShape) -> str:
-    """Return orders of a layer's factors: "A 27, G 16", of groups "A 16 x 9, G 16 x 1"."""
+    """Return orders of a layer's factors: "A 27, G 16", with groups "A 16 x 9, G 16 x 1"."""
     sides = []
     for side in layer.sides:
         factors = layer.side(side)
@@ -157,10 +157,10 @@ def form(layer: mpikfac.LayerShape) -> str:
 
 
 def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str]) -> str:
-    """Return the reason for which a module is not covered.
+    """Return the reason why a module is not covered.
 
     Args:
-        ties: the names of the parameter that the module shares with modules that are not alike.
+        ties: the names of the parameter that it shares with modules that compute something else.
     """
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen"
@@ -207,9 +207,9 @@ def judged(finding: Finding) -> str:
 
 
 def strategies(ranks: int, errors: Mapping[str, float]) -> list[str]:
-    """Return lines about the difference between strategies and a single process."""
+    """Return lines about the differences between strategies and a single process."""
     if not errors:
-        return ["Strategies: not compared; start the check under mpirun with 2 ranks or more"]
+        return ["Strategies: not compared; run the check under mpirun with at least 2 ranks"]
     rows = [("strategy", "difference", "")]
     rows += [(name, f"{off:.0e}", "ok" if alike(off) else "WRONG") for name, off in errors.items()]
     return [
@@ -245,7 +245,7 @@ def plans(subject: Subject, ranks: int) -> list[str]:
 
 
 def cost(subject: Subject, examples: int) -> list[str]:
-    """Return lines about the operations of a step on one rank, and a remedy if there are many."""
+    """Return lines about the operations of a step on one rank, and a remedy if they are many."""
     model, (inputs, _) = subject.copied(), subject.batch(examples, seed=0)
     layers, others = mpikfac.layers.cover(model, subject.coverage)
     calls = mpikfac.layers.call_sizes(model, layers, inputs)
@@ -254,19 +254,19 @@ def cost(subject: Subject, examples: int) -> list[str]:
     plan = mpikfac.make_plan(shapes, 1, mpikfac.Strategy(), tensors)
     run = foreseen(kfac, Inverse(), {}, (shapes, tensors), plan, calls, 1)
     remedy = (
-        "take a larger batch; or smaller blocks of factors, by a rule of mpikfac.Coverage with a "
+        "use a larger batch; or smaller blocks of factors, by a rule of mpikfac.Coverage with a "
         "smaller `largest`; or grafting=mpikfac.AdamGrafting(orthogonalize=False)"
     )
     lines = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
     return [
         line
-        for text in [*lines, *[f"To take less: {remedy}"] * (run.times > 2)]
+        for text in [*lines, *[f"To reduce them: {remedy}"] * (run.times > 2)]
         for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]
 
 
 def verdict(findings: Mapping[str, Finding], strategy_errors: Mapping[str, float]) -> list[str]:
-    """Return the verdict on all layers and strategies; wrong layers and strategies by name."""
+    """Return the verdict on all layers and strategies; wrong ones by name."""
     layers = [shown(name) for name, finding in findings.items() if finding.wrong]
     wrong = layers + [name for name, off in strategy_errors.items() if not alike(off)]
     judged = sum(bool(finding.errors) for finding in findings.values()) + len(strategy_errors)

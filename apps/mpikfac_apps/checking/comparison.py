@@ -20,14 +20,14 @@ from mpikfac_apps.checking.model import Batch, Subject, loss
 from mpikfac_apps.planning.facts import strategy_of
 
 TOLERANCE = 1e-9  # relative, in float64
-OF_WEIGHTS = 1e-6  # a model may compute parts in float32
+OF_WEIGHTS = 1e-6  # a model can compute parts in float32
 DAMPING = 0.03
 STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "sharded-optimizer", "deferred-sharded")
 PLAIN = "sgd"  # averaged gradients
 STEPS = 2
 LARGEST_ORDER = 5000  # order of a densely computed factor
 LARGEST_CALL = 2**26  # elements of all vectors a of a layer
-LARGEST_PRODUCT = 2500  # order of a Kronecker product, computed in full
+LARGEST_PRODUCT = 2500  # order of a fully computed Kronecker product
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Finding:
     """The results for a covered layer.
 
     Attributes:
-        parts: the layer; of a product inside a module, a separate layer for each group.
-        vectors: number of vectors that the factors are estimated from; 0 for a layer outside of the
-            batch's computation.
-        large: True if the layer is too large for the oracle.
+        parts: the layer; for a product inside a module, a separate layer per group.
+        vectors: number of vectors that the factors are estimated from; 0 for a layer that the batch
+            does not use.
+        large: whether the layer is too large for the reference computation.
         errors: relative errors of the compared quantities.
     """
 
@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def wrong(self) -> list[str]:
-        """Names of the wrong quantities."""
+        """The names of the wrong quantities."""
         return [name for name, error in self.errors.items() if not good(error)]
 
 
@@ -63,7 +63,7 @@ class CheckedStep:
 
 
 def findings_of(subject: Subject, comm: mpikfac.comm.Comm, examples: int) -> dict[str, Finding]:
-    """Compare each covered layer's numbers with autograd and dense solves, on one batch.
+    """Compare the results of each covered layer with autograd and dense solves, on one batch.
 
     Collective over: comm.
     """
@@ -104,13 +104,13 @@ def examples_of(uses: Sequence[Sequence[reference.Call]]) -> int:
 
 
 def with_all_layers(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
-    """Keep a layer only if `names` has all layers of the layer's module."""
+    """Keep only layers of modules all of whose layers are in `names`."""
     left = {id(module) for name, module in module_of.items() if name not in names}
     return [name for name in names if id(module_of[name]) not in left]
 
 
 def survey(parts: Sequence[mpikfac.Layer], uses: Sequence[Sequence[reference.Call]]) -> Finding:
-    """Return a finding with the size of a layer, without comparisons."""
+    """Return a finding with the size of a layer, before any comparison."""
     vectors = [sum(part.positions(c.g) for c in calls) for part, calls in zip(parts, uses)]
     shape, most = parts[0].shape, max(vectors, default=0)
     elements = sum(vectors) * shape.groups * shape.inputs
@@ -133,7 +133,7 @@ def one_step(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     skip = [*subject.coverage.skip, *others(subject, model, names)]
     coverage = dataclasses.replace(subject.coverage, skip=skip)
-    with without_warnings():  # K-FAC would warn of the layers that are left out on purpose
+    with without_warnings():  # K-FAC would warn about the layers that are left out on purpose
         kfac = mpikfac.KFAC(
             model,
             optimizer,
@@ -142,20 +142,20 @@ def one_step(
             preconditioner=preconditioner,
             grafting=mpikfac.NoGrafting(),
             coverage=coverage,
-            budget=None,  # the dense solves are of whole factors
+            budget=None,  # the dense solves use whole factors
         )
     loss(model, batch).backward()
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     kfac.precondition()
     directions = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
-    state = kfac.state_dict()  # a single process holds all factors
+    state = kfac.state_dict()  # a single process has all factors
     factors = {layer.name: recorded(state, layer.shape) for layer in kfac.layers}
     return CheckedStep(factors, gradients, directions)
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Inside, the library logs errors only."""
+    """Suppress the library's warnings inside."""
     log = logging.getLogger("mpikfac")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -166,7 +166,7 @@ def without_warnings() -> Iterator[None]:
 
 
 def others(subject: Subject, model: nn.Module, names: Container[str]) -> list[str]:
-    """Return all modules of layers outside of `names`, modules with shared weights included."""
+    """Return all modules of layers outside of `names`, including modules with shared weights."""
     layers, _ = mpikfac.layers.cover(model, subject.coverage)
     name_of = {id(module): name for name, module in model.named_modules()}
     left = [layer for layer in layers if layer.name not in names]
@@ -174,7 +174,7 @@ def others(subject: Subject, model: nn.Module, names: Container[str]) -> list[st
 
 
 def recorded(state: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[str, Tensor]:
-    """Return a layer's existing factors `[groups, order, order]`, of a trainer's state."""
+    """Return a layer's existing factors `[groups, order, order]` from a trainer's state."""
     factors = {}
     for side in form.sides:
         (factor,) = form.side(side)
@@ -217,14 +217,14 @@ def solve_error(name: str, preconditioner: str, step: CheckedStep) -> float:
 
 
 def error(actual: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
-    """Return the largest difference, relative to `size` or to the largest expected number."""
+    """Return the largest difference, relative to `size` or to the largest expected value."""
     off = (actual - expected).abs().max().item()
     scale = (expected.abs().max() if size is None else size).item()
     return off / scale if off else 0.0
 
 
 def good(error: float) -> bool:
-    """Return whether an error of a layer's numbers is small enough to be rounding."""
+    """Return whether an error of a layer's results is small enough to be rounding."""
     return error <= TOLERANCE
 
 
@@ -244,11 +244,11 @@ def differences(
     strategies: Sequence[str] = STRATEGIES,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Return each strategy's difference of weights to one process with the joined batch.
+    """Return the difference of each strategy's weights from one process with the joined batch.
 
-    After some steps, the result is the largest difference on any rank, relative to the largest
-    change. The first entry is averaged gradients without K-FAC: if the first entry is large, the
-    model causes the differences.
+    It is the largest difference on any rank after a few steps, relative to the largest change. The
+    first entry is for averaged gradients without K-FAC: if it is large, the model itself causes the
+    differences.
 
     Collective over: comm.
     """
@@ -269,8 +269,8 @@ def trained(
 ) -> tuple[Tensor, Tensor]:
     """Return all parameters after and before some steps on the rank's shards.
 
-    Only covered layers are in training mode: batch statistics and random draws would differ between
-    shards.
+    Only covered layers are in training mode, as batch statistics and random draws would differ
+    between shards.
 
     Collective over: comm.
     """

@@ -1,6 +1,7 @@
-"""Find uses of weights inside attentions and cells, which multiply without modules of their own.
+"""Find uses of weights inside attentions and cells, which multiply without submodules.
 
-Attentions multiply by `F.linear`. Cells are written out by `F.linear`, as torch documents cells.
+Attentions multiply by `F.linear`. Cells are rewritten in terms of `F.linear`, as torch documents
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def is_inside(layer: mpikfac.Layer) -> bool:
 
 
 def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
-    """Return the weight that the layer, or each group of the layer, multiplies by."""
+    """Return the weight that the layer, or each of its groups, multiplies by."""
     if layer.shape.groups == 1:
         return [layer.parameters[0]]
     module = layer.module
@@ -65,7 +66,7 @@ def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
 
 @contextmanager
 def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use]]]]:
-    """Inside, keep all products of `layers`: for each layer by name, and for each group."""
+    """Record all products of `layers` inside, by the layer's name and by group."""
     plain, examples = F.linear, dict[int, int]()
     seen: dict[str, list[list[Use]]] = {
         layer.name: [[] for _ in weights_of(layer)] for layer in layers
@@ -108,7 +109,7 @@ def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use
 
 
 def _row(view: Tensor, weight: Tensor) -> int | None:
-    """Return the row of `weight` at which a view begins; None if not in `weight`."""
+    """Return the row of `weight` at which a view begins; None if it is not a view of `weight`."""
     if view.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
         return None
     row = (view.storage_offset() - weight.storage_offset()) // weight.stride(0)

@@ -23,9 +23,9 @@ class Subject:
     Attributes:
         coverage: covering classes by type of module; modules that the library refuses are skipped.
         refused: modules that the library refuses to cover, with the library's message.
-        inputs: shape of an example.
+        inputs: the shape of an example.
         tokens: examples consist of whole numbers below `tokens`; None for real numbers.
-        outputs: shape of the model's output for an example: classes, and positions if any.
+        outputs: the shape of the model's output for an example: classes, and positions if any.
     """
 
     model: nn.Module
@@ -48,16 +48,16 @@ class Subject:
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross entropy; random draws, for example of dropout, never change."""
+    """Return the mean cross entropy, with the same random draws, such as dropout's, every time."""
     torch.manual_seed(0)
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def check_passes(subject: Subject, examples: int, ranks: int) -> None:
-    """Take the passes of the comparisons, forward and backward; on several ranks, in eval(), too.
+    """Run the passes of the comparisons, forward and backward; on several ranks also in eval().
 
     Raises:
-        ValueError: the model's own code raises; one line.
+        ValueError: the model's own code raises an error; the text is one line.
     """
     for training in [True, False][: min(ranks, 2)]:
         mode = "train" if training else "eval"

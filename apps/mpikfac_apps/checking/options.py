@@ -11,14 +11,14 @@ from mpikfac_apps.text import MOST, counts
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Check K-FAC on a model: covered layers, numbers against autograd, strategies.
+    """Check K-FAC on a model: covered layers, results against autograd, strategies.
 
     Args:
         model: the model: a network by name, such as resnet20; a network of timm, as timm:NAME; or
             FILE.py:FUNCTION, where the function returns the model.
-        input: the shape of an example, such as 3,32,32. null for the usual images of a network by
-            name; a model of FILE.py needs the shape.
-        tokens: the number of words of a model of words: examples hold whole numbers below `tokens`.
+        input: the shape of an example, such as 3,32,32. null for the default images of a network by
+            name; required for a model of FILE.py.
+        tokens: the vocabulary size of a model of words: examples are whole numbers below `tokens`.
             null for examples of real numbers.
         classes: the number of classes, for networks by name and functions that take `classes`.
         batch: the number of examples on each rank.

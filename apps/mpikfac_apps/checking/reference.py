@@ -1,8 +1,8 @@
 """Compute K-FAC by definition: vectors from the modules' own outputs, full Kronecker products.
 
-The check compares a model's layers with the numbers of this module. Nothing in this module is fast
-or distributed. From the library, this module takes only the layer's map between elements of weight,
-bias and outputs and the layer's matrices.
+The check compares a model's layers with the results of this module, in which nothing is fast or
+distributed. It uses only one part of the library: the layer's map between elements of weight, bias
+and outputs and the layer's matrices.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Call(NamedTuple):
 def calls(
     layers: Sequence[mpikfac.Layer], loss: Callable[[], Tensor]
 ) -> dict[str, list[list[Call]]]:
-    """Return all uses of each layer in the pass of `loss`; gradients of parameters stay set.
+    """Return all uses of each layer in the pass of `loss`; gradients of parameters are kept.
 
-    A product inside a module has uses for each group; another layer has a single list of uses.
+    A product inside a module has one list of uses per group, any other layer a single list.
     """
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
@@ -42,7 +42,7 @@ def calls(
         output.retain_grad()
         x = inputs[0] if inputs else named["input"]
         seen.setdefault(name, []).append((x.detach().clone(), output))
-        return output.clone()  # an in-place activation must not change the kept output
+        return output.clone()  # an in-place activation must not change the stored output
 
     by_name = {layer.name: layer for layer in layers if not is_inside(layer)}
     hooks = [
@@ -68,7 +68,7 @@ def _call(layer: mpikfac.Layer, x: Tensor, g: Tensor) -> Call:
 
 
 def _inside(uses: Iterable[Use]) -> list[Call]:
-    """Return the uses with a gradient. Inside a module, positions come before examples."""
+    """Return the uses that have a gradient. Inside a module, positions come before examples."""
     gradient_calls = []
     for x, y, columns in uses:
         if y.grad is not None:
@@ -88,8 +88,8 @@ def output_vectors(layer: mpikfac.Layer, g: Tensor) -> Tensor:
 def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
     """Return all `a` `[batch, shared, groups, inputs]`, from outputs of the layer's module.
 
-    Outputs are linear in the weight. If the rows of the weight are unit vectors, outputs are the
-    elements of `a`.
+    Outputs are linear in the weight: if the weight's rows are unit vectors, they are the elements
+    of `a`.
     """
     probe, shape = copy.deepcopy(layer), layer.shape
     matrix = torch.zeros(shape.groups, shape.outputs, shape.inputs).to(layer.parameters[0])
@@ -185,8 +185,8 @@ def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> T
 def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     """Solve with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G.
 
-    A factor of zeros, as G behind a layer initialised to zero, has no size to compare with. Then
-    pi is 1.
+    A factor of zeros, such as G before a layer initialised to zero, has no size to compare with;
+    pi is then 1.
     """
     means = a.trace() / len(a), g.trace() / len(g)
     pi = (means[0] / means[1]) ** 0.5 if all(mean > 0 for mean in means) else 1.0
@@ -206,7 +206,7 @@ def solve(
 ) -> Tensor:
     """Return a direction for a gradient `[groups, outputs, inputs]`, group by group.
 
-    The identity replaces a missing side of a layer; the existing side then gets the whole damping.
+    The identity replaces a missing side of a layer; the existing side then gets all of the damping.
     """
     eye = partial(torch.eye, dtype=gradient.dtype)
     groups, outputs, inputs = gradient.shape

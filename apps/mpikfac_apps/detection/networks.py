@@ -1,4 +1,4 @@
-"""Make Mask R-CNNs of torchvision: a small one for drawn shapes, and the usual one."""
+"""Build torchvision's Mask R-CNNs: a small one for drawn shapes, and the standard one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ HEADS = "roi_heads"  # the module whose inputs are boxes, not images
 
 
 def build(name: str, classes: int, size: int) -> nn.Module:
-    """Return a Mask R-CNN with its first weights.
+    """Return a Mask R-CNN with initial weights.
 
     Args:
-        name: a name of `NETWORKS`.
+        name: a name in `NETWORKS`.
         classes: the number of classes, with the background as class 0.
         size: height and width of pictures in pixels.
 
@@ -38,13 +38,14 @@ def torchvision() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         about = " ".join(str(error).split())
         raise ValueError(
-            f"detection needs the torchvision that belongs to torch: {about}; in an environment of "
-            f"its own, run pip install 'mpikfac[apps,detection]', see docs/extensions/detection.md"
+            f"detection needs the torchvision that belongs to torch: {about}; in a separate "
+            f"environment, run pip install 'mpikfac[apps,detection]', see "
+            f"docs/extensions/detection.md"
         ) from error
 
 
 def small(vision: Any, classes: int, size: int) -> nn.Module:
-    """Return a Mask R-CNN of 0.2 million weights for pictures of few large shapes."""
+    """Return a Mask R-CNN with 0.2 million weights for pictures of a few large shapes."""
     models, channels, units = vision.models.detection, 32, 64
     anchors = models.rpn.AnchorGenerator(
         sizes=((size // 4,), (size // 2,)), aspect_ratios=((1.0,), (1.0,))
@@ -81,10 +82,10 @@ LEVELS = ["fine", "coarse"]
 
 
 class Pyramid(nn.Module):
-    """Four convolutions, and a feature pyramid of a quarter and an eighth of the pixels a side.
+    """Four convolutions, and a feature pyramid at 1/4 and 1/8 of the resolution.
 
     Attributes:
-        out_channels: the channels of both levels; torchvision asks.
+        out_channels: the channels of both levels, which torchvision needs.
     """
 
     def __init__(self, vision: Any, channels: int) -> None:
@@ -105,7 +106,7 @@ def _halving(inputs: int, outputs: int) -> nn.Module:
 
 
 def resnet50(vision: Any, classes: int, size: int) -> nn.Module:
-    """Return the Mask R-CNN of torchvision with a ResNet-50 and a feature pyramid."""
+    """Return torchvision's Mask R-CNN with a ResNet-50 and a feature pyramid."""
     none = {"weights": None, "weights_backbone": None}
     sizes = {"min_size": size, "max_size": size}
     return vision.models.detection.maskrcnn_resnet50_fpn(**none, **sizes, num_classes=classes)

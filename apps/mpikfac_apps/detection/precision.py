@@ -1,12 +1,12 @@
 """Measure detections: mean average precision at one overlap, over all points of the curve.
 
     found     a detection is right if it overlaps a shape of its class, in its picture, by at least
-              `OVERLAP`, and no detection of a higher score has found the shape
-    precision the share of right detections among the detections down to a score
+              `OVERLAP`, and no detection with a higher score has found the shape
+    precision the fraction of right detections among those down to a score
     average   the mean over all shapes of a class: the best precision at which the shape is found
               among the detections down to some score, and 0 for a shape that is never found
 
-The overlap is intersection over union. The measure of COCO is another: a mean over ten overlaps, of
+The overlap is intersection over union. COCO's measure is different: a mean over ten overlaps, of
 precision at 101 points.
 """
 
@@ -27,7 +27,7 @@ class Tally:
     """Count the detections of a class.
 
     Attributes:
-        judged: score of each detection, and whether the detection is right.
+        judged: the score of each detection, and whether it is right.
         shapes: the number of shapes.
     """
 
@@ -44,7 +44,7 @@ class Tally:
         """The area below the curve of precision over recall; NaN without shapes."""
         if not self.shapes:
             return math.nan
-        # Wrong detections come first among equal scores: the order of pictures does not count.
+        # Wrong detections come first among equal scores, so the order of pictures does not matter.
         ordered = sorted(self.judged, key=lambda detection: (-detection[0], detection[1]))
         best, area, right = 0.0, 0.0, sum(hit for _, hit in ordered)
         for place, (_, hit) in reversed(list(enumerate(ordered, start=1))):
@@ -75,10 +75,10 @@ def tallied(
 
 
 def right(overlaps: Tensor) -> list[bool]:
-    """Return for each detection whether the detection finds a shape that is not found before.
+    """Return, for each detection, whether it finds a shape that was not found before.
 
     Args:
-        overlaps: `[detections, shapes]`, with detections in order of falling scores.
+        overlaps: `[detections, shapes]`, with detections in order of decreasing scores.
     """
     left, hits = overlaps.clone(), []
     for row in left:
@@ -90,7 +90,7 @@ def right(overlaps: Tensor) -> list[bool]:
 
 
 def merged(parts: Sequence[Mapping[int, Tally]]) -> dict[int, Tally]:
-    """Return tallies of all pictures from tallies of some pictures each."""
+    """Merge tallies of some pictures each into tallies of all pictures."""
     total: dict[int, Tally] = {}
     for part in parts:
         for label, tally in part.items():
@@ -112,7 +112,7 @@ def overlaps_of_boxes(boxes: Tensor, others: Tensor) -> Tensor:
 
 
 def overlaps_of_masks(masks: Tensor, others: Tensor) -> Tensor:
-    """Return the overlaps `[masks, others]` of masks `[count, height, width]` of true and false."""
+    """Return the overlaps `[masks, others]` of boolean masks `[count, height, width]`."""
     rows, columns = masks.flatten(1).float(), others.flatten(1).float()
     return _shares(rows @ columns.T, rows.sum(1), columns.sum(1))
 

@@ -1,4 +1,4 @@
-"""Draw pictures of shapes on noise, with boxes and masks: data that every machine has."""
+"""Draw pictures of shapes on noise, with boxes and masks: data available on every machine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mpikfac_apps.programs.draws import generator
 
 CLASSES = ("background", "circle", "square", "triangle")
 MOST = 3  # shapes in a picture
-DARK, BRIGHT = 0.3, 0.4  # noise lies below, colours lie above
+DARK, BRIGHT = 0.3, 0.4  # noise is below, colours are above
 
 Example = tuple[Tensor, dict[str, Tensor]]
 
 
 class Shapes(Dataset[Example]):
-    """Pictures of circles, squares and triangles of random colours, sizes and places, on noise.
+    """Pictures of circles, squares and triangles with random colours, sizes and places, on noise.
 
-    A picture depends on its number and the seed alone, so each rank draws only its own pictures.
+    A picture depends only on its number and the seed, so each rank draws only its own pictures.
 
     Args:
         numbers: the numbers of the pictures.
@@ -33,10 +33,10 @@ class Shapes(Dataset[Example]):
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Example:
-        """Return a picture `[3, size, size]` and its target, in the form of torchvision.
+        """Return a picture `[3, size, size]` and its target, in torchvision's form.
 
-        The target holds `masks` `[shapes, size, size]`, `boxes` `[shapes, 4]` as left, top, right
-        and bottom in pixels, and `labels` `[shapes]` as numbers in `CLASSES`.
+        The target contains `masks` `[shapes, size, size]`, `boxes` `[shapes, 4]` as left, top,
+        right and bottom in pixels, and `labels` `[shapes]` as indices of `CLASSES`.
         """
         draws = generator(self.seed, self.numbers[index])
         picture = DARK * torch.rand(3, self.size, self.size, generator=draws)

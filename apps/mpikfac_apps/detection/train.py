@@ -1,10 +1,10 @@
-"""Train a Mask R-CNN of torchvision on drawn shapes, with K-FAC or SGD, on one or more ranks.
+"""Train torchvision's Mask R-CNN on drawn shapes, with K-FAC or SGD, on one or more ranks.
 
     mpirun -n 2 mpikfac train-detection
     mpirun -n 2 mpikfac train-detection --optimizer sgd --run_dir runs/shapes
 
-The loss of a detector is a sum of losses, so K-FAC takes the factors from the gradients of the sum:
-the empirical Fisher.
+The loss of a detector is a sum of several losses, so K-FAC estimates the factors from the gradients
+of the sum: the empirical Fisher.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mpikfac_apps.programs.work import Taken, Work
 
 PROGRAM = "mpikfac train-detection"
 LOSSES = ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg")
-SHOWN = 0.5  # a pixel of a predicted mask belongs to the shape from this probability on
+SHOWN = 0.5  # the minimum probability at which a pixel of a predicted mask belongs to the shape
 
 
 @dataclass(frozen=True)
 class DetectionOptions(ProgramOptions):
-    """Train a Mask R-CNN of torchvision on drawn shapes, with K-FAC or SGD.
+    """Train torchvision's Mask R-CNN on drawn shapes, with K-FAC or SGD.
 
     Args:
-        model: the network, with random first weights: "small", for pictures of few large shapes, or
-            "resnet50", the Mask R-CNN of torchvision with a ResNet-50 and a feature pyramid.
+        model: the network, with random initial weights: "small", for pictures of few large shapes,
+            or "resnet50", torchvision's Mask R-CNN with a ResNet-50 and a feature pyramid.
         size: the height and width of pictures in pixels.
         images: the number of pictures in an epoch.
         test_images: the number of other pictures, for the test after each epoch.
@@ -56,7 +56,7 @@ class DetectionOptions(ProgramOptions):
         """Check the batch.
 
         Raises:
-            ValueError: ranks would get uneven shares, or an epoch has no step.
+            ValueError: ranks would get uneven shards, or an epoch has no step.
         """
         if self.batch % ranks:
             raise ValueError(f"batch={self.batch} must be a multiple of the {ranks} ranks")
@@ -78,7 +78,7 @@ class Detection(Work):
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: the options fit neither each other nor the ranks.
+        UserError: the options do not fit each other, or the ranks.
     """
 
     measures = tuple(name.removeprefix("loss_") for name in LOSSES)
@@ -94,16 +94,16 @@ class Detection(Work):
         self.model = model
         self.trainer = trainer_of(comm, model, options, coverage)
         self.examples_per_step = options.batch
-        self.steps_per_epoch = options.images // options.batch  # further pictures are left out
+        self.steps_per_epoch = options.images // options.batch  # the remaining pictures are skipped
         last = options.images + options.test_images
         self._training = Shapes(range(options.images), options.size, options.seed)
         numbers = range(last)[options.images + comm.rank :: comm.size]
         self._tests = Shapes(numbers, options.size, options.seed)
 
     def step(self, step: int) -> Taken:
-        """Take a step on the rank's share of a batch."""
+        """Take a step on the rank's shard of a batch."""
         images, targets = zip(*(self._on_device(self._training[n]) for n in self._share(step)))
-        # After a restart, torchvision samples the anchors and boxes of a run without restart.
+        # After a restart, torchvision samples the same anchors and boxes as without one.
         torch.manual_seed(mixed(self.options.seed, step, self.comm.rank))
         self.trainer.optimizer.zero_grad()
         losses_by_name = self.model(list(images), list(targets))
@@ -146,5 +146,5 @@ class Detection(Work):
         }
 
     def summary(self) -> str:
-        """Return the network and the data in a few words; not collective."""
+        """Summarise the network and the data; not collective."""
         return f"{self.options.model} on {self.options.images} drawn pictures"

@@ -1,1 +1,1 @@
-"""Graph networks on a graph whose nodes are dealt to ranks."""
+"""Graph networks on a graph whose nodes are distributed over ranks."""

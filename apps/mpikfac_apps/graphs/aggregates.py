@@ -1,4 +1,4 @@
-"""Sum over neighbours that other ranks hold: exactly, some steps late, by means, or not at all."""
+"""Sum over neighbours that other ranks own: exactly, with a delay, by means, or not at all."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class Halo(NamedTuple):
-    """The rank's part of a graph, and the ranks that hold the other parts.
+    """The rank's part of a graph, and the ranks with the other parts.
 
     Attributes:
-        share: the rank's share of the nodes.
+        share: the rank's fraction of the nodes.
     """
 
     group: mpikfac.comm.Group
@@ -33,15 +33,16 @@ class Halo(NamedTuple):
 
 
 def of_own(halo: Halo) -> Aggregate:
-    """Return the sum over the neighbours that the rank holds, without messages."""
+    """Return the sum over the neighbours that the rank owns, without messages."""
     return lambda rows: halo.part.own @ rows
 
 
 def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
     """Return the sum over the neighbours on all ranks.
 
-    A rank's gradients are those of the mean loss over all ranks, divided by the rank's share of the
-    nodes, because the trainer multiplies by the share. So gradients change their unit on the way.
+    A rank's gradients are those of the mean loss over all ranks, divided by the rank's fraction of
+    the nodes, as the trainer multiplies by this fraction. Gradients are therefore rescaled on their
+    way to other ranks.
 
     Collective over: group, forward and backward.
     """
@@ -64,16 +65,16 @@ def in_time(halo: Halo) -> Exchange:
 
 
 class Late:
-    """Exchange rows that arrive `delay` steps late, and gradients as late [DistGNN].
+    """Exchange rows, and their gradients, that arrive `delay` steps late [DistGNN].
 
-    In a step, ranks exchange every `delay`-th row in turn, and take the rows of the same turn that
-    came `delay` steps before. So rows are `delay` to `2 delay - 1` steps old; before the first
-    arrival, rows are 0.
+    In each step, ranks exchange every `delay`-th row, in round-robin order, and use the same rows
+    as they were sent `delay` steps earlier. Rows are therefore `delay` to `2 delay - 1` steps old;
+    before the first arrival they are 0.
 
     Collective over: group, forward and backward.
 
     Args:
-        width: numbers in a row.
+        width: elements per row.
         delay: at least 1.
         clock: returns the number of the step.
     """
@@ -92,12 +93,12 @@ class Late:
         self._clock = clock
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the rows of other ranks, as late as they are."""
+        """Return the delayed rows of other ranks."""
         received: Tensor = _LateRows.apply(rows, self._there, self._back, self._clock())  # type: ignore[no-untyped-call]
         return received
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the rows under way and the rows in use, and those of gradients, by name."""
+        """Yield the rows in transit and the rows in use, and those of gradients, by name."""
         yield from (("rows", self._there.rows), ("gradients", self._back.rows))
 
 
@@ -105,10 +106,10 @@ class Sums(NamedTuple):
     """The sums over neighbours of a training.
 
     Attributes:
-        halo: the rows that travel.
+        halo: the rows that are sent.
         first: of the features, once.
-        hidden: of hidden rows, by layers.
-        late: the exchanges that hold rows between steps, by layers.
+        hidden: of hidden rows, by layer.
+        late: the exchanges that keep rows between steps, by layer.
     """
 
     halo: Halo
@@ -123,7 +124,7 @@ def sums_of(
     """Return the sums of a name in `AGGREGATES`.
 
     Args:
-        halo: with "local", of the edges inside of ranks alone.
+        halo: with "local", only of the edges inside of ranks.
         widths: of hidden rows.
     """
     if name == "local":
@@ -138,10 +139,10 @@ def sums_of(
 
 
 class _Line:
-    """A direction of late rows.
+    """A direction of delayed rows.
 
     Attributes:
-        rows: `[2, received, width]`: in use, and under way.
+        rows: `[2, received, width]`: in use, and in transit.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class _Line:
         ]
 
     def pass_on(self, rows: Tensor, step: int) -> Tensor:
-        """Send the rows of the step's turn; return the rows in use, a copy."""
+        """Send the rows that are due in the step; return a copy of the rows in use."""
         (sent, counts_out), (received, counts_in) = self._turns[step % self._delay]
         self.rows[0, received] = self.rows[1, received]
         self.rows[1, received] = mpikfac.lab.exchange_rows(
@@ -170,14 +171,14 @@ class _Line:
 def _of_turn(
     counts: Sequence[int], turn: int, delay: int, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return the places of the rows of a turn among all rows, and the numbers of such rows."""
+    """Return the positions of the rows that are due among all rows, and their counts."""
     places = np.concatenate([np.arange(count) for count in counts])
     of_turn = np.flatnonzero(places % delay == turn)
     return torch.from_numpy(of_turn).to(device), [len(range(turn, c, delay)) for c in counts]
 
 
 class _LateRows(torch.autograd.Function):
-    """Take late rows forward, and late gradients backward."""
+    """Return delayed rows forward, and delayed gradients backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: _Line, back: _Line, step: int) -> Tensor:

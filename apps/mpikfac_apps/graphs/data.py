@@ -1,4 +1,4 @@
-"""Make graphs whose nodes have features and classes: planted communities, and two known graphs."""
+"""Create graphs whose nodes have features and classes: planted communities, known graphs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FSAVERAGE = "datasets/data/fsaverage5"  # a folder in the package nilearn
 
 
 class Graph(NamedTuple):
-    """A graph without directions and without loops.
+    """An undirected graph without loops.
 
     Attributes:
-        edges: `[2, edges]`, the numbers of two nodes, the smaller one first; each edge once.
+        edges: `[2, edges]`, the indices of two nodes, the smaller one first; each edge once.
         features: `[nodes, inputs]`.
-        labels: `[nodes]`, the classes, from 0 on.
+        labels: `[nodes]`, the indices of classes.
     """
 
     edges: Places
@@ -49,9 +49,9 @@ class Planted:
         nodes: the number of nodes.
         communities: the number of communities, which are the classes.
         degree: the mean number of neighbours of a node.
-        mixing: the share of the edges whose second node is any node, not one of the community.
+        mixing: the fraction of the edges whose second node is arbitrary, not of the same community.
         inputs: the number of features of a node.
-        noise: the standard deviation of the noise in features; centres of communities have 1.
+        noise: the standard deviation of the noise in features; that of community centres is 1.
     """
 
     nodes: int = bounded(4000, ">= 2")
@@ -63,10 +63,10 @@ class Planted:
 
 
 def package(name: str) -> Any:
-    """Return a package.
+    """Import a package.
 
     Raises:
-        ValueError: the package is not installed.
+        ValueError: it is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -77,7 +77,7 @@ def package(name: str) -> Any:
 def planted(options: Planted, seed: int) -> Graph:
     """Return a graph with planted communities [Condon & Karp 2001], and noisy features of nodes.
 
-    The communities have random sizes, and the numbers of nodes say nothing about communities.
+    The communities have random sizes, and the indices of nodes are unrelated to communities.
     """
     draws = np.random.default_rng(seed)
     labels = draws.integers(options.communities, size=options.nodes)
@@ -90,22 +90,22 @@ def planted(options: Planted, seed: int) -> Graph:
 
 
 def _companions(labels: Places, nodes: Places, draws: np.random.Generator) -> Places:
-    """Return for each of the nodes a random node of the same class."""
+    """Return, for each of the nodes, a random node of the same class."""
     by_class, sizes = np.argsort(labels, kind="stable"), np.bincount(labels)
     places = (sizes[labels[nodes]] * draws.random(len(nodes))).astype(np.intp)
     return by_class[(np.cumsum(sizes) - sizes)[labels[nodes]] + places]
 
 
 def once(pairs: Places) -> Places:
-    """Return edges `[2, edges]` of pairs of nodes `[2, pairs]`: no loop, no edge twice."""
+    """Return the edges `[2, edges]` of pairs of nodes `[2, pairs]`, without loops or duplicates."""
     pairs = np.sort(pairs[:, pairs[0] != pairs[1]], 0)
     return np.unique(pairs, axis=1)
 
 
 def karate() -> Graph:
-    """Return the karate club [Zachary 1977] of networkx: 34 members, 78 friendships, 2 later clubs.
+    """Return networkx's karate club [Zachary 1977]: 34 members, 78 friendships, 2 later clubs.
 
-    A feature says which member a node is, as nothing else is known of members.
+    Features are one-hot indices of the members, as nothing else is known about them.
 
     Raises:
         ValueError: networkx is not installed.
@@ -116,10 +116,10 @@ def karate() -> Graph:
 
 
 def surface() -> Graph:
-    """Return the left half of the brain's surface fsaverage5 [Fischl et al. 1999] of nilearn.
+    """Return the left half of nilearn's brain surface fsaverage5 [Fischl et al. 1999].
 
-    The 10,242 nodes are corners of triangles. Features are place, area and thickness of the cortex,
-    standardised; the class says if the place lies in a furrow.
+    The 10,242 nodes are corners of triangles. Features are position, area and thickness of the
+    cortex, standardised; the class says whether a node is in a furrow.
 
     Raises:
         ValueError: nibabel or nilearn is not installed.
@@ -150,7 +150,7 @@ def graph_of(name: str, options: Planted, seed: int) -> Graph:
 
 
 def split(graph: Graph, share: float, seed: int) -> NDArray[np.bool_]:
-    """Return for each node if the label is known in training; the share is rounded up.
+    """Return, for each node, whether its label is known in training; their number is rounded up.
 
     Raises:
         ValueError: no node is left for the test.
@@ -159,7 +159,7 @@ def split(graph: Graph, share: float, seed: int) -> NDArray[np.bool_]:
     known = order < np.ceil(share * len(order))
     if known.all():
         raise ValueError(
-            f"known={share:g} leaves none of the {len(order)} nodes for the test; give a smaller "
-            f"share, or more nodes"
+            f"known={share:g} leaves none of the {len(order)} nodes for the test; use a smaller "
+            f"value, or more nodes"
         )
     return known

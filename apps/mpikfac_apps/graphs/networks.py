@@ -21,8 +21,8 @@ class Kind(NamedTuple):
 
     Attributes:
         weights: the weights of the sums, for edges and a number of nodes.
-        join: what a layer takes, of own rows and of sums.
-        times: the width of what a layer takes, in units of the width of rows.
+        join: combines own rows and sums to the input of a layer.
+        times: the width of this input, relative to the width of rows.
     """
 
     weights: Callable[[Places, int], Weights]
@@ -51,17 +51,17 @@ class GraphNetwork(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(self.kind.times * a, b) for a, b in pairwise(widths))
 
     def inputs(self, features: Tensor, aggregate: Aggregate) -> Tensor:
-        """Return what the first layer takes: the same numbers in all steps."""
+        """Return the input of the first layer, which is the same in all steps."""
         return self.kind.join(features, aggregate(features))
 
     def forward(self, inputs: Tensor, aggregates: Sequence[Aggregate]) -> Tensor:
         """Return logits `[own nodes, classes]`.
 
-        Collective over: what the aggregates state.
+        Collective over: see the aggregates.
 
         Args:
-            inputs: of `inputs()`.
-            aggregates: one for each layer but the first one.
+            inputs: the result of `inputs()`.
+            aggregates: one for each layer except the first.
         """
         first, *layers = self.layers
         rows = first(inputs)

@@ -1,4 +1,4 @@
-"""Deal the nodes of a graph to ranks, with few edges between nodes of different ranks."""
+"""Distribute the nodes of a graph over ranks, with few edges between nodes of different ranks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 from mpikfac_apps.graphs.data import Graph, Places, package
 
 PASSES = 10
-SLACK = 1.05  # the largest part, in units of an equal part
+SLACK = 1.05  # the largest part, relative to an equal part
 
 
 def contiguous(_: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node: nodes of neighbouring numbers in equal parts."""
+    """Return the part of each node: consecutive nodes in equal parts."""
     return np.arange(nodes) * parts // nodes
 
 
 def greedy(edges: Places, nodes: int, parts: int) -> Places:
-    """Return the part of each node: the part of most of the neighbours, if there is room.
+    """Return the part of each node: that of most of its neighbours, if there is room.
 
-    A neighbour counts the less, the fuller the part [Stanton & Kliot 2012]. The nodes come in
-    breadth-first order, again and again: neighbours that come later count in the part of the pass
-    before [Nishimura & Ugander 2013].
+    Neighbours count less the fuller their part is [Stanton & Kliot 2012]. The nodes are visited in
+    breadth-first order, several times: neighbours that come later count in their part of the
+    previous pass [Nishimura & Ugander 2013].
     """
     neighbours = _neighbours(edges, nodes)
     order = _breadth_first(neighbours)
     room = math.ceil(SLACK * nodes / parts)
-    owners = np.full(nodes, parts)  # no part yet
+    owners = np.full(nodes, parts)  # in no part yet
     for _ in range(PASSES):
         sizes = np.zeros(parts)
         for node in order:
@@ -57,7 +57,7 @@ def _neighbours(edges: Places, nodes: int) -> list[Places]:
 
 
 def _breadth_first(neighbours: Sequence[Places]) -> list[int]:
-    """Return the nodes: a first node, its neighbours, their neighbours, and so on."""
+    """Return the nodes in breadth-first order: a node, its neighbours, their neighbours, ..."""
     order: dict[int, None] = {}
     for start in range(len(neighbours)):
         reached = [] if start in order else [start]
@@ -77,7 +77,7 @@ PARTITIONS: dict[str, Callable[[Places, int, int], Places]] = {
 
 
 def dealt(name: str, graph: Graph, parts: int) -> Places:
-    """Return the part of each node of a graph by the partition of a name.
+    """Return the part of each node of a graph, by the name of a partition.
 
     Raises:
         ValueError: a part has no node, or a package is not installed.
@@ -87,7 +87,7 @@ def dealt(name: str, graph: Graph, parts: int) -> Places:
     if empty := np.flatnonzero(np.bincount(owners, minlength=parts) == 0).tolist():
         raise ValueError(
             f"partition={name} leaves ranks {empty} without a node: the graph has {nodes} nodes; "
-            f"take fewer ranks than {parts}, or another partition"
+            f"use fewer ranks than {parts}, or another partition"
         )
     return owners
 

@@ -1,4 +1,4 @@
-"""Cut the sums over neighbours into a rank's part: own rows, rows of other ranks, rows to send."""
+"""Restrict the sums over neighbours to a rank: own rows, rows of other ranks, rows to send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpikfac_apps.graphs.data import Numbers, Places
 
 
 class Weights(NamedTuple):
-    """The matrix of the sums over neighbours: the places and values of numbers that are not 0."""
+    """The matrix of the sums over neighbours: positions and values of the nonzero elements."""
 
     rows: Places
     columns: Places
@@ -25,9 +25,9 @@ class GraphPart(NamedTuple):
     Attributes:
         own: `[own, own]`, sparse; weights of own rows in sums over neighbours.
         halo: `[own, received]`, sparse; weights of the rows that other ranks send.
-        sent: `[sent, own]`, sparse; makes the rows to send, by receivers.
-        counts_out: rows for each rank.
-        counts_in: rows from each rank.
+        sent: `[sent, own]`, sparse; maps own rows to the rows to send, by receiver.
+        counts_out: the number of rows for each rank.
+        counts_in: the number of rows from each rank.
     """
 
     own: Tensor
@@ -43,9 +43,9 @@ class GraphPart(NamedTuple):
 
 
 def of_convolution(edges: Places, nodes: int) -> Weights:
-    """Return weights of a graph convolution [Kipf & Welling 2017].
+    """Return the weights of a graph convolution [Kipf & Welling 2017].
 
-    A node with `d` neighbours counts as a neighbour of itself, and weighs a neighbour of `e`
+    A node with `d` neighbours counts as its own neighbour, and weights a neighbour that has `e`
     neighbours by `1 / sqrt((d + 1) (e + 1))`.
     """
     loops = np.arange(nodes)
@@ -66,7 +66,7 @@ def inside(edges: Places, owners: Places) -> Places:
 
 
 def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
-    """Return a rank's part of the sums, with a row for each node of other ranks that counts.
+    """Return a rank's part of the sums, with a row for each node of other ranks that contributes.
 
     Args:
         owners: `[nodes]`, the ranks of nodes.
@@ -74,7 +74,7 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
     nodes, ranks = len(owners), owners.max() + 1
     rows, columns, values = weights
     of_rank = np.flatnonzero(owners == rank)
-    places = np.zeros(nodes, np.intp)  # in the lists of own nodes and of received nodes
+    places = np.zeros(nodes, np.intp)  # positions among own nodes and among received nodes
     places[of_rank] = np.arange(len(of_rank))
     # Pairs of a receiver and a node, each once, by receivers and then by nodes.
     leaving = owners[rows] != owners[columns]
@@ -101,7 +101,7 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
 
 
 def with_means(part: GraphPart) -> GraphPart:
-    """Return a part that takes the mean of a rank's rows for each row of the rank.
+    """Return a part that sends the mean of its rows instead of each row.
 
     Ranks send a single row to each rank with neighbours: an approximation of the other ranks'
     subgraphs [Angerd et al. 2020].
@@ -121,7 +121,7 @@ def with_means(part: GraphPart) -> GraphPart:
 
 
 def sparse(rows: Places, columns: Places, values: Numbers, shape: tuple[int, int]) -> Tensor:
-    """Return a sparse matrix of the default dtype; values in the same place are added."""
+    """Return a sparse matrix of the default dtype; duplicates are added."""
     numbers = torch.as_tensor(values, dtype=torch.get_default_dtype())
     places = np.stack([rows, columns])
     return torch.sparse_coo_tensor(

@@ -1,10 +1,10 @@
-"""Train a graph network on all nodes of a graph in every step; the nodes are dealt to ranks.
+"""Train a graph network on all nodes of a graph in every step; ranks own disjoint sets of nodes.
 
     mpirun -n 2 mpikfac train-graph
     mpirun -n 2 mpikfac train-graph --aggregate delayed --delay 5
 
-A rank computes the rows of its own nodes; K-FAC takes nodes as examples. With the exact aggregate,
-any number of ranks computes the numbers of a single rank.
+A rank computes the rows of its own nodes, which are K-FAC's examples. With the exact aggregate, the
+results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ log = logging.getLogger("mpikfac.train")
 
 @dataclass(frozen=True)
 class GraphOptions(ProgramOptions):
-    """Train a graph network on all nodes of a graph in every step; the nodes are dealt to ranks.
+    """Train a graph network on all nodes of a graph in every step, distributed over ranks.
 
     Args:
         epochs: the number of steps, each on all nodes.
         graph: "planted" communities; "karate", a club of 34 members (package networkx); or
             "surface", a mesh of the brain with 10,242 nodes (packages nilearn and nibabel).
         planted: the planted communities.
-        known: the share of the nodes whose classes are known in training; the others are the test.
-        partition: how nodes are dealt to ranks: by number ("contiguous"), by most neighbours
+        known: the fraction of the nodes whose classes are known in training; the others are for the
+            test.
+        partition: how nodes are distributed over ranks: in order ("contiguous"), by most neighbours
             ("greedy"), or by METIS ("metis", package pymetis).
         model: "gcn", graph convolutions, or "sage", GraphSAGE with means.
-        layers: the number of layers; each layer but the first one takes rows of other ranks.
+        layers: the number of layers; each except the first uses rows of other ranks.
         hidden: the width of hidden rows.
-        aggregate: what a rank takes of neighbours on other ranks: "exact" rows, no rows ("local"),
-            rows of earlier steps ("delayed"), or the means of ranks ("means").
-        delay: how many steps late rows arrive, with aggregate=delayed; 0 for exact rows. A step
-            exchanges one row of `delay` rows.
+        aggregate: what a rank receives for neighbours on other ranks: "exact" rows, no rows
+            ("local"), rows of earlier steps ("delayed"), or the means of ranks ("means").
+        delay: the delay of rows in steps, with aggregate=delayed; 0 for exact rows. A step
+            exchanges one in `delay` rows.
     """
 
     rates: ClassVar[Mapping[str, float]] = {"kfac": 0.003, "sgd": 0.2, "adamw": 0.01}
@@ -96,7 +97,7 @@ class GraphWork(Work):
         self.examples_per_step = nodes = len(owners)
         hidden = [options.hidden] * (options.layers - 1)
         model = GraphNetwork(options.model, [graph.inputs, *hidden, graph.classes]).to(device)
-        estimator = mpikfac.Estimator(subsample=1)  # of all nodes, whoever holds a node
+        estimator = mpikfac.Estimator(subsample=1)  # of all nodes, whichever rank owns them
         self.trainer = trainer_of(comm, model, options, None, estimator, self.trace)
         group, own = mpikfac.comm.Group(comm, 0, self.trace, "world"), owners == comm.rank
         share = float(own.mean())
@@ -115,10 +116,10 @@ class GraphWork(Work):
         known = torch.from_numpy(split).to(device)
         self._known = known[torch.from_numpy(own).to(device)]
         self._labels = torch.from_numpy(graph.labels[own]).to(device)
-        self._weight = 1 / (share * int(known.sum()))  # as `aggregates.of_all` wants
+        self._weight = 1 / (share * int(known.sum()))  # as `aggregates.of_all` expects
 
     def step(self, step: int) -> Taken:
-        """Take a step on all nodes; the loss is of the nodes whose classes are known."""
+        """Take a step on all nodes; the loss is that of the nodes with known classes."""
         self.trainer.optimizer.zero_grad()
         logits = self.trainer.model(self._inputs, self.sums.hidden)[self._known]
         labels = self._labels[self._known]
@@ -129,7 +130,7 @@ class GraphWork(Work):
         return Taken(loss.detach() / max(1, len(labels)), len(labels), right.double()[None])
 
     def test(self) -> dict[str, float]:
-        """Return the accuracy of the nodes whose classes are not known, with exact sums."""
+        """Return the accuracy for nodes whose classes are not known, with exact sums."""
         self.trainer.model.eval()
         with torch.no_grad():
             logits = self.trainer.model(self._test_inputs, self._exact.hidden)[~self._known]
@@ -139,26 +140,26 @@ class GraphWork(Work):
         return {"accuracy": right / nodes}
 
     def summary(self) -> str:
-        """Return the network and the graph."""
+        """Summarise the network and the graph."""
         options, nodes = self._options, self.examples_per_step
         return f"{options.model} on the graph {options.graph} of {nodes} nodes"
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the trainer, and late rows of the rank."""
+        """Return the state of the trainer, and the rank's delayed rows."""
         return self.trainer.state_dict() | self._late_rows()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a state; late rows begin anew on another number of ranks."""
+        """Load a state; on another number of ranks, delayed rows restart from 0."""
         self.trainer.load_state_dict(checkpoint)
         late = self._late_rows()
         if all(name in checkpoint for name in late):
             for name, rows in late.items():
                 rows.copy_(torch.as_tensor(checkpoint[name]))
         elif self._comm.rank == 0:
-            log.warning("late rows begin with 0: late rows need as many ranks as before")
+            log.warning("delayed rows restart from 0: they need as many ranks as before")
 
     def _late_rows(self) -> dict[str, Tensor]:
-        """Return late rows by names that differ between ranks and between numbers of ranks."""
+        """Return delayed rows, by names that contain the rank and the number of ranks."""
         return {
             f"late/{layer}/{name}/{self._comm.rank} of {self._comm.size}": rows
             for layer, late in enumerate(self.sums.late)

@@ -1,1 +1,1 @@
-"""The options of a run: names, reading, refused values, and the strategy made from options."""
+"""The options of a run: their names, reading, checks, and the strategy built from them."""

@@ -1,4 +1,4 @@
-"""Read YAML of bounded depth and size: a short text with aliases may stand for a huge document."""
+"""Read YAML of bounded depth and size, as a short text with aliases can be a huge document."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import yaml
 from mpikfac import files
 
 MOST = 10_000
-"""Values and keys of the largest document that is read, aliases written out."""
+"""The maximum number of values and keys of a document, with aliases expanded."""
 TAG = "tag:yaml.org,2002:"
 PLAIN = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 
 
 class Bounded(yaml.SafeLoader):
-    """Load plain data; refuse documents of many levels or values, and anchors within themselves."""
+    """Load plain data; reject documents with many levels or values, and recursive anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -24,7 +24,7 @@ class Bounded(yaml.SafeLoader):
         self._complete: dict[yaml.Node, tuple[int, int]] = {}  # values and levels
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node, with all nodes inside, after a check of depth and size."""
+        """Return the next node, including its children, after a check of depth and size."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         alias = self.check_event(yaml.AliasEvent)
         self._level += 1
@@ -33,9 +33,9 @@ class Bounded(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._level -= 1
         if alias and node not in self._complete:
-            self._refuse("an alias stands inside its own anchor", mark)
+            self._refuse("an alias is inside its own anchor", mark)
         if node is not None and node.tag not in PLAIN:
-            self._refuse(f"{node.tag} is no plain data", mark)
+            self._refuse(f"{node.tag} is not plain data", mark)
         if node is not None and not alias:
             inner = [self._complete[part] for part in _inside(node)]
             values = 1 + sum(values for values, _ in inner)
@@ -50,15 +50,15 @@ class Bounded(yaml.SafeLoader):
             value = super().construct_object(node, deep)
         except (LookupError, TypeError, ValueError):  # `!!int x`, or a number of 5,000 digits
             value, kind = reprlib.repr(node.value), node.tag.removeprefix(TAG)
-            self._refuse(f"{value} is no value of type {kind}", node.start_mark)
+            self._refuse(f"{value} is not a value of type {kind}", node.start_mark)
         if isinstance(value, int) and abs(value) > files.HUGE:
-            reason = f"{reprlib.repr(value)} must lie within ±{files.HUGE:,}"
+            reason = f"{reprlib.repr(value)} must be within ±{files.HUGE:,}"
             self._refuse(reason, node.start_mark)
         return value
 
     def _check(self, values: int, levels: int, mark: yaml.Mark) -> None:
         if values > MOST:
-            self._refuse(f"it has more than {MOST:,} values, aliases written out", mark)
+            self._refuse(f"it has more than {MOST:,} values, with aliases expanded", mark)
         if levels > files.DEEP:
             self._refuse(f"it has more than {files.DEEP} levels", mark)
 
@@ -66,7 +66,7 @@ class Bounded(yaml.SafeLoader):
         raise yaml.MarkedYAMLError(problem=reason, problem_mark=mark)
 
 
-# A day such as 2026-01-01 is a text, as in a name.
+# A date such as 2026-01-01 is a string, as in a name.
 Bounded.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{TAG}timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

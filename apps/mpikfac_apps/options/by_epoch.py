@@ -1,4 +1,4 @@
-"""Numbers that change with the epoch, as texts such as `EXAMPLE`."""
+"""Numbers that change with the epoch, written as `EXAMPLE`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ EXAMPLE = "0.03 until 30, 0.01 until 60, 0.003"
 
 @dataclass(frozen=True)
 class ByEpoch:
-    """A schedule of epochs: a number, and the changes of the number.
+    """A schedule by epoch: a number, and its changes.
 
     Attributes:
-        first: the number of epoch 0.
+        first: the number at epoch 0.
         changes: the epochs at which the number changes, in ascending order, with the new numbers.
     """
 
@@ -29,7 +29,7 @@ class ByEpoch:
         return next(reached, self.first)
 
     def __str__(self) -> str:
-        """Return the text that `read` takes."""
+        """Return the text, as `read` expects it."""
         ends = [f"{n!r} until {end}" for n, (end, _) in zip(self.numbers, self.changes)]
         return ", ".join([*ends, repr(self.numbers[-1])])
 
@@ -40,13 +40,13 @@ class ByEpoch:
 
 
 def read(text: str, kind: object) -> ByEpoch:
-    """Return the numbers of a text such as `EXAMPLE`.
+    """Parse a text such as `EXAMPLE`.
 
     Args:
-        kind: the type of the option: whole numbers if int is the type or a member of the type.
+        kind: the type of the option: numbers must be whole if it is int, or a union with int.
 
     Raises:
-        ValueError: the text is no such list, or the epochs do not increase.
+        ValueError: the text has another form, or the epochs do not increase.
     """
     number = int if int in (kind, *typing.get_args(kind)) else float
     *ended, last = text.split(",")
@@ -59,7 +59,7 @@ def read(text: str, kind: object) -> ByEpoch:
 
 
 def by_step(value: Any, epochs: Callable[[int], float]) -> Any:
-    """Return a schedule of steps in the place of a `ByEpoch`; any other value as it is.
+    """Convert a `ByEpoch` to a schedule of steps; return any other value unchanged.
 
     Args:
         epochs: returns the epochs before a step.
@@ -70,10 +70,10 @@ def by_step(value: Any, epochs: Callable[[int], float]) -> Any:
 
 
 def at_start(value: object) -> Any:
-    """Return the number of epoch 0 of a `ByEpoch`; any other value as it is."""
+    """Return a `ByEpoch`'s number at epoch 0; return any other value unchanged."""
     return value.first if isinstance(value, ByEpoch) else value
 
 
 def numbers_of(value: Any) -> tuple[Any, ...]:
-    """Return all numbers of a `ByEpoch`; any other value alone."""
+    """Return all numbers of a `ByEpoch`; any other value as the only one."""
     return value.numbers if isinstance(value, ByEpoch) else (value,)

@@ -12,9 +12,9 @@ from mpikfac_apps.options.sources import OptionSource, belongs, settled
 
 
 def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
-    """Return a strategy with other values of options by key, such as "refresh.staleness".
+    """Return a strategy with changed options, given by key, such as "refresh.staleness".
 
-    Another type of a joint leaves out the options of the type before.
+    If the type of a joint changes, the options of its former type are dropped.
 
     Raises:
         ValueError: the strategy has no such option, or choices do not fit together.
@@ -29,7 +29,7 @@ def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
 
 
 def differences(strategy: Strategy) -> str:
-    """Return the assignment of a strategy, and the choices that differ from the usual choices."""
+    """Describe a strategy by its assignment and the choices that differ from the defaults."""
     return ", ".join(
         f"{leaf.name}={value}"
         for leaf, value in values_of(strategy)
@@ -38,6 +38,6 @@ def differences(strategy: Strategy) -> str:
 
 
 def values_of(strategy: Strategy) -> list[tuple[Leaf, Any]]:
-    """Return the choices of a strategy with their values; the defaults are those of the types."""
+    """Return the choices of a strategy with their values; defaults are those of the types."""
     values = flat(strategy)
     return [(leaf, values[leaf.key]) for leaf in leaves(Strategy, types_of(strategy))]

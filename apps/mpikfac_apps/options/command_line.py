@@ -1,6 +1,6 @@
 """Read the options of a program from the command line and, for training, from YAML files.
 
-The first mistake ends the reading with a single line: key, value, and the allowed values.
+Reading stops at the first mistake with a single line: key, value, and allowed values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Usual = Callable[[type, Mapping[str, Any]], Mapping[str, Any]]
 HELP = ("-h", "--help", "--print_config")
 HELP_ALL = {"--help_all": "--help"}
 NAME = "NAME"
-"""The name of a type in help."""
+"""The placeholder for a type in help."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class CommandLine(Generic[Group]):
     Attributes:
         program: the name of the program, such as "mpikfac plan".
         group: the dataclass of the options.
-        basic: the options that --help shows; --help_all shows all options. Without basic options,
-            --help shows all options.
+        basic: the options that --help shows, while --help_all shows all of them; if empty, --help
+            shows all.
         files: whether --config FILE names YAML files of options.
-        usual: returns, for `group` and the values that are given by full key, the values that
-            replace defaults, and null.
+        usual: returns the values that replace defaults and null, for `group` and the values that
+            are given by full key.
         presets: values by name, such as those of named strategies.
     """
 
@@ -74,15 +74,15 @@ class CommandLine(Generic[Group]):
     ) -> Group:
         """Return the options of a command line.
 
-        Values come from the defaults, then from `usual`, then from a preset, then from `kept`, then
-        from files, then from the rest of the command line; see `sources`.
+        Values come, in this order, from the defaults, from `usual`, from a preset, from `kept`,
+        from files, and from the rest of the command line; see `sources`.
 
         Args:
-            argv: the arguments; None for the arguments of the process.
+            argv: the arguments; None for those of the process.
             kept: options by key, as in a YAML file; needs `files`.
 
         Raises:
-            ValueError: an option is wrong; a single line names key, value and the allowed values.
+            ValueError: an option is wrong; the text is one line with key, value and allowed values.
             SystemExit: code 0, after help.
         """
         arguments = sys.argv[1:] if argv is None else list(argv)
@@ -90,12 +90,12 @@ class CommandLine(Generic[Group]):
         sources = of_arguments([HELP_ALL.get(text, text) for text in arguments], self.files)
         if kept:
             sources.insert(0, kept_options(kept))
-        settled(self.group, sources, self.presets)  # names of types get their full keys
+        settled(self.group, sources, self.presets)  # names of types are replaced by full keys
         usual = self.usual(self.group, given(sources)) if self.usual else {}
         of_usual = OptionSource(usual)
         types, preset = settled(self.group, [of_usual, *sources], self.presets)
         usual = of_usual.values
-        if kept:  # a value that the arguments replace may be wrong
+        if kept:  # a value that the arguments replace can be wrong
             sources[0].discard(given(sources[1:]))
         options = {leaf.key: leaf for leaf in leaves(self.group, types)}
         parser = self._parser(options, self._hidden(options, arguments))
@@ -106,12 +106,12 @@ class CommandLine(Generic[Group]):
         return build(self.group, read, keys_of(sources))
 
     def answer(self, arguments: Sequence[str]) -> None:
-        """Print help if the arguments ask for help; refuse names of options that do not exist.
+        """Print help if requested; raise an error for names of options that do not exist.
 
-        A refusal reads no values and no files.
+        Neither values nor files are read first.
 
         Raises:
-            ValueError: no option has a name; a single line names the nearest options.
+            ValueError: an option does not exist; the text is one line with the most similar names.
             SystemExit: code 0, after help.
         """
         names = _names(arguments)
@@ -159,12 +159,12 @@ class CommandLine(Generic[Group]):
             prog=self.program,
             usage=" ".join([self.program, *placeholders, *["[--key value ...]"] * named]),
             description=about,
-            formatter_class=Help,  # types are in words
+            formatter_class=Help,  # types are described
             exit_on_error=False,
             allow_abbrev=False,
         )
         if self.files:
-            text = "a YAML file of options; options behind --config FILE override the file"
+            text = "a YAML file of options; options after --config FILE override the file"
             parser.add_argument(CONFIG, action="config", metavar="FILE", help=text)
             for action in parser._actions:
                 if "--print_config" in action.option_strings:
@@ -182,7 +182,7 @@ class CommandLine(Generic[Group]):
 
 
 class Help(argparse.HelpFormatter):
-    """Lay out help without a line break inside a name such as comm-opt."""
+    """Format help without line breaks inside names such as comm-opt."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -193,11 +193,11 @@ class Help(argparse.HelpFormatter):
 
 
 def _check_digits(arguments: Iterable[str]) -> None:
-    """Refuse more digits than a float and a path's name may have."""
+    """Raise an error for more digits than a float and a path's name can have."""
     for argument in arguments:
         if re.search(r"\d{300}", argument):
             short = reprlib.repr(argument)
-            raise ValueError(f"{short}: a number must lie within ±{HUGE:,}")
+            raise ValueError(f"{short}: a number must be within ±{HUGE:,}")
 
 
 def _names(arguments: Sequence[str]) -> list[str]:
@@ -228,7 +228,7 @@ def _value(option: Leaf, raw: Any) -> Any:
 
 
 def _placeholders(options: Iterable[Leaf]) -> Iterator[str]:
-    """Yield the arguments that must be given, for the line of usage."""
+    """Yield the required arguments, for the usage line."""
     for leaf in options:
         if leaf.positional:
             yield leaf.key.upper() + (" ..." if leaf.is_list else "")
@@ -249,7 +249,7 @@ def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
     elif leaf.positional and leaf.is_list:
         settings |= {"nargs": "+", "type": typing.get_args(leaf.kind)[0]}
     elif not leaf.positional:
-        settings |= {"type": leaf.kind | None, "default": None}  # `_value` says what is missing
+        settings |= {"type": leaf.kind | None, "default": None}  # `_value` reports missing ones
     if leaf.is_flag:
         settings |= {"nargs": "?", "const": True}
     elif not (leaf.positional or leaf.is_list or leaf.is_choice):
@@ -262,7 +262,7 @@ def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
 
 
 def _word(value: object) -> str:
-    """Return a value in the spelling of the command line."""
+    """Return a value as it is written on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -277,7 +277,7 @@ def _explained(text: str, options: Mapping[str, Leaf], explain: Callable[[str], 
         return f"{wrong[1]}={wrong[2]} must be {options[wrong[1]].allowed}"
     if bare := re.match(r"argument --(\S+): expected one argument", text):
         kind = options[bare[1]].allowed if bare[1] in options else "a file of options"
-        return f"{bare[1]} is given without a value; it must be {kind}"
+        return f"{bare[1]} has no value; it must be {kind}"
     if extra := re.match(r"unrecognized arguments: (\S+)", text):
         key = extra[1].lstrip("-").partition("=")[0]
         return _unrecognised(extra[1], options, explain(key))
@@ -285,12 +285,12 @@ def _explained(text: str, options: Mapping[str, Leaf], explain: Callable[[str], 
 
 
 def _unrecognised(argument: str, options: Collection[str], unknown_key: str) -> str:
-    """Return the message about an argument that is no option; `unknown_key` if it names a key."""
+    """Return the message about an argument that is not an option; `unknown_key` if it is a key."""
     if not argument.startswith("--"):
         return f"{argument!r} belongs to no option; write --key value"
     key = argument.lstrip("-").partition("=")[0]
     if key in options:
-        return f"{argument} needs no name; write the value of {key} alone"
+        return f"{argument} needs no name; write only the value of {key}"
     if inside := [option for option in options if option.startswith(f"{key}.")]:
-        return f"{key} is a group of options; give one of them, such as --{inside[0]}"
+        return f"{key} is a group of options; set one of them, such as --{inside[0]}"
     return unknown_key

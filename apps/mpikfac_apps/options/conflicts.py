@@ -1,4 +1,4 @@
-"""Refuse values of options that are right alone and wrong together."""
+"""Check options for values that are valid alone but not together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mpikfac_apps.text import number
 from mpikfac_apps.tracking.tracker import check as check_trackers
 
 PACKAGED = ("muon", "soap", "lars", "lamb")  # optimizers of the package pytorch_optimizer
-USUAL_BATCH = 256  # images of a step of all ranks together
+USUAL_BATCH = 256  # images per step, of all ranks together
 
 
 def check_conflicts(options: Options, ranks: int) -> None:
-    """Refuse values that are right alone and wrong together, in a job where `ranks` ranks train.
+    """Check for values that are valid alone but not together, in a job where `ranks` ranks train.
 
     Raises:
-        ValueError: two values do not fit together; a single line names the options and a remedy.
+        ValueError: two values do not fit together; the text is one line with options and a remedy.
     """
     check_data(options.data)
     _check_images(options)
@@ -52,13 +52,13 @@ def check_conflicts(options: Options, ranks: int) -> None:
 
 
 def _check_strategy(options: Options, ranks: int) -> None:
-    """Refuse a strategy that does not fit the ranks or the rest of the run."""
+    """Check that the strategy fits the ranks and the rest of the run."""
     strategy, _ = make_strategy(options.distribution, options.kfac, ranks)
     if options.optimizer != "kfac" and options.distribution.strategy == "auto":
         raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
     if options.accumulate > 1 and strategy.transport.overlap:
         raise ValueError(
-            f"accumulate={options.accumulate} needs transport.overlap=false: sums are sent "
+            f"accumulate={options.accumulate} needs transport.overlap=false: messages are sent "
             f"during the only backward pass of a step"
         )
     sync = strategy.sync
@@ -70,26 +70,26 @@ def _check_strategy(options: Options, ranks: int) -> None:
     for name, value in {**choices, "split_layers": options.distribution.split}.items():
         if value:
             raise ValueError(
-                f"{name}={str(value).lower()} needs sync=synchronous, not {sync.name}: ranks hold "
-                f"different copies of the model"
+                f"{name}={str(value).lower()} needs sync=synchronous, not {sync.name}: ranks have "
+                f"different replicas of the model"
             )
 
 
 def _check_split(options: Options, ranks: int) -> None:
-    """Refuse split layers in a wrong form, and options that exclude split layers."""
+    """Check the form of split layers, and options that exclude them."""
     split, tp_size = options.distribution.split, options.distribution.tp_size
     if tp_size and split in ([], [AUTO]):
         raise ValueError(f"tp_size={tp_size} needs names of layers in split_layers, not {split}")
     if split and options.shrink:
         raise ValueError(
-            f"shrink=true needs split_layers=[], not {split}: fewer ranks do not form the groups"
+            f"shrink=true needs split_layers=[], not {split}: fewer ranks cannot form the groups"
         )
     if split and split != [AUTO]:
         mpikfac.TensorParallelPlan(tp_size or ranks, dealt_out(split)).check_ranks(ranks)
 
 
 def _check_frozen(options: Options, ranks: int) -> None:
-    """Refuse options that need the same trained layers in all epochs."""
+    """Check for options that need the same trained layers in all epochs."""
     frozen, choices = options.frozen_epochs, options.distribution
     if frozen is None:
         return
@@ -102,13 +102,13 @@ def _check_frozen(options: Options, ranks: int) -> None:
         (
             spared,
             f"refresh=owners, not {strategy.refresh.name}",
-            "the ranks know the layers of the start",
+            "the ranks know only the layers of the start",
         ),
         (choices.split, f"split_layers=[], not {choices.split}", "layers are split at the start"),
         (
             choices.strategy == AUTO,
             "a named strategy, not auto",
-            "auto looks at the trained layers",
+            "auto depends on the trained layers",
         ),
     ):
         if wrong:
@@ -116,14 +116,14 @@ def _check_frozen(options: Options, ranks: int) -> None:
 
 
 def _check_groups(options: Options, ranks: int) -> None:
-    """Refuse options that need a loss without peers, or groups that end at different steps."""
+    """Check for options that need a loss without peers, or groups that end at different steps."""
     groups, task = options.codistillation.groups, network(options.model).task
     if groups == 1:
         return
     strategy, _ = make_strategy(options.distribution, options.kfac, ranks)
     sync, adapt = strategy.sync, options.kfac.damping_adapt
     for wrong, need, why in (
-        (options.shrink, "shrink=false, not true", "ranks that are left form no equal groups"),
+        (options.shrink, "shrink=false, not true", "the remaining ranks cannot form equal groups"),
         (options.patience, f"patience=null, not {options.patience}", "groups end together"),
         (
             sync.local_steps or not sync.waits_for_all,
@@ -133,9 +133,9 @@ def _check_groups(options: Options, ranks: int) -> None:
         (
             options.quadratic,
             "another kfac.grafting than quadratic-model",
-            "its model knows no peers",
+            "its model does not include the peers",
         ),
-        (adapt, f"kfac.damping_adapt=null, not {adapt}", "the loss after a step knows no peers"),
+        (adapt, f"kfac.damping_adapt=null, not {adapt}", "the loss after a step has no peers"),
         (
             task.loss_name != "cross-entropy",
             f"a model of classes, not model={options.model}",
@@ -147,7 +147,7 @@ def _check_groups(options: Options, ranks: int) -> None:
 
 
 def check_data(data: DataOptions) -> None:
-    """Refuse options of the data that do not fit together."""
+    """Check that options of the data fit together."""
     entry = source(data.name)
     if entry.needs and getattr(data, entry.needs[0]) is None:
         key, meaning = entry.needs
@@ -171,10 +171,10 @@ def check_data(data: DataOptions) -> None:
 
 
 def check_pillow(what: str) -> None:
-    """Return if the package that decodes images is installed.
+    """Check that the package that decodes images is installed.
 
     Raises:
-        ValueError: the package is missing; a single line names the remedy.
+        ValueError: it is missing; the text is one line with the remedy.
     """
     if importlib.util.find_spec("PIL") is None:
         raise ValueError(
@@ -183,7 +183,7 @@ def check_pillow(what: str) -> None:
 
 
 def _check_images(options: Options) -> None:
-    """Refuse data that the network cannot take, and data without the part that networks learn."""
+    """Check that the network can use the data, and that the data have what the network learns."""
     model, size = network(options.model), pixels(options.data)
     learns, holds = model.task.learns, source(options.data.name).holds
     if learns not in holds:
@@ -201,31 +201,31 @@ def _check_images(options: Options) -> None:
 
 
 def mixes(options: Options) -> dict[str, float]:
-    """Return the options that mix images in pairs, with the values."""
+    """Return the options that mix images in pairs, with their values."""
     alphas = {f"data.{name}": getattr(options.data, name) for name in ("mixup", "cutmix")}
     return {name: value for name, value in alphas.items() if value is not None}
 
 
 def check_pairs(options: Options, ranks: int) -> None:
-    """Refuse an odd number of images of a rank if images are mixed in pairs.
+    """Check that each rank has an even number of images if images are mixed in pairs.
 
     Raises:
-        ValueError: a rank has half a pair; a single line names the options.
+        ValueError: a rank has half a pair; the text is one line with the options.
     """
     for name, value in mixes(options).items():
         for batch in numbers_of(options.batches):
             if batch // ranks % 2:
                 raise ValueError(
-                    f"{name}={value} needs an even number of images of a rank, not "
+                    f"{name}={value} needs an even number of images per rank, not "
                     f"{batch // ranks}: batch={batch} on {number(ranks, 'rank')}"
                 )
 
 
 def check_size(options: Options, size: tuple[int, ...]) -> None:
-    """Refuse images of another height and width than the network takes.
+    """Check that images have the height and width that the network needs.
 
     Raises:
-        ValueError: the network takes images of a single size.
+        ValueError: the network needs images of another size.
     """
     model = network(options.model)
     if model.fixed and model.image and model.image[1:] != size:
@@ -237,27 +237,27 @@ def check_size(options: Options, size: tuple[int, ...]) -> None:
 
 
 def pixels(data: DataOptions) -> int | None:
-    """Return the pixels of a side, or the tokens of a window; None if only the data tell."""
+    """Return the side length in pixels, or the tokens of a window; None if data determine it."""
     return data.size or source(data.name).size
 
 
 def doubt(options: Options) -> str:
-    """Return a warning if the network shrinks the images to nothing; "" otherwise."""
+    """Return a warning if the network would reduce the images to nothing; "" otherwise."""
     image, size = network(options.model).image, pixels(options.data)
     if image is None or size is None or size * 2 > min(image[1:], default=0):
         return ""
     usual, given = ("x".join(map(str, sides)) for sides in (image[1:], [size] * (len(image) - 1)))
     return (
         f"model={options.model} is made for images of {usual} pixels, and "
-        f"data.name={options.data.name} has {given}: expect low accuracy, or take another model"
+        f"data.name={options.data.name} has {given}: expect low accuracy, or use another model"
     )
 
 
 def check_parts(options: Options, ranks: int) -> None:
-    """Refuse a number of virtual ranks or passes that does not fit the batch.
+    """Check that the number of virtual ranks or passes fits the batch.
 
     Raises:
-        ValueError: the number does not fit; a single line names the options.
+        ValueError: it does not; the text is one line with the options.
     """
     virtual, batches = options.virtual_ranks, numbers_of(options.batch)
     for batch in filter(None, batches):
@@ -265,8 +265,8 @@ def check_parts(options: Options, ranks: int) -> None:
             raise ValueError(f"transport.virtual_ranks={virtual} must divide batch={batch}")
         if batch // ranks % options.accumulate:
             raise ValueError(
-                f"accumulate={options.accumulate} must divide the {batch // ranks} images of a "
-                f"rank's share of batch={batch}"
+                f"accumulate={options.accumulate} must divide the {batch // ranks} images per rank "
+                f"of batch={batch}"
             )
 
 
@@ -275,7 +275,7 @@ def _check_schedule(options: Options) -> None:
     if (options.schedule == "step") != bool(epochs):
         raise ValueError(
             f"decay_epochs={epochs} with schedule={options.schedule}: step needs epochs at which "
-            "to decay, and the other schedules take []"
+            "to decay, and the other schedules need []"
         )
     if options.schedule != "step" and options.decay_factor != Options.decay_factor:
         raise ValueError(
@@ -310,39 +310,39 @@ def _check_momentum(options: Options) -> None:
 
 
 def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
-    """Refuse a momentum of gradients beside the momentum of a strategy, which `KFAC` refuses, too.
+    """Check for momentum of gradients in addition to a strategy's; `KFAC` checks this as well.
 
     Raises:
-        ValueError: two momenta are given; a single line names the options.
+        ValueError: there are two momenta; the text is one line with the options.
     """
     compressor, momentum = strategy.compression.gradients, options.momentum
     own = getattr(compressor, "momentum", 0.0)
     if own and momentum and options.momentum_of_gradients:
         raise ValueError(
             f"compression.gradients.momentum={own} needs momentum=0, not {momentum} of gradients: "
-            f"a momentum is taken once"
+            f"momentum is applied only once"
         )
 
 
 def _check_quadratic(options: Options) -> None:
-    """Refuse options that change the step of a quadratic model."""
+    """Check for options that change the step of a quadratic model."""
     needed = {"lr": (None, 1.0), "scale_lr": (False,), "schedule": ("constant",)}
     needed |= dict.fromkeys(("warmup_epochs", "momentum", "weight_decay"), (0.0,))
     values = {name: getattr(options, name) for name in needed}
     wrong = [f"{name}={value}" for name, value in values.items() if value not in needed[name]]
     if options.quadratic and wrong:
         raise ValueError(
-            f"kfac.grafting=quadratic-model gives length and momentum of a step; it needs lr=1, "
+            f"kfac.grafting=quadratic-model sets length and momentum of a step; it needs lr=1, "
             f"schedule=constant, momentum=0 and weight_decay=0, not {', '.join(wrong)}"
         )
 
 
 def _check_passes(options: Options) -> None:
-    """Refuse options that need other passes than several passes, or passes of another dtype."""
+    """Check for options that do not allow several passes, or passes of another dtype."""
     if options.accumulate > 1 and options.virtual_ranks:
         raise ValueError(
             f"accumulate={options.accumulate} needs transport.virtual_ranks=null, not "
-            f"{options.virtual_ranks}: a virtual rank has a pass of its own"
+            f"{options.virtual_ranks}: each virtual rank has its own pass"
         )
     for name, usual in (("accumulate", 1), ("autocast", None)):
         if (value := getattr(options, name)) != usual and options.quadratic:
@@ -350,18 +350,18 @@ def _check_passes(options: Options) -> None:
 
 
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:
-    """Return the number of images of a step, of all ranks together, or numbers by epoch.
+    """Return the number of images per step, of all ranks together, or numbers by epoch.
 
-    Without a batch in the options: `USUAL_BATCH`, or the next lower number that ranks and virtual
-    can share.
+    If the options have no batch: `USUAL_BATCH`, or the largest smaller number that can be divided
+    among ranks and virtual ranks.
 
     Raises:
-        ValueError: two batches are given, or the batch is no multiple of the ranks.
+        ValueError: there are two batches, or the batch is not a multiple of the ranks.
     """
     batch, per_rank = options.batch, options.batch_per_rank
     if batch and per_rank:
         raise ValueError(
-            f"batch={batch} and batch_per_rank={per_rank}: give one of them, and null for the other"
+            f"batch={batch} and batch_per_rank={per_rank}: set one of them, and the other to null"
         )
     if not batch and not per_rank:
         share = options.virtual_ranks or ranks

@@ -30,10 +30,10 @@ SYNONYMS = {
     **dict.fromkeys(("inv_update_freq", "kfac_update_freq"), "kfac.inv_update_steps"),
     **dict.fromkeys(("fac_update_freq", "cov_update_freq"), "kfac.factor_update_steps"),
 }
-"""Options by names that other programs use."""
-LIKENESS = 0.7  # the least likeness of a misspelt word, as `difflib` measures
+"""Options by the names that other programs use for them."""
+LIKENESS = 0.7  # the minimum similarity of a misspelt word, as measured by `difflib`
 MOST_SHOWN = 30  # keys in a message
-MOST_GUESSES = 3  # keys that may be meant
+MOST_GUESSES = 3  # suggested keys
 
 
 def read(path: str) -> str:
@@ -47,14 +47,15 @@ def read(path: str) -> str:
     except OSError as error:
         raise ValueError(f"config={path} cannot be read: {files.why(error)}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"config={path} is no YAML: {error.reason}") from error
+        raise ValueError(f"config={path} is not YAML: {error.reason}") from error
 
 
 def composed(text: str, where: str = "") -> yaml.Node | None:
-    """Return the document of a text after a check that every key is given once, nested or dotted.
+    """Parse a document, and check that every key is given once, nested or dotted.
 
     Raises:
-        ValueError: the text is no YAML, or gives a key twice; a single line begins with `where`.
+        ValueError: the text is not YAML, or has a duplicate key; one line, which begins with
+            `where`.
     """
     return _parsed(text, where)[0]
 
@@ -63,7 +64,7 @@ def loaded(text: str) -> Any:
     """Return the plain data of a document in which every key is given once, nested or dotted.
 
     Raises:
-        ValueError: the text is no YAML, or gives a key twice; one line.
+        ValueError: the text is not YAML, or has a duplicate key; one line.
     """
     return _parsed(text, "")[1]
 
@@ -77,10 +78,10 @@ def _parsed(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         return document, None if document is None else loader.construct_document(document)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ValueError(f"{where}line {line} is no YAML: {error.problem}") from error
+        raise ValueError(f"{where}line {line} is not YAML: {error.problem}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"{where}line {line} is no YAML: {error.reason}") from error
+        raise ValueError(f"{where}line {line} is not YAML: {error.reason}") from error
 
 
 def _check_once(document: yaml.Node | None, where: str) -> None:
@@ -92,10 +93,10 @@ def _check_once(document: yaml.Node | None, where: str) -> None:
 
 
 def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> str:
-    """Return the message about an unknown key, with a known key of the same meaning or spelling.
+    """Return the message about an unknown key, with known keys of similar meaning or spelling.
 
     Args:
-        further: keys that may be meant, but are not listed.
+        further: keys that can be suggested, but are not listed.
     """
     plain = key.replace("-", "_").lower()
     group, _, last = plain.rpartition(".")
@@ -113,7 +114,7 @@ def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> s
 
 
 def _near(last: str, keys: Collection[str]) -> list[str]:
-    """Return the keys whose last part, or other name, is spelled most like `last`."""
+    """Return the keys whose last part, or other name, is most similar to `last`."""
     by_word = defaultdict(list)
     for name in keys:
         by_word[name.rpartition(".")[2]].append(name)
@@ -148,7 +149,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the dotted key and the line of every entry of a document, groups included."""
+    """Yield the dotted key and the line of every entry of a document, including groups."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             key = f"{group}{name.value}"
@@ -159,15 +160,15 @@ def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
 def check_keys(
     document: yaml.Node | None, path: str, keys: Collection[str], explain: Callable[[str], str]
 ) -> None:
-    """Return if a document of options holds only known keys, and no value for a group.
+    """Check that a document of options has only known keys, and no value for a group.
 
     Args:
-        path: the file that holds the document.
-        keys: the known keys; the name of a group is a key if the group may have a value.
+        path: the file that contains the document.
+        keys: the known keys, including groups that can have a value.
         explain: returns the message about an unknown key.
 
     Raises:
-        ValueError: a key is wrong; a single line names file, line and key.
+        ValueError: a key is wrong; the text is one line with file, line and key.
     """
     _check_group(document, path, "", keys, explain)
 
@@ -181,7 +182,7 @@ def _check_group(
 ) -> None:
     if not isinstance(node, yaml.MappingNode):
         name = group.rstrip(".") or "the file"
-        raise ValueError(f"config={path}: {name} must hold lines of the form `key: value`")
+        raise ValueError(f"config={path}: {name} must have lines of the form `key: value`")
     for name, value in node.value:
         key = group + str(name.value)
         is_group = any(option.startswith(f"{key}.") for option in keys)

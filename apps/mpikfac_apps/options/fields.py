@@ -1,10 +1,11 @@
-"""Options as fields of dataclasses: a field states name, type, default, bounds and help once.
+"""Options as fields of dataclasses: a field declares name, type, default, bounds and help once.
 
-Dataclasses of the library serve as groups of options. A field may hold a dataclass: the options of
-the inner dataclass have the field's name as a prefix ("data.name"), or no prefix (`inline`).
+Dataclasses of the library serve as groups of options. A field can be a dataclass itself: the
+options of the inner dataclass have the field's name as a prefix ("data.name"), or no prefix
+(`inline`).
 
-A field of a type derived from `Choice` is a joint: the option "sync.type" names a type, and the
-type has options of its own ("sync.rho"). So a dataclass has other options with other types.
+A field whose type is derived from `Choice` is a joint: the option "sync.type" names a type, and the
+type has its own options ("sync.rho"). The options of a dataclass therefore depend on these types.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ REQUIRED = dataclasses.MISSING
 TYPE = "type"
 """The last part of the key that names a joint's type."""
 Types = Mapping[str, str | None]
-"""The names of types by key: {"sync.type": "parle"}; joints that are missing have their default."""
+"""The names of types by key: {"sync.type": "parle"}; missing joints have their defaults."""
 
 Group = TypeVar("Group", bound="DataclassInstance")
 
 
 class Dtype:
-    """Stand for `torch.dtype` in types of fields: the import of torch takes seconds."""
+    """Stand for `torch.dtype` in types of fields, as importing torch takes seconds."""
 
 
 ANNOTATIONS = {"torch": types.SimpleNamespace(dtype=Dtype)}
@@ -69,17 +70,17 @@ class Leaf:
         key: the name that a user writes, with dots: "kfac.damping".
         path: names of the fields that lead to the value.
         kind: the type.
-        default: the value if the option is not given, as a user writes the value; REQUIRED if the
+        default: the value if the option is not given, as a user would write it; REQUIRED if the
             option must be given.
         help: the text about the field in the docstring of the dataclass.
         section: the heading above the option in help; by default the first line of the docstring
             of the dataclass.
-        bounds: such as ("> 0", "<= 1"); null is never out of bounds.
+        bounds: such as ("> 0", "<= 1"); null is always allowed by bounds.
         positional: whether the value is given without the name.
-        scheduled: whether the value may be numbers by epoch.
-        read: the function that makes the value from a text; None if the text is the value.
-        joint: the base of the types that the option names; None if the value is no type.
-        without: fields of the types that are no options.
+        scheduled: whether the value can be numbers by epoch.
+        read: the function that converts a text to the value; None if the text is the value.
+        joint: the base of the types that the option can name; None if the value is not a type.
+        without: fields of the types that are not options.
     """
 
     key: str
@@ -97,12 +98,12 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The key in messages and help: of a type's name, the name of the joint."""
+        """The key in messages and help; for the name of a type, the name of the joint."""
         return self.key.removesuffix(f".{TYPE}") if self.joint else self.key
 
     @property
     def allowed(self) -> str:
-        """The allowed values in words."""
+        """A description of the allowed values."""
         first, *others = map(_in_words, alternatives(self.kind))
         first = joints.allowed(self.joint) if self.joint else first
         others += [f'numbers by epoch such as "{by_epoch.EXAMPLE}"'] if self.scheduled else []
@@ -110,12 +111,12 @@ class Leaf:
 
     @property
     def nullable(self) -> bool:
-        """Whether the value may be null."""
+        """Whether the value can be null."""
         return self.default is None or type(None) in alternatives(self.kind)
 
     @property
     def is_list(self) -> bool:
-        """Whether the option has several values."""
+        """Whether the option takes several values."""
         return typing.get_origin(self.kind) in (list, tuple)
 
     @property
@@ -129,7 +130,7 @@ class Leaf:
         return typing.get_origin(self.kind) is Literal
 
     def check(self, value: Any) -> None:
-        """Refuse numbers that are huge or out of bounds, and null for an option without null.
+        """Check for numbers that are huge or out of bounds, and for null where it is not allowed.
 
         Raises:
             ValueError: one line with key, value and bounds.
@@ -143,7 +144,7 @@ class Leaf:
                 inside = (COMPARE[sign](number, float(limit)) for sign, limit in limits)
                 if files.HUGE < abs(number) < math.inf:
                     short = reprlib.repr(number)
-                    raise ValueError(f"{self.key}={short} must lie within ±{files.HUGE:,}")
+                    raise ValueError(f"{self.key}={short} must be within ±{files.HUGE:,}")
                 if not abs(number) < math.inf or not all(inside):
                     raise ValueError(f"{self.key}={value} must be {self.allowed}")
 
@@ -152,7 +153,7 @@ class Leaf:
 
 
 def bounded(default: Any, *bounds: str) -> Any:
-    """Return a field whose numbers lie within `bounds`, such as "> 0"."""
+    """Return a field whose numbers must satisfy `bounds`, such as "> 0"."""
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 
 
@@ -162,12 +163,12 @@ def choice(default: Any, names: Collection[str]) -> Any:
 
 
 def listed(names: Collection[str], default: Any = REQUIRED) -> Any:
-    """Return a field for a name; the help lists `names`, and the program checks the name."""
+    """Return a field for a name; help lists `names`, and the program checks the name."""
     return dataclasses.field(default=default, metadata={"listed": names})
 
 
 def required(*bounds: str, read: Callable[[str], Any] | None = None) -> Any:
-    """Return a field that must be given; `read` makes the value from a text."""
+    """Return a field that must be given; `read` converts a text to the value."""
     return dataclasses.field(metadata={"bounds": bounds, "read": read})
 
 
@@ -177,7 +178,7 @@ def positional(*bounds: str) -> Any:
 
 
 def read_by(read: Callable[[str], Any], default: str | None) -> Any:
-    """Return a field whose value `read` makes from a text; `default` is a text, too, or None."""
+    """Return a field whose value `read` converts from a text; `default` is a text or None."""
     value = None if default is None else read(default)
     return dataclasses.field(default=value, metadata={"read": read, "written": default})
 
@@ -187,7 +188,7 @@ def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str
 
     Args:
         without: fields that are not options and keep their defaults.
-        names: the name of an option by the name of the field, where the names differ.
+        names: the name of an option by the name of the field, if they differ.
     """
     metadata = {"inline": True, "without": frozenset(without), "renamed": names}
     return dataclasses.field(default_factory=group, metadata=metadata)
@@ -196,8 +197,8 @@ def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str
 def section(heading: str, field: Any) -> Any:
     """Return a field that begins a section of help, with a heading.
 
-    A field of a plain value heads all plain values behind the field; a field of a dataclass heads
-    the options of the dataclass alone.
+    For a field with a plain value, the section includes all following plain values; for a dataclass
+    only its own options.
     """
     metadata = {**field.metadata, "section": heading}
     field.metadata = types.MappingProxyType(metadata)
@@ -214,7 +215,7 @@ def leaves(group: type, types: Types | None = None) -> tuple[Leaf, ...]:
         types: the types of joints; the default types if None.
 
     Raises:
-        ValueError: no type of a joint has the name; one line.
+        ValueError: a joint has no type with the given name; one line.
     """
     return _leaves_with(group, frozenset((types or {}).items()))
 
@@ -225,10 +226,10 @@ def _leaves_with(group: type, types: frozenset[tuple[str, str | None]]) -> tuple
 
 
 def possible(group: type, within: Collection[type] = ()) -> dict[str, Leaf]:
-    """Return by key the options that a dataclass has with some of the known types.
+    """Return the options that a dataclass has for any of the known types, by key.
 
     Args:
-        within: bases of types that hold the dataclass; their joints are not followed again.
+        within: bases of types that contain the dataclass; their joints are not followed again.
     """
     found: dict[str, Leaf] = {}
     for leaf in leaves(group):
@@ -246,7 +247,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
     """Yield the options of a dataclass.
 
     Args:
-        like: a value of the dataclass, which gives the defaults; None for the dataclass's own.
+        like: an instance of the dataclass with the defaults; None for those of the dataclass.
     """
     heading, helps, hints = _described(group)
     for field in dataclasses.fields(group):
@@ -296,7 +297,7 @@ def _described(group: type) -> tuple[str, dict[str, str], dict[str, Any]]:
 
 
 def _hints(group: type) -> dict[str, Any]:
-    """Return the types of the fields; other annotations may name what is not imported."""
+    """Return the types of the fields; other annotations may refer to what is not imported."""
     names = {field.name for field in dataclasses.fields(group)}
     hints: dict[str, Any] = {}
     for base in reversed(group.__mro__):
@@ -326,7 +327,7 @@ def _of_joint(
 ) -> Iterator[Leaf]:
     """Yield the option that names the type of a joint, and the options of the type.
 
-    The joint's default gives the defaults of its own type.
+    The joint's default sets the defaults of its own type.
     """
     name, usual = option.key, option.default
     kind = str | None if type(None) in alternatives(hint) else str
@@ -364,13 +365,13 @@ def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
 
 
 def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] = ()) -> Group:
-    """Return a dataclass with the values of options; options without a value have their defaults.
+    """Return a dataclass with the values of options; missing ones have their defaults.
 
     Args:
         given: the keys that a user gives.
 
     Raises:
-        ValueError: the dataclass refuses a value; one line.
+        ValueError: the dataclass rejects a value; one line.
     """
     fields = dataclasses.fields(group)
     chosen = {key: value for key, value in values.items() if key in given}
@@ -388,7 +389,7 @@ def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] 
 def _group_of(
     group: type[Group], tree: Mapping[str, Any], prefix: str, like: Group | None = None
 ) -> Group:
-    """Return a dataclass with the values of a tree, and the further values of `like`."""
+    """Return a dataclass with the values of a tree, and the other values from `like`."""
     (_, _, hints), values = _described(group), dict(tree)
     for field in dataclasses.fields(group):
         value, hint = tree.get(field.name), hints[field.name]
@@ -420,7 +421,7 @@ def _typed(base: type[Choice], tree: Mapping[str, Any], joint: str, usual: Any) 
 
     Args:
         tree: the name of the type, and values of the type's fields.
-        usual: the default of the joint, whose values stay if the type does.
+        usual: the default of the joint, whose values are kept if the type does not change.
     """
     values = dict(tree)
     name = values.pop(TYPE, None) if TYPE in values or usual is REQUIRED else joints.name_of(usual)
@@ -469,7 +470,7 @@ def _value_of(options: Any, leaf: Leaf) -> Any:
 
 
 def dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name of `DTYPES`."""
+    """Return the dtype with a name in `DTYPES`."""
     import torch
 
     return typing.cast(torch.dtype, getattr(torch, name))
@@ -481,7 +482,7 @@ def dtype(name: str) -> torch.dtype:
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
     """Return a type of the library as the type of an option: dtypes by name, no functions.
 
-    A text is one of `names`, if `names` holds any.
+    A string is one of `names`, unless `names` is empty.
     """
     words: list[str] = []
     members = []
@@ -504,7 +505,7 @@ def _takes_tuples(hint: Any) -> bool:
 
 
 def _in_words(kind: Any) -> str:
-    """Return a type in words."""
+    """Return a description of a type."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return f"one of {', '.join('false' if value is False else str(value) for value in members)}"

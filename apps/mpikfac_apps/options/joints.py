@@ -1,7 +1,7 @@
-"""Options that choose a type: the types that a joint takes, by name, and the names of types.
+"""Options that choose a type: the types that a joint accepts, by name, and the names of types.
 
-A joint is a field of a type derived from `Choice`, such as `sync: Synchronization`. A name selects
-one of the known types; FILE.py:CLASS is a type of a user's own.
+A joint is a field whose type is derived from `Choice`, such as `sync: Synchronization`. A name
+selects one of the known types; FILE.py:CLASS is a type defined by the user.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ C = TypeVar("C", bound=Choice)
 OWN = "FILE.py:CLASS"
 
 _spelled: dict[type[Choice], str] = {}
-"""Types of users' own by the text that named them."""
+"""Types defined by users, by the text that named them."""
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself if the type is no union."""
+    """Return the members of a union, or the type itself if it is not a union."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if union else (hint,)
 
 
 def base_of(hint: Any) -> type[Choice] | None:
-    """Return the base of a joint's types, or None if a field of the annotation is no joint."""
+    """Return the base of a joint's types, or None if a field of this type is not a joint."""
     members = [member for member in alternatives(hint) if member is not types.NoneType]
     if len(members) == 1 and isinstance(members[0], type) and issubclass(members[0], Choice):
         return members[0]
@@ -36,18 +36,18 @@ def base_of(hint: Any) -> type[Choice] | None:
 
 
 def allowed(base: type[Choice]) -> str:
-    """Return the types of a joint in words."""
+    """Return a description of the types of a joint."""
     return f"one of {', '.join([*named_types(base), OWN])}"
 
 
 def type_of(joint: str, base: type[C], name: str) -> type[C]:
-    """Return the type of a name.
+    """Return the type with a name.
 
     Args:
         joint: the joint's name in messages, such as "sync".
 
     Raises:
-        ValueError: no type has the name, or the file holds no such type.
+        ValueError: no type has the name, or the file does not define such a type.
     """
     if is_own(name):
         return _own_type(joint, base, name)

@@ -1,4 +1,4 @@
-"""The options of a training run, in groups. Programs that plan runs take the same groups."""
+"""The options of a training run, in groups, which are also those of programs that plan runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import mpikfac.lab  # noqa: F401 (its methods are known by name)
+import mpikfac.lab  # noqa: F401 (makes its methods available by name)
 from mpikfac import (
     AdamGrafting,
     CommOpt,
@@ -45,7 +45,7 @@ from mpikfac_apps.options.fields import (
 from mpikfac_apps.options.run import END, LENGTH, LOG, RunOptions
 from mpikfac_apps.options.sources import Presets
 
-# The names of tables whose code needs torch; the tests compare the names with the tables.
+# The names in tables whose code needs torch; tests compare them with the tables.
 DATASETS = (
     *("digits", "cifar10", "cifar100", "curves", "patches", "synthetic", "folder", "packed"),
     *("text", "volume"),
@@ -68,40 +68,42 @@ class DataOptions:
     Args:
         name: the data set. "digits": handwritten digits, installed with the program; "cifar10" and
             "cifar100": the files in data.path; "patches": grey patches of cifar10, for
-            autoencoders; "curves": smooth curves, made up for autoencoders; "synthetic": random
+            autoencoders; "curves": generated smooth curves, for autoencoders; "synthetic": random
             images; "text": the bytes of text files, for language models; "volume": crops of a
             brain, for segmenters; "folder": a folder of images; "packed": a file of `mpikfac pack`;
-            FILE.py:FUNCTION: the tensors that a function of yours returns. Names.
-        path: the directory in which the archive of cifar10 or cifar100 was unpacked; the folder
-            with train/CLASS/*.jpg and val/CLASS/*.jpg; the file of `mpikfac pack`; or a text file,
-            or a directory with files *.py and *.txt, null for the standard library of Python; or
-            the folder of a volume's image.nii.gz and labels.nii.gz, null for MNI152 of nilearn.
-        train_images: the number of training images to use, the first images of the data set; of a
-            folder or a packed file, images at equal distances; of curves and synthetic images, the
-            number to make; of a text, the number of windows. null for all images or windows, 20,000
-            curves or 1024 synthetic images.
-        test_images: the number of test images to use, chosen as training images; null for all
-            images. A smaller number makes the test of the network quicker and less exact.
-        augment: training images are moved and mirrored at random; black pixels fill the gaps. Of
-            images in files, a random part is enlarged or shrunk, and mirrored at random.
-        shift: the pixels by which augment moves an image at most, in both directions; null for 4.
+            FILE.py:FUNCTION: the tensors that your function returns. Names.
+        path: the directory with the unpacked archive of cifar10 or cifar100; the folder with
+            train/CLASS/*.jpg and val/CLASS/*.jpg; the file of `mpikfac pack`; a text file, or a
+            directory with files *.py and *.txt, null for Python's standard library; or the folder
+            with a volume's image.nii.gz and labels.nii.gz, null for nilearn's MNI152.
+        train_images: the number of training images to use: the first images of the data set; for a
+            folder or a packed file, evenly spaced images; for curves and synthetic images, the
+            number to generate; for a text, the number of windows. null for all images or windows,
+            20,000 curves or 1024 synthetic images.
+        test_images: the number of test images to use, chosen like training images; null for all
+            images. Fewer images make the test of the network faster and less exact.
+        augment: shift and mirror training images at random; gaps are filled with black pixels. For
+            images in files, a random crop is rescaled, and mirrored at random.
+        shift: the maximum number of pixels by which augment shifts an image in each direction; null
+            for 4.
         mirror: how augment mirrors images. null: half of the images, at random; "alternating":
             random images in the first epoch, and each image in every second epoch.
-        mixup: alpha of mixup: each training image becomes a weighted mean of two images, and so
-            does the loss; the weight of a step is drawn from Beta(alpha, alpha). null for none.
-        cutmix: alpha of cutmix: a box of each training image shows another image, and the loss
-            weighs the labels by area; the share of a step is drawn from Beta(alpha, alpha). With
-            both mixup and cutmix, a step takes one of both at random. null for none.
-        size: the pixels of a side of patches, null for 28; of synthetic images, null for 32; of the
-            part of an image in a file that the network gets, null for 224; the bytes of a window of
-            text, null for 64; or the voxels of a side of a crop of a volume, null for 16.
+        mixup: alpha of mixup: each training image, and its loss, becomes a weighted mean over two
+            images; the weight of a step is drawn from Beta(alpha, alpha). null for none.
+        cutmix: alpha of cutmix: a box in each training image shows another image, and the loss
+            weights the labels by area; the fraction of a step is drawn from Beta(alpha, alpha).
+            With both mixup and cutmix, each step chooses one of them at random. null for none.
+        size: the side length in pixels of patches, null for 28; of synthetic images, null for 32;
+            of the crop of an image in a file that the network receives, null for 224; the bytes of
+            a window of text, null for 64; or the side length in voxels of a crop of a volume, null
+            for 16.
         classes: the number of classes of synthetic images; null for 10.
-        workers: the processes of a rank that decode images in files ahead of the steps; 0: the rank
-            decodes; null for 2. Results do not depend on the number.
-        max_broken_images: how many images in files may be broken. A broken image is replaced by the
-            next image of its class and named in the log; one more ends the run. null for 0.
-        cache: a directory on the disk of each node; one rank of each node copies the images of a
-            packed file there before the training. null for no copy.
+        workers: the number of processes per rank that decode images in files in advance; 0: the
+            rank decodes; null for 2. Results do not depend on it.
+        broken: the number of images in files that may be broken. A broken image is replaced by the
+            next image of its class, and logged; one more broken image ends the run. null for 0.
+        cache: a directory on the disk of each node, to which one rank of each node copies the
+            images of a packed file before the training. null for no copy.
     """
 
     name: str = section("data", listed(DATASETS, "digits"))
@@ -125,14 +127,14 @@ class GroupOptions:
     """Groups of ranks that learn from each other's predictions [codistillation].
 
     Args:
-        groups: the number of groups of ranks. Each group trains a model of its own in
-            RUN_DIR/group-NUMBER, with the seed `seed + NUMBER` and batches of its own, and learns
+        groups: the number of groups of ranks. Each group trains its own model in
+            RUN_DIR/group-NUMBER, with the seed `seed + NUMBER` and its own batches, and learns
             from the predictions of the other groups. 1: all ranks train one model.
-        burn_in: the number of steps at the start in which groups train apart; null: the steps of
-            the first epoch.
+        burn_in: the number of steps at the start in which groups train independently; null: the
+            steps of the first epoch.
         swap_every: the number of steps from one swap of weights between groups to the next.
-        distill_weight: the factor of the distance to the predictions of the other groups in the
-            loss; 0: groups train apart.
+        distill_weight: the weight in the loss of the divergence from the predictions of the other
+            groups; 0: groups train independently.
     """
 
     groups: int = bounded(1, ">= 1")
@@ -147,27 +149,27 @@ COMM_OPT = "comm-opt"
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """The strategy by name, a published way to distribute training over ranks.
+    """The strategy by name, a published method of distributing training over ranks.
 
     Without K-FAC, choices about factors and decompositions have no effect.
 
     Args:
-        strategy: the name of a strategy; `mpikfac strategies` lists all names. The strategy gives
+        strategy: the name of a strategy; `mpikfac strategies` lists all names. The strategy sets
             the defaults of the options of assignment, sync, compression, refresh and transport.
-            "auto" takes the strategy of K-FAC with the least predicted time on `machine`.
+            "auto" chooses the K-FAC strategy with the shortest predicted time on `machine`.
         machine: a measured machine: a file of `mpikfac calibrate`, or a published machine as for
             `mpikfac simulate`. Overlapped strategies choose their messages for the machine, and
             strategy=auto chooses everything.
-        split_layers: the layers whose channels are dealt out over groups of ranks: NAME=outputs or
-            NAME=inputs for each layer, or only "auto" for the cheapest channels of each layer: the
-            layers with the least seconds on `machine`, or without a machine with the fewest bytes.
-        tp_size: the number of ranks of a group that shares out layers; null: all ranks, and of
+        split_layers: the layers whose channels are divided among groups of ranks: NAME=outputs or
+            NAME=inputs for each layer, or only "auto" for the cheapest distribution of each layer,
+            by seconds on `machine`, or by bytes if there is no machine.
+        tp_size: the number of ranks in a group that divides layers; null: all ranks, and with
             split_layers=auto the cheapest number.
-        assignment: who decomposes factors, preconditions gradients and steps weights.
+        assignment: which ranks decompose factors, precondition gradients and step weights.
         sync: what ranks exchange to train one model, and when.
-        compression: how numbers are encoded in messages.
-        refresh: when factors are decomposed, and by whom.
-        transport: when numbers travel, and in which messages.
+        compression: how values are encoded in messages.
+        refresh: when factors are decomposed, and by which ranks.
+        transport: when values are sent, and in which messages.
     """
 
     strategy: str = section("strategy", field(default=COMM_OPT))
@@ -195,11 +197,11 @@ class StrategyOptions:
         return Strategy(*(getattr(self, joint) for joint in JOINTS))
 
     def renamed(self, name: str) -> StrategyOptions:
-        """Return the options with another strategy by name, and without choices of their own."""
+        """Return the options with another strategy by name, and none of their own choices."""
         return replace(self, strategy=name, **vars(get_strategy(name)[0]))
 
     def own_choices(self) -> list[str]:
-        """Return the keys of the choices that are not those of the strategy by name."""
+        """Return the keys of the choices that differ from those of the named strategy."""
         usual, now = preset(self.strategy), flat(self)
         return [key for key, value in usual.items() if now.get(key, usual) != value]
 
@@ -209,9 +211,9 @@ JOINTS = tuple(vars(Strategy()))
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Return the options of a strategy by name; none if there is no such strategy.
+    """Return the options of a named strategy; none if there is no such strategy.
 
-    Of "auto", the options of COMM-OPT.
+    For "auto", the options of COMM-OPT.
     """
     if (named := NAMED.get(COMM_OPT if name == AUTO else name)) is None:
         return {}
@@ -226,13 +228,13 @@ class CoverageOptions:
     """Which layers K-FAC covers, and in what form.
 
     Args:
-        norms: scale and shift of normalisation layers are preconditioned, too.
-        kfac_approx: how the positions count at which an image uses a weight. "expand": each
-            position is an example of its own; "reduce": the mean over the positions is an example.
-        largest: the largest order of a factor; larger factors fall into equal blocks. null: what
-            the budget says, or no limit.
-        rank: the number of eigenvectors that are kept of factors or blocks of a larger order; the
-            mean replaces the remaining eigenvalues. null keeps all. A rank needs
+        norms: also precondition scale and shift of normalisation layers.
+        kfac_approx: how the positions at which an image uses a weight enter the factors. "expand":
+            each position is an example; "reduce": the mean over the positions is an example.
+        largest: the maximum order of a factor; larger factors are cut into equal blocks. null: as
+            the budget requires, or no limit.
+        rank: the number of eigenvectors that are kept for factors or blocks of a larger order; the
+            remaining eigenvalues are replaced by their mean. null keeps all. A rank needs
             preconditioner=eigen.
         skip: the names of layers that are trained without K-FAC.
     """
@@ -251,36 +253,34 @@ class KfacOptions:
     Args:
         factor_update_steps: the number of steps between two updates of the factors. null: 10, and
             fewer in the first 160 steps; 1 with shampoo, kl-shampoo and soap.
-        inv_update_steps: the number of steps between two decompositions of the factors. null: the
-            number of the strategy; for most strategies 50, and fewer in the first 160 steps.
-        preconditioner: the preconditioner of gradients; K-FAC is one of several under the same
-            plan. A preconditioner brings usual values of damping, grafting, momentum and
-            factor_update_steps, which replace defaults, and no value that is given. "inverse":
-            damped inverses; "eigen": eigenbases; "ekfac": eigenbases with
-            eigenvalues from the gradients of single images; "eva": mean vectors in the place of
-            factors, as Eva; "shampoo", "kl-shampoo": roots of factors of the averaged gradient;
-            "soap": Adam in eigenbases of such factors; "muon": the gradient, without factors;
-            "normuon": the same, with rows of about equal lengths; "newton-muon": inverses of the
-            factors of inputs alone. null: the preconditioner of the strategy (inverse for most
-            strategies).
-        momentum_of: where `momentum` is taken. "gradients": Nesterov's momentum of the averaged
-            gradients, before K-FAC preconditions the gradients; needs grafting by Adam.
-            "directions": by the optimizer, with smaller learning rates. null: "gradients" with
-            such grafting and without a clip or nesterov, else "directions".
-        budget: the operations of statistics and decompositions on average, as a share of those of
-            the forward and backward passes; in the first 160 steps, as many as those of the passes.
-            Intervals grow, and factors fall into blocks of at most half as many rows as a batch has
-            vectors, or of 128. null, or an interval of your own: no limit.
-        damping_adapt: the number of steps from one adaptation of the damping to the next. The
-            damping follows how well the quadratic model predicted the loss; each adaptation costs a
-            forward pass. null: the damping stays.
-        grafting: what gives each layer's direction its length. With a clip, the usual value is
-            none.
+        inv_update_steps: the number of steps between two decompositions of the factors. null: that
+            of the strategy; for most strategies 50, and fewer in the first 160 steps.
+        preconditioner: the preconditioner of gradients; K-FAC is one of several that share a plan.
+            A preconditioner has its own defaults of damping, grafting, momentum and
+            factor_update_steps, which apply unless you set these options. "inverse": damped
+            inverses; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients
+            of single images; "eva": mean vectors in place of factors, as in Eva; "shampoo",
+            "kl-shampoo": roots of factors of the averaged gradient; "soap": Adam in eigenbases of
+            such factors; "muon": the gradient, without factors; "normuon": the same, with rows of
+            about equal length; "newton-muon": inverses of the factors of inputs alone. null: the
+            preconditioner of the strategy (inverse for most strategies).
+        momentum_of: where `momentum` is applied. "gradients": Nesterov momentum of the averaged
+            gradients, before K-FAC preconditions them; needs grafting by Adam. "directions": by the
+            optimizer, with smaller learning rates. null: "gradients" with such grafting and without
+            a clip or nesterov, else "directions".
+        budget: the average number of operations of statistics and decompositions, as a fraction of
+            those of the forward and backward passes; the limit is 1 in the first 160 steps.
+            Intervals are lengthened, and factors are cut into blocks with at most half as many rows
+            as a batch has vectors, or 128. null, or an interval that you set: no limit.
+        damping_adapt: the number of steps from one adaptation of the damping to the next, by how
+            well the quadratic model has predicted the loss; each adaptation costs a forward pass.
+            null: the damping is not adapted.
+        grafting: what sets the length of each layer's direction. With a clip, the default is none.
         clip: a bound on the directions of all layers together.
-        matmul_precision: how products round that precondition gradients and make directions
-            orthogonal, on tensor cores: "tf32" operands to 10 bits of mantissa, "bfloat16" to 7
-            bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
-        cuda_graph: directions are recorded as a CUDA graph, and their kernels started by one call.
+        matmul_precision: how the products that precondition gradients and make directions
+            orthogonal round their operands, on tensor cores: "tf32" to 10 bits of mantissa,
+            "bfloat16" to 7 bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
+        cuda_graph: record the computation of directions as a CUDA graph, and start it by one call.
     """
 
     factor_update_steps: int | Schedule | None = section("K-FAC", bounded(None, ">= 1"))
@@ -304,7 +304,7 @@ class KfacOptions:
 
     @property
     def lasting_factor_update_steps(self) -> int:
-        """The steps between updates of factors at the start; of the usual numbers, the last."""
+        """The steps between updates of factors at the start; of the default intervals, the last."""
         return (
             FACTOR_EVERY if self.factor_update_steps is None else at_start(self.factor_update_steps)
         )
@@ -314,8 +314,8 @@ USUAL_RATES = {
     **{"kfac": RATE, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
     **{"lars": 10.0, "lamb": 0.03},
 }
-"""Learning rates; of K-FAC with steps of the length of Adam's and momentum of gradients."""
-FOR_DIRECTIONS = 0.4  # times the usual rate, as momentum of directions lengthens the steps
+"""Learning rates; for K-FAC, with steps of the length of Adam's and momentum of gradients."""
+FOR_DIRECTIONS = 0.4  # times the default rate, as momentum of directions lengthens the steps
 
 
 @dataclass(frozen=True)
@@ -334,24 +334,24 @@ class LearningOptions:
             next byte of a text; all other networks are classifiers and learn labels.
         data: the data set.
         kfac: the settings of K-FAC.
-        batch: the number of images of a step, of all ranks together; a multiple of the number of
-            ranks. Schedules of other numbers follow the epochs, whatever the batch. null without
+        batch: the number of images per step, of all ranks together; a multiple of the number of
+            ranks. Schedules of other options follow the epochs, whatever the batch. null without
             batch_per_rank: 256, or the next lower multiple of the number of ranks.
-        batch_per_rank: the number of images of a step on each rank. A run that is resumed on
-            another number of ranks keeps the batch of all ranks together.
-        accumulate: the number of passes in which a rank takes its share of a step's images, one
-            after another, to save memory: a step takes the mean gradient of all passes. Layers that
-            normalise a batch normalise each pass by itself.
-        autocast: the dtype of torch.autocast, which rounds products of the network's passes; null
-            for none. Weights, gradients and K-FAC keep float32.
+        batch_per_rank: the number of images per step on each rank. A run that resumes on another
+            number of ranks keeps the total batch.
+        accumulate: the number of passes in which a rank processes its part of a step's images, one
+            after another, to save memory: a step uses the mean gradient of all passes. Layers that
+            normalise a batch normalise each pass separately.
+        autocast: the dtype of torch.autocast, to which operands of products in the network's passes
+            are rounded; null for none. Weights, gradients and K-FAC stay in float32.
         epochs: the number of passes over the training images, and the length of the schedule.
         eval_every: the number of epochs from one test of the network to the next; the last epoch
             of a run always ends with a test.
-        eval_steps: the number of steps from one further test to the next, also within epochs; null
-            for none. Ranks with copies of the weights make the copies equal before a test.
-        keep_best: the weights of the best test are kept in RUN_DIR/best.pt.
-        patience: the run ends after so many tests in a row that are no better than the best test
-            before; null: all epochs run.
+        eval_steps: the number of steps from one additional test to the next, also within epochs;
+            null for none. Ranks with replicas of the weights average them before a test.
+        keep_best: keep the weights of the best test in RUN_DIR/best.pt.
+        patience: the number of consecutive tests without improvement after which the run ends;
+            null: all epochs run.
         lr: the learning rate. null: 0.0075 for K-FAC with a kfac.grafting by Adam, or 0.003
             with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
             LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.grafting=none or sgd.
@@ -360,34 +360,33 @@ class LearningOptions:
             lr times the number; "sqrt": lr times the square root of the number; false: not at all.
             If the rate grows, a warm-up starts at lr.
         warmup_epochs: the number of epochs at the start in which the learning rate rises linearly.
-        schedule: how the learning rate changes. "constant": no change; "step": a fall by
-            decay_factor at each of decay_epochs; "linear": a linear fall to 0 at the end;
-            "cosine": a fall to 0 at the end along half a cosine.
-        decay_epochs: the epochs at which the learning rate falls, for schedule=step.
-        decay_factor: the factor by which the learning rate falls, for schedule=step.
+        schedule: how the learning rate changes. "constant": no change; "step": it decays by
+            decay_factor at each of decay_epochs; "linear": it decays linearly to 0 at the end;
+            "cosine": it decays to 0 at the end along half a cosine.
+        decay_epochs: the epochs at which the learning rate decays, for schedule=step.
+        decay_factor: the factor by which the learning rate decays, for schedule=step.
         momentum: the momentum of SGD, K-FAC, Muon and LARS, or beta1 of AdamW, SOAP and LAMB. With
-            kfac.preconditioner=soap, muon, normuon and newton-muon, 0.95 replaces the default.
-        nesterov: the momentum of SGD and K-FAC is Nesterov's.
+            kfac.preconditioner=soap, muon, normuon and newton-muon, the default is 0.95.
+        nesterov: use Nesterov momentum in SGD and K-FAC.
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.
-        label_smoothing: the share of an image's label that all classes have in equal parts in the
-            loss of the training; the test takes the plain label.
-        ema_decay: the network is tested with an exponential moving average of its weights. At each
-            step the old average is multiplied by this decay, such as 0.99; in the first steps the
-            average is the plain mean. 0: the weights themselves are tested.
+        label_smoothing: the fraction of an image's label that is distributed equally over all
+            classes in the training loss; the test uses the plain label.
+        average: the decay of an exponential average of the weights over steps, such as 0.99, which
+            tests of the network use; in the first steps it is the plain mean. 0: tests use the
+            weights themselves.
         distribution: the strategy.
-        weights: a file of first weights: a state_dict, or a file of `mpikfac export`, .pt or
-            .safetensors. Tensors of the last module may be missing or have another shape; these
-            keep the first values of the seed. A run that is resumed takes its checkpoint. null: all
-            weights are drawn by the seed.
+        weights: a file of initial weights: a state_dict, or a file of `mpikfac export`, .pt or
+            .safetensors. Tensors of the last module can be missing or have another shape; these
+            keep the seed's initial values. A run that resumes uses its checkpoint. null: all
+            weights are initialised from the seed.
         frozen_epochs: the number of epochs at the start in which only the last module with
-            parameters is trained, the classifier; all further layers are frozen, and are trained
-            from the second step of the next epoch on. null: all layers are trained from the start.
-        direct_feedback: the names of modules, such as [layer1, layer2]. Each of them ends a block
-            of layers. The gradient of a block's outputs is computed from the error of the model's
-            outputs with fixed signs, not from the next block [Han & Yoo 2019]; inside blocks,
-            gradients are exact. K-FAC needs kfac.fisher_type=forward-only. Empty: all gradients are
-            exact.
+            parameters is trained, the classifier; all other layers are frozen, and trained from the
+            second step of the next epoch on. null: all layers are trained from the start.
+        feedback: the names of modules, such as [layer1, layer2], each of which ends a block of
+            layers. Gradients of blocks are computed from the error of the outputs by fixed signs,
+            not from the next block [Han & Yoo 2019]; inside blocks, gradients are exact. K-FAC
+            needs kfac.fisher_type=forward-only. Empty: all gradients are exact.
         seed: the seed of initial weights, of the order of images and of augmentation.
     """
 
@@ -424,12 +423,12 @@ class LearningOptions:
 
     @property
     def virtual_ranks(self) -> int | None:
-        """The number of parts that a batch is dealt out in; None: each rank has one."""
+        """The number of virtual ranks over which a batch is divided; None: each rank has one."""
         return self.distribution.transport.virtual_ranks
 
     @property
     def rate(self) -> float:
-        """The learning rate before any warm-up and fall."""
+        """The learning rate before any warm-up and decay."""
         if self.lr is not None:
             return self.lr
         if self.quadratic:
@@ -441,7 +440,7 @@ class LearningOptions:
 
     @property
     def momentum_of_gradients(self) -> bool:
-        """Whether the momentum is taken before K-FAC preconditions gradients."""
+        """Whether the momentum is applied before K-FAC preconditions gradients."""
         if self.optimizer != "kfac" or self.kfac.momentum_of == "directions":
             return False
         usual = self.kfac.grafting.by_adam and self.kfac.clip is None and not self.nesterov
@@ -449,34 +448,34 @@ class LearningOptions:
 
     @property
     def momentum_of(self) -> str:
-        """What K-FAC's momentum is of: "gradients" or "directions"."""
+        """What K-FAC's momentum applies to: "gradients" or "directions"."""
         return "gradients" if self.momentum_of_gradients else "directions"
 
     @property
     def quadratic(self) -> bool:
-        """Whether a quadratic model gives length and momentum of steps."""
+        """Whether a quadratic model sets length and momentum of steps."""
         return self.optimizer == "kfac" and self.kfac.grafting.needs_batch
 
     @property
     def batches(self) -> int | ByEpoch:
-        """The number of images of a step, of all ranks together, or numbers by epoch."""
+        """The number of images per step, of all ranks together, or numbers by epoch."""
         assert isinstance(self.batch, int | ByEpoch), "`parse` fills in the batch"
         return self.batch
 
     @property
     def step_batch(self) -> int:
-        """The number of images of a step in epoch 0, of all ranks together."""
+        """The number of images per step in epoch 0, of all ranks together."""
         return int(at_start(self.batches))
 
 
 @dataclass(frozen=True)
 class Options(RunOptions, LearningOptions):
-    """Train a network with K-FAC or a baseline; `mpikfac launch`, mpirun or srun start ranks.
+    """Train a network with K-FAC or a baseline; start ranks by `mpikfac launch`, mpirun or srun.
 
     Args:
-        shrink: when a rank dies, the remaining ranks continue (under mpirun --with-ft ulfm).
-        trace_steps: the number of steps whose stages are recorded on every rank, from the third
-            step of a start on: a table in the log, RUN_DIR/trace.json.gz for a browser, and
+        shrink: if a rank dies, the remaining ranks continue (under mpirun --with-ft ulfm).
+        trace_steps: the number of steps whose stages are recorded on every rank, beginning with the
+            third step of a start: a table in the log, RUN_DIR/trace.json.gz for a browser, and
             RUN_DIR/stages.json. null for none.
     """
 
@@ -499,15 +498,15 @@ BASIC = (
     *("kfac.relative_damping", "kfac.preconditioner.type", "kfac.grafting.type"),
     "kfac.momentum_of",
 )
-"""The options that a newcomer needs: `--help` shows these options."""
+"""The options that a newcomer needs, which `--help` shows."""
 
 
 def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by key that a preconditioner takes where a user gives none: its `Defaults`.
+    """Return the defaults of a preconditioner by key, for options that a user does not set.
 
     Args:
         group: a dataclass with a field `kfac` of `KfacOptions`.
-        given: the values by key that a user gives; the names of types are checked.
+        given: the values by key that a user sets; the names of types are checked.
     """
     keys = {leaf.path: leaf.key for leaf in leaves(group)}
     prefix = keys["kfac", "damping", "value"].removesuffix("damping")

@@ -23,21 +23,21 @@ from mpikfac_apps.problems.models import network
 def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None = None) -> Options:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
-    `batch` and `kfac.num_per_example_loss_terms` are filled in. Values come from the defaults, then
-    from `kept`, then from `--config FILE`, then from the rest of the command line.
+    `batch` and `kfac.num_per_example_loss_terms` are filled in. Values come, in this order, from
+    the defaults, from `kept`, from `--config FILE`, and from the rest of the command line.
 
     Args:
         kept: options by key, as in a YAML file.
 
     Raises:
-        ValueError: an option is wrong; a single line names key, value and the allowed values.
+        ValueError: an option is wrong; the text is one line with key, value and allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     return checked(TRAIN.read(argv, kept), ranks)
 
 
 def checked(options: Options, ranks: int) -> Options:
-    """Return options that fit together; `batch` and the terms of a loss are filled in.
+    """Check that options fit together; return them with `batch` and loss terms filled in.
 
     Raises:
         ValueError: options do not fit together, or do not fit the number of ranks.
@@ -52,7 +52,7 @@ def checked(options: Options, ranks: int) -> Options:
 
 
 def of_run(options: Options) -> KfacOptions:
-    """Return the settings of K-FAC, with what other options say of momentum and positions."""
+    """Return the settings of K-FAC, combined with other options about momentum and positions."""
     estimator, grafting = options.kfac.estimator, options.kfac.grafting
     dimensions = network(options.model).task.dimensions
     if dimensions and estimator.num_per_example_loss_terms == 1:
@@ -66,10 +66,10 @@ def of_run(options: Options) -> KfacOptions:
 def resolved(options: Options, ranks: int) -> dict[str, Any]:
     """Return all options as in a YAML file, with the settings of the strategy in place of null.
 
-    A run with the file is an equal run.
+    A run with this file gives the same results.
 
     Args:
-        ranks: the ranks that train.
+        ranks: the number of ranks that train.
     """
     if options.optimizer == "kfac" and options.distribution.strategy != AUTO:
         _, settings = make_strategy(options.distribution, options.kfac, ranks)

@@ -20,24 +20,24 @@ class RunOptions:
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
         run_dir: the directory for configuration, log, metrics and checkpoints.
-        resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
-            newest checkpoint in run_dir, or none if none exists; or the directory of a checkpoint
-            or of another run, whose newest checkpoint is taken.
+        resume: the checkpoint from which the run continues. "never": none; "auto": the newest
+            checkpoint in run_dir, if there is one; or the directory of a checkpoint, or of another
+            run, whose newest checkpoint is used.
         checkpoint_minutes: the minutes between checkpoints, which are written in the background,
             the first after 2 minutes; null for none. The end of a run always writes a checkpoint.
-        checkpoint_every: the number of steps between further checkpoints; null for none.
+        checkpoint_every: the number of steps between additional checkpoints; null for none.
         max_time: the minutes from the start to the end of the job. The run writes a checkpoint and
             stops in time. SLURM_JOB_END_TIME has the same effect. null for no limit.
         exit_code: the exit code of a run that was stopped before the end by SIGTERM, SIGUSR1,
             SIGUSR2, Ctrl-C under `mpikfac launch`, RUN_DIR/control/stop or the end of the job.
-        watchdog_timeout: the longest time of a step, in seconds. A longer step ends the job and
-            leaves the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints may
+        watchdog_timeout: the maximum duration of a step, in seconds. A longer step ends the job and
+            leaves the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints can
             take 10 times as long. null for no limit.
         log_every: the number of steps from one line of metrics to the next.
-        device: the device of each rank; "auto" takes a GPU if a GPU exists.
-        threads: the number of threads of a rank. null: OMP_NUM_THREADS, or an equal share of the
+        device: the device of each rank; "auto" uses a GPU if there is one.
+        threads: the number of threads per rank. null: OMP_NUM_THREADS, or an equal part of the
             node's cores.
-        metrics: the trackers that take the numbers of metrics.jsonl, too: "tensorboard", "wandb",
+        metrics: trackers that also receive the contents of metrics.jsonl: "tensorboard", "wandb",
             "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; a name, or a list of
             names.
     """
@@ -57,5 +57,5 @@ class RunOptions:
 
     @property
     def trackers(self) -> list[str]:
-        """The trackers that take the numbers of metrics.jsonl, too."""
+        """The trackers that also receive the contents of metrics.jsonl."""
         return [self.metrics] if isinstance(self.metrics, str) else self.metrics

@@ -1,8 +1,8 @@
 """Where the options of a program come from, one source after another; the last value wins.
 
-A value may decide which other options exist: the type of a joint, or the name of a preset. If a
-later source chooses another type, the options that earlier sources give to the former type are left
-out; the values of a preset likewise.
+A value can determine which other options exist: the type of a joint, or the name of a preset. If a
+later source chooses another type, the options that earlier sources set for the former type are
+dropped, and so are the values of a preset.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Presets:
 
 
 class OptionSource:
-    """Values of options by key, which are no arguments.
+    """Values of options by key, which are not command-line arguments.
 
     Attributes:
         values: the values, as a user writes them.
-        trusted: files that values name may be executed.
+        trusted: whether files that values name can be executed.
     """
 
     trusted = True
@@ -49,24 +49,24 @@ class OptionSource:
         self.values = dict(values)
 
     def rename(self, short: str, key: str) -> None:
-        """Give the value of `short` to `key`: `sync` is short for `sync.type`."""
+        """Move the value of `short` to `key`: `sync` is short for `sync.type`."""
         if short in self.values:
             self.values[key] = self.values.pop(short)
 
     def leave_out(self, groups: Collection[str]) -> None:
-        """Leave out the options of groups such as "sync"."""
+        """Drop the options of groups such as "sync"."""
         inside = tuple(f"{group}." for group in groups)
         self.discard({key for key in self.values if key in groups or key.startswith(inside)})
 
     def discard(self, keys: Collection[str]) -> None:
-        """Leave out keys."""
+        """Drop keys."""
         self.values = {k: v for k, v in self.values.items() if k not in keys}
 
     def check(self, options: Mapping[str, Leaf], explain: Callable[[str], str]) -> None:
-        """Refuse an unknown key of a file; the parser refuses one of the command line."""
+        """Check a file for unknown keys; the parser checks those of the command line."""
 
     def arguments(self) -> list[str]:
-        """Return the arguments of the command line that give the values."""
+        """Return command-line arguments with the values."""
         return []
 
 
@@ -82,13 +82,13 @@ class Words(OptionSource):
         super().__init__(given if name.startswith("--") else {})
 
     def rename(self, short: str, key: str) -> None:
-        """Give the value of `short` to `key`."""
+        """Move the value of `short` to `key`."""
         if short in self.values:
             self._words[0] = self._words[0].replace(short, key, 1)
         super().rename(short, key)
 
     def leave_out(self, groups: Collection[str]) -> None:
-        """Leave out nothing: what a user types is meant."""
+        """Drop nothing: what a user types is intended."""
 
     def arguments(self) -> list[str]:
         """Return the words."""
@@ -111,28 +111,28 @@ class Document(OptionSource):
         super().__init__(documents.flattened(content) if isinstance(content, dict) else {})
 
     def rename(self, short: str, key: str) -> None:
-        """Give the value of `short` to `key`."""
+        """Move the value of `short` to `key`."""
         if short in self.values:
             self._nodes[key] = self._nodes.pop(short)
         super().rename(short, key)
 
     def discard(self, keys: Collection[str]) -> None:
-        """Leave out keys, which are known nevertheless."""
+        """Drop keys, which are known nevertheless."""
         self._left_out |= {*keys}
         super().discard(keys)
 
     def arguments(self) -> list[str]:
-        """Return the argument that gives the values."""
+        """Return a command-line argument with the values."""
         return [f"{CONFIG}={documents.written({key: self._nodes[key] for key in self.values})}"]
 
     def check(self, options: Mapping[str, Leaf], explain: Callable[[str], str]) -> None:
-        """Refuse an unknown key, and a value for a group.
+        """Check for unknown keys, and values for groups.
 
         Args:
             explain: returns the message about an unknown key.
 
         Raises:
-            ValueError: a single line names file, line and key.
+            ValueError: the text is one line with file, line and key.
         """
         if not self._path:
             return
@@ -142,7 +142,7 @@ class Document(OptionSource):
 
 
 class Kept(Document):
-    """Options that a run keeps: a type from a file is executed only if a user names it anew."""
+    """Options stored in a run; a type from a file is executed only if the user names it again."""
 
     trusted = False
 
@@ -154,7 +154,7 @@ def of_arguments(arguments: Sequence[str], files: bool) -> list[OptionSource]:
         files: whether --config FILE names a file of options.
 
     Raises:
-        ValueError: a file cannot be read, or is no YAML; one line.
+        ValueError: a file cannot be read, or is not YAML; one line.
     """
     sources: list[OptionSource] = []
     named = list(takewhile("--".__ne__, arguments))
@@ -170,7 +170,7 @@ def of_arguments(arguments: Sequence[str], files: bool) -> list[OptionSource]:
 
 
 def kept_options(values: Mapping[str, Any]) -> Kept:
-    """Return options by key that a run keeps, as a source."""
+    """Return stored options by key as a source."""
     return Kept(json.dumps(documents.nested(values)))
 
 
@@ -179,10 +179,10 @@ def settled(
 ) -> tuple[Types, Mapping[str, Any]]:
     """Return the types that the sources choose, and the values of the chosen preset.
 
-    The sources lose options of types that a later source replaces.
+    Options of types that a later source replaces are removed from the sources.
 
     Raises:
-        ValueError: no type of a joint has the name; one line.
+        ValueError: a joint has no type with the given name; one line.
     """
     preset = OptionSource(_preset(group, sources, presets) if presets else {})
     sources = [preset, *sources]
@@ -211,7 +211,7 @@ def _preset(group: type, sources: Sequence[OptionSource], presets: Presets) -> M
 
 
 def _last(key: str, usual: Any, groups: Collection[str], sources: Sequence[OptionSource]) -> Any:
-    """Return the last value of a key; with another value, earlier sources lose the groups."""
+    """Return the last value of a key; if it changes, earlier sources lose the groups."""
     chosen, since = usual, None
     for number, source in enumerate(sources):
         if key not in source.values:
@@ -227,7 +227,7 @@ def _checked(joint: Leaf, chosen: Any) -> str | None:
     """Return the name of a joint's type.
 
     Raises:
-        ValueError: the value is no name, or null for a joint that needs a type.
+        ValueError: the value is not a name, or is null for a joint that requires a type.
     """
     if isinstance(chosen, str) or (chosen is None and joint.nullable):
         return chosen
@@ -235,7 +235,7 @@ def _checked(joint: Leaf, chosen: Any) -> str | None:
 
 
 def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[OptionSource]) -> None:
-    """Refuse to execute a file that only options of a run name."""
+    """Raise an error instead of executing a file that only the options of a run name."""
     naming = [source for source in sources if source.values.get(joint.key) == chosen]
     if isinstance(chosen, str) and is_own(chosen) and not any(s.trusted for s in naming):
         raise ValueError(
@@ -245,18 +245,18 @@ def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[OptionSource]) -> N
 
 
 def given(sources: Sequence[OptionSource]) -> dict[str, Any]:
-    """Return the values by key that sources give; null gives nothing."""
+    """Return the values that sources set, by key; null sets nothing."""
     values = {key: value for source in sources for key, value in source.values.items()}
     return {key: value for key, value in values.items() if value is not None}
 
 
 def keys_of(sources: Sequence[OptionSource]) -> set[str]:
-    """Return the keys to which sources give values, also null."""
+    """Return the keys that sources set, also to null."""
     return {key for source in sources for key in source.values}
 
 
 def belongs(group: type, types: Types, key: str) -> str:
-    """Return which types have an option that the chosen types do not have; "" if none has it."""
+    """Return which types have an option that the chosen types lack; "" if none has it."""
     for joint in leaves(group, types):
         rest = key.removeprefix(f"{joint.name}.")
         if joint.joint is None or rest == key:

@@ -1,4 +1,4 @@
-"""Make the strategy, the settings of K-FAC and the learning rate from options."""
+"""Create the strategy, the settings of K-FAC and the learning rate from options."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from mpikfac_apps.options.options import AUTO, KfacOptions, Options, StrategyOpt
 
 Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
 
-ITEMSIZE = 4  # bytes of a number in float32
+ITEMSIZE = 4  # bytes per float32 value
 OF_STRATEGY = ("preconditioner", "inv_update_steps")
-"""Settings of `KFAC` that a strategy may bring."""
+"""Settings of `KFAC` that a strategy can set."""
 TUNED = ("transport.fusion", "assignment.replicate_below")
-"""The choices that a machine makes."""
+"""The choices that are made for a machine."""
 
 
 def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
-    """Return the preconditioner among settings of `KFAC`, or the usual preconditioner."""
+    """Return the preconditioner among settings of `KFAC`, or the default."""
     return named_preconditioner(settings.get("preconditioner", "inverse"))
 
 
 def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
-    """Return the steps between refreshes at the start; of the usual numbers, the last."""
+    """Return the steps between refreshes at the start; of the default intervals, the last."""
     usual = usual_intervals(strategy.refresh.stagger).inv_update_steps(SETTLED)
     interval: int = at_start(settings.get("inv_update_steps", usual))
     return interval
 
 
 def serving_ranks(options: Options) -> tuple[str, int]:
-    """Return the number of ranks that do not train, behind the key of the option.
+    """Return the key of an option, and the number of ranks that it exempts from training.
 
-    The ranks hold the weights for the ranks that train, or decompose for the ranks that train.
+    These ranks keep the weights, or decompose factors, for the ranks that train.
     """
     distribution = options.distribution
     if not distribution.sync.waits_for_all:
@@ -65,7 +65,7 @@ def serving_ranks(options: Options) -> tuple[str, int]:
 
 
 def no_servers(options: Options) -> str:
-    """Return the choice that needs no ranks beside the ranks that train, and the present choice."""
+    """Return the choice with which all ranks train, and the present choice."""
     distribution = options.distribution
     if not distribution.sync.waits_for_all:
         return f"sync=synchronous, not {distribution.sync.name}"
@@ -76,7 +76,7 @@ def training_ranks(options: Options, ranks: int) -> int:
     """Return the number of a job's ranks that train a model together.
 
     Raises:
-        ValueError: no rank trains, a job with ranks that do not train may shrink, or the groups of
+        ValueError: no rank trains, a job with ranks that do not train can shrink, or the groups of
             ranks would differ in size.
     """
     name, spared = serving_ranks(options)
@@ -97,7 +97,7 @@ def make_strategy(
 ) -> tuple[Strategy, dict[str, Any]]:
     """Return the strategy for the ranks that train, and its own settings of `KFAC`: `OF_STRATEGY`.
 
-    A setting that neither the options nor the strategy choose is missing.
+    A setting chosen neither by the options nor by the strategy is missing.
 
     Raises:
         ValueError: choices do not fit together, or do not fit the number of ranks.
@@ -131,10 +131,10 @@ def of_gradients(options: Options) -> Grafting:
 
 
 def job_of(options: Options, ranks: int, inv_update_steps: int) -> Job:
-    """Return the training that a prediction is for.
+    """Return the training to predict.
 
     Args:
-        ranks: the ranks that train.
+        ranks: the number of ranks that train.
         inv_update_steps: steps between two refreshes, at the start.
     """
     return Job(
@@ -149,17 +149,17 @@ def job_of(options: Options, ranks: int, inv_update_steps: int) -> Job:
 def for_machine(
     options: Options, shapes: Shapes, ranks: int, strategy: Strategy, settings: dict[str, Any]
 ) -> tuple[str, Strategy]:
-    """Return the name of the strategy, and the strategy with the choices that the machine makes.
+    """Return the name of the strategy, and the strategy with the choices made for the machine.
 
-    A machine makes only choices that the options leave open.
+    These are only choices that the options leave open.
 
     Args:
         options: model, batch and K-FAC of a run.
-        shapes: covered layers, and names and shapes of the uncovered tensors that travel.
-        ranks: the ranks that train.
+        shapes: covered layers, and names and shapes of the uncovered tensors that are sent.
+        ranks: the number of ranks that train.
 
     Raises:
-        ValueError: the file is no machine, or the machine was not measured with this network.
+        ValueError: the file is not a machine, or the machine was not measured with this network.
     """
     distribution = options.distribution
     if distribution.machine is None:
@@ -176,7 +176,7 @@ def for_machine(
 
 
 def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
-    """Return by name of a layer the channels that are dealt out.
+    """Return the channels that are divided, by name of a layer.
 
     Raises:
         ValueError: a text is not NAME=outputs or NAME=inputs.
@@ -196,11 +196,11 @@ def tensor_parallel_plan(
     """Return the split layers of a network.
 
     Args:
-        calls: the layers that can be split, with the numbers of a rank's batch.
-        ranks: the ranks that train.
+        calls: the layers that can be split, with the sizes of a rank's batch.
+        ranks: the number of ranks that train.
 
     Raises:
-        ValueError: the file is no machine.
+        ValueError: the file is not a machine.
     """
     if distribution.split == [AUTO]:
         machine = load_machine(distribution.machine) if distribution.machine else None
@@ -227,7 +227,7 @@ def make_plan(
 
 
 def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
-    """Return the rule of the layers that K-FAC covers, and of the form of their factors.
+    """Return the layers that K-FAC covers, and the rule for the form of their factors.
 
     Args:
         covers: the covering classes of the network, by type of module.
@@ -254,7 +254,7 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
 
 @contextmanager
 def skippable(option: str = "kfac.skip") -> Iterator[None]:
-    """Name the option that skips modules in the place of the argument of `KFAC`.
+    """Name the option that skips modules in messages about the argument of `KFAC`.
 
     Raises:
         ValueError: the library refuses modules.
@@ -262,9 +262,9 @@ def skippable(option: str = "kfac.skip") -> Iterator[None]:
     try:
         yield
     except mpikfac.layers.Refused as error:
-        names = json.dumps(error.skip)  # in quotes: names may be numbers
+        names = json.dumps(error.skip)  # in quotes, as names can be numbers
         raise ValueError(
-            f"{error.without_remedy}; for first-order training, give --{option} '{names}'"
+            f"{error.without_remedy}; for first-order training, pass --{option} '{names}'"
         ) from error
 
 
@@ -288,7 +288,7 @@ def kfac_settings(
         damping = Damping(**{kind: LevenbergMarquardt(damping.number, interval)})
 
     def scheduled(value: Group) -> Group:
-        """Return a setting with schedules of steps in the place of numbers by epoch."""
+        """Return a setting in which schedules by epoch are replaced by schedules of steps."""
         numbers = {n: by_step(v, epochs) for n, v in vars(value).items()}
         return dataclasses.replace(value, **numbers)
 

@@ -1,1 +1,1 @@
-"""Groups of ranks that train models of their own towards each other's answers."""
+"""Groups of ranks that train separate models, which learn from each other's predictions."""

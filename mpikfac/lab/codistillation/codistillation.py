@@ -1,4 +1,4 @@
-"""Codistillation: groups of ranks train models of their own, and learn from each other."""
+"""Codistillation: groups of ranks train separate models that learn from each other."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PEERS = "codistillation/peers/"
 
 
 class Codistillation:
-    """Groups of ranks train models of their own; a group learns from predictions of the peers.
+    """Train one model per group of ranks; each group also learns from its peers' predictions.
 
-    The peers of a group are the other groups. A rank holds a copy of the model of each peer, and
-    the copies become older until the next swap of weights [Anil et al. 2018].
+    The peers of a group are the other groups. Each rank keeps a copy of each peer's model, which
+    becomes stale until weights are swapped again [Anil et al. 2018].
 
         codistillation = mpikfac.Codistillation(model, comm, burn_in=500)
         trainer = mpikfac.FirstOrderTrainer(model, optimizer, codistillation.group)  # or KFAC
@@ -40,19 +40,18 @@ class Codistillation:
             trainer.step()
             codistillation.end_step()
 
-    Ranks of neighbouring numbers form a group. All groups have to take the same number of steps.
-    Copies predict in eval() mode: normalisation layers use the running statistics of the peer, and
-    there is no dropout.
+    Consecutive ranks form a group. All groups must take the same number of steps. Copies predict in
+    eval() mode: normalisation layers use the peer's running statistics, and there is no dropout.
 
-    Collective over: comm. The model becomes the model of the first rank of the rank's group.
+    Collective over: comm. All ranks of a group get the model of its first rank.
 
     Args:
-        model: gives logits `[batch, classes, *positions]`. Models of all groups have the same
-            parameters and buffers, and different values; give ranks different seeds.
-        burn_in: the first steps, in which groups train apart.
+        model: returns logits `[batch, classes, *positions]`. The models of all groups have the same
+            parameters and buffers with different values, so initialise them from different seeds.
+        burn_in: the number of steps at the start in which groups train independently.
         groups: a divisor of the number of ranks; 1 for plain training.
         every: steps between two swaps of weights.
-        weight: the factor of the term in the loss; with 0, groups train apart.
+        weight: the factor of the term in the loss; with 0, groups train independently.
         trace: times the stages; a new trace if None.
 
     Raises:
@@ -61,7 +60,7 @@ class Codistillation:
 
     Attributes:
         group: the communicator of the rank's group, for `FirstOrderTrainer` and `KFAC`.
-        number: the number of the rank's group, from 0 on.
+        number: the index of the rank's group.
         peers: copies of the models of the other groups, as of the last swap.
         steps: completed steps.
         trace: seconds and bytes of every stage.
@@ -93,7 +92,7 @@ class Codistillation:
         self.group, self.number = self._grid.row, self._grid.column.rank
         broadcast(self.group, [*model.parameters(), *model.buffers()])
         segments = [[(f"{g}/{n}", s) for n, s in self._shapes.items()] for g in range(groups)]
-        layout = lay_out(segments)  # a segment for each group
+        layout = lay_out(segments)  # one segment per group
         self._arena = Arena(layout, dtype, device)
         of_all = layout, lambda _: True, self.number, groups, dtype.itemsize
         self._messages = gathers(names.EXCHANGE_WEIGHTS, "column", *of_all)
@@ -103,7 +102,7 @@ class Codistillation:
 
     @property
     def learning(self) -> bool:
-        """Whether the loss of the next step has a term of the peers."""
+        """Whether the loss of the next step includes a term of the peers."""
         return self._learns_after(self.steps)
 
     def _learns_after(self, steps: int) -> bool:
@@ -112,14 +111,14 @@ class Codistillation:
     def term(self, inputs: Tensor | tuple[Any, ...], outputs: Tensor) -> Tensor:
         """Return the term to add to the mean loss of a batch, a scalar.
 
-        The term is `weight` times the mean over batch and positions of the divergence
+        It is `weight` times the mean over batch and positions of the divergence
         `KL(mean of the peers' predictions, own predictions)`; 0 in the burn-in.
 
         Collective over: none.
 
         Args:
             inputs: the argument of the model, or a tuple of arguments.
-            outputs: the logits that the model gave for `inputs`.
+            outputs: the logits that the model returned for `inputs`.
 
         Raises:
             ValueError: the outputs have no dimension of classes.
@@ -142,19 +141,19 @@ class Codistillation:
         Collective over: world if a swap is due, else none.
 
         Raises:
-            UserError: weights of a group are not finite.
-            ValueError: the model has got other parameters or buffers.
+            UserError: the weights of a group are not finite.
+            ValueError: the model's parameters or buffers have changed.
         """
         self.steps += 1
         self._swap_if_due()
 
     def _swap_if_due(self) -> None:
-        """Give the weights of the group to all groups, at the burn-in's end and every few steps."""
+        """Send the group's weights to all groups, after the burn-in and every few steps."""
         if not self.learning or (self.steps - self.burn_in) % self.every:
             return
         if shapes_of(self.model) != self._shapes:
             raise ValueError(
-                "the model has other parameters or buffers than before; make Codistillation anew"
+                "the model's parameters or buffers have changed; construct Codistillation again"
             )
         copy_all(self._places(self.number, self.model))
         self._grid.exchange(self._messages, self._arena.flat)
@@ -166,7 +165,7 @@ class Codistillation:
         self._hand_out()
 
     def _places(self, number: int, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the places of a group's numbers in the arena, each with the tensor of the model."""
+        """Yield the location of each of a group's values in the arena, and the model's tensor."""
         for name, tensor in real_tensors(model):
             yield self._arena[f"{number}/{name}"], tensor
 
@@ -180,16 +179,16 @@ class Codistillation:
     def state_dict(self) -> dict[str, Any]:
         """Return steps and weights of the peers by name, for the checkpoint of the rank's group.
 
-        The ranks of a group hold the same state. `trainer.state_dict() |
-        codistillation.state_dict()` is the state of a group: a run that loads the states of all
-        groups goes on as the uninterrupted run.
+        It is the same on all ranks of a group. `trainer.state_dict() | codistillation.state_dict()`
+        is the state of a group; a run that loads the states of all groups continues as if it had
+        not been interrupted.
 
         Collective over: none.
         """
         return {STEPS: self.steps} | (self._of_peers() if self.learning else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the rank's group, for any number of ranks; on all ranks, or on none.
+        """Load the state of the rank's group, on all ranks or on none, at any number of ranks.
 
         Collective over: world.
 
@@ -215,19 +214,19 @@ class Codistillation:
 
 
 def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers of real numbers by name; counts of batches stay with a group."""
+    """Yield real-valued parameters and buffers by name; counts of batches are not exchanged."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point():
             yield name, tensor.detach()
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters and buffers of real numbers."""
+    """Return the shapes of real-valued parameters and buffers."""
     return {name: tuple(tensor.shape) for name, tensor in real_tensors(model)}
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a copy of the model that predicts and does not learn."""
+    """Return a copy of the model that predicts but does not learn."""
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 

@@ -25,7 +25,7 @@ class CurvatureServers(Refresh):
             "refresh",
             ("curvature-servers",),
             {"assignment.replicate_below": 0},
-            "curvature servers decompose for one owner of a factor",
+            "curvature servers decompose for one owner per factor",
         ),
     )
 
@@ -33,7 +33,7 @@ class CurvatureServers(Refresh):
     servers: int = 1
 
     def attach(self, plan: Any, preconditioners: Any, team: Any) -> Any:
-        """Return what makes the rank's decomposer."""
+        """Return a factory of the rank's decomposer."""
         from mpikfac.lab.curvature_servers.decomposer import OnCurvatureServers
 
         return partial(OnCurvatureServers, plan, preconditioners, team)

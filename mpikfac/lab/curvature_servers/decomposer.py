@@ -1,7 +1,7 @@
 """Curvature servers: ranks that do not train but decompose for training ranks [LBANN].
 
-A curvature server acts as a background thread: an owner sends factors, goes on, and takes
-decompositions at a fixed step.
+A curvature server works like a background thread: an owner sends factors, continues, and receives
+the decompositions at a fixed step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CPU = torch.device("cpu")
 class OnCurvatureServers(AtOnce):
     """Send a training rank's factors to a curvature server, request by request.
 
-    Collective over: the team's link.
+    Collective over: the team's intercommunicator.
 
     Args:
         plan: the plan of all ranks.
         preconditioners: the preconditioners of layers by name.
-        team: joins training and curvature servers, from `split_comm`.
+        team: joins training ranks and curvature servers; from `split_comm`.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class OnCurvatureServers(AtOnce):
         announce(self._link, (plan, preconditioners))
 
     def start(self, request: FactorRequest) -> Ready:
-        """Send packed factors and damping; return a function to wait for the blocks.
+        """Send packed factors and damping; return a function that waits for the blocks.
 
         Collective over: none.
         """
-        self._finish()  # a request that nobody waited for
+        self._finish()  # a request whose result was not awaited
         if not request.packed:
             return lambda: Decomposed({}, ())
         plan, turn, trace = self.site.plan, request.turn, self.site.trace
@@ -64,7 +64,7 @@ class OnCurvatureServers(AtOnce):
                 sent[factor.name].copy_(request.packed[factor.name])
                 if factor.name in request.added:
                     sent[factor.added].copy_(request.added[factor.name])
-                elif factor.name in request.precise:  # the same place says 1 for float64
+                elif factor.name in request.precise:  # the same element is 1 for float64
                     sent[factor.added].fill_(float(request.precise[factor.name]))
             route = plan.grid.curvature_server(plan.rank), plan.turns.index(turn)
             wait_sent = begin_send(self._link, sent.flat, *route)
@@ -84,20 +84,20 @@ class OnCurvatureServers(AtOnce):
         return take
 
     def check_same_model(self) -> None:
-        """Refuse a change of the trained parameters: the other ranks know the plan of the start.
+        """Raise an error for a change of the trained parameters: servers know only the first plan.
 
         Raises:
             UserError: always.
         """
         raise UserError(
             "the parameters that require a gradient have changed; with curvature servers, close "
-            "K-FAC and make it anew"
+            "K-FAC and construct it again"
         )
 
     def close(self) -> None:
-        """Let the curvature servers go, once all training ranks have called `close`.
+        """Release the curvature servers, once all training ranks have called `close`.
 
-        A second call does nothing. Collective over: none.
+        Later calls do nothing. Collective over: none.
         """
         self._finish()
         link, self._link = self._link, None
@@ -108,16 +108,16 @@ class OnCurvatureServers(AtOnce):
 def run_curvature_server(
     team: SplitComm, device: torch.device = CPU, trace: Trace | None = None
 ) -> None:
-    """Decompose on a curvature server for the training ranks, until all training ranks close.
+    """Decompose on a curvature server for the training ranks, until all of them close.
 
-    First come, first served; a rank has at most 1 request open, so no rank is crowded out.
+    Requests are served in order of arrival; a rank has at most one open request, so none starves.
 
     Collective over: curvature.
 
     Args:
         team: from `split_comm`.
-        device: where to decompose; a device of the training ranks' kind gives the same numbers.
-        trace: takes seconds and bytes of the stages.
+        device: where to decompose; a device of the training ranks' kind gives the same results.
+        trace: records seconds and bytes of the stages.
     """
     if (curvature := team.intercomm) is None:
         raise ValueError(
@@ -140,7 +140,7 @@ def run_curvature_server(
                 for name, block in blocks.items():
                     reply[name].copy_(block)
         with trace.stage(names.SEND_BASES, "curvature", reply.flat.nbytes):
-            # Waiting here would make other owners wait, too, for an owner that computes.
+            # Waiting here would also make other owners wait for an owner that computes.
             sending.pop(owner, _nothing)()
             sending[owner] = begin_send(curvature, reply.flat, owner, tag)
     for wait in sending.values():

@@ -1,1 +1,1 @@
-"""Gradients of layers from the error of the outputs alone."""
+"""Gradients of layers computed directly from the error of the outputs."""

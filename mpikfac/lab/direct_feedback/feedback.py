@@ -1,10 +1,10 @@
-"""Direct feedback: the error of the output reaches each block of a model at once.
+"""Direct feedback: the error of the outputs reaches each block of a model directly.
 
 Back-propagation passes an error from block to block. With direct feedback alignment, the error at
-the output of block k is `e B_k`: e is the gradient of the loss by the model's outputs, and B_k is a
-fixed random matrix [Nøkland 2016]. Here B_k has the entries `+-1 / sqrt(n)`, for the n numbers of
-the output of an example, so that the error keeps its length in the mean. Inside a block, gradients
-come by back-propagation; the gradient of the last block is exact [Han & Yoo 2019].
+the output of block k is `e B_k`, where e is the gradient of the loss with respect to the model's
+outputs, and B_k is a fixed random matrix [Nøkland 2016]. Here B_k has the entries `+-1 / sqrt(n)`
+for the n elements of an example's output, so that the error keeps its length on average. Inside a
+block, gradients are back-propagated; the gradient of the last block is exact [Han & Yoo 2019].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpikfac.layers import Hook
 from mpikfac.trainer import Trainer
 
-SPREAD = 2_654_435_761  # a prime: blocks and neighbouring seeds have signs of their own
+SPREAD = 2_654_435_761  # a prime: blocks and neighbouring seeds get different signs
 
 
 class DirectFeedback:
@@ -28,14 +28,14 @@ class DirectFeedback:
         trainer = mpikfac.FirstOrderTrainer(model, optimizer)
         mpikfac.DirectFeedback(trainer, ["layer1", "layer2"], seed=0)
 
-    The program stays as it is: the backward pass of the loss makes the gradients of all blocks.
-    Without gradients (`torch.no_grad`), the model is as before. The signs follow from the seed, the
-    places and the shapes, so checkpoints hold nothing.
+    The program does not change: the backward pass of the loss computes the gradients of all blocks.
+    Without gradients (`torch.no_grad`), the model is unchanged. The signs follow from the seed, the
+    positions and the shapes, so checkpoints need not store them.
 
-    Collective over: none; give all ranks the same arguments.
+    Collective over: none; use the same arguments on all ranks.
 
     Args:
-        ends: the names of the modules whose outputs end a block, but for the last block.
+        ends: the names of the modules whose outputs end a block, except for the last block.
         seed: of the signs.
 
     Raises:
@@ -53,7 +53,7 @@ class DirectFeedback:
                     f"direct feedback: a block's end must be a module of the model, not {name!r}"
                 )
         self._seed = seed
-        self._outputs: list[tuple[int, Tensor]] = []  # of blocks of the present forward pass
+        self._outputs: list[tuple[int, Tensor]] = []  # of blocks in the current forward pass
         self._signs: dict[int, Tensor] = {}
         hooks = [
             model.get_submodule(name).register_forward_hook(Hook(self._end_block, number))
@@ -63,7 +63,7 @@ class DirectFeedback:
         self._hooks = [begin, *hooks, model.register_forward_hook(Hook(self._connect))]
 
     def detach(self) -> None:
-        """Go back to back-propagation."""
+        """Restore back-propagation."""
         for hook in self._hooks:
             hook.remove()
 
@@ -71,7 +71,7 @@ class DirectFeedback:
         self._outputs.clear()
 
     def _end_block(self, number: int, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Let no gradient pass from the next block to this block."""
+        """Block gradients from the next block to this one."""
         if not torch.is_grad_enabled():
             return output
         if not torch.is_tensor(output):
@@ -82,7 +82,7 @@ class DirectFeedback:
         return output.detach()
 
     def _connect(self, _module: nn.Module, _inputs: Any, outputs: Any) -> Any:
-        """Let the gradient of the model's outputs reach the outputs of all blocks."""
+        """Pass the gradient of the model's outputs to the outputs of all blocks."""
         ends = list(self._outputs)
         self._outputs.clear()
         if not ends:
@@ -102,7 +102,7 @@ class DirectFeedback:
         return _Connect.apply(outputs, signs, *(y for _, y in ends))  # type: ignore[no-untyped-call]
 
     def _signs_of(self, number: int, output: Tensor, classes: int) -> Tensor:
-        """Return the signs of a block, `[classes, numbers of an example]`, in 8 bits."""
+        """Return the signs of a block, `[classes, elements of an example]`, in 8 bits."""
         shape = classes, output.shape[1:].numel()
         kept = self._signs.get(number)
         if kept is None or kept.shape != shape or kept.device != output.device:
@@ -113,7 +113,7 @@ class DirectFeedback:
 
 
 class _Connect(torch.autograd.Function):
-    """The outputs of a model, whose gradient also goes to the outputs of blocks."""
+    """The outputs of a model, whose gradient is also passed to the outputs of blocks."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, signs: list[Tensor], *ends: Tensor) -> Tensor:
@@ -138,20 +138,20 @@ def fed_back(error: Tensor, signs: Tensor) -> Tensor:
 
 
 def check_feedback(trainer: Trainer) -> None:
-    """Return if the trainer needs no true gradients of the outputs of layers.
+    """Check that the trainer does not need the true gradients of layers' outputs.
 
     Raises:
-        ValueError: the trainer estimates G, or takes a quadratic model of the loss.
+        ValueError: the trainer estimates G, or uses a quadratic model of the loss.
     """
     plan, settings = trainer.plan, getattr(trainer, "settings", None)
     made = [] if plan.of(0).of_gradient else plan.factors.values()
     if of_outputs := [factor.name for factor in made if factor.side == "G"]:
         raise ValueError(
             f"direct feedback needs Estimator(fisher_type='forward-only'), or a preconditioner of "
-            f"the averaged gradient: {of_outputs[0]} would be made of gradients that are none"
+            f"the averaged gradient: {of_outputs[0]} would be computed from false gradients"
         )
     if settings is not None and settings.grafting.needs_batch:
         raise ValueError(
-            "direct feedback needs another grafting than QuadraticModel(), a model of the true "
-            "gradient"
+            "direct feedback needs another grafting than QuadraticModel(), which is a model of the "
+            "true gradient"
         )

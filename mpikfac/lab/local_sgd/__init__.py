@@ -1,1 +1,1 @@
-"""Local SGD and methods like it: ranks step replicas of the model, which become one by means."""
+"""Local SGD and similar methods: ranks step replicas of the model, which are then averaged."""

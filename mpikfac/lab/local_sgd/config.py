@@ -1,4 +1,4 @@
-"""Local SGD and methods like it: ranks step replicas of the model, which become one by means."""
+"""Local SGD and similar methods: ranks step replicas of the model, which are then averaged."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Replicas(Synchronization):
 
     Attributes:
         sync_every: the number of steps from one exchange of weights to the next; at least 2.
-        warmup_steps: the number of steps at the start in which ranks average gradients, and weights
-            are not exchanged [post-local SGD, Lin et al. 2020].
-        factor_aggregation: how the factors of ranks become one.
+        warmup_steps: the number of steps at the start in which ranks average gradients instead of
+            exchanging weights [post-local SGD, Lin et al. 2020].
+        factor_aggregation: how the factors of ranks are combined.
     """
 
     local_steps: ClassVar[bool] = True
@@ -61,13 +61,13 @@ class Replicas(Synchronization):
     def replicas(self) -> Literal["rank", "node"]:
         """Who steps a replica: a rank, or a node of `ranks_per_node` ranks.
 
-        The ranks of a node step by the mean gradient of the node; exchanges are between nodes.
+        The ranks of a node step with the node's mean gradient; exchanges are between nodes.
         """
         return "rank"
 
     @property
     def fragments(self) -> int:
-        """Parts of the model, exchanged by turns."""
+        """The number of parts of the model, which are exchanged in round-robin order."""
         return 1
 
     @property
@@ -82,30 +82,30 @@ class Replicas(Synchronization):
         return step >= self.warmup_steps
 
     def due(self, step: int, every: int | None = None) -> bool:
-        """Return whether replicas are combined right after `step`, `every` so many steps."""
+        """Return whether replicas are combined right after `step`; by default, at each exchange."""
         every = every or self.sync_every
         return self.alone(step) and (step + 1 - self.warmup_steps) % every == 0
 
     def turn(self, step: int) -> int | None:
-        """Return how many parts were sent before the part sent right after `step`, if one is."""
+        """Return the number of parts sent before the one due after `step`; None if none is due."""
         turns, later = divmod(step + 1 - self.warmup_steps, self.sync_every // self.fragments)
         return turns - 1 if self.alone(step) and not later else None
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the share of the steps that end with messages of a stage of exchanges."""
+        """Return the fraction of steps that end with messages of an exchange's stage."""
         return 1 / self.sync_every
 
     # -- in the plan -----------------------------------------------------------------------------
 
     def messages(self, rank: RankPlan) -> list[Message]:
-        """Return the sums in a node, and the messages with replicas or their changes."""
+        """Return the reductions in a node, and the messages with replicas or their changes."""
         from mpikfac.lab.local_sgd.messages import PlannedCopies
 
         copies = PlannedCopies(rank)
         return [*copies.reduce_in_node(), *copies.exchange_weights()]
 
     def elements(self, rank: RankPlan) -> int:
-        """Return the numbers that the rank keeps for exchanges."""
+        """Return the number of values that the rank keeps for exchanges."""
         from mpikfac.lab.local_sgd.messages import PlannedCopies
 
         copies = PlannedCopies(rank)
@@ -116,17 +116,17 @@ class Replicas(Synchronization):
         return copies.average_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes of replicas since the last exchange travel, and not weights."""
+        """Return whether changes of replicas since the last exchange are sent, not weights."""
         return False
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return how many vectors as long as the model a rank keeps."""
+        """Return the number of model-sized vectors that a rank keeps."""
         return 1
 
     # -- in the trainer --------------------------------------------------------------------------
 
     def merge(self, site: Any, gradients: Any) -> Merge:
-        """Return what an exchange does to the rank's replica."""
+        """Return the rule by which an exchange changes the rank's replica."""
         raise NotImplementedError
 
     def attach(self, site: Any, gradients: Any) -> Any:
@@ -144,13 +144,12 @@ class Replicas(Synchronization):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSGD(Replicas):
-    """After some steps of each rank, the mean of all replicas takes their place [Stich 2019].
+    """Replace all replicas by their mean after each rank has taken some steps [Stich 2019].
 
     Attributes:
-        replicas: "rank": each rank steps a replica of its own. "node": each node of
-            `ranks_per_node` ranks steps a replica by the mean gradient of the node at every step;
-            exchanges are between nodes.
-        aggregation: how the weights of replicas become one.
+        replicas: "rank": each rank steps its own replica. "node": each node of `ranks_per_node`
+            ranks steps one replica with the mean gradient of the node; exchanges are between nodes.
+        aggregation: how the weights of replicas are combined.
     """
 
     name: ClassVar[str] = "local-sgd"
@@ -163,15 +162,15 @@ class LocalSGD(Replicas):
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes travel: rounding of changes is smaller than that of weights."""
+        """Return whether changes are sent: they lose less by rounding than weights do."""
         return copies.rank.strategy.compression.gradients is not None
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return how many vectors a rank keeps: the replica, and the last exchange's weights."""
+        """Return the number of vectors: the replica, and the weights after the last exchange."""
         return 1 + copies.changes
 
     def merge(self, site: Any, gradients: Any) -> Merge:
-        """Return what an exchange does to the rank's replica."""
+        """Return the rule by which an exchange changes the rank's replica."""
         from mpikfac.lab.local_sgd.merges import AverageMerge
 
         return AverageMerge(site, gradients)
@@ -182,7 +181,7 @@ ONE_LEVEL = tuple(
         f"sync.{field}",
         None,
         {"transport.ranks_per_node": None, "sync.replicas": "node"},
-        "a sum beside the steps has one level: between ranks, or between nodes",
+        "a reduction in the background has one level: between ranks, or between nodes",
         default,
         any_of=True,
     )
@@ -193,7 +192,7 @@ PLAIN = tuple(
         f"sync.{field}",
         None,
         {"sync.aggregation": "mean", "compression.gradients": None},
-        "plain sums of parts of the model run beside the steps",
+        "plain reductions of parts of the model run in the background",
         default,
     )
     for field, default in (("fragments", 1), ("delay", 0), ("mixing", 0.0))
@@ -204,18 +203,18 @@ PLAIN = tuple(
 class DiLoCo(LocalSGD):
     """Local SGD in which the mean change of replicas is the gradient of an outer step.
 
-    The outer step is one of SGD with Nesterov's momentum [DiLoCo, Douillard et al. 2023]. With
+    The outer step is one of SGD with Nesterov momentum [DiLoCo, Douillard et al. 2023]. With
     `fragments`, `delay` or `mixing`, exchanges are spread over steps [Streaming DiLoCo, Douillard
     et al. 2025].
 
     Attributes:
-        outer_lr: the learning rate of the outer step; 1, without a momentum, is local SGD.
-        outer_momentum: Nesterov's momentum of the outer step.
-        fragments: parts of the model, exchanged by turns: each part every `sync_every` steps.
-        delay: the number of steps from the sending of a part to the use of the mean. The sum runs
-            beside the steps in between.
-        mixing: the share of the rank's own weights when a mean comes into use. None: with n
-            replicas, `2 delay / (2 delay + n)` [DASO].
+        outer_lr: the learning rate of the outer step; 1, without momentum, is local SGD.
+        outer_momentum: the Nesterov momentum of the outer step.
+        fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
+        delay: the number of steps from the sending of a part to the use of the mean. The reduction
+            runs in the background during the steps in between.
+        mixing: the weight of the rank's own weights when a mean is used. None: with n replicas,
+            `2 delay / (2 delay + n)` [DASO].
     """
 
     name: ClassVar[str] = "diloco"
@@ -245,7 +244,7 @@ class DiLoCo(LocalSGD):
 
     @property
     def streams(self) -> bool:
-        """Whether exchanges are spread over steps, or keep a share of the rank's own weights."""
+        """Whether exchanges are spread over steps, or mix in some of the rank's own weights."""
         return (self.fragments, self.delay, self.mixing) != (1, 0, 0.0)
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
@@ -253,16 +252,16 @@ class DiLoCo(LocalSGD):
         return copies.streams() if self.streams else super().exchange(copies)
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes travel, as the outer step and a spread exchange need."""
+        """Return whether changes are sent, as the outer step and a spread exchange require."""
         outer = (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
         return outer or self.streams or super().sends_changes(copies)
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return how many vectors a rank keeps: those of local SGD, and the outer momentum."""
+        """Return the number of vectors: those of local SGD, and the outer momentum."""
         return super().vectors(copies) + (self.outer_momentum > 0)
 
     def merge(self, site: Any, gradients: Any) -> Merge:
-        """Return what an exchange does to the rank's replica."""
+        """Return the rule by which an exchange changes the rank's replica."""
         from mpikfac.lab.local_sgd.merges import OuterStep, Streamed
 
         return Streamed(site, gradients) if self.streams else OuterStep(site, gradients)
@@ -279,15 +278,15 @@ class DiLoCo(LocalSGD):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DASO(Replicas):
-    """Ranks of a node average gradients at each step, and nodes average weights [DASO].
+    """Average gradients in each node at every step, and weights between nodes [DASO].
 
-    A single rank of each node sends, by turns, and the mean is mixed in some steps later
+    The ranks of a node take turns in sending weights, and the mean is mixed in a few steps later
     [Coquelin et al. 2022].
 
     Attributes:
         delay: the number of steps from the sending of weights to the use of their mean.
-        mixing: the share of the rank's own weights when a mean comes into use. None: with n
-            replicas, `2 delay / (2 delay + n)`.
+        mixing: the weight of the rank's own weights when a mean is used. None: with n replicas,
+            `2 delay / (2 delay + n)`.
     """
 
     name: ClassVar[str] = "daso"
@@ -297,7 +296,7 @@ class DASO(Replicas):
             "sync",
             ("daso",),
             {"compression.gradients": None},
-            "plain sums of the model run beside the steps",
+            "plain reductions of the model run in the background",
         ),
     )
     outer_lr: ClassVar[float] = 1.0
@@ -325,15 +324,15 @@ class DASO(Replicas):
         return copies.streams()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return true: changes since the last exchange travel."""
+        """Return True: changes since the last exchange are sent."""
         return True
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return how many vectors a rank keeps: the replica, and the last exchange's weights."""
+        """Return the number of vectors: the replica, and the weights after the last exchange."""
         return 2
 
     def merge(self, site: Any, gradients: Any) -> Merge:
-        """Return what an exchange does to the rank's replica."""
+        """Return the rule by which an exchange changes the rank's replica."""
         from mpikfac.lab.local_sgd.merges import Streamed
 
         return Streamed(site, gradients)

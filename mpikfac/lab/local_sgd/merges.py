@@ -1,4 +1,4 @@
-"""How an exchange changes the rank's copy of the model: rules with a common shape."""
+"""The rules by which an exchange changes the rank's replica of the model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ DIVERGED = (
 
 
 class Merge:
-    """A rule for exchanges of weights; copies are equal at first.
+    """The base of rules for exchanges of weights; replicas are equal at first.
 
     Attributes:
-        unites: whether an exchange makes all copies equal.
-        kept: what a checkpoint holds: named tensors, by name; alike on all ranks, but for
-            `OWN_MOMENTUM`.
-        copies: the copies of the model in the plan.
-        copy: a buffer for the rank's copy of the model: weights, then running statistics and votes.
+        unites: whether an exchange makes all replicas equal.
+        kept: what a checkpoint stores: named tensors, equal on all ranks except for `OWN_MOMENTUM`.
+        copies: the replicas of the model in the plan.
+        copy: a buffer for the rank's replica: weights, then running statistics and votes.
         weights: the trained part of the buffer.
     """
 
@@ -68,26 +67,26 @@ class Merge:
         copy_all(pair for s in self._slots for pair in s.block.values_from(s.parts))
 
     def keep(self) -> None:
-        """Take the present weights, equal on all ranks, for the weights of an exchange."""
+        """Use the present weights, equal on all ranks, as the result of an exchange."""
 
     def report_loss(self, loss: float | Tensor) -> None:
-        """Take the mean loss of the rank's share of a batch.
+        """Store the mean loss of the rank's shard of a batch.
 
         Raises:
-            ValueError: the rule takes no loss.
+            ValueError: the rule uses no loss.
         """
         raise ValueError(
-            "exchange.report_loss(loss) is for sync=LSGD(...); other exchanges take no loss"
+            "exchange.report_loss(loss) needs sync=LSGD(...); other exchanges use no loss"
         )
 
     def begin_step(self, alone: bool) -> None:
-        """Begin a step; if `alone`, the rank steps a copy of the model."""
+        """Begin a step; if `alone`, the rank steps its replica independently."""
 
     def before_step(self) -> None:
-        """Change the gradients of a step that the rank takes alone."""
+        """Change the gradients of a step that the rank takes independently."""
 
     def end_step(self, step: int) -> bool:
-        """End a step that the rank takes alone; return whether votes are of all ranks.
+        """End an independent step; return whether votes are those of all ranks.
 
         Collective over: world, if an exchange is due.
         """
@@ -96,24 +95,24 @@ class Merge:
         return due
 
     def after_step(self) -> None:
-        """Change the copy after a step that the rank has taken alone, without an exchange."""
+        """Change the replica after an independent step without an exchange."""
 
     def merge(self) -> None:
-        """Change the copies at an exchange.
+        """Change the replicas at an exchange.
 
         Collective over: world.
         """
         raise NotImplementedError
 
     def unite(self) -> None:
-        """Make all copies equal.
+        """Make all replicas equal.
 
         Collective over: world.
         """
         self.merge()
 
     def _average(self) -> None:
-        """AverageMerge the buffer over ranks.
+        """Average the buffer over ranks.
 
         Raises:
             UserError: the result is not finite.
@@ -131,7 +130,7 @@ class Merge:
 
 
 class AverageMerge(Merge):
-    """All copies become the mean, which may be the result of a rule or come from mean changes."""
+    """Replace all replicas by their mean, by the result of a rule, or by a mean of changes."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
@@ -140,11 +139,11 @@ class AverageMerge(Merge):
         self._last = slots_in(self._before, trained, site)
 
     def keep(self) -> None:
-        """Keep the present weights as the weights of the last exchange."""
+        """Store the present weights as those after the last exchange."""
         copy_all(pair for s in self._last for pair in s.block.values_to(s.parts))
 
     def merge(self) -> None:
-        """AverageMerge the copies, or their changes, and take the outer step."""
+        """Average the replicas, or their changes, and take the outer step."""
         self.read()
         if self._before:
             self.copy.flat -= self._before.flat
@@ -156,11 +155,11 @@ class AverageMerge(Merge):
         self.keep()
 
     def step(self) -> None:
-        """Turn the mean change in the buffer into the change of a step."""
+        """Convert the mean change in the buffer to the change of a step."""
 
 
 class OuterStep(AverageMerge):
-    """All copies become the result of an outer step along the mean change."""
+    """Replace all replicas by the result of an outer step along the mean change."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
@@ -168,7 +167,7 @@ class OuterStep(AverageMerge):
         self.kept = {"momentum": self._momentum}
 
     def step(self) -> None:
-        """Turn the mean change in the buffer into the change of the outer step."""
+        """Convert the mean change in the buffer to the change of the outer step."""
         if self._momentum:
             momentum = self.trained(self._momentum)
             nesterov([self.weights], [momentum], self.sync.outer_momentum)
@@ -176,7 +175,7 @@ class OuterStep(AverageMerge):
 
 
 class Streamed(OuterStep):
-    """Parts of the model are averaged by turns, beside the steps, and come into use later.
+    """Average parts of the model one after another in the background, and use the means later.
 
     A mean is mixed with the weights that the rank has by then [Douillard et al. 2025].
     """
@@ -185,7 +184,7 @@ class Streamed(OuterStep):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self._under_way: dict[int, tuple[int, int]] = {}  # parts: step of use, sending place
+        self._under_way: dict[int, tuple[int, int]] = {}  # by part: step of use, sending member
         parts = range(self.sync.fragments)
         names = self.copies.fragments
         self._parts = [[s for s in self._slots if names[s.block.name] == part] for part in parts]
@@ -201,7 +200,7 @@ class Streamed(OuterStep):
         self._own = 2 * delay / (2 * delay + self.copies.count) if mixing is None else mixing
 
     def end_step(self, step: int) -> bool:
-        """Send the part whose turn it is, and use the means of parts sent `delay` steps before.
+        """Send the part that is due, and use the means of parts sent `delay` steps before.
 
         Votes belong to the last part.
         """
@@ -215,7 +214,7 @@ class Streamed(OuterStep):
         return len(self._parts) - 1 in due
 
     def unite(self) -> None:
-        """Use all means under way; then exchange all parts, and keep no share of the copy."""
+        """Use all means in flight; then exchange all parts, without mixing in the replica."""
         for part in list(self._under_way):
             self._use(part, self._own)
         for part in range(len(self._parts)):
@@ -225,11 +224,11 @@ class Streamed(OuterStep):
         self.keep()
 
     def _send(self, part: int, use: int = 0, place: int = 0) -> None:
-        """Begin to average the changes of a part since the part's last exchange.
+        """Start to average the changes of a part since its last exchange.
 
         Args:
-            use: the step at which the mean comes into use.
-            place: the place in each node of the rank that sends.
+            use: the step at which the mean is used.
+            place: the position in each node of the rank that sends.
         """
         self._under_way[part] = use, place
         slots = self._parts[part]
@@ -242,10 +241,10 @@ class Streamed(OuterStep):
                 self._sums[part].ready(slot.block.name)
 
     def _use(self, part: int, mixing: float) -> None:
-        """Wait for the mean change of a part, take the outer step, and mix in the copy's weights.
+        """Wait for the mean change of a part, take the outer step, and mix in own weights.
 
         Args:
-            mixing: the share of the copy's weights.
+            mixing: the weight of the replica's own weights.
         """
         _, place = self._under_way.pop(part)
         if part in self._sums and self._sends(place):
@@ -263,7 +262,7 @@ class Streamed(OuterStep):
                 )
 
     def _step_of(self, span: slice) -> None:
-        """Turn a mean change into new common weights, and keep the weights."""
+        """Convert a mean change to new common weights, and store them."""
         change, before = self.copy.flat[span], self._before.flat[span]
         if not all_finite(change):
             raise UserError(DIVERGED)
@@ -274,11 +273,11 @@ class Streamed(OuterStep):
         change.copy_(before)
 
     def _sends(self, place: int) -> bool:
-        """Return whether the rank sends for its node in the turn of `place`."""
+        """Return whether the rank sends for its node if the member at `place` is due."""
         return self.plan.rank % self.copies.node == place
 
     def reset(self) -> None:
-        """Forget earlier steps, and the means under way, whose sums end first.
+        """Forget earlier steps, and the means in flight, whose reductions end first.
 
         Collective over: world.
         """
@@ -293,12 +292,12 @@ class Streamed(OuterStep):
 
 
 class Apart(Merge):
-    """The base of rules whose copies stay apart; the mean of the copies is the state of the run."""
+    """The base of rules whose replicas stay separate; their mean is the state of the run."""
 
     unites = False
 
     def unite(self) -> None:
-        """Make all copies the mean of the copies."""
+        """Replace all replicas by their mean."""
         self.read()
         self._average()
         self.write()
@@ -306,37 +305,37 @@ class Apart(Merge):
 
 
 class Leader(Apart):
-    """Each copy moves towards the copy with the least mean loss [Teng et al. 2019].
+    """Move each replica towards the one with the lowest mean loss [Teng et al. 2019].
 
-    A node of several copies has a leader, too. At first the leaders are the common weights.
+    A node with several replicas also has a leader. At first, the leaders are the common weights.
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
         self._leaders = [self._arena() for _ in self.copies.led]
         of_node = [self.sync.in_node] * (len(self._leaders) - 1)
-        self._every = [self.sync.sync_every, *of_node]  # of all ranks' leader, the node's
+        self._every = [self.sync.sync_every, *of_node]  # of the leader of all ranks, of the node's
         self._statistics = self.copies.average_statistics()
         self._messages = self.copies.average_copies()
         self._heard: list[float | Tensor] = []
         self._next: float | Tensor | None = None
 
     def keep(self) -> None:
-        """Take the present weights for those of the leaders."""
+        """Use the present weights as those of the leaders."""
         self.read()
         for leader in self._leaders:
             leader.flat.copy_(self.copy.flat)
         self._heard = []
 
     def report_loss(self, loss: float | Tensor) -> None:
-        """Take the mean loss of the rank's share of a batch, before the step."""
+        """Store the mean loss of the rank's shard of a batch, before the step."""
         self._next = loss.detach() if isinstance(loss, Tensor) else loss
 
     def begin_step(self, alone: bool) -> None:
         """Begin a step; if `alone`, the rank's loss counts.
 
         Raises:
-            ValueError: there is no loss.
+            ValueError: no loss was reported.
         """
         loss, self._next = self._next, None
         if not alone:
@@ -348,7 +347,7 @@ class Leader(Apart):
         self._heard.append(loss)
 
     def end_step(self, step: int) -> bool:
-        """Get the copies of the leaders that are due, and move the copy towards all leaders."""
+        """Receive the replicas of the leaders that are due, and move towards all leaders."""
         due = [self.sync.due(step, every) for every in self._every]
         self.read()
         if any(due):
@@ -366,7 +365,7 @@ class Leader(Apart):
         self._heard, self._next = [], None
 
     def _follow(self, due: Sequence[bool]) -> None:
-        """Get the copies of the leaders that are due."""
+        """Receive the replicas of the leaders that are due."""
         losses, node = self._losses(), self.copies.node
         begins = [rank // node * node for rank in range(len(losses))]
         of_copies = [sum(losses[begin : begin + node]) for begin in begins]
@@ -393,7 +392,7 @@ class Leader(Apart):
         return losses
 
     def _move(self, due: Sequence[bool]) -> None:
-        """Move the copy in the buffer towards each leader: a step if it is due, else a little."""
+        """Move the replica in the buffer towards each leader: by a step if due, else a little."""
         rule, before = self.sync, self.weights.clone()
         for leader, now, every in zip(self._leaders, due, self._every):
             share = rule.leader_step if now else rule.leader_pull / every
@@ -401,9 +400,10 @@ class Leader(Apart):
 
 
 class Elastic(Apart):
-    """Each copy moves towards the average of its own steps and towards the mean of all averages.
+    """Move each replica towards the average of its own steps and the mean of all averages.
 
-    In between, the weights after the last exchange pull the copy [Chaudhari et al. 2018].
+    In between, replicas are pulled towards the weights after the last exchange [Chaudhari et al.
+    2018].
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
@@ -414,18 +414,18 @@ class Elastic(Apart):
         self.kept = {"exchanges": {"count": self._exchanges}, OWN_MOMENTUM: self._momentum}
 
     def _pull(self, pull: float, most: float) -> float:
-        """Return a pull after the exchanges so far: it grows up to `most`."""
+        """Return a pull after the exchanges so far; it grows up to `most`."""
         growth = int(self._exchanges) * math.log1p(self.sync.growth)
         return min(pull * math.exp(min(growth, LARGEST)), most)
 
     def keep(self) -> None:
-        """Begin at the present weights."""
+        """Start from the present weights."""
         self.read()
         for arena in (self._anchor, self._of_steps):
             arena.flat.copy_(self.copy.flat)
 
     def before_step(self) -> None:
-        """Add the way from the last exchange's weights to the gradients."""
+        """Add the difference from the weights after the last exchange to the gradients."""
         self.read()
         self.weights -= self.trained(self._anchor)
         self.weights *= self._pull(self.sync.gamma, self.sync.max_gamma)
@@ -436,13 +436,13 @@ class Elastic(Apart):
                     gradient.add_(pull)
 
     def after_step(self) -> None:
-        """Take the weights into the average of the steps."""
+        """Add the weights to the average of the steps."""
         self.read()
         decay = self.sync.alpha
         self.trained(self._of_steps).mul_(decay).add_(self.weights, alpha=1 - decay)
 
     def merge(self) -> None:
-        """AverageMerge the averages over ranks, and step from the last exchange's weights."""
+        """Average the averages over ranks, and step from the weights after the last exchange."""
         self.after_step()
         anchor, average = self.trained(self._anchor), self.trained(self._of_steps)
         self.weights.copy_(average)

@@ -1,4 +1,4 @@
-"""Replicas of the model that differ between exchanges: who steps one, and what is exchanged."""
+"""Replicas of the model that differ between exchanges: who steps them, and what is exchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpikfac.plan import (
 
 @dataclass(frozen=True)
 class PlannedCopies:
-    """The copies of the model, as a rank sees the copies; nothing if ranks exchange gradients."""
+    """The replicas of the model as a rank sees them; empty if ranks exchange gradients."""
 
     rank: RankPlan
 
@@ -33,49 +33,49 @@ class PlannedCopies:
 
     @property
     def node(self) -> int:
-        """The number of ranks that step the same replica of the model."""
+        """The number of ranks that step the same replica."""
         of_nodes = self.sync.local_steps and self.sync.replicas == "node"
         return (self.rank.strategy.transport.ranks_per_node or 1) if of_nodes else 1
 
     @property
     def first(self) -> int:
-        """The first of the ranks that step the rank's replica of the model."""
+        """The first of the ranks that step the rank's replica."""
         return self.rank.rank // self.node * self.node
 
     @property
     def count(self) -> int:
-        """The number of replicas of the model that may differ."""
+        """The number of replicas that can differ."""
         return self.rank.grid.count // self.node
 
     @cached_property
     def changes(self) -> bool:
-        """Whether changes of replicas travel, and not weights."""
+        """Whether changes of replicas are sent, not weights."""
         return self.sync.local_steps and self.sync.sends_changes(self)
 
-    # -- where numbers lie -----------------------------------------------------------------------
+    # -- where values are stored -----------------------------------------------------------------
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the rank's copy, as of the gradients."""
+        """The layout of the rank's replica, the same as that of the gradients."""
         return self.rank.layouts.gradients if self.sync.local_steps else lay_out([])
 
     @cached_property
     def trained(self) -> int:
-        """Elements of the trained tensors of a copy; means lie behind."""
+        """The number of elements of the trained tensors of a replica; means follow."""
         offsets = self.layout.offsets
         means = (offsets[name] for name in self.rank.means if name in offsets)
         return min(means, default=self.layout.size)
 
     @cached_property
     def fragments(self) -> dict[str, int]:
-        """The part of the model that each block of a copy belongs to; parts are about equal."""
+        """The part of the model that each block of a replica belongs to; parts are about equal."""
         layout, count = self.layout, self.sync.fragments
         return {n: offset * count // layout.size for n, offset in layout.offsets.items()}
 
     # -- messages --------------------------------------------------------------------------------
 
     def reduce_in_node(self) -> list[Message]:
-        """Return the sum of the gradients of the ranks that step the same copy."""
+        """Return the reduction of the gradients of the ranks that step the same replica."""
         size = self.rank.itemsizes.numbers
         if self.node == 1:
             return []
@@ -88,16 +88,16 @@ class PlannedCopies:
         return exchange
 
     def combine_copies(self) -> list[Message]:
-        """Return the messages of a rule that combines all replicas of the model."""
+        """Return the messages of a rule that combines all replicas."""
         return robust.combine(self.rank, names.EXCHANGE_WEIGHTS, self.layout)
 
     def average_statistics(self) -> list[Message]:
-        """Return the sums of running statistics and votes."""
+        """Return the reductions of running statistics and votes."""
         means = dict.fromkeys(self.rank.means, 0)
         return stages.summed(self.rank, names.EXCHANGE_WEIGHTS, self.layout, means)
 
     def average_copies(self) -> list[Message]:
-        """Return the sums of all copies of the model, and of running statistics and votes."""
+        """Return the reductions of all replicas, running statistics and votes."""
         kinds, stage = dict.fromkeys(self.rank.messages_of, -1), names.EXCHANGE_WEIGHTS
         return [
             message
@@ -108,7 +108,7 @@ class PlannedCopies:
         ]
 
     def streams(self) -> list[Message]:
-        """Return the sums of the parts of a copy; of nodes, in a turn of the rank's, and Bcasts."""
+        """Return the reductions of the parts of a replica; between nodes, with Bcasts in nodes."""
         stage, size = names.EXCHANGE_WEIGHTS, self.rank.itemsizes.numbers
         if self.sync.replicas == "rank":
             return stages.summed(self.rank, stage, self.layout, self.fragments)
@@ -121,18 +121,18 @@ class PlannedCopies:
 
     @cached_property
     def led(self) -> dict[str, range]:
-        """The ranks that a leader leads, by communicator: all ranks, and ranks of a node."""
+        """The ranks that a leader leads, by communicator: all ranks, and those of a node."""
         ranks, per_node = self.rank.grid.count, self.rank.strategy.transport.ranks_per_node or 1
         teams = {"world": range(ranks)}
-        if 1 < per_node < ranks and self.node == 1:  # else a node has one copy
+        if 1 < per_node < ranks and self.node == 1:  # else a node has one replica
             first = self.rank.rank // per_node * per_node
             teams[IN_NODE.format("world")] = range(first, first + per_node)
         return teams
 
     def from_leader(self, over: str, root: int) -> list[Message]:
-        """Return the messages with the copy of rank `root` to the ranks that the rank leads.
+        """Return the messages with the replica of rank `root` to the ranks that it leads.
 
-        A copy of a node travels once between nodes, and then inside the nodes.
+        A replica of a node is sent once between nodes, and then inside the nodes.
         """
         if self.count == 1:
             return []

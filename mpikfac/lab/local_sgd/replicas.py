@@ -1,4 +1,4 @@
-"""The rank's copy of the model: when copies differ, when they are merged, and what is saved."""
+"""The rank's replica of the model: when replicas differ or are merged, and what is saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpikfac.plan.names import (
     STEPS,
 )
 
-# Items that differ between the copies of ranks.
+# Items that differ between the replicas of ranks.
 APART = (
     OF_OPTIMIZER_STATE,
     OF_EXCHANGE + OWN_MOMENTUM,
@@ -30,7 +30,7 @@ APART = (
 
 
 class OfCopy(Sender):
-    """AverageMerge the gradients of the ranks that step the same copy, or of all ranks."""
+    """Average the gradients of the ranks that step the same replica, or of all ranks."""
 
     def __init__(self, sender: Sender, site: Site) -> None:
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
@@ -38,7 +38,7 @@ class OfCopy(Sender):
         self._in_node, self._node = copies.reduce_in_node(), copies.node
 
     def add_up(self, turn: int | None = None) -> None:
-        """AverageMerge over the node if the ranks step copies, else over all ranks.
+        """Average over the node if ranks step replicas, else over all ranks.
 
         Collective over: the ranks of a node, or world.
         """
@@ -50,17 +50,17 @@ class OfCopy(Sender):
 
 
 class Copies(OneModel):
-    """The copies of the model, which ranks step alone and merge every few steps.
+    """The replicas of the model, which ranks step independently and merge every few steps.
 
-    Running statistics and votes become means at each exchange.
+    Running statistics and votes are averaged at each exchange.
 
     Attributes:
-        differ: whether copies may differ between ranks.
-        heard: whether votes are of all ranks.
+        differ: whether replicas can differ between ranks.
+        heard: whether votes are those of all ranks.
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
-        """Take the present weights, equal on all ranks, as the weights of the last exchange."""
+        """Store the present weights, equal on all ranks, as those after the last exchange."""
         super().__init__(site, gradients)
         self._sync = cast(Replicas, site.plan.strategy.sync)
         self._sender = gradients.sender = OfCopy(gradients.sender, site)
@@ -70,16 +70,16 @@ class Copies(OneModel):
         self.keep()
 
     def keep(self) -> None:
-        """Keep the present weights, equal on all ranks, as the weights of the last exchange."""
+        """Store the present weights, equal on all ranks, as those after the last exchange."""
         self.rule.keep()
         self.differ, self.heard = False, True
 
     def report_loss(self, loss: float | Tensor) -> None:
-        """Take the mean loss of the rank's share of the batch, before the step."""
+        """Store the mean loss of the rank's shard of the batch, before the step."""
         self.rule.report_loss(loss)
 
     def begin_step(self, step: int) -> None:
-        """Find out whether the rank takes the step alone.
+        """Determine whether the rank takes the step independently.
 
         Raises:
             ValueError: the rule needs a loss.
@@ -88,12 +88,12 @@ class Copies(OneModel):
         self.rule.begin_step(self._sender.alone)
 
     def before_update(self, step: int) -> None:
-        """Change the gradients of a step that the rank takes alone, before the optimizer."""
+        """Change the gradients of an independent step, before the optimizer."""
         if self._sync.alone(step):
             self.rule.before_step()
 
     def end_step(self, step: int) -> None:
-        """Merge the copies if an exchange is due right after `step`.
+        """Merge the replicas if an exchange is due right after `step`.
 
         Collective over: world if due, else none.
 
@@ -109,18 +109,18 @@ class Copies(OneModel):
             self.differ = not self.rule.unites
 
     def check_combined(self) -> None:
-        """Return if all ranks hold the same model.
+        """Check that all ranks have the same model.
 
         Raises:
-            ValueError: copies may differ, and no copy is the state of the run.
+            ValueError: replicas can differ, so none of them is the state of the run.
         """
         if self.differ:
             raise ValueError(
-                "ranks hold different copies of the model; call combine() before state_dict()"
+                "ranks hold different replicas; call average_replicas() before state_dict()"
             )
 
     def average_replicas(self) -> None:
-        """Make all copies equal, if copies may differ.
+        """Make all replicas equal if they can differ.
 
         Collective over: world.
 
@@ -135,17 +135,17 @@ class Copies(OneModel):
     # -- state -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget what exchanges keep."""
+        """Forget what is stored between exchanges."""
         self.rule.reset()
 
     def items(self) -> Iterator[Item]:
-        """Return what exchanges keep: alike on all ranks, but for the rank's own momentum."""
+        """Return what is stored between exchanges, equal on all ranks except for own momentum."""
         for name, tensors in self.rule.kept.items():
             for block, tensor in tensors.items():
                 yield Item(f"{OF_EXCHANGE}{name}/{block}", tensor)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return all names of what is kept, of which `names` hold a part."""
+        """Return all names of what is stored, of which `names` has some."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 
@@ -154,19 +154,19 @@ class Copies(OneModel):
         return [item for item in self.items() if item.name in names]
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the items, after `reset`; the present weights are those of the last exchange."""
+        """Load the items, after `reset`; the present weights are those after the last exchange."""
         super().load_state_dict(state, names)
         self.keep()
 
     def shared(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the rank's share of the state, with names of the rank for what ranks differ in."""
+        """Return the rank's part of the state, with per-rank names for what differs."""
         return of_copies(state, self.plan.rank)
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state of the rank's copy of the model; of rank 0's copy if copies are alike.
+        """Return the state of the rank's replica; of rank 0's if all are equal.
 
-        The state of a copy is the state of the first of the ranks that step the copy, also after a
-        run with other nodes.
+        The state of a replica is that of the first of the ranks that step it, even if the run had
+        other nodes.
         """
         steps = state.get(STEPS)
         alone = isinstance(steps, int) and self._sync.alone(steps)
@@ -190,7 +190,7 @@ class _Renamed(Mapping[str, Any]):
 
 
 def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return a rank's share of the state, with names of the rank for what differs between copies.
+    """Return a rank's part of the state, with per-rank names for what differs between replicas.
 
     Items of rank 0 keep their names, and are the items of a state of a single model.
     """
@@ -199,7 +199,7 @@ def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def of_rank(state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-    """Return the state of the rank's copy of the model; of rank 0's copy if the rank has none."""
+    """Return the state of the rank's replica; of rank 0's if the rank has none."""
     prefix = OF_COPY.format(rank)
     names = {name: name for name in state if not name.startswith(OF_COPY.partition("{")[0])}
     names |= {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}

@@ -1,1 +1,1 @@
-"""LSGD: replicas follow the replica with the least loss [Teng et al. 2019]."""
+"""LSGD: replicas follow the replica with the lowest loss [Teng et al. 2019]."""

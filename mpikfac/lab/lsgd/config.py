@@ -1,4 +1,4 @@
-"""LSGD: replicas follow the replica with the least loss [Teng et al. 2019]."""
+"""LSGD: replicas follow the replica with the lowest loss [Teng et al. 2019]."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LSGD(Replicas):
-    """Each replica moves towards the one with the least mean loss since the last exchange.
+    """Pull each replica towards the one with the lowest mean loss since the last exchange.
 
-    A replica stays one of its own. With `ranks_per_node`, it also moves towards the best replica of
+    Replicas remain separate. With `ranks_per_node`, each replica also moves towards the best one on
     its node.
 
     Attributes:
-        replicas: who steps a replica, see `LocalSGD`.
+        replicas: who steps a replica; see `LocalSGD`.
         local_sync_every: the number of steps from one exchange with the leader of the node to the
-            next; divides `sync_every`. None: the node's leader and the leader of all ranks change
-            at the same steps.
-        leader_step: the share of the way to a leader that an exchange goes.
-        leader_pull: the share of the way that the steps from one exchange to the next go together.
+            next; it divides `sync_every`. None: the node's leader and the leader of all ranks
+            change at the same steps.
+        leader_step: the fraction of the distance to a leader that an exchange covers.
+        leader_pull: the fraction of the distance that all steps between two exchanges cover
+            together.
     """
 
     name: ClassVar[str] = "lsgd"
@@ -37,13 +38,13 @@ class LSGD(Replicas):
             "sync",
             ("lsgd",),
             {"compression.gradients": None},
-            "the leader sends plain weights, and the replicas never become one",
+            "the leader sends uncompressed weights, and the replicas never become one",
         ),
         Combination(
             "sync.local_sync_every",
             None,
             {"transport.ranks_per_node": AtLeast(2), "sync.replicas": "rank"},
-            "only a node of several replicas has a leader",
+            "only a node with several replicas has a leader",
         ),
     )
 
@@ -70,25 +71,25 @@ class LSGD(Replicas):
         return self.local_sync_every or self.sync_every
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the share of the steps that end with messages of a stage of exchanges."""
+        """Return the fraction of steps that end with messages of an exchange's stage."""
         return 1 / (self.in_node if stage == names.EXCHANGE_IN_NODE else self.sync_every)
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:
-        """Return the messages with the leaders' replicas, and the sums of running statistics."""
+        """Return the messages with the leaders' replicas, and reductions of running statistics."""
         teams = copies.led.items()
         led = [m for over, team in teams for m in copies.from_leader(over, team.start)]
         return led + copies.average_statistics()
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return how many vectors a rank keeps: its replica, and those of its leaders."""
+        """Return the number of vectors that a rank keeps: its replica, and those of its leaders."""
         return 1 + len(copies.led)
 
     def merge(self, site: Any, gradients: Any) -> Merge:
-        """Return what an exchange does to the rank's replica."""
+        """Return the rule by which an exchange changes the rank's replica."""
         from mpikfac.lab.local_sgd.merges import Leader
 
         return Leader(site, gradients)
 
     def described(self) -> dict[str, str]:
         """Return the method on the axes of `axes`."""
-        return {**super().described(), "combination": "towards the copy with the least loss"}
+        return {**super().described(), "combination": "towards the copy with the lowest loss"}

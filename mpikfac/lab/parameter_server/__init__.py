@@ -1,1 +1,1 @@
-"""Clients that train with servers of weights, and wait for no other client."""
+"""Clients that train with servers of weights, without waiting for each other."""

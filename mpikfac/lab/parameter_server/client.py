@@ -1,4 +1,4 @@
-"""Asynchronous training: clients send updates to servers, and nobody waits for a second client."""
+"""Asynchronous training: clients send updates to servers, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ from mpikfac.trainer import Trainer
 class AsyncSGD(Trainer):
     """Asynchronous SGD on a client's ranks [Dean et al. 2012, Paine et al. 2013].
 
-    A client pushes an update, the gradients of one batch or the sum of several, and fetches the
-    weights. Servers apply updates in order of arrival, by the steps of an optimizer. In the
-    meantime other clients change the weights: the update is stale. Results depend on timing.
+    A client pushes an update, which is the gradient of one batch or the sum of several, and fetches
+    the weights. Servers apply updates in order of arrival, by steps of an optimizer. An update is
+    stale if other clients have changed the weights in the meantime. Results depend on timing.
 
         sync = mpikfac.lab.ParameterServer(servers=1)
         team = mpikfac.split_comm(comm, sync.servers)
@@ -69,17 +69,18 @@ class AsyncSGD(Trainer):
             ...
             trainer.close()
 
-    The ranks of a client average gradients like `FirstOrderTrainer`, which explains the rest of the
-    interface. All ranks of a client take the same steps; clients may take any number of steps.
+    The ranks of a client average gradients like `FirstOrderTrainer`, which documents the rest of
+    the interface. All ranks of a client take the same steps; clients can take any number of steps.
 
     Args:
-        optimizer: as on the servers, which step it; here it names numbers such as the learning
-            rate. A change of a number travels with the next update, and holds for all updates from
-            then on.
+        optimizer: the same as on the servers, which step it; here it sets hyperparameters such as
+            the learning rate. A changed hyperparameter is sent with the next update, and applies to
+            all later updates.
         team: from `split_comm`.
         strategy: a `ParameterServer` as `sync`, and what the ranks of a client exchange.
 
-    Collective over: the team's link. The model becomes that of the first client's first rank.
+    Collective over: the team's intercommunicator. All ranks get the model of the first rank of the
+    first client.
 
     Raises:
         ValueError: choices or ranks do not fit.
@@ -113,58 +114,58 @@ class AsyncSGD(Trainer):
 
     @property
     def client_ranks(self) -> int:
-        """The number of ranks of a client."""
+        """The number of ranks per client."""
         return self._client.choices.ranks_per_client
 
     @property
     def combined(self) -> bool:
-        """Whether all clients have met since the last step: all hold the same model.
+        """Whether all clients have met since the last step, so that all have the same model.
 
-        Then votes are of all clients. Otherwise votes are the latest of each client.
+        If so, votes are those of all clients. Otherwise they are the latest of each client.
         """
         return self._client.heard
 
     @property
     def staleness(self) -> Counter[int]:
-        """How many of the client's updates were of a staleness.
+        """The number of the client's updates by staleness.
 
-        Staleness is the number of updates of other clients between the weights of an update and
-        the update.
+        Staleness is the number of updates of other clients that were applied between the weights
+        that an update was computed from and the update itself.
         """
         return self._client.staleness
 
     @property
     def version(self) -> int:
-        """The number of updates in the weights."""
+        """The number of updates applied to the weights."""
         return self._client.version
 
     def call(self) -> None:
-        """Ask all clients to meet after one of the next steps; `combined` tells the step.
+        """Request that all clients meet after one of the next steps; see `combined`.
 
-        All clients meet after the same step, counted from each client's first. Clients that stop,
-        or save a state, have to do so together: vote for the reason, and `call`.
+        All clients meet after the same step, counted from the first step of each client. Clients
+        that stop, or save a state, must do so together: vote for the reason, and call this method.
         """
         self._client.wish = True
 
     def average_replicas(self) -> None:
-        """Wait for all clients: push what waits to be pushed, and fetch the weights.
+        """Wait for all clients: push the pending update, and fetch the weights.
 
-        All clients must call `average_replicas`, for example before a test of the model and before
-        a checkpoint. The first client's `average_replicas` ends the warm start.
+        All clients must call it, for example before a test of the model or a checkpoint. The first
+        client's call ends the warm start.
 
         Collective over: all clients.
         """
         self._client.average_replicas()
 
     def close(self) -> None:
-        """Leave the servers, and free the communicators; no step may follow.
+        """Leave the servers, and free the communicators; no step can follow.
 
-        `run_parameter_server` returns once all clients have left. A second call does nothing.
+        `run_parameter_server` returns once all clients have left. Later calls do nothing.
 
         Collective over: the client's ranks.
         """
         if not self._client_comm:
-            return  # closed before
+            return  # already closed
         if self._client_comm.rank == 0:
             for server in range(self._link.remote_size):
                 self._link.send(None, dest=server, tag=LEAVING)
@@ -172,10 +173,9 @@ class AsyncSGD(Trainer):
         self._client_comm.Free()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's share of the state, by name; the first rank asks the servers.
+        """Return this rank's part of the state, by name; the first rank requests it from servers.
 
-        A synchronous run takes such a state, too, and the other way round. Numbers of staleness are
-        not kept.
+        A synchronous run can load such a state, and vice versa. Counts of staleness are not stored.
 
         Raises:
             ValueError: clients have not met since the last step.
@@ -189,7 +189,7 @@ class AsyncSGD(Trainer):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state, on all clients and servers; on all, or on none.
+        """Load a state on all clients and servers, or on none.
 
         Collective over: all clients.
 
@@ -221,7 +221,7 @@ class Client(OneModel):
         choices: of the strategy.
         staleness: see `AsyncSGD`.
         version: see `AsyncSGD`.
-        wish: whether the client wants all clients to meet.
+        wish: whether the client requests a meeting of all clients.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Client(OneModel):
         self.staleness = Counter[int]()
         self.version, self.wish = 0, False
         self._steps = 0  # completed steps
-        self._taken = self._old = 0  # steps of the present update, and since the last fetch
+        self._taken = self._old = 0  # steps of the current update, and since the last fetch
         self._waits = team.trains.rank >= self.choices.ranks_per_client
         flat, layout = gradients.arena.flat, gradients.arena.layout
         several = layout if self.choices.push_interval > 1 else lay_out([])
@@ -250,7 +250,7 @@ class Client(OneModel):
         self._trained = [s for s in gradients.slots if s.block.parameters]
         self._outgoing, self._incoming = on_host(flat), torch.empty_like(flat, device="cpu")
         self._spans = [slice(*span) for span in spans(layout, self.choices.servers)]
-        # Servers hear of changed numbers only: an optimizer may count steps in a group, and only
+        # Servers receive only changed numbers: an optimizer may count steps in a group, and only
         # the servers' optimizers take steps.
         self._numbers = dict(group_settings(optimizer))
         self._changed: set[str] = set()
@@ -261,9 +261,9 @@ class Client(OneModel):
         return True
 
     def join(self) -> None:
-        """Take the weights of the first client.
+        """Receive the weights of the first client.
 
-        Collective over: the team's link.
+        Collective over: the team's intercommunicator.
         """
         comm = joined(self._link, serves=False)
         comm.bcast((self.gradients.arena.layout, self.choices))
@@ -273,14 +273,14 @@ class Client(OneModel):
         self.gradients.keep()
 
     def begin(self, steps: int, version: int) -> None:
-        """Begin anew after `steps` steps, where all clients hold the same model."""
+        """Restart after `steps` steps, where all clients have the same model."""
         self._steps, self.version, self._taken, self._old = steps, version, 0, 0
         self._sums.flat.zero_()
         self._numbers, self._changed = dict(group_settings(self.optimizer)), set()
         self._note_meeting()
 
     def _note_meeting(self) -> None:
-        """Note that all clients hold the same model, and votes are of all clients."""
+        """Note that all clients have the same model, and votes are those of all clients."""
         self.heard = True
 
     # -- steps -----------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class Client(OneModel):
         self._steps = step
 
     def add(self) -> None:
-        """Add the gradients to the update; step the copy by SGD unless new weights are due."""
+        """Add the gradients to the update; step the replica by SGD unless new weights are due."""
         arena, sums = self.gradients.arena, self._sums
         for slot in self._trained if sums else ():
             name = slot.block.name
@@ -300,7 +300,7 @@ class Client(OneModel):
             self._step_alone()
 
     def _step_alone(self) -> None:
-        """Step the client's copy of the weights by plain SGD."""
+        """Step the client's replica of the weights by plain SGD."""
         rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         for slot in self._trained:
             parameter = slot.block.parameters[0]
@@ -309,7 +309,7 @@ class Client(OneModel):
                     parameter.sub_(slot.parts[0], alpha=float(rates[id(parameter)]))
 
     def end_step(self, step: int) -> None:
-        """Count the step, and push a complete update; servers leave blocks with NaN as they are."""
+        """Count the step, and push a complete update; servers ignore blocks with NaN."""
         self.heard = False
         self._taken, self._old = self._taken + 1, self._old + 1
         fetches = self._old == self.choices.fetches
@@ -320,7 +320,7 @@ class Client(OneModel):
         self._steps = step + 1
 
     def _push(self, tag: int = PUSH) -> None:
-        """Push the update, and meet if the servers say so."""
+        """Push the update, and meet if the servers request it."""
         arena, self._taken = self.gradients.arena, 0
         if self._sums:
             copy_all([(arena[s.block.name], self._sums[s.block.name]) for s in self._trained])
@@ -334,7 +334,7 @@ class Client(OneModel):
             self._meet()
 
     def _ask(self, tag: int) -> Answer:
-        """Ask the servers, and take the weights of the answer.
+        """Send a request to the servers, and use the weights of the answer.
 
         Collective over: the client's ranks.
         """
@@ -360,7 +360,7 @@ class Client(OneModel):
         return cast(Answer, words)
 
     def _take(self, words: Answer) -> None:
-        """Take the weights that have come, and the votes of all clients."""
+        """Use the weights that have arrived, and the votes of all clients."""
         arena, slots, self._old = self.gradients.arena, self.gradients.slots, 0
         arena.flat.copy_(self._incoming)
         arena[self.gradients.votes.name].copy_(torch.tensor(words.votes))
@@ -382,14 +382,14 @@ class Client(OneModel):
             self._meet()
 
     def check_combined(self) -> None:
-        """Return if all clients hold the same model.
+        """Check that all clients have the same model.
 
         Raises:
             ValueError: clients have taken steps since they met.
         """
         if not self.heard:
             raise ValueError(
-                "ranks hold different copies of the model; call combine() before state_dict()"
+                "ranks hold different replicas; call average_replicas() before state_dict()"
             )
 
     def _meet(self) -> None:
@@ -399,7 +399,7 @@ class Client(OneModel):
 
 
 class Accumulated(Everyone):
-    """A client adds its gradients to an update, in the place of a step of the optimizer."""
+    """Add a client's gradients to an update, in place of a step of the optimizer."""
 
     def __init__(self, gradients: Gradients, client: Client) -> None:
         super().__init__(gradients)
@@ -411,14 +411,14 @@ class Accumulated(Everyone):
 
 
 class ClientMethod(Method):
-    """Averaged gradients stay in the arena, from which the client pushes the gradients."""
+    """Leave averaged gradients in the arena, from which the client pushes them."""
 
     def direct(self, numbers: Numbers) -> None:
-        """Leave the gradients of the model as they are."""
+        """Leave the gradients of the model unchanged."""
         self.is_consistent = False
 
     def prepare_change(self) -> None:
-        """Refuse a change of the trained parameters, which servers do not know.
+        """Raise an error for a change of the trained parameters, which servers do not know.
 
         Raises:
             UserError: always.
@@ -430,7 +430,7 @@ class ClientMethod(Method):
 
 
 class ClientFactory(MethodFactory):
-    """What a client's ranks are built from."""
+    """Create the objects of which a client's ranks consist."""
 
     def __init__(
         self,
@@ -463,7 +463,7 @@ class ClientFactory(MethodFactory):
 
 
 def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> ParameterServer:
-    """Return the choices of the strategy, if the team and the optimizer suit them.
+    """Return the choices of the strategy, after checking that team and optimizer fit.
 
     Raises:
         ValueError: choices, ranks or the optimizer do not fit.
@@ -474,8 +474,8 @@ def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> Paramet
     servers = team.intercomm.remote_size if team.intercomm else 0
     if servers != choices.servers:
         raise ValueError(
-            f"servers={choices.servers}, but the team has {servers}; give the trainer what "
-            f"mpikfac.split_comm(comm, {choices.servers}) returned"
+            f"servers={choices.servers}, but the team has {servers}; pass what "
+            f"mpikfac.split_comm(comm, {choices.servers}) returned to the trainer"
         )
     strategy.check_ranks(team.trains.size)
     if choices.fetches > 1 and not isinstance(optimizer, SGD):

@@ -1,4 +1,4 @@
-"""Clients that train with servers of weights, and wait for no other client."""
+"""Clients that train with servers of weights, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mpikfac.plan import Synchronization, check_count, check_divides, make_plain
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ParameterServer(Synchronization):
-    """Clients send updates to servers, which hold the weights [Dean et al. 2012].
+    """Clients send updates to servers, which keep the weights [Dean et al. 2012].
 
     The trainer is `AsyncSGD`.
 
     Attributes:
-        servers: the number of ranks that do not train: each holds a share of the weights, and steps
-            the share in order of arrival.
-        push_interval: the batches of an update. Between two updates, a client takes plain steps of
-            SGD on a copy of the weights, and adds up the gradients.
-        fetch_interval: the batches from one fetch of weights to the next. Without a number, weights
-            come with each update.
+        servers: the number of ranks that do not train: each owns a shard of the weights, and steps
+            it in order of arrival.
+        push_interval: the number of batches per update. Between two updates, a client takes plain
+            SGD steps on a replica of the weights, and accumulates the gradients.
+        fetch_interval: the number of batches from one fetch of weights to the next. None: weights
+            are fetched with each update.
         warmup_updates: the number of updates at the start that come from a single client.
-        ranks_per_client: the number of ranks of a client; the ranks average gradients.
+        ranks_per_client: the number of ranks per client, which average gradients.
     """
 
     name: ClassVar[str] = "parameter-server"
@@ -44,19 +44,19 @@ class ParameterServer(Synchronization):
 
     @property
     def fetches(self) -> int:
-        """The batches from one fetch of weights to the next."""
+        """The number of batches from one fetch of weights to the next."""
         return self.push_interval if self.fetch_interval is None else self.fetch_interval
 
     @property
     def server_ranks(self) -> int:
-        """The number of ranks that hold weights for others, and do not train."""
+        """The number of ranks that keep weights for others, and do not train."""
         return self.servers
 
     def check_ranks(self, ranks: int) -> None:
-        """Return if the ranks fall into clients.
+        """Check that the ranks can be divided into clients.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they cannot.
         """
         check_divides("sync.ranks_per_client", self.ranks_per_client, ranks)
 

@@ -1,4 +1,4 @@
-"""The weights that clients share: a server steps the weights by updates, in order of arrival."""
+"""The weights that clients share: a server steps them by updates, in order of arrival."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from mpikfac.plan import Layout, lay_out
 from mpikfac.plan.names import OF_OPTIMIZER, OPTIMIZER, RECEIVE_UPDATE, SEND_WEIGHTS, VERSION
 from mpikfac.trace import Trace
 
-SILENCE = 60.0  # seconds without a message from a client until a line names the client
+SILENCE = 60.0  # seconds without a message from a client until a log line names it
 
 log = logging.getLogger("mpikfac")
 
@@ -63,25 +63,25 @@ def run_parameter_server(
     """Step the weights by the updates of clients, until all clients have left.
 
     Args:
-        model: the model of the clients; the server takes the weights of client 0.
-        optimizer: takes a step for each update, with the gradients of the update.
+        model: the model of the clients; the server receives the weights of client 0.
+        optimizer: takes one step per update, with the update as gradient.
         team: from `split_comm`.
-        trace: takes seconds and bytes of the stages.
+        trace: records seconds and bytes of the stages.
 
     Returns:
-        How many updates of each client were of a staleness: the number of updates of other clients
-        between the weights of the update and the update.
+        The number of updates of each client by staleness, which is the number of updates of other
+        clients between the weights of an update and the update itself.
 
-    Collective over: the team's link.
+    Collective over: the team's intercommunicator.
 
     Raises:
-        ValueError: the rank is no server, or the optimizer needs a closure.
+        ValueError: the rank is not a server, or the optimizer needs a closure.
         UserError: servers and clients disagree on the model.
     """
     check_optimizer(optimizer, model)
     if team.comm is not None or team.intercomm is None:
         raise ValueError(
-            "run_parameter_server() is for ranks that split() puts aside; this rank trains"
+            "run_parameter_server() is for the ranks that split_comm() sets apart; this rank trains"
         )
     server = Server(model, optimizer, team.intercomm, trace or Trace())
     server.run()
@@ -89,7 +89,7 @@ def run_parameter_server(
 
 
 def spans(layout: Layout, servers: int) -> list[tuple[int, int]]:
-    """Return the shares of the servers: neighbouring blocks of a layout, of about equal sizes."""
+    """Return the shards of the servers: neighbouring blocks of a layout, of about equal sizes."""
     places = [*layout.offsets.values(), layout.size]
     equal = [layout.size * server / servers for server in range(1, servers)]
     cuts = [min(places, key=lambda place: abs(place - cut)) for cut in equal]
@@ -97,19 +97,20 @@ def spans(layout: Layout, servers: int) -> list[tuple[int, int]]:
 
 
 def on_host(flat: Tensor) -> Tensor:
-    """Return `flat` if it lies on the host, else pinned memory of the same size on the host."""
+    """Return `flat` if it is on the host, else pinned memory of the same size on the host."""
     if flat.is_cpu:
         return flat
     return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
 
 
 class Server:
-    """A server of clients, which holds a share of the weights.
+    """A server of clients, which owns a shard of the weights.
 
-    A client is the first rank of the client's ranks, by the rank on the other side of the link.
+    A client is identified by its first rank, as numbered on the other side of the
+    intercommunicator.
 
     Attributes:
-        version: the number of updates in the weights.
+        version: the number of updates applied to the weights.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, link: Any, trace: Trace) -> None:
@@ -146,11 +147,11 @@ class Server:
 
     @property
     def staleness(self) -> list[Counter[int]]:
-        """For each client, how many updates were of a staleness."""
+        """The number of updates of each client by staleness."""
         return list(self._counts.values())
 
     def run(self) -> None:
-        """Answer clients, until all clients have left."""
+        """Serve clients until all of them have left."""
         tasks = {PUSH: self._push, GIVE: self._give, FETCH: self._fetch}
         tasks |= {HOLD: self._hold, MEET: self._meet}
         tasks |= {SAVE: self._save, LOAD: self._load, LEAVING: self._leave}
@@ -174,7 +175,7 @@ class Server:
 
     def _give(self, client: int) -> None:
         staleness = self._take(client, GIVE)
-        self._fetched[client] += 1  # the client has taken a step of its own by the update
+        self._fetched[client] += 1  # the client has stepped its replica by the update
         answer(self._link, client, GIVE, [], self._words(staleness))
         self._release()
 
@@ -228,18 +229,18 @@ class Server:
     # -- steps -----------------------------------------------------------------------------------
 
     def _note(self, client: int, request: Request) -> None:
-        """Take up the words of a client."""
+        """Process the fields of a client's request."""
         self._steps[client] = request.step
         self._votes[client] = request.votes
         if request.wish and self._meet_at is None:
-            # A client beyond a step has heard all before the step, and all hear of the next one.
+            # A client beyond a step has received all before it, and all receive the next one.
             self._meet_at = max(self._steps.values()) + self._asked.push_interval
 
     def _apply(self, numbers: Mapping[str, float]) -> None:
-        """Step the share of the weights by the update that has arrived.
+        """Step the shard of the weights by the update that has arrived.
 
-        Blocks with NaN or infinity stay as they are. A running statistic moves towards the client's
-        by 1 over the number of clients, so that statistics are means over the last updates of all.
+        Blocks with NaN or infinity are ignored. A running statistic moves towards the client's by
+        1 over the number of clients, so statistics are means over the last updates of all clients.
         """
         for name, number in numbers.items():
             set_group_setting(self.optimizer, name, number)
@@ -296,14 +297,14 @@ class Server:
         self._release()
 
     def _look_for_lost(self) -> None:
-        """Drop clients that have died, and name clients that are silent."""
+        """Drop clients that have died, and log the names of silent ones."""
         for client in {
             rank - rank % self._asked.ranks_per_client for rank in lost_ranks(self._link)
         }:
             if client in self._present:
                 self._drop(client)
                 left = len(self._present)
-                log.warning("client %d is lost; %d clients go on", self._number(client), left)
+                log.warning("client %d is lost; %d clients continue", self._number(client), left)
         now = time.monotonic()
         for client in self._present - self._held - self._waiting:
             if now - self._heard[client] > SILENCE:

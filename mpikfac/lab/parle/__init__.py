@@ -1,1 +1,1 @@
-"""Parle: replicas that a spring holds together [Chaudhari et al. 2018]."""
+"""Parle: replicas coupled by a spring [Chaudhari et al. 2018]."""

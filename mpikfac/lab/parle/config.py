@@ -1,4 +1,4 @@
-"""Parle: replicas that a spring holds together [Chaudhari et al. 2018]."""
+"""Parle: replicas coupled by a spring [Chaudhari et al. 2018]."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Parle(Replicas):
-    """Each replica moves to the average of its own steps and towards the mean of all averages.
+    """Move each replica to the average of its own steps and towards the mean of all averages.
 
     Attributes:
-        replicas: who steps a replica, see `LocalSGD`.
-        gamma: the weight of the way from the last exchange's weights, which a step adds to the
-            gradient.
-        rho: the weight of the way to the mean, beside the way to the replica's own average.
+        replicas: who steps a replica; see `LocalSGD`.
+        gamma: the weight of the difference from the weights after the last exchange, which a step
+            adds to the gradient.
+        rho: the weight of the difference from the mean, in addition to the difference from the
+            replica's own average.
         growth: the relative growth of both weights per exchange; in the paper 1 / (2 B) for B
-            batches an epoch.
-        max_gamma, max_rho: the largest `gamma` and `rho` after growth.
-        alpha: the weight of the older steps in the running average of a replica's steps.
-        outer_lr: the learning rate of the step of an exchange.
-        outer_momentum: Nesterov's momentum of that step.
+            batches per epoch.
+        max_gamma, max_rho: the maximum of `gamma` and `rho` as they grow.
+        alpha: the weight of earlier steps in the running average of a replica's steps.
+        outer_lr: the learning rate of the step at an exchange.
+        outer_momentum: the Nesterov momentum of that step.
     """
 
     name: ClassVar[str] = "parle"
@@ -65,15 +66,15 @@ class Parle(Replicas):
         check_fraction("outer_momentum", self.outer_momentum)
 
     def vectors(self, copies: PlannedCopies) -> int:
-        """Return how many vectors a rank keeps.
+        """Return the number of vectors that a rank keeps.
 
-        They are the replica, the last exchange's weights, the average of the steps, and the outer
-        momentum.
+        They are the replica, the weights after the last exchange, the average of the steps, and the
+        outer momentum.
         """
         return 3 + (self.outer_momentum > 0)
 
     def merge(self, site: Any, gradients: Any) -> Merge:
-        """Return what an exchange does to the rank's replica."""
+        """Return the rule by which an exchange changes the rank's replica."""
         from mpikfac.lab.local_sgd.merges import Elastic
 
         return Elastic(site, gradients)

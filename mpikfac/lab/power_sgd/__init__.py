@@ -1,1 +1,1 @@
-"""Sums of thin matrices in the place of sums of gradients [PowerSGD, Vogels et al. 2019]."""
+"""Reductions of thin matrices in place of gradients [PowerSGD, Vogels et al. 2019]."""

@@ -1,4 +1,4 @@
-"""Sums of thin matrices in the place of sums of gradients [PowerSGD, Vogels et al. 2019]."""
+"""Reductions of thin matrices in place of gradients [PowerSGD, Vogels et al. 2019]."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PowerSGD(Compressor):
-    """Sums of matrices become sums of thin matrices; what is not added up travels as it is.
+    """Replace reductions of matrices by reductions of thin matrices.
+
+    Values that are not reduced are sent unencoded.
 
     Attributes:
-        matrix_approximation_rank: the columns of the thin matrices.
+        matrix_approximation_rank: the number of columns of the thin matrices.
     """
 
     name: ClassVar[str] = "power-sgd"
@@ -35,7 +37,7 @@ class PowerSGD(Compressor):
         return Codec(self.name, feedback=feedback)
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
-        """Return the encoding of sums of gradients, or of changes of weights."""
+        """Return the encoding for reductions of gradients, or of changes of weights."""
         layers = {layer.name for layer in rank.layers}
         matrices = [
             matrix(layout.offsets[name], layout.shapes[name], name in layers)
@@ -46,5 +48,5 @@ class PowerSGD(Compressor):
         return replace(codec, rank=self.matrix_approximation_rank, matrices=tuple(matrices))
 
     def described(self) -> str:
-        """Return the encoding in words."""
+        """Return a description of the encoding."""
         return f"rank {self.matrix_approximation_rank}"

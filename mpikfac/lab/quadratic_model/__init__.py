@@ -1,1 +1,1 @@
-"""Length and momentum of a step by a quadratic model of the loss."""
+"""Length and momentum of a step from a quadratic model of the loss."""

@@ -1,4 +1,4 @@
-"""Length and momentum of a step by a quadratic model [Martens & Grosse 2015, 6.4 and 7]."""
+"""Length and momentum of a step from a quadratic model [Martens & Grosse 2015, 6.4 and 7]."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mpikfac.plan import Combination, Grafting
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class QuadraticModel(Grafting):
-    """Length and momentum together minimise a quadratic model of the batch's loss.
+    """Choose length and momentum together to minimise a quadratic model of the batch's loss.
 
-    The model has the Gauss-Newton matrix of the batch and the damping, and takes the place of a
-    learning rate, a momentum and a bound.
+    The model consists of the Gauss-Newton matrix of the batch and the damping. It replaces the
+    learning rate, the momentum and the bound.
     """
 
     name: ClassVar[str] = "quadratic-model"
@@ -28,7 +28,7 @@ class QuadraticModel(Grafting):
             ),
             (
                 {"clip": None},
-                "the quadratic model gives the length of the step",
+                "the quadratic model sets the length of the step",
             ),
             (
                 {"transport.virtual_ranks": None},
@@ -42,7 +42,7 @@ class QuadraticModel(Grafting):
     )
 
     def attach(self, *parts: Any) -> Any:
-        """Return what gives directions their lengths."""
+        """Return the object that sets the lengths of directions."""
         from mpikfac.lab.quadratic_model.graft import QuadraticGraft
 
         return QuadraticGraft(self, *parts)

@@ -1,8 +1,8 @@
-"""The length of a step by a quadratic model of the loss [Martens & Grosse 2015, 6.4 and 7].
+"""The length of a step from a quadratic model of the loss [Martens & Grosse 2015, 6.4 and 7].
 
-The curvature is the whole Gauss-Newton matrix `J^T H J` of a batch, along a few directions. J holds
-the derivatives of the outputs by the parameters, and H is the Hessian of the loss by the outputs. A
-product of J and a direction is a single pass of forward-mode differentiation.
+The curvature is the full Gauss-Newton matrix `J^T H J` of a batch, along a few directions. J are
+the derivatives of the outputs with respect to the parameters, and H is the Hessian of the loss with
+respect to the outputs. A product of J and a direction is one pass of forward-mode differentiation.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger("mpikfac")
 
 Direction = Mapping[str, Tensor]
 Criterion = Callable[[Tensor], Tensor]
-PARALLEL = 1e-6  # in float32, products of a model are no more exact
+PARALLEL = 1e-6  # in float32, products of a model are not more exact
 
 
 class QuadraticGraft(Graft):
     """The length and the momentum that minimise a quadratic model of the batch's loss.
 
-    The step is a sum of multiples of the layers' directions, of the gradients of uncovered
-    parameters, and of the last step. The optimizer's state keeps the step, as momentum.
+    The step is a linear combination of the layers' directions, of the gradients of uncovered
+    parameters, and of the last step. The optimizer's state stores the step, as momentum.
     """
 
     predicted = False
@@ -56,7 +56,7 @@ class QuadraticGraft(Graft):
         self._compared = False  # whether slopes of the quadratic model have been compared
 
     def set_batch(self, inputs: Tensor | tuple[Any, ...], loss: Criterion) -> None:
-        """Take the rank's share of a batch, or a part of the share, before the step.
+        """Store the rank's shard of a batch, or a part of it, before the step.
 
         Args:
             inputs: the model's argument, or a tuple of arguments.
@@ -66,7 +66,7 @@ class QuadraticGraft(Graft):
         self._next = Batch(inputs if isinstance(inputs, tuple) else (inputs,), loss)
 
     def begin_step(self) -> None:
-        """Begin a step on the batch that the program has given.
+        """Begin a step on the batch passed by the program.
 
         Raises:
             ValueError: there is no batch, or the optimizer changes gradients.
@@ -79,7 +79,7 @@ class QuadraticGraft(Graft):
         check_plain(self.optimizer)
 
     def descend(self, damping: float) -> Tensor:
-        """Make the gradients the step at the minimum of the batch's damped quadratic model.
+        """Replace the gradients by the step to the minimum of the damped quadratic model.
 
         Collective over: world.
         """
@@ -118,7 +118,7 @@ class QuadraticGraft(Graft):
         return [direction for direction in (inside, outside, last) if direction]
 
     def _measured(self, batch: Batch, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
-        """Return slopes and curvatures of the mean loss of all ranks, alike on all ranks.
+        """Return slopes and curvatures of the mean loss over all ranks, equal on all ranks.
 
         Collective over: world.
         """
@@ -139,28 +139,28 @@ class QuadraticGraft(Graft):
         return numbers[0], numbers[1:]
 
     def _compare(self, slope: float, expected: float) -> None:
-        """Warn at the first step if the model's loss is not the loss of the gradients."""
+        """Warn at the first step if the gradients are not those of the model's loss."""
         if not (self._compared or 0.1 * expected <= slope <= 10 * expected):
             log.warning(
                 "the loss of grafting.set_batch(inputs, loss) has slope %g along the directions, "
-                "and the gradients have slope %g: give batch the loss of backward()",
+                "but the gradients have slope %g: pass the loss of backward() to set_batch",
                 *(slope, expected),
             )
         self._compared = True
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the gradients of the parameters that have gradients, by name."""
+    """Return the gradients of the parameters that have one, by name."""
     return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of a batch: a mean loss as a function of the parameters.
+    """A rank's shard of a batch: a mean loss as a function of the parameters.
 
     Attributes:
         inputs: the arguments of the model.
-        loss: the mean loss of the share's outputs, `[]`.
+        loss: the mean loss of the shard's outputs, `[]`.
     """
 
     inputs: tuple[Any, ...]
@@ -173,7 +173,7 @@ def slopes_and_curvatures(
     """Return slopes `v_i^T gradient` `[n]` and curvatures `v_i^T J^T H J v_j` `[n, n]`, in float64.
 
     Args:
-        directions: `v_1` to `v_n`, at least one, by names of parameters; 0 where a name is missing.
+        directions: `v_1` to `v_n`, at least one, by names of parameters; missing names are 0.
     """
     passes = [jacobian_product(model, direction, batch.inputs) for direction in directions]
     products = torch.stack([product for _, product in passes])
@@ -186,7 +186,7 @@ def slopes_and_curvatures(
 
 
 def hessian_product(gradient: Tensor, at: Tensor, vector: Tensor) -> Tensor:
-    """Return the derivative by `at` of a gradient along `vector`; zeros for a constant gradient."""
+    """Return the derivative of a gradient by `at` along `vector`; zeros for a constant gradient."""
     if not gradient.requires_grad:
         return torch.zeros_like(at)
     (derivative,) = torch.autograd.grad(gradient, at, vector, retain_graph=True)
@@ -198,10 +198,10 @@ def jacobian_product(
 ) -> tuple[Tensor, Tensor]:
     """Return the model's outputs, and the derivative of the outputs along a direction.
 
-    Running statistics and random numbers stay as they are, so all passes drop the same units.
+    Running statistics and random numbers stay unchanged, so all passes drop the same units.
 
     Raises:
-        ValueError: the model returns no tensor.
+        ValueError: the model does not return a tensor.
     """
     values = {name: p.detach() for name, p in model.named_parameters()}
     device = next(iter(values.values())).device
@@ -219,7 +219,7 @@ def jacobian_product(
         result = functional_call(model, values | buffers, inputs)
         if not torch.is_tensor(result):
             raise ValueError(
-                f"the model returns a {type(result).__name__}; grafting=QuadraticModel() takes a "
+                f"the model returns a {type(result).__name__}; grafting=QuadraticModel() needs a "
                 f"model that returns a tensor"
             )
         outputs, product = forward_ad.unpack_dual(result)
@@ -240,10 +240,10 @@ def inner_products(ones: Sequence[Direction], others: Sequence[Direction]) -> Te
 
 
 def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:
-    """Return the `x` `[n]` where `1/2 x^T curvatures x - slopes^T x` is lowest, in float64.
+    """Return the `x` `[n]` that minimises `1/2 x^T curvatures x - slopes^T x`, in float64.
 
-    Directions of zeros get 0, and parallel directions share: the angle of directions that are less
-    than about `sqrt(PARALLEL)` apart is rounding. Zeros if a number is not finite.
+    Directions of zeros get 0, and parallel directions are treated as one: below about
+    `sqrt(PARALLEL)`, the angle between directions is rounding. Zeros if an element is not finite.
     """
     if not (slopes.isfinite().all() and curvatures.isfinite().all()):
         return torch.zeros_like(slopes)

@@ -1,1 +1,1 @@
-"""Rules that make one vector of the ranks' vectors, although some ranks may be wrong."""
+"""Rules that combine the vectors of all ranks although some ranks may be wrong."""

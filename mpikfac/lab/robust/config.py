@@ -1,4 +1,4 @@
-"""Rules that make one vector of the ranks' vectors, although some ranks may be wrong."""
+"""Rules that combine the vectors of all ranks although some ranks may be wrong."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Robust(Aggregation):
-    """The base of rules for vectors, of which a few may be wrong."""
+    """The base of rules for vectors, a few of which may be wrong."""
 
     def attach(self, site: Any) -> Iterable[Any]:
-        """Return the memory of the rule, which a checkpoint holds."""
+        """Return the memory of the rule, which a checkpoint stores."""
         from mpikfac.lab.robust.memory import RuleMemory
         from mpikfac.plan import robust
 
@@ -34,12 +34,12 @@ class Robust(Aggregation):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Median(Robust):
-    """The median of each coordinate [Yin et al. 2018]."""
+    """Take the coordinate-wise median [Yin et al. 2018]."""
 
     name: ClassVar[str] = "median"
 
     def combine(self, vectors: Tensor) -> Tensor:
-        """Return the median of each coordinate, `[n]`."""
+        """Return the coordinate-wise median, `[n]`."""
         from mpikfac.lab.robust.rules import median
 
         return median(vectors)
@@ -47,16 +47,16 @@ class Median(Robust):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GeometricMedian(Robust):
-    """The point with the least sum of distances from all vectors [Chen et al. 2017]."""
+    """Take the point with the smallest sum of distances to all vectors [Chen et al. 2017]."""
 
     name: ClassVar[str] = "geometric-median"
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes."""
+        """Return the number of inner products that the rule needs."""
         return ranks**2
 
     def weights(self, products: Tensor) -> Tensor:
-        """Return the weight of each vector, `[ranks]`."""
+        """Return the weights of the vectors, `[ranks]`."""
         from mpikfac.lab.robust.rules import geometric_median
 
         return geometric_median(products)
@@ -64,7 +64,7 @@ class GeometricMedian(Robust):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _OfSome(Robust):
-    """The base of rules that know how many ranks may be wrong.
+    """The base of rules with a known number of wrong ranks.
 
     Attributes:
         num_byzantine: the number of ranks that may be wrong.
@@ -86,20 +86,20 @@ class _OfSome(Robust):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrimmedMean(_OfSome):
-    """The mean of each coordinate, without its smallest and largest numbers [Yin et al. 2018].
+    """Take the coordinate-wise mean without the smallest and largest values [Yin et al. 2018].
 
     Attributes:
-        num_byzantine: how many of the smallest and of the largest numbers are left out.
+        num_byzantine: how many of the smallest and of the largest values are left out.
     """
 
     name: ClassVar[str] = "trimmed-mean"
 
     def check_ranks(self, ranks: int) -> None:
-        """Return if the right ranks are enough to tell the wrong ranks."""
+        """Check that there are enough ranks to identify the wrong ones."""
         self._check(ranks, 2 * self.num_byzantine + 1)
 
     def combine(self, vectors: Tensor) -> Tensor:
-        """Return the trimmed mean of each coordinate, `[n]`."""
+        """Return the coordinate-wise trimmed mean, `[n]`."""
         from mpikfac.lab.robust.rules import trimmed_mean
 
         return trimmed_mean(vectors, self.num_byzantine)
@@ -107,7 +107,7 @@ class TrimmedMean(_OfSome):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Krum(_OfSome):
-    """The vector nearest to its neighbours [Blanchard et al. 2017].
+    """Take the vector that is nearest to its neighbours [Blanchard et al. 2017].
 
     Attributes:
         num_byzantine: the number of ranks that may be wrong.
@@ -116,15 +116,15 @@ class Krum(_OfSome):
     name: ClassVar[str] = "krum"
 
     def check_ranks(self, ranks: int) -> None:
-        """Return if the right ranks are enough to tell the wrong ranks."""
+        """Check that there are enough ranks to identify the wrong ones."""
         self._check(ranks, 2 * self.num_byzantine + 3)
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes."""
+        """Return the number of inner products that the rule needs."""
         return ranks**2
 
     def weights(self, products: Tensor) -> Tensor:
-        """Return the weight of each vector, `[ranks]`."""
+        """Return the weights of the vectors, `[ranks]`."""
         from mpikfac.lab.robust.rules import krum
 
         return krum(products, self.num_byzantine)
@@ -132,10 +132,10 @@ class Krum(_OfSome):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenteredClipping(Robust):
-    """The last result, and the mean of the clipped differences from it [Karimireddy et al. 2021].
+    """Add the mean of the clipped differences to the last result [Karimireddy et al. 2021].
 
     Attributes:
-        radius: the longest difference of a vector from the result of the step before.
+        radius: the maximum length of a vector's difference from the result of the previous step.
     """
 
     name: ClassVar[str] = "centered-clipping"
@@ -147,7 +147,7 @@ class CenteredClipping(Robust):
         check_positive("radius", self.radius)
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes, those of the centre included."""
+        """Return the number of inner products that the rule needs, including the centre's."""
         return (ranks + 1) ** 2
 
     def remembered(self, ranks: int) -> int:
@@ -155,13 +155,13 @@ class CenteredClipping(Robust):
         return 1
 
     def weights(self, products: Tensor) -> Tensor:
-        """Return the weight of the centre and of each vector, `[1 + ranks]`."""
+        """Return the weights of the centre and of the vectors, `[1 + ranks]`."""
         from mpikfac.lab.robust.rules import centered_clipping
 
         return centered_clipping(products, self.radius)
 
     def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
-        """Return what combines shards, and remembers the centre."""
+        """Return an object that combines shards and remembers the centre."""
         from mpikfac.lab.robust.shards import Centred
 
         return Centred(self, ranks, like, first)
@@ -169,18 +169,19 @@ class CenteredClipping(Robust):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Safeguard(Robust):
-    """The mean of good ranks, by their vectors' sums over two windows [Allen-Zhu et al. 2021].
+    """Average good ranks, judged by sums of their vectors over two windows [Allen-Zhu et al. 2021].
 
     Attributes:
-        long_window, short_window: the steps of both windows.
-        threshold: the farthest distance of a good rank, in distances that hold most ranks.
-        floor: the distance that is near in any case, in lengths of a walk of right ranks: the usual
-            distance of two ranks' vectors, times the root of the window.
-        mean_of: the ranks of the mean: good "before" the step's vectors were looked at, as
-            published, or "after".
-        reset_interval: the steps after which both windows begin anew and dropped ranks count again.
-            0: a rank is dropped for ever.
-        noise_std: the standard deviation of noise on the result.
+        long_window, short_window: the number of steps in the windows.
+        threshold: the maximum distance of a good rank, relative to the distance within which most
+            ranks lie.
+        floor: a distance that is always acceptable, relative to the length of a random walk of
+            right ranks: the typical distance of two ranks' vectors, times the root of the window.
+        mean_of: the ranks that are averaged: those good "before" the vectors of the step were
+            checked, as published, or "after".
+        reset_interval: the number of steps after which both windows restart and excluded ranks
+            count again. 0: a rank is excluded forever.
+        noise_std: the standard deviation of noise added to the result.
     """
 
     name: ClassVar[str] = "safeguard"
@@ -205,11 +206,11 @@ class Safeguard(Robust):
 
     @property
     def windows(self) -> tuple[int, int]:
-        """The steps of the long and of the short window."""
+        """The number of steps in the long and in the short window."""
         return self.long_window, self.short_window
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes: of a step and two windows."""
+        """Return the number of inner products that the rule needs: of a step and two windows."""
         return 3 * ranks**2
 
     def remembered(self, ranks: int) -> int:
@@ -217,7 +218,7 @@ class Safeguard(Robust):
         return 2 * ranks
 
     def combiner(self, ranks: int, like: Tensor, first: int) -> Any:
-        """Return what combines shards, and remembers both windows."""
+        """Return an object that combines shards and remembers both windows."""
         from mpikfac.lab.robust.shards import Windows
 
         return Windows(self, ranks, like, first)
@@ -247,10 +248,11 @@ class NearMost(FactorAggregation):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NearestMajority(Aggregation):
-    """Of each factor, the mean over the examples of ranks whose means are near most ranks' means.
+    """Average each factor over the examples of those ranks whose means are close to most ranks'.
 
     Attributes:
-        threshold: the farthest distance of a factor that counts, in distances that hold most ranks.
+        threshold: the maximum distance of a factor that counts, relative to the distance within
+            which most ranks lie.
     """
 
     name: ClassVar[str] = "nearest-majority"

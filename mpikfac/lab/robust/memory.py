@@ -10,7 +10,7 @@ from mpikfac.plan.names import OF_RULE
 
 
 class RuleMemory(Part):
-    """The memory of the robust rules of a rank: the rank holds a shard of all ranks' vectors."""
+    """The memory of a rank's robust rules, which is a shard of all ranks' vectors."""
 
     PREFIX = ""
 
@@ -33,11 +33,11 @@ class RuleMemory(Part):
                     yield Item(f"{OF_RULE.format(rank, ranks)}{stage}/{name}", of_rank)
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return all names of the memory, of which `names` hold a part."""
+        """Return all names of the memory, of which `names` has some."""
         complete = super().complete(names)
         return complete if complete & set(names) else set()
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return the items if `names` has all: else, as of other ranks, rules begin anew."""
+        """Return the items if `names` has all of them; otherwise rules restart from scratch."""
         items = list(self.items())
         return items if all(item.name in names for item in items) else []

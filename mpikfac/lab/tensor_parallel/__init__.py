@@ -1,1 +1,1 @@
-"""Layers whose channels are dealt out over a group of ranks."""
+"""Layers whose channels are divided among the ranks of a group."""

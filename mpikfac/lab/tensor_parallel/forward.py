@@ -23,14 +23,14 @@ Hook = Callable[[Tensor], None]
 class SplitForward:
     """Compute a layer on a slice of the channels, for all examples of the group.
 
-    Stands in the place of the module's `forward`. Without gradients (`torch.no_grad`), a rank
-    computes alone, with the whole weight. A copy of the module is an ordinary module.
+    It replaces the module's `forward`. Without gradients (`torch.no_grad`), a rank computes alone,
+    with the whole weight. A copy of the module is an ordinary module.
 
     Attributes:
-        place: the channels that are dealt out, and the forms of input and output.
+        place: the channels that are divided, and the forms of input and output.
         tp_plan: of all split layers of the model.
         ranks: the number of ranks of all groups together.
-        describe: returns what a plan has to know of the split layers of the model.
+        describe: returns what a plan needs to know of the split layers of the model.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SplitForward:
         return self._by_outputs(input) if self.place.axis == "outputs" else self._by_inputs(input)
 
     def __reduce__(self) -> Any:
-        # A copied or saved module takes its attributes along: the copy has the class's method.
+        # A copied or saved module keeps its attributes, and gets the class's method.
         return getattr, (self.module, "forward")
 
     def watch(self, x: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Hook], object]]:
@@ -82,7 +82,7 @@ class SplitForward:
         return parameter.narrow(dim, start, stop - start)
 
     def attach(self, site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
-        """Return the part of a trainer that averages gradients in slices, if they travel so."""
+        """Return the part of a trainer that averages gradients in slices, if they are sent so."""
         from mpikfac.lab.tensor_parallel.slices import SlicedGradients
 
         in_slices = split_layers.in_slices(site.plan).parameters
@@ -100,7 +100,7 @@ class SplitForward:
         if not self.place.takes:
             x = turn(x, self.group, self.channels, 0)
         bias = module.bias
-        if bias is not None:  # each rank adds a slice, so gradients of slices make the whole
+        if bias is not None:  # each rank adds a slice, so gradients of slices form the whole
             start, stop = span(len(bias), self.group.member, self.group.size)
             bias = F.pad(bias[start:stop], (start, len(bias) - stop))
         sums = self._multiplied(x, self.slice_of(module.weight, 1), bias)

@@ -1,4 +1,4 @@
-"""Find the layers to split in a model, rows of such layers, and the numbers in their calls."""
+"""Find the layers of a model to split, rows of such layers, and the sizes of their calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpikfac.plan import LayerCall
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CAN_SPLIT = (nn.Linear, *CONVOLUTIONS)
-# Modules that change single numbers, whatever the channel and the example.
+# Modules that change single elements, whatever the channel and the example.
 BY_NUMBER = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus),
     *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity, nn.Dropout),
@@ -29,7 +29,7 @@ POOLS = (
 
 
 def refusal(model: nn.Module, name: str) -> str:
-    """Return why a layer cannot be split; "" if the layer can be split."""
+    """Return why a layer cannot be split; "" if it can."""
     module = dict(model.named_modules()).get(name)
     if module is None:
         return "no module of the model has the name"
@@ -52,10 +52,10 @@ def refusal(model: nn.Module, name: str) -> str:
 
 
 def layers_before(model: nn.Module) -> dict[str, str]:
-    """Return for each layer the layer before in a `Sequential`, if slices can be handed on.
+    """Return, for each layer, the previous layer in a `Sequential`, if slices can be passed on.
 
-    In between stand only modules that act on single channels. A layer with a name in the result
-    has one caller, so outputs go to the next module alone.
+    There are only modules that act on single channels in between. A layer in the result has a
+    single caller, so its outputs reach only the next module.
     """
     before: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -99,10 +99,10 @@ def _is_linear(module: nn.Module) -> bool:
 def layer_calls(model: nn.Module, *inputs: Any) -> list[LayerCall]:
     """Return the calls of all layers that can be split, in the order of the forward pass.
 
-    The forward pass runs without numbers, on a copy of the model on torch's meta device.
+    The forward pass runs without values, on a copy of the model on torch's meta device.
 
     Args:
-        inputs: the arguments of the model: the batch of a rank, of which only the shapes matter.
+        inputs: the arguments of the model: a rank's batch, of which only the shapes matter.
     """
     shapes = copy.deepcopy(model).to("meta")
     before, seen = layers_before(model), dict[str, LayerCall]()

@@ -1,4 +1,4 @@
-"""Gradients of split layers, of which each rank of a group makes a slice."""
+"""Gradients of split layers, of which each rank of a group computes a slice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Cut:
     """A slice of the gradient of a split layer, in both arenas.
 
     Attributes:
-        member: the member of a group that makes the slice.
+        member: the member of a group that computes the slice.
         packed: the slice in the arena of slices.
         whole: the slice in the arena of gradients.
     """
@@ -29,7 +29,7 @@ class Cut:
 
 
 class SlicedSender(Sender):
-    """Average gradients; of split layers, only slices travel."""
+    """Average gradients; of split layers, only slices are sent."""
 
     def __init__(self, sender: Sender, site: Site, model: nn.Module, slots: Iterable[Slot]) -> None:
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
@@ -71,7 +71,7 @@ class SlicedSender(Sender):
 
 
 class SlicedGradients(Part):
-    """The gradients of split layers travel in slices, of which each rank of a group makes one."""
+    """Send the gradients of split layers in slices, of which each rank of a group computes one."""
 
     def __init__(self, site: Site, gradients: Gradients, model: nn.Module) -> None:
         super().__init__(site)

@@ -23,11 +23,11 @@ class Block(Protocol):
 
 
 class SplitLayers:
-    """Hold the split layers of a model.
+    """Store the split layers of a model.
 
     Attributes:
-        tp_plan: the layers, and the channels that are dealt out.
-        places: by name of a split layer, the forms of inputs and outputs.
+        tp_plan: the layers, and the channels that are divided.
+        places: the forms of inputs and outputs, by name of a split layer.
         trace: seconds and bytes of the exchanges of activations.
     """
 
@@ -57,16 +57,16 @@ class SplitLayers:
 def split_layers(
     model: nn.Module, comm: Comm, tp_plan: TensorParallelPlan, trace: Trace | None = None
 ) -> SplitLayers:
-    """Split layers over groups of ranks, before a trainer of the model is made.
+    """Split layers over groups of ranks, before creating a trainer of the model.
 
-    A rank computes a split layer for all examples of its group, with a slice of the channels.
-    Modules outside see the rank's examples with all channels. Two split layers in a row, in a
-    `Sequential` with only modules that act on single channels in between, hand on slices.
+    A rank computes a split layer for all examples of its group, with a slice of the channels. Other
+    modules see the rank's examples with all channels. If two split layers follow each other in a
+    `Sequential`, with only modules that act on single channels in between, slices are passed on.
 
     Collective over: comm.
 
     Args:
-        trace: times the exchanges; give the same trace to the trainer for all times together.
+        trace: times the exchanges; pass the same trace to the trainer to get all times together.
 
     Raises:
         ValueError: a layer cannot be split; raised before any communication.
@@ -90,7 +90,7 @@ def check_layers(model: nn.Module, tp_plan: TensorParallelPlan) -> None:
         raise ValueError("the model has split layers already; detach() them first")
     if (trainer := trainer_of(model)) is not None:
         kind = type(trainer).__name__
-        raise ValueError(f"the model has a {kind} already; split layers before {kind} is made")
+        raise ValueError(f"the model has a {kind} already; split layers before creating {kind}")
     for name, axis in tp_plan.layers.items():
         if why := refusal(model, name):
             raise ValueError(f"layer {name!r}: {why}")
@@ -106,13 +106,13 @@ def check_layers(model: nn.Module, tp_plan: TensorParallelPlan) -> None:
         count = weight.shape[0]
         if place.gives and count % tp_plan.tp_size:
             raise ValueError(
-                f"layer {name!r} hands on {count} outputs to a split layer, which "
-                f"tp_size={tp_plan.tp_size} does not divide; leave one of both layers out"
+                f"layer {name!r} passes {count} outputs on to a split layer, which "
+                f"tp_size={tp_plan.tp_size} does not divide; leave one of the two layers out"
             )
 
 
 def _places(model: nn.Module, tp_plan: TensorParallelPlan) -> dict[str, Place]:
-    """Return the place of each split layer: two split layers in a row hand on slices."""
+    """Return the role of each split layer: of two in a row, the first passes slices on."""
     before, axes = layers_before(model), tp_plan.layers
     takes = {name: before.get(name) for name in axes if before.get(name) in axes}
     gives = set(takes.values())
@@ -123,7 +123,7 @@ def _places(model: nn.Module, tp_plan: TensorParallelPlan) -> dict[str, Place]:
 
 
 def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
-    """Return what a plan has to know of the split layers of a model.
+    """Return what a plan needs to know of the split layers of a model.
 
     Args:
         blocks: the blocks of the model's gradients.
@@ -141,8 +141,8 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
             continue
         if forward.ranks != ranks:
             raise ValueError(
-                f"layers are split over {forward.ranks} ranks, and {ranks} ranks average "
-                f"gradients: give split_layers the communicator of the trainer"
+                f"layers are split over {forward.ranks} ranks, but {ranks} ranks average "
+                f"gradients: pass the trainer's communicator to split_layers"
             )
         tp_plan = forward.tp_plan
         handed_on += [name] if forward.place.gives else []
@@ -154,6 +154,6 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
 
 
 def _cuts(module: Any, axis: Channels | None) -> list[tuple[Tensor, int]]:
-    """Return weight and bias, with the dimension that is cut; a bias is cut by outputs."""
+    """Return weight and bias, with the dimension that is split; a bias is split by outputs."""
     dim = 0 if axis is None else CHANNELS.index(axis)
     return [(p, d) for p, d in ((module.weight, dim), (module.bias, 0)) if p is not None]

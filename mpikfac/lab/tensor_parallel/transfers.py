@@ -1,8 +1,8 @@
 """Exchanges of activations as functions that autograd differentiates.
 
 An exchange is a linear function of the tensors of all ranks of a group, and the backward pass is
-the transposed function: a sum in parts for a gather, a gather for a sum in parts, and the way back
-for a change of the cut and for rows.
+the transposed function: a reduce-scatter for a gather and vice versa, and the reverse exchange for
+a change of the split dimension and for rows.
 """
 
 from __future__ import annotations
@@ -81,22 +81,23 @@ def exchange_rows(
     counts_in: Sequence[int],
     stages: Stages = (names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS),
 ) -> Tensor:
-    """Send each member of the group consecutive rows; return the rows received, by members.
+    """Send consecutive rows to each member of the group; return the rows received, by member.
 
-    The backward pass sends the gradients of the received rows back. Rows require gradients on all
-    members or on none, also where there are 0 rows.
+    The backward pass returns the gradients of the received rows. Rows must require gradients on all
+    members or on none, even if there are 0 rows.
 
     Collective over: group, forward and backward.
 
     Args:
         rows: `[sum(counts_out), ...]`, of any dtype.
-        counts_out: rows for each member.
-        counts_in: rows from each member, the count for this rank in the member's `counts_out`.
+        counts_out: the number of rows for each member.
+        counts_in: the number of rows from each member, equal to the entry for this rank in that
+            member's `counts_out`.
         stages: the stages of the forward and of the backward pass, for the trace of the group.
 
     Raises:
         ValueError: counts do not fit the group or the rows.
-        TypeError: a count is no whole number.
+        TypeError: a count is not a whole number.
     """
     counts_out, counts_in = ([*map(index, counts)] for counts in (counts_out, counts_in))
     for name, counts in (("counts_out", counts_out), ("counts_in", counts_in)):

@@ -1,1 +1,1 @@
-"""Sums of the largest gradients [DGC, Lin et al. 2018]."""
+"""Reductions of the largest gradients [DGC, Lin et al. 2018]."""

@@ -1,4 +1,4 @@
-"""Sums of the largest gradients [DGC, Lin et al. 2018]."""
+"""Reductions of the largest gradients [DGC, Lin et al. 2018]."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _OF_GRADIENTS = {"sync.local_steps": False, "sync.waits_for_all": True}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TopK(Compressor):
-    """A rank sends only its largest numbers; the others wait, and are added to the next numbers.
+    """Send only a rank's largest values; the others wait, and are added to later ones.
 
     Attributes:
-        ratio: the share of the numbers that is sent.
-        momentum: the momentum of gradients that wait for their turn; the optimizer has none.
-        warmup_steps: the steps of a warm-up of four stages, in which sums of gradients send more
-            numbers: `ratio` to the power of 1/5, 2/5, 3/5 and 4/5.
-        clip_norm: the bound of the norm of a gradient. Of N ranks, each bounds its part of the mean
-            by `clip_norm / sqrt(N)`. Without a number, no bound.
+        ratio: the fraction of the values that are sent.
+        momentum: the momentum of gradients that wait to be sent; the optimizer has none.
+        warmup_steps: the length of a warm-up of four stages, in which reductions of gradients send
+            more values: `ratio` to the power of 1/5, 2/5, 3/5 and 4/5.
+        clip_norm: the bound on the norm of a gradient. With N ranks, each rank bounds its part of
+            the mean by `clip_norm / sqrt(N)`. None for no bound.
     """
 
     name: ClassVar[str] = "top-k"
@@ -52,7 +52,7 @@ class TopK(Compressor):
                     **_OF_GRADIENTS,
                     **{"assignment.shard_optimizer": False, "transport.overlap": False},
                 },
-                "a sum of the largest gradients begins when a rank has all its gradients",
+                "a reduction of the largest gradients begins when a rank has all its gradients",
                 default,
             )
             for field, default in (("warmup_steps", 0), ("clip_norm", None))
@@ -79,12 +79,12 @@ class TopK(Compressor):
         return Codec(self.name, self.ratio, feedback, padding=layout.padding())
 
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return the part that sends more numbers in the first steps, and bounds gradients."""
+        """Return the part that sends more values in the first steps, and bounds gradients."""
         from mpikfac.lab.top_k.warmup import GentleStart
 
         gentle = self.warmup_steps > 0 or self.clip_norm is not None
         return GentleStart(site, gradients) if gentle else None
 
     def described(self) -> str:
-        """Return the encoding in words."""
+        """Return a description of the encoding."""
         return f"the largest {100 * self.ratio:g} %"

@@ -1,11 +1,11 @@
-"""What DGC does beside sending the largest numbers [Lin et al. 2018]: warm-up and clipping.
+"""What DGC does in addition to sending the largest values [Lin et al. 2018]: warm-up and clipping.
 
-Warm-up: the share of sent numbers sinks to `ratio` in equal stages, by the same factor from
-stage to stage: with 0.001, 25 %, 6.3 %, 1.6 % and 0.4 % of the numbers.
+Warm-up: the fraction of values that are sent decreases to `ratio` in stages of equal length, by the
+same factor from stage to stage; with 0.001, it is 25 %, 6.3 %, 1.6 % and 0.4 %.
 
-Local clipping: a rank bounds the norm of what it adds to the sum, before the numbers wait. Of N
-ranks, each has a bound of `clip_norm / sqrt(N)`, for a sum with the bound `clip_norm` if the ranks'
-noise is independent.
+Local clipping: a rank bounds the norm of what it adds to the reduction, before values wait. With N
+ranks, each has the bound `clip_norm / sqrt(N)`, so that the sum has the bound `clip_norm` if the
+ranks' noise is independent.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mpikfac.engine import Gradients, OneModel, Site
 from mpikfac.lab.top_k.config import TopK
 from mpikfac.plan import Message, RankPlan, stages
 
-STAGES = 4  # of the warm-up: in the paper, an epoch each
+STAGES = 4  # of the warm-up; in the paper, one epoch each
 
 
 class GentleStart(OneModel):
-    """Send more numbers in the first steps, and bound the rank's own gradient."""
+    """Send more values in the first steps, and bound the rank's own gradient."""
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
@@ -37,24 +37,24 @@ class GentleStart(OneModel):
             gradients.sender = Clipped(gradients, top.clip_norm)
 
     def begin_step(self, step: int) -> None:
-        """Take the messages of the stage."""
+        """Select the messages of the current stage."""
         stage = STAGES * step // self._warmup if step < self._warmup else STAGES
         self.gradients.sender.messages = self._messages[stage]
 
 
 class Clipped(Sender):
-    """Average gradients, of which each rank adds no more than a norm."""
+    """Average gradients, with a bound on the norm of each rank's contribution."""
 
     def __init__(self, gradients: Gradients, bound: float) -> None:
         sender = gradients.sender
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
         self._trained = [sender.arena[b.name] for b in gradients.blocks if b.parameters]
-        self._bound = bound * sender.grid.world.size**0.5  # of numbers before the division
+        self._bound = bound * sender.grid.world.size**0.5  # of values before the division
 
     def add_up(self, turn: int | None = None) -> None:
         """Clip the rank's gradient, and average the arena over ranks.
 
-        A gradient that is not finite stays as it is.
+        A gradient that is not finite stays unchanged.
 
         Collective over: world.
         """
@@ -64,12 +64,12 @@ class Clipped(Sender):
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all numbers together, `[]`."""
+    """Return the norm of all elements together, `[]`."""
     return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
 def _sums_of_stages(plan: RankPlan) -> Iterator[list[Message]]:
-    """Yield the messages with gradients of the stages of the warm-up, and behind the warm-up."""
+    """Yield the messages with gradients in each stage of the warm-up, and after it."""
     strategy, compression = plan.strategy, plan.strategy.compression
     top = cast(TopK, compression.gradients)
     for stage in range(1, STAGES + 2):

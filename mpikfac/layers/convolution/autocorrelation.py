@@ -1,8 +1,8 @@
 """Compute second moments of a convolution's patches as autocorrelations, without the patches.
 
-The workhorse is the kernel that computes a convolution's weight gradient: the kernel sums products
-of two images' pixels at every offset. On a CPU the kernel runs near the rate of large matrix
-products, on channels-last images without a copy.
+The work is done by the kernel that computes a convolution's weight gradient: it sums products of
+two images' pixels at every offset. On a CPU it is nearly as fast as large matrix products, on
+channels-last images without a copy.
 
 Images are two-dimensional. Channels come in `groups` of c channels, and are multiplied only within
 a group.
@@ -57,7 +57,7 @@ def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:
 def _sum_inside(x: Tensor, window: Window, groups: int, dims: tuple[int, ...]) -> Tensor:
     """Return `sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over the output positions in `dims`.
 
-    In a dimension not in `dims`, all positions count at which a patch touches `x`.
+    In dimensions not in `dims`, all positions count at which a patch touches `x`.
     """
     if not dims:
         return _sum_everywhere(x, window, groups)
@@ -173,10 +173,11 @@ def can_correlate(x: Tensor, window: Window) -> bool:
 
 
 def worth_correlating(x: Tensor, window: Window) -> bool:
-    """Return whether `by_correlation` takes well under the work of copying all patches.
+    """Return whether `by_correlation` takes much less work than copying all patches.
 
-    Work is in products per example and pair of channels; the rule is fitted to times on CPU cores.
-    On a GPU, the host starts kernels more slowly than the GPU runs them: patches take the fewest.
+    Work is measured in products per example and pair of channels; the rule is fitted to times on
+    CPU cores. On a GPU, where the host starts kernels more slowly than the GPU runs them, patches
+    are always used, as they need the fewest kernels.
     """
     if x.is_cuda or x.is_xpu:
         return False
@@ -197,5 +198,5 @@ def _in_kernel(x: Tensor) -> bool:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Return `x` in the order of elements that the weight-gradient kernel takes without a copy."""
+    """Return `x` in the memory format that the weight-gradient kernel accepts without a copy."""
     return x.contiguous(memory_format=torch.channels_last) if _in_kernel(x) else x

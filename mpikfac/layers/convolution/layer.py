@@ -23,8 +23,8 @@ from mpikfac.plan import LayerShape
 class ConvLayer(Layer):
     """Cover a convolution in 1, 2 or 3 dimensions, with any number of groups, also transposed.
 
-    A transposed convolution is a convolution of the input with zeros between pixels, so positions
-    are output pixels, too.
+    A transposed convolution is a convolution of the input with zeros between pixels, so its
+    positions are output pixels as well.
     """
 
     spatial = True
@@ -91,7 +91,7 @@ class ConvLayer(Layer):
         return totals if groups == 1 else totals.view(len(g), groups, -1)
 
     def form(self, side: str) -> Hashable:
-        """Return what convolutions share whose moments are computed alike, beside sizes."""
+        """Return a key of convolutions whose moments are computed in the same way, sizes aside."""
         window = (self._window, self.rounded_to) if side == "A" else ()
         return super().form(side), window
 
@@ -100,7 +100,7 @@ class ConvLayer(Layer):
         return torch.cat(tuple(tensors), 1)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return patches, and the gradients of the output pixels made from the patches."""
+        """Return patches, and the gradients of the output pixels computed from them."""
         groups, pixels = self.shape.groups, g.flatten(2)
         if self.transposed:  # the image that patches are taken from is flipped
             pixels = pixels.flip(2)

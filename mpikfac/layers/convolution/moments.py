@@ -48,7 +48,7 @@ def input_sum(
     By group, `[groups, inputs, inputs]`, with the inputs of a group.
 
     Args:
-        rounded_to: pixels, and sums of products of pixels, are rounded to this dtype; sums still
+        rounded_to: pixels, and sums of their products, are rounded to this dtype; sums still
             accumulate in float32.
     """
     pixels = x if rounded_to is None else _rounded(x, rounded_to)
@@ -58,9 +58,9 @@ def input_sum(
 
 
 def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
-    """Return `x` rounded to the dtype `to`, in a dtype with products that add up in float32.
+    """Return `x` rounded to the dtype `to`, in a dtype whose products accumulate in float32.
 
-    A processor without bfloat16 instructions adds up products of bfloat16 in bfloat16.
+    A processor without bfloat16 instructions accumulates products of bfloat16 in bfloat16.
     """
     rounded = x.to(to)
     slow = x.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()

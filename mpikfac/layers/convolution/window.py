@@ -1,7 +1,7 @@
 """Find the elements of an image that a convolution's kernel sees, position by position.
 
 Images are `[batch, channels, *size]` of 1, 2 or 3 dimensions. Moments do not depend on the order of
-positions, so an image may be flipped or split, as long as the patches stay the same.
+positions, so an image can be flipped or split as long as the patches stay the same.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ class ProjectionLayer(InnerLayer):
 
 
 class ProjectionsLayer(Layer):
-    """Cover the projections of query, key and value with common parameters: a group for each.
+    """Cover the projections of query, key and value with common parameters: one group for each.
 
     Groups have separate factors and numbers of positions, like three linear layers.
 
     Args:
-        watched: for each group, the weight to find the product with, and the part of the weight.
+        watched: for each group, the weight whose product is searched for, and its part.
     """
 
     def __init__(

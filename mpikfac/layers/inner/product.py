@@ -20,7 +20,7 @@ from mpikfac.numerics import in_transform
 Node = Any  # of autograd's graph
 TRANSPOSED = "TBackward0"
 SPLIT = ("SplitBackward0", "SplitWithSizesBackward0")
-PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # a weight on its way to a product
+PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # between a weight and its product
 
 
 class InnerLayer(Layer):
@@ -37,7 +37,7 @@ class InnerLayer(Layer):
         TypeError: in a forward pass, no product with the weight is in autograd's graph.
     """
 
-    dimensions = 1  # `watch` returns a batch in any case
+    dimensions = 1  # `watch` always returns a batch
     arguments: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -59,7 +59,7 @@ class InnerLayer(Layer):
             return None
         products = products_with(self._watched, result.grad_fn, _tensors([positional, named]))
         if not products:
-            if in_transform():  # which may have a graph of its own
+            if in_transform():  # which can have its own graph
                 return None
             raise TypeError(
                 f"layer {self.name!r}: no product with the weight is in autograd's graph; train "
@@ -71,7 +71,7 @@ class InnerLayer(Layer):
         x = self.input_of(dict(zip(self.arguments, positional)) | named, products[number])
         kind = x.device.type
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if autocast:  # autograd keeps a copy: x may change in place
+        if autocast:  # autograd keeps a copy: x can change in place
             x = x.detach().to(torch.get_autocast_dtype(kind))
 
         def listen(hook: Callable[[Tensor], None]) -> None:

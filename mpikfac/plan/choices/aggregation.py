@@ -1,4 +1,4 @@
-"""How the numbers of ranks become common numbers."""
+"""How values of all ranks are combined into one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpikfac.plan.choices.choice import Choice
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Aggregation(Choice):
-    """A rule that makes one vector of the vectors of all ranks, of which some may be wrong.
+    """A rule that combines the vectors of all ranks, some of which may be wrong, into one.
 
-    A rule by coordinate has `combine`. A rule by vector gives each rank a weight: `products` says
-    how many inner products of the ranks' vectors it takes, and `weights` returns the weights.
-    Vectors and products are tensors.
+    A coordinate-wise rule defines `combine`. Other rules give each rank a weight: `products` is the
+    number of inner products of the ranks' vectors that the rule needs, and `weights` returns the
+    weights. Vectors and products are tensors.
 
     Attributes:
         sums: the rule is a sum over ranks, which MPI computes.
@@ -26,14 +26,14 @@ class Aggregation(Choice):
     of: ClassVar[tuple[str, ...]] = ("vectors",)
 
     def check_ranks(self, ranks: int) -> None:
-        """Return if the right ranks are enough to tell the wrong ranks.
+        """Check that there are enough ranks to identify the wrong ones.
 
         Raises:
             ValueError: there are too few ranks.
         """
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes; 0 for rules by coordinate."""
+        """Return the number of inner products that the rule needs; 0 for coordinate-wise rules."""
         return 0
 
     def remembered(self, ranks: int) -> int:
@@ -41,23 +41,23 @@ class Aggregation(Choice):
         return 0
 
     def combine(self, vectors: Any) -> Any:
-        """Return one vector, `[n]`, for the vectors of all ranks, `[ranks, n]`, by coordinate."""
+        """Combine the vectors of all ranks, `[ranks, n]`, into one, `[n]`, coordinate-wise."""
         raise NotImplementedError
 
     def weights(self, products: Any) -> Any:
-        """Return the weight of each vector, `[ranks]`, by all inner products, `[ranks, ranks]`."""
+        """Return the weights of the vectors, `[ranks]`, for all inner products `[ranks, ranks]`."""
         raise NotImplementedError
 
     def combiner(self, ranks: int, like: Any, first: int) -> Any:
-        """Return what combines shards by inner products and remembers earlier steps.
+        """Return an object that combines shards by inner products, and remembers earlier steps.
 
-        It is a `mpikfac.numerics.ByVector` with the same arguments; None for the rule's weights
-        alone.
+        It is a `mpikfac.numerics.ByVector` with the same arguments; None if the rule's weights are
+        enough.
         """
         return None
 
     def attach(self, site: Any) -> Iterable[Any]:
-        """Return parts of the trainer that take part in each step: what the rule remembers.
+        """Return the parts of the trainer that keep what the rule remembers between steps.
 
         Args:
             site: the rank's `mpikfac.engine.Site`.
@@ -68,8 +68,8 @@ class Aggregation(Choice):
         """Return the rule of messages with factors, a `FactorAggregation`.
 
         Args:
-            blocks: first and last (exclusive) element of each factor, and the place of its number
-                of examples.
+            blocks: first and last (exclusive) element of each factor, and the position of its
+                number of examples.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Who decomposes factors, preconditions gradients and steps weights."""
+"""Which ranks decompose factors, precondition gradients and step weights."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Assignment(Choice):
     """The ranks that decompose the factors of a layer, precondition its gradient and step it.
 
     Attributes:
-        assignment_strategy: the load that the assignment of factors of order n balances over ranks:
-            "compute" (n^3) or "memory" (n^2).
-        colocate_factors: one rank owns both factors of a layer, A and G; otherwise the factors may
-            have two owners.
-        replicate_below: the order below which every gradient worker of a layer decomposes a factor
-            itself, so no decomposition is sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
+        assignment_strategy: the load that is balanced over ranks when factors of order n are
+            assigned: "compute" (n^3) or "memory" (n^2).
+        colocate_factors: one rank owns both factors of a layer, A and G; otherwise they can have
+            two owners.
+        replicate_below: factors of a lower order are decomposed by every gradient worker of their
+            layer, and not sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
         factor_reduction: where factors are averaged. "allreduce": on all ranks. "reduce_scatter":
-            on the rank that decomposes the factor, its owner; other ranks keep no factors. "local":
-            nowhere; an owner uses its own batch only, which is another estimator [DP-KFAC, Zhang et
-            al. 2022].
+            on the owner of each factor, which decomposes it; other ranks keep no factors. "local":
+            not at all; an owner uses only its own batch, which is a different estimator [DP-KFAC,
+            Zhang et al. 2022].
         shard_optimizer: gradients are reduced to the owner of a layer, which preconditions and
-            steps the layer; then weights are gathered [ZeRO-1, Rajbhandari et al. 2020]. Otherwise
-            each rank steps the whole model.
+            steps the layer; the weights are then gathered [ZeRO-1, Rajbhandari et al. 2020].
+            Otherwise, each rank steps the whole model.
     """
 
     assignment_strategy: Literal["compute", "memory"] = "compute"
@@ -47,17 +47,17 @@ class Assignment(Choice):
         one_of("shard_optimizer", self.shard_optimizer, (True, False))
 
     def workers(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks precondition a layer: its gradient workers.
+        """Return the number of gradient workers, the ranks that precondition a layer.
 
         Raises:
-            ValueError: there is no such number for so many ranks.
+            ValueError: there is no such number for `ranks` ranks.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CommOpt(Assignment):
-    """K-FAC-opt of SC20, COMM-OPT of KAISA: every rank preconditions every layer."""
+    """Every rank preconditions every layer: K-FAC-opt of SC20, COMM-OPT of KAISA."""
 
     name: ClassVar[str] = "comm-opt"
 
@@ -68,7 +68,7 @@ class CommOpt(Assignment):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemOpt(Assignment):
-    """K-FAC-lw of SC20, MEM-OPT of KAISA: one rank preconditions a layer."""
+    """One rank preconditions a layer: K-FAC-lw of SC20, MEM-OPT of KAISA."""
 
     name: ClassVar[str] = "mem-opt"
 
@@ -79,12 +79,12 @@ class MemOpt(Assignment):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HybridOpt(Assignment):
-    """HYBRID-OPT of KAISA: some of the ranks precondition a layer.
+    """Some of the ranks precondition a layer: HYBRID-OPT of KAISA.
 
     Attributes:
-        grad_workers: the number of ranks that precondition a layer; divides the number of ranks.
-        grad_worker_fraction: the same as a share of the ranks; at least one rank. At most one of
-            both is given; without any, half of the ranks precondition a layer.
+        grad_workers: the number of ranks that precondition a layer; it divides the number of ranks.
+        grad_worker_fraction: the same as a fraction of the ranks; at least one rank. Set at most
+            one of the two; by default, half of the ranks precondition a layer.
     """
 
     name: ClassVar[str] = "hybrid-opt"
@@ -111,10 +111,10 @@ class HybridOpt(Assignment):
         return 0.5 if self.grad_worker_fraction is None else self.grad_worker_fraction
 
     def workers(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks precondition a layer.
+        """Return the number of gradient workers, the ranks that precondition a layer.
 
         Raises:
-            ValueError: the number does not divide the ranks, or the share is no whole number.
+            ValueError: it does not divide the ranks, or the fraction is not a whole number of them.
         """
         if self.grad_workers is not None:
             check_divides("assignment.grad_workers", self.grad_workers, ranks)
@@ -124,6 +124,6 @@ class HybridOpt(Assignment):
         if share > 1 and (not math.isclose(count, share) or ranks % count):
             raise ValueError(
                 f"assignment.grad_worker_fraction={self._fraction} of {ranks} ranks is "
-                f"no whole number of workers; try one of {[d / ranks for d in divisors(ranks)]}"
+                f"not a whole number of workers; try one of {[d / ranks for d in divisors(ranks)]}"
             )
         return count

@@ -1,4 +1,4 @@
-"""A strategy on the axes under which surveys file distributed training."""
+"""A strategy on the axes by which surveys classify distributed training."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from mpikfac.plan.choices.strategy import Strategy
 
 
 def axes(strategy: Strategy) -> dict[str, str]:
-    """Return a strategy on the axes of surveys of communication [Tang et al. 2020].
+    """Classify a strategy on the axes of surveys of communication [Tang et al. 2020].
 
-    The axes are: synchronisation, architecture, compression of gradients, overlap of messages and
-    computation, and the rule that combines the numbers of ranks.
+    The axes are synchronisation, architecture, compression of gradients, overlap of communication
+    with computation, and the rule that combines the values of ranks.
     """
     sync, compressor = strategy.sync.described(), strategy.compression.gradients
     return {

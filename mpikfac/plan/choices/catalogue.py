@@ -1,4 +1,4 @@
-"""Published ways to distribute training over ranks and over time, by name."""
+"""Published methods of distributing training over ranks and over time, by name."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mpikfac.plan.choices.transport import Transport
 
 @dataclass(frozen=True)
 class Named:
-    """A published way to distribute training, with K-FAC or without.
+    """A published method of distributing training, with or without K-FAC.
 
     Attributes:
-        what: the way, in a sentence.
+        what: the method, in a sentence.
         source: the publication, as in docs/reference/references.md.
-        cost: bytes sent by a rank in a ring, in float32: on steps with new factors + in a refresh +
-            on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F, 4T and 4V
-            bytes of all factors as squares, triangles and vectors, 4N of all gradients, 4R of the
-            matrices in their place.
-        strategy: the way, for any number of ranks.
-        same: whether the estimator is the same: the numbers of a single process with the joined
-            batch, with the same `refresh`, for equal shards or all examples (`subsample=1`).
-        settings: settings of `KFAC` beside the strategy.
+        cost: bytes that a rank sends in a ring, in float32, in addition to averaging gradients: in
+            steps with new factors + in a refresh + in every step. `P` ranks, `w` workers; 4F, 4T
+            and 4V are the bytes of all factors as squares, triangles and vectors, 4N those of all
+            gradients, 4R those of the matrices that replace them.
+        strategy: the choices, for any number of ranks.
+        same: whether the estimator is the same: results equal those of a single process with the
+            joined batch and the same `refresh`, for equal shards or all examples (`subsample=1`).
+        settings: settings of `KFAC` that belong to the method.
     """
 
     what: str
@@ -56,7 +56,7 @@ NAMED: dict[str, Named] = {
     ),
     "kfac-lw": Named(
         "Factors are averaged everywhere; a layer's owner decomposes and preconditions it and "
-        "sends the result to all",
+        "sends the result to all ranks",
         "SC20",
         "2 (P-1)/P 4F + 0 + (P-1)/P 4N",
         Strategy(MemOpt(), transport=_PUBLISHED),
@@ -76,8 +76,8 @@ NAMED: dict[str, Named] = {
     ),
     "hybrid": Named(
         "A grid of ranks: some workers per layer get its bases, and each sends the preconditioned "
-        "gradient to some ranks; `grad_workers` or `grad_worker_fraction` says how many, half of "
-        "the ranks if not given",
+        "gradient to some other ranks; `grad_workers` or `grad_worker_fraction` sets their number, "
+        "half of the ranks by default",
         "KAISA, SC21",
         "2 (P-1)/P 4T + (w-1)/P 4F + (P-w)/P 4N",
         Strategy(HybridOpt()),
@@ -90,8 +90,8 @@ NAMED: dict[str, Named] = {
         Strategy(_SHARDED),
     ),
     "spd-kfac": Named(
-        "Factors are averaged beside the backward pass in messages of three layers, and small ones "
-        "decomposed everywhere",
+        "Factors are averaged during the backward pass in messages of three layers, and small ones "
+        "are decomposed everywhere",
         "SPD-KFAC",
         "2 (P-1)/P 4T + (P-1)/P 4F of the large ones + 0",
         Strategy(
@@ -100,14 +100,14 @@ NAMED: dict[str, Named] = {
         ),
     ),
     "dp-kfac": Named(
-        "An owner makes factors of its own share of the batch; nothing of them is sent",
+        "An owner computes factors from its own shard of the batch; none are sent",
         "DP-KFAC",
         "0 + 0 + (P-1)/P 4N",
         Strategy(MemOpt(factor_reduction="local")),
         same=False,
     ),
     "deferred-allreduce": Named(
-        "COMM-OPT in which each rank averages factors of its own share over time; they are "
+        "COMM-OPT in which each rank averages the factors of its own shards over time; they are "
         "averaged over ranks only before they are decomposed",
         "mpikfac",
         "0 + 2 (P-1)/P 4T + (P-1)/P 4F + 0",
@@ -120,14 +120,14 @@ NAMED: dict[str, Named] = {
         Strategy(_SHARDED, transport=_DEFERRED),
     ),
     "balanced-shards": Named(
-        "`deferred-sharded`, but sums and gathers are of equal shards, which pass numbers on to "
-        "owners and take weights from owners; `ranks_per_node` says how many ranks a node has",
+        "`deferred-sharded` with reductions and gathers of equal shards, which are passed on to "
+        "and from the owners; `ranks_per_node` is the number of ranks per node",
         "mpikfac",
         "0 + (P-1)/P 4T + 0",
         Strategy(_SHARDED, transport=replace(_DEFERRED, balanced_shards=True)),
     ),
     "staggered": Named(
-        "`deferred-sharded`, and each of five steps refreshes a share of the layers: no spike",
+        "`deferred-sharded` in which each of five steps refreshes some of the layers: no spikes",
         "mpikfac",
         "0 + (P-1)/P 4T + 0",
         Strategy(_SHARDED, refresh=Refresh(stagger=5), transport=_DEFERRED),
@@ -139,7 +139,7 @@ NAMED: dict[str, Named] = {
         Strategy(CommOpt(), refresh=Refresh(staleness=1)),
     ),
     "comm-opt-bf16": Named(
-        "COMM-OPT in which factors, bases and gradients travel in bfloat16",
+        "COMM-OPT in which factors, bases and gradients are sent in bfloat16",
         "mpikfac",
         "2 (P-1)/P 2T + (P-1)/P 2F - 2 (P-1)/P 2N",
         Strategy(
@@ -149,7 +149,7 @@ NAMED: dict[str, Named] = {
         same=False,
     ),
     "comm-opt-int8": Named(
-        "COMM-OPT in which factors and gradients travel in 8 bits with error feedback, and bases "
+        "COMM-OPT in which factors and gradients are sent in 8 bits with error feedback, and bases "
         "in bfloat16",
         "mpikfac",
         "2 (P-1)/P 1.06T + (P-1)/P 2F - 2 (P-1)/P 2.94N",
@@ -160,7 +160,7 @@ NAMED: dict[str, Named] = {
         same=False,
     ),
     "event-driven": Named(
-        "COMM-OPT in which a factor is decomposed anew only if its inverse is off by more than "
+        "COMM-OPT in which a factor is decomposed again only if its inverse is off by more than "
         "10 %, or its eigenvectors leave as much off the diagonal",
         "mpikfac",
         COMM_OPT_COST,
@@ -168,7 +168,7 @@ NAMED: dict[str, Named] = {
     ),
     "eva": Named(
         "Factors are squares of mean vectors, averaged everywhere; every rank preconditions every "
-        "layer and nothing is decomposed",
+        "layer, and nothing is decomposed",
         "Eva",
         "2 (P-1)/P 4V + 0 + 0",
         Strategy(CommOpt()),
@@ -176,35 +176,35 @@ NAMED: dict[str, Named] = {
         settings={"preconditioner": "eva", "inv_update_steps": 1},
     ),
 }
-"""Published ways to distribute training, by name; `mpikfac.lab` adds more."""
+"""Published methods of distributing training, by name; `mpikfac.lab` adds more."""
 
 
 def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
-    """Return the strategy of a name, and further arguments of `KFAC`.
+    """Return the strategy of a name, and the other arguments of `KFAC` that belong to it.
 
         strategy, settings = mpikfac.get_strategy("kfac-opt")
         mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: the name is unknown.
     """
     if name not in NAMED:
         near = get_close_matches(name, NAMED, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(NAMED)}"
         raise ValueError(
-            f"strategy={name!r} is unknown; {known} (`import mpikfac.lab` adds the laboratory's)"
+            f"strategy={name!r} is unknown; {known} (`import mpikfac.lab` adds those of the lab)"
         )
     return NAMED[name].strategy, dict(NAMED[name].settings)
 
 
 def strategy_of(strategy: Strategy | str | None) -> tuple[Strategy, dict[str, Any]]:
-    """Return a strategy, also of a name, and the settings of `KFAC` that belong to the name.
+    """Return a strategy, given itself or by name, and the settings of `KFAC` that belong to it.
 
     Args:
         strategy: None for COMM-OPT.
 
     Raises:
-        ValueError: no strategy has the name, or the object is no strategy.
+        ValueError: the name is unknown, or the object is not a strategy.
     """
     if isinstance(strategy, str):
         return get_strategy(strategy)

@@ -1,4 +1,4 @@
-"""Check single choices: each refusal is a line with name, value, and the values that are right."""
+"""Checks of single choices: an error is one line with the name, the value, and valid values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Return a number of any library as Python's int or float, and all else as it is.
+    """Return a number of any library as Python's int or float, and anything else unchanged.
 
-    An array or a tensor of a single element holds a number.
+    An array or a tensor with a single element is a number.
     """
     if math.prod(getattr(value, "shape", (0,))) == 1:
         value = value.item()
@@ -21,22 +21,22 @@ def plain(value: Any) -> Any:
 
 
 def make_plain(choices: object) -> None:
-    """Make the numbers in the fields of choices Python's own; plans print and compare them."""
+    """Convert numbers in the fields of choices to Python's types, to print and compare them."""
     for name, value in vars(choices).items():
         alike = tuple(map(plain, value)) if type(value) is tuple else plain(value)
         object.__setattr__(choices, name, alike)
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, ascending: the counts of workers for so many ranks."""
+    """Return all divisors of a number, ascending: the possible numbers of workers."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def check_divides(name: str, count: int, ranks: int) -> None:
-    """Return if the ranks fall into groups of `count`.
+    """Check that the ranks can be divided into groups of `count`.
 
     Raises:
-        ValueError: the ranks do not; the text calls the count `name`.
+        ValueError: they cannot; the text calls the count `name`.
     """
     if count < 1 or ranks % count:
         raise ValueError(
@@ -46,20 +46,20 @@ def check_divides(name: str, count: int, ranks: int) -> None:
 
 
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Return if `value` is allowed.
+    """Check that `value` is allowed.
 
     Raises:
-        ValueError: the value is not allowed; the text calls the value `name` and lists all allowed.
+        ValueError: it is not; the text calls it `name` and lists the allowed values.
     """
     if value not in allowed:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """Return `value`, a whole number of at least `least`.
+    """Return `value` if it is a whole number of at least `least`.
 
     Raises:
-        ValueError: the value is not; the text calls the value `name`.
+        ValueError: it is not; the text calls it `name`.
     """
     count = plain(value)
     if type(count) is not int or count < least:
@@ -68,40 +68,40 @@ def check_count(name: str, value: Any, least: int) -> int:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Return if `value` is a number above 0; infinity is a number.
+    """Check that `value` is a number above 0; infinity is accepted.
 
     Raises:
-        ValueError: the value is not; the text calls the value `name`.
+        ValueError: it is not; the text calls it `name`.
     """
     if type(value) not in (int, float) or not value > 0:
         raise ValueError(f"{name}={value!r} must be a number above 0")
 
 
 def check_share(name: str, value: Any) -> None:
-    """Return if `value` is a number from 0 to 1.
+    """Check that `value` is a number in [0, 1].
 
     Raises:
-        ValueError: the value is not; the text calls the value `name`.
+        ValueError: it is not; the text calls it `name`.
     """
     if type(value) not in (int, float) or not 0 <= value <= 1:
         raise ValueError(f"{name}={value!r} must be a number from 0 to 1")
 
 
 def check_fraction(name: str, value: Any) -> None:
-    """Return if `value` is a number from 0 to below 1, as a momentum is.
+    """Check that `value` is a number in [0, 1), such as a momentum.
 
     Raises:
-        ValueError: the value is not; the text calls the value `name`.
+        ValueError: it is not; the text calls it `name`.
     """
     if type(value) not in (int, float) or not 0 <= value < 1:
         raise ValueError(f"{name}={value!r} must be a number from 0 to below 1")
 
 
 def check_size(name: str, value: Any) -> float:
-    """Return `value`, a finite number of at least 0.
+    """Return `value` if it is a finite number of at least 0.
 
     Raises:
-        ValueError: the value is not; the text calls the value `name`.
+        ValueError: it is not; the text calls it `name`.
     """
     size = plain(value)
     if type(size) not in (int, float) or not 0 <= size < math.inf:

@@ -1,4 +1,4 @@
-"""Values among which a strategy chooses: the type of a value selects the method."""
+"""The values of which a strategy consists: the type of a value selects a method."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ C = TypeVar("C", bound="Choice")
 class Choice:
     """The base of types that stand for methods, such as `CommOpt` or `BFloat16`.
 
-    A concrete type is a frozen dataclass with a `name` of its own. Its fields are the settings of
-    the method, so a setting exists only where it means something. Anybody may derive further types:
-    a type is known by its name as soon as its module is imported.
+    A concrete type is a frozen dataclass with its own `name`. Its fields are the settings of the
+    method, so a setting exists only where it has a meaning. You can derive other types: their names
+    are known as soon as their module is imported.
 
     Attributes:
         name: the method as programs and files spell it: "comm-opt", "bfloat16".
-        needs: what the method and its fields need of other choices.
+        needs: what the method and its fields require of other choices.
     """
 
     name: ClassVar[str]
     needs: ClassVar[tuple[Combination, ...]] = ()
 
     def __repr__(self) -> str:
-        """Return the call that makes the value, without fields that have their defaults."""
+        """Return the call that constructs the value, without fields at their defaults."""
         return differing(self)
 
 
@@ -44,7 +44,7 @@ def _derived(base: type[C]) -> Iterator[type[C]]:
 
 
 def differing(value: Any) -> str:
-    """Return the call that makes a dataclass, without fields that have their defaults."""
+    """Return the call that constructs a dataclass, without fields at their defaults."""
     given = ((f.name, getattr(value, f.name)) for f in fields(value) if not _is_default(value, f))
     return f"{type(value).__name__}({', '.join(f'{name}={each!r}' for name, each in given)})"
 

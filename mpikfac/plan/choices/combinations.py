@@ -1,9 +1,8 @@
-"""The needs of choices, as a table: code refuses by the table, and a page prints the table.
+"""What choices require of each other, as a table that code checks and a page prints.
 
 Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the preconditioner,
-    and the
-settings of `KFAC`. A name may also be a property of a method, such as "sync.local_steps", so that
-no row here names a method of the laboratory. The needs of a method stand in its own file.
+and the settings of `KFAC`. A name can also be a property of a method, such as "sync.local_steps",
+so that no row here names a method of the lab. What a method requires is declared in its own file.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Choices:
-    """The choices of a run by dotted name: those of a strategy, and further settings by name."""
+    """The choices of a run by dotted name: those of its strategy, and other settings by name."""
 
     def __init__(self, strategy: Strategy, settings: Mapping[str, Any] | None = None) -> None:
         self._strategy, self._settings = strategy, settings or {}
 
     def __or__(self, settings: Mapping[str, Any]) -> Choices:
-        """Return the choices with further settings, or with other values of settings."""
+        """Return the choices with additional settings, or with changed values of settings."""
         return Choices(self._strategy, {**self._settings, **settings})
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is a choice of that name."""
+        """Return whether there is a choice with that name."""
         try:
             self[name]
         except (AttributeError, KeyError):
@@ -38,7 +37,7 @@ class Choices:
         return True
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a choice; of a method, its name.
+        """Return the value of a choice; for a method, its name.
 
         Raises:
             AttributeError, KeyError: there is no such choice.
@@ -51,7 +50,7 @@ class Choices:
         return value.name if isinstance(value, Choice) else value
 
     def of_method(self, name: str) -> str:
-        """Return the method that has the property of that name: "sync='parle'"; else ""."""
+        """Return the method that has the property `name`, such as "sync='parle'"; else ""."""
         joint, _, field = name.rpartition(".")
         if name in self._settings or not joint:
             return ""
@@ -62,44 +61,44 @@ class Choices:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A need: a number of at least `least`."""
+    """A requirement: a number of at least `least`."""
 
     least: int
 
 
 @dataclass(frozen=True)
 class Above:
-    """A need: a number above `least`."""
+    """A requirement: a number above `least`."""
 
     least: float
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """A need: any of some values."""
+    """A requirement: one of several values."""
 
     values: tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class Same:
-    """A need: the value of a second choice."""
+    """A requirement: the value of another choice."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A choice and its needs.
+    """A choice and what it requires.
 
     Attributes:
         choice: the name of the choice.
-        values: the values with the needs; None for all values but `default`.
-        needs: by name, the required value of a choice, or an `AtLeast`, `Above`, `OneOf`,
+        values: the values that have requirements; None for all values except `default`.
+        needs: the required value of other choices, by name; or an `AtLeast`, `Above`, `OneOf` or
             `Same`.
         why: the reason, as the end of a sentence.
-        default: the value without needs, where `values` is None.
-        any_of: a single met need is enough.
+        default: the value without requirements, if `values` is None.
+        any_of: it is enough if one requirement is met.
     """
 
     choice: str
@@ -110,29 +109,29 @@ class Combination:
     any_of: bool = False
 
     def applies(self, choices: Choices) -> bool:
-        """Return whether the choice has a value with needs, and the needs can be looked up."""
+        """Return whether the choice has such a value, and the requirements can be looked up."""
         if self.choice not in choices or not any(name in choices for name in self.needs):
             return False
         value = choices[self.choice]
         return value != self.default if self.values is None else value in self.values
 
     def unmet(self, choices: Choices) -> list[str]:
-        """Return the names of unmet needs; none if a met need is enough."""
+        """Return the names of unmet requirements; none if one that is met is enough."""
         checked = [name for name in self.needs if name in choices]
         unmet = [name for name in checked if not _fits(self.needs[name], choices[name], choices)]
         return [] if self.any_of and len(unmet) < len(checked) else unmet
 
 
 def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
-    """Return if `choices` meet the needs of `table`.
+    """Check that `choices` meet the requirements of `table`.
 
-    A need of a choice that `choices` do not name is not checked.
+    Requirements of choices that `choices` do not contain are not checked.
 
     Args:
         of: the layer that the choices belong to, as " of layer 'conv1'".
 
     Raises:
-        ValueError: a choice with a need that is not met; the needs, the values, the reason.
+        ValueError: a requirement is not met; the text has all of them, the values and the reason.
     """
     for row in table:
         if row.applies(choices) and (unmet := row.unmet(choices)):
@@ -144,7 +143,7 @@ def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
 
 
 def shown(name: str, need: object, choices: Choices | None = None) -> str:
-    """Return a need in words: "delay >= 1", "reduction='owners'"."""
+    """Return a requirement as text: "delay >= 1", "reduction='owners'"."""
     if isinstance(need, AtLeast):
         return f"{name} >= {need.least}"
     if isinstance(need, Above):
@@ -174,7 +173,7 @@ STRATEGY: tuple[Combination, ...] = (
         "transport.virtual_ranks",
         None,
         {**_EVERYWHERE, "transport.packing": "triangle"},
-        "an ordered sum passes through all ranks and adds up triangles",
+        "an ordered sum passes through all ranks and accumulates triangles",
     ),
     Combination(
         "assignment.replicate_below",
@@ -199,7 +198,7 @@ STRATEGY: tuple[Combination, ...] = (
         "transport.owner_sums",
         ("alltoall",),
         {"assignment.factor_reduction": "reduce_scatter", "assignment.shard_optimizer": True},
-        "only owners add up the parts that ranks send",
+        "only owners can sum the parts that ranks send",
         any_of=True,
     ),
     Combination(
@@ -221,7 +220,7 @@ STRATEGY: tuple[Combination, ...] = (
         "transport.balanced_shards",
         (True,),
         {"transport.owner_sums": "reduce"},
-        "MPI adds up shards",
+        "MPI reduces shards",
     ),
     Combination(
         "transport.reduce_factors_at",
@@ -236,7 +235,7 @@ STRATEGY: tuple[Combination, ...] = (
         "sync.local_steps",
         (True,),
         {"assignment.shard_optimizer": False, **_AT_ONCE},
-        "each rank steps the whole model by its own gradient",
+        "each rank steps the whole model with its own gradient",
     ),
     Combination(
         "sync.waits_for_all",
@@ -245,7 +244,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"assignment.shard_optimizer": False, "transport.virtual_ranks": None},
             "refresh.servers": 0,
         },
-        "a server steps its weights by one update after the other",
+        "a server steps its weights by one update after another",
     ),
     Combination(
         "sync.aggregation.sums",
@@ -254,7 +253,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"assignment.shard_optimizer": False, **_AT_ONCE},
             **{"transport.ranks_per_node": None, "compression.gradients": None},
         },
-        "a rule takes the plain vectors of all ranks at once",
+        "a rule takes the uncompressed vectors of all ranks at once",
     ),
     Combination(
         "sync.factor_aggregation.sums",
@@ -264,7 +263,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"transport.ranks_per_node": None, "compression.factors": None},
             "transport.packing": "triangle",
         },
-        "a rule takes the plain factors of all ranks at once",
+        "a rule takes the uncompressed factors of all ranks at once",
     ),
 )
-"""What the choices of a `Strategy` need of each other; methods add needs of their own."""
+"""What the choices of a `Strategy` require of each other; methods add their own rows."""

@@ -1,4 +1,4 @@
-"""How numbers are encoded in messages."""
+"""How values are encoded in messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Compressor(Choice):
-    """An encoding of the numbers in messages.
+    """An encoding of the values in messages.
 
     Attributes:
-        gradients_only: the encoding is for sums of gradients, and not for factors and inverses.
-        of_values: the encoding is also for numbers that a rank sends as they are; otherwise only
-            for sums.
+        gradients_only: the encoding is for reductions of gradients, not for factors and inverses.
+        of_values: the encoding is also for values that a rank sends unreduced; otherwise only for
+            reductions.
     """
 
     gradients_only: ClassVar[bool] = False
@@ -29,23 +29,23 @@ class Compressor(Choice):
 
     @property
     def momentum(self) -> float:
-        """The momentum that the encoding takes of gradients; the optimizer has none."""
+        """The momentum of gradients that the encoding applies in place of the optimizer."""
         return 0.0
 
     def codec(self, layout: Layout, feedback: bool) -> Codec:
         """Return the encoding of an arena.
 
         Args:
-            feedback: what an encoding loses is added to the next numbers.
+            feedback: whether the encoding's error is added to the next values.
         """
         raise NotImplementedError
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
-        """Return the encoding of sums of gradients, or of changes of weights."""
+        """Return the encoding for reductions of gradients, or of changes of weights."""
         return self.codec(layout, True)
 
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return a part of the trainer that takes part in each step; None for no part.
+        """Return the part of the trainer that takes part in each step; None if there is none.
 
         Args:
             site: the rank's `mpikfac.engine.Site`.
@@ -54,13 +54,13 @@ class Compressor(Choice):
         return None
 
     def described(self) -> str:
-        """Return the encoding in words."""
+        """Return a description of the encoding."""
         return f"{self.name} numbers"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BFloat16(Compressor):
-    """Numbers rounded to 16 bits; the losses are too small to keep."""
+    """Round values to 16 bits; the errors are too small to be fed back."""
 
     name: ClassVar[str] = "bfloat16"
 
@@ -71,7 +71,7 @@ class BFloat16(Compressor):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Int8(Compressor):
-    """8 bits a number, and a common exponent for 16 numbers; losses are added to the next sum."""
+    """Send 8 bits per value and an exponent per 16 values; errors are added to the next values."""
 
     name: ClassVar[str] = "int8"
 
@@ -82,7 +82,7 @@ class Int8(Compressor):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Compression:
-    """How numbers are encoded in messages; None leaves numbers as they are.
+    """How values are encoded in messages; None for no encoding.
 
     Attributes:
         gradients: the encoding of the gradients of covered layers, of preconditioned gradients, and
@@ -107,11 +107,11 @@ class Compression:
             if value is not None and value.gradients_only:
                 raise ValueError(
                     f"compression.{field}={value!r} must be BFloat16(), Int8() or None: it encodes "
-                    f"sums of gradients alone"
+                    f"only reductions of gradients"
                 )
 
     def __repr__(self) -> str:
-        """Return the call that makes the value, without fields that have their defaults."""
+        """Return the call that constructs the value, without fields at their defaults."""
         return differing(self)
 
 
@@ -130,4 +130,4 @@ NEEDS = tuple(
     )
     for field in ("factors", "inverses", "gradients")
 )
-"""What compressed messages need of other choices."""
+"""What compressed messages require of other choices."""

@@ -1,4 +1,4 @@
-"""The choices of an estimate of the curvature that plans and predictions know, without torch."""
+"""Choices of the curvature estimate that plans and predictions need, without torch."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ FISHERS: tuple[Fisher, ...] = ("empirical", "mc", "type-2", "forward-only")
 Normalization = Literal["expand", "sc20", "kfac-pytorch"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("expand", "sc20", "kfac-pytorch")
 FACTOR_EVERY, BASIS_EVERY = 10, 50
-"""The usual steps between updates of factors, and between decompositions."""
+"""The default steps between updates of factors, and between decompositions."""

@@ -23,13 +23,13 @@ TRUST = 8.0  # the recommended `max_trust_ratio`
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Grafting(Choice):
-    """What gives each layer's direction its length [Agarwal et al. 2020].
+    """What sets the length of each layer's direction [Agarwal et al. 2020].
 
     Attributes:
-        by_adam: Adam's steps give the lengths, and uncovered parameters take Adam's step itself.
+        by_adam: Adam's steps set the lengths, and uncovered parameters take Adam's step itself.
         in_eigenbases: Adam's steps are taken in eigenbases.
-        prescribes: the length is another one than that of the damped direction.
-        needs_batch: `set_batch(inputs, loss)` comes before each step, with a plain optimizer.
+        prescribes: the length differs from that of the damped direction.
+        needs_batch: call `set_batch(inputs, loss)` before each step, with a plain optimizer.
     """
 
     by_adam: ClassVar[bool] = False
@@ -39,12 +39,12 @@ class Grafting(Choice):
 
     @property
     def orthogonalize(self) -> bool:
-        """Whether all singular values of a direction are made about equal first."""
+        """Whether all singular values of a direction are first made about equal."""
         return False
 
     @property
     def normalize_rows(self) -> bool:
-        """Whether the rows of a direction are made about as long as each other first."""
+        """Whether the rows of a direction are first given about equal lengths."""
         return False
 
     @property
@@ -56,7 +56,7 @@ class Grafting(Choice):
         """Return the grafting with a momentum of gradients.
 
         Raises:
-            ValueError: the grafting takes no momentum, or the momentum is out of its bounds.
+            ValueError: the grafting has no momentum, or it is out of its bounds.
         """
         if "momentum" in self.__dataclass_fields__:
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
@@ -68,17 +68,17 @@ class Grafting(Choice):
         return self
 
     def attach(self, *parts: Any) -> Any:
-        """Return what gives directions their lengths: a `mpikfac.engine.Graft`.
+        """Return the object that sets the lengths of directions: a `mpikfac.engine.Graft`.
 
         Args:
-            parts: the arguments of `Graft` behind the first.
+            parts: the arguments of `Graft` after the first.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoGrafting(Grafting):
-    """The length that preconditioning gives."""
+    """Keep the length that preconditioning gives."""
 
     name: ClassVar[str] = "none"
     prescribes: ClassVar[bool] = False
@@ -86,28 +86,28 @@ class NoGrafting(Grafting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SGDGrafting(Grafting):
-    """The length of the layer's gradient."""
+    """Use the length of the layer's gradient."""
 
     name: ClassVar[str] = "sgd"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AdamGrafting(Grafting):
-    """The length of Adam's step without momentum, so that learning rates of Adam are right.
+    """Use the length of Adam's step without momentum, so that learning rates of Adam are suitable.
 
     Uncovered parameters take Adam's step itself.
 
     Attributes:
-        orthogonalize: all singular values of a direction are made about equal first, as Muon does
-            with the gradient [Muon].
-        normalize_rows: after that, the rows of the direction are made about as long as each other,
-            by an average over steps [NorMuon].
-        momentum: Nesterov's momentum of the gradients, before they are preconditioned, in the place
-            of the optimizer's momentum, which has to be 0; a number, a schedule, or 0 for none.
-            Lengths do not depend on it.
-        max_trust_ratio: the largest length of a layer's direction, in units of the norm of the
-            layer's weights: a step changes weights by at most the share `lr * max_trust_ratio`, as
-            in [LARS; LAMB]. `math.inf` for no limit. Weights that are all 0 have no limit.
+        orthogonalize: first make all singular values of a direction about equal, as Muon does with
+            the gradient [Muon].
+        normalize_rows: then give the rows of the direction about equal lengths, by an average over
+            steps [NorMuon].
+        momentum: Nesterov momentum of the gradients, before they are preconditioned. It replaces
+            the optimizer's momentum, which must be 0. A number, a schedule, or 0 for none. Lengths
+            do not depend on it.
+        max_trust_ratio: the maximum length of a layer's direction, relative to the norm of the
+            layer's weights: a step changes weights by at most the fraction `lr * max_trust_ratio`
+            [LARS; LAMB]. `math.inf` for no limit. Weights that are all 0 have no limit.
     """
 
     name: ClassVar[str] = "adam"
@@ -130,10 +130,10 @@ class AdamGrafting(Grafting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AdamInEigenbases(Grafting):
-    """Adam's step with momentum, taken in the eigenbases of `SOAP` and turned back [SOAP].
+    """Take Adam's step with momentum in the eigenbases of `SOAP`, and rotate it back [SOAP].
 
     Attributes:
-        momentum: of the gradients, in the place of the optimizer's momentum.
+        momentum: of the gradients, in place of the optimizer's momentum.
         max_trust_ratio: see `AdamGrafting`.
     """
 
@@ -154,13 +154,13 @@ class AdamInEigenbases(Grafting):
 class Clip(Choice):
     """A bound on the directions of all layers together.
 
-    A bound on the direction leaves the learning rate its meaning: half the rate is half the step.
-    While the KL clip binds, the learning rate cancels, and a falling rate does not shorten steps.
+    A bound on the direction preserves the meaning of the learning rate: half the rate is half the
+    step. While the KL clip binds, the learning rate cancels out, and decaying it does not shorten
+    steps.
 
     Attributes:
-        of_step: the bound is on the step, which the learning rate multiplies, and not on the
-            direction.
-        of_norm: the norm is that of the numbers, and not the Fisher norm.
+        of_step: the bound is on the step, which includes the learning rate, not on the direction.
+        of_norm: the norm is the Euclidean norm, not the Fisher norm.
         squared: the bound is on the square of the norm.
     """
 

@@ -1,4 +1,4 @@
-"""When factors are decomposed, and by whom."""
+"""When factors are decomposed, and by which ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpikfac.plan.choices.checks import check_count, check_size, make_plain
 from mpikfac.plan.choices.choice import Choice
 
 MOST_TURNS = 1000
-"""The largest `stagger`: a plan lists the turns."""
+"""The largest `stagger`: a plan lists the slots."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -18,15 +18,15 @@ class Refresh(Choice):
 
     Attributes:
         staleness: the number of steps from the factors to the use of their decomposition, or fewer
-            if the next refresh begins before. The decomposition runs in the background. Results do
-            not depend on timing: a decomposition that is ready early waits. 0: steps wait for the
-            decomposition.
-        stagger: the number of steps that share a refresh; each of them decomposes a share of the
-            layers.
+            if the next refresh begins earlier. The decomposition runs in the background. Results
+            do not depend on timing, as a decomposition that is ready early is not used early. 0:
+            steps wait for the decomposition.
+        stagger: the number of steps over which a refresh is spread; each of them decomposes some of
+            the layers.
         tolerance: the relative error up to which a refresh keeps the last decomposition of a
-            factor. The error of eigenvectors is the norm off the diagonal, the error of inverses is
-            the error of typical directions. Eigenvalues are always renewed, and eigenvectors by
-            `Eigen(iterations=1)`. The owner decides; messages stay the same. 0: every factor is
+            factor. The error of eigenvectors is the off-diagonal norm, that of inverses the error
+            of typical directions. Eigenvalues are always updated, and with `Eigen(iterations=1)`
+            eigenvectors are as well. The owner decides; messages do not change. 0: every factor is
             decomposed.
     """
 
@@ -45,7 +45,7 @@ class Refresh(Choice):
         check_size("tolerance", self.tolerance)
 
     def attach(self, plan: Any, preconditioners: Any, team: Any) -> Any:
-        """Return what makes the rank's decomposer; None for the rank's own.
+        """Return a factory of the rank's decomposer; None for the default.
 
         Args:
             plan: the plan of all ranks.

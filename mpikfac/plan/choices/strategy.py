@@ -20,15 +20,15 @@ class Strategy:
 
         Strategy(CommOpt(), refresh=Refresh(staleness=1), transport=Transport(overlap=True))
 
-    `assignment`, `sync`, `refresh` and the fields of `compression` are open: their types stand for
-    published methods, `mpikfac.lab` has more of them, and you may derive your own.
+    `assignment`, `sync`, `refresh` and the fields of `compression` are extensible: each type is a
+    published method, `mpikfac.lab` has more of them, and you can derive your own.
 
     Attributes:
-        assignment: who decomposes factors, preconditions gradients and steps weights.
+        assignment: which ranks decompose factors, precondition gradients and step weights.
         sync: what ranks exchange to train one model, and when.
-        compression: how numbers are encoded in messages.
-        refresh: when factors are decomposed, and by whom.
-        transport: when numbers travel, and in which messages.
+        compression: how values are encoded in messages.
+        refresh: when factors are decomposed, and by which ranks.
+        transport: when values are sent, and in which messages.
     """
 
     assignment: Assignment = field(default_factory=CommOpt)
@@ -48,24 +48,24 @@ class Strategy:
             check(method.needs, choices)
 
     def __repr__(self) -> str:
-        """Return the call that makes the value, without fields that have their defaults."""
+        """Return the call that constructs the value, without fields at their defaults."""
         return differing(self)
 
     def _methods(self) -> list[Choice]:
-        """Return the methods that the strategy is made of."""
+        """Return the methods of which the strategy consists."""
         sync, compression = self.sync, self.compression
         methods = (self.assignment, sync, sync.aggregation, sync.factor_aggregation, self.refresh)
         compressors = compression.gradients, compression.factors, compression.inverses
         return [*methods, *(compressor for compressor in compressors if compressor is not None)]
 
     def first_order(self) -> Strategy:
-        """Return the strategy of training without K-FAC.
+        """Return the strategy for training without K-FAC.
 
-        Choices about factors and decompositions become the usual choices.
+        Choices about factors and decompositions are reset to their defaults.
         """
         shards = self.assignment.shard_optimizer
         transport = replace(self.transport, reduce_factors_at="factors", packing="triangle")
-        if not shards:  # then no owner adds up
+        if not shards:  # then no owner computes sums
             transport = replace(transport, owner_sums="reduce", balanced_shards=None)
         return replace(
             self,
@@ -75,10 +75,10 @@ class Strategy:
         )
 
     def check_ranks(self, ranks: int) -> None:
-        """Return if so many ranks fall into columns and nodes, and share out the virtual ranks.
+        """Check that the ranks can be divided into columns and nodes, and the virtual ranks too.
 
         Raises:
-            ValueError: the ranks do not.
+            ValueError: they cannot.
         """
         self.assignment.workers(ranks)
         self.sync.check_ranks(ranks)

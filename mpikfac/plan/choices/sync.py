@@ -18,8 +18,8 @@ class Synchronization(Choice):
     """What ranks exchange to train one model, and when.
 
     Attributes:
-        local_steps: ranks take steps of their own between two exchanges, so that their copies of
-            the model, the replicas, differ.
+        local_steps: ranks step independently between two exchanges, so their copies of the model,
+            the replicas, differ.
         waits_for_all: a step waits for all ranks.
     """
 
@@ -33,17 +33,17 @@ class Synchronization(Choice):
 
     @property
     def aggregation(self) -> Aggregation:
-        """How the vectors of ranks become one: gradients, or weights of replicas."""
+        """How the vectors of ranks are combined: gradients, or weights of replicas."""
         return Mean()
 
     @property
     def factor_aggregation(self) -> Aggregation:
-        """How the factors of ranks become one."""
+        """How the factors of ranks are combined."""
         return Mean()
 
     @property
     def of_vectors(self) -> bool:
-        """Whether the trained numbers travel as one vector, without running statistics."""
+        """Whether trained parameters are sent as one vector, without running statistics."""
         return self.local_steps or not self.aggregation.sums
 
     @property
@@ -53,14 +53,14 @@ class Synchronization(Choice):
 
     @property
     def server_ranks(self) -> int:
-        """The number of ranks that hold weights for others, and do not train."""
+        """The number of ranks that keep weights for others, and do not train."""
         return 0
 
     def check_aggregations(self) -> None:
-        """Return if the rules aggregate what they are given for.
+        """Check that each rule can aggregate what it is used for.
 
         Raises:
-            ValueError: a rule does not.
+            ValueError: a rule cannot.
         """
         given = {"aggregation": "vectors", "factor_aggregation": "factors"}
         for name, what in given.items():
@@ -72,7 +72,7 @@ class Synchronization(Choice):
                 raise ValueError(f"{name}={rule.name!r} must be one of {', '.join(known)}")
 
     def check_ranks(self, ranks: int) -> None:
-        """Return if the method works on so many ranks.
+        """Check that the method works on `ranks` ranks.
 
         Raises:
             ValueError: it does not.
@@ -80,7 +80,7 @@ class Synchronization(Choice):
         self.aggregation.check_ranks(ranks)
 
     def share_of_steps(self, stage: str) -> float:
-        """Return the share of the steps that end with messages of a stage of exchanges."""
+        """Return the fraction of steps that end with messages of an exchange's stage."""
         return 1.0
 
     def messages(self, rank: RankPlan) -> list[Message]:
@@ -88,11 +88,11 @@ class Synchronization(Choice):
         return []
 
     def elements(self, rank: RankPlan) -> int:
-        """Return the numbers that the rank keeps for exchanges."""
+        """Return the number of values that the rank keeps for exchanges."""
         return 0
 
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return the part of the trainer that exchanges; None if a step is an exchange.
+        """Return the part of the trainer that exchanges; None if every step is an exchange.
 
         Args:
             site: the rank's `mpikfac.engine.Site`.
@@ -101,17 +101,17 @@ class Synchronization(Choice):
         return None
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`, by axis; axes that are left out are usual."""
+        """Return the method on the axes of `axes`, by axis; missing axes have their defaults."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Synchronous(Synchronization):
-    """Ranks aggregate gradients at each step, and all ranks take the same step.
+    """Aggregate gradients at each step; all ranks take the same step.
 
     Attributes:
-        aggregation: how the gradients of ranks become one.
-        factor_aggregation: how the factors of ranks become one.
+        aggregation: how the gradients of ranks are combined.
+        factor_aggregation: how the factors of ranks are combined.
     """
 
     name: ClassVar[str] = "synchronous"

@@ -1,8 +1,8 @@
 """How layers are split over groups of ranks, as plain data.
 
-The ranks form a grid of groups. A split layer is distributed over the `tp_size` ranks of a group,
-and the batch over the groups. Ranks with the same position in their groups hold the same slices:
-they are peers.
+The ranks form a grid of groups: a split layer is divided among the `tp_size` ranks of a group, and
+the groups process different data. Ranks at the same position in their groups hold the same slices;
+they are called peers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ CHANNELS: tuple[Channels, ...] = ("outputs", "inputs")
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """Split layers over groups of ranks (tensor parallelism).
+    """How layers are split over groups of ranks.
 
     Attributes:
-        tp_size: the number of ranks of a group.
-        layers: by name of a split layer, the channels that are distributed over the ranks of a
-            group. Layers without an entry are data parallel.
-        strided: the ranks of a group are `P / tp_size` ranks apart; otherwise neighbours.
+        tp_size: the number of ranks in a group.
+        layers: the channels of each split layer that are divided among the ranks of a group, by
+            name. Layers without an entry are data parallel.
+        strided: the ranks of a group are `P / tp_size` ranks apart; otherwise they are neighbours.
     """
 
     tp_size: int = 1
@@ -40,10 +40,10 @@ class TensorParallelPlan:
         for name, axis in self.layers.items():
             one_of(f"layer {name!r}: channels", axis, CHANNELS)
         if self.layers and self.tp_size == 1:
-            raise ValueError("tp_size=1 splits no layer; give tp_size of at least 2, or no layers")
+            raise ValueError("tp_size=1 splits no layer; use tp_size of at least 2, or no layers")
 
     def check_ranks(self, ranks: int) -> None:
-        """Check that groups are equally large.
+        """Check that all groups have the same size.
 
         Raises:
             ValueError: `tp_size` does not divide the number of ranks.
@@ -62,7 +62,7 @@ class TensorParallelPlan:
         return range(first, first + self.tp_size)
 
     def peers(self, rank: int, ranks: int) -> range:
-        """Return the ranks with the same place in their groups as `rank`."""
+        """Return the ranks at the same position in their groups as `rank`."""
         if self.strided:
             first = rank - rank % (ranks // self.tp_size)
             return range(first, first + ranks // self.tp_size)
@@ -71,12 +71,12 @@ class TensorParallelPlan:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A parameter of a split layer: each member of a group makes the gradient of a slice.
+    """A parameter of a split layer: each member of a group computes the gradient of a slice.
 
     Attributes:
         name: the name of the parameter.
-        block: the block of gradients with the parameter.
-        dim: the dimension that is cut.
+        block: the block of gradients that contains it.
+        dim: the dimension that is split.
     """
 
     name: str
@@ -97,11 +97,11 @@ class Sliced:
 
 @dataclass(frozen=True)
 class Split:
-    """The split layers of a model, as a plan sees the layers.
+    """The split layers of a model, as a plan needs them.
 
     Attributes:
         parameters: the trained parameters of split layers.
-        handed_on: the layers whose outputs stay in slices, for a second split layer.
+        handed_on: the layers whose outputs stay in slices, for another split layer.
     """
 
     tp_plan: TensorParallelPlan = field(default_factory=TensorParallelPlan)
@@ -110,7 +110,7 @@ class Split:
 
     @property
     def blocks(self) -> set[str]:
-        """The blocks of gradients that are made in slices."""
+        """The blocks of gradients that are computed in slices."""
         return {parameter.block for parameter in self.parameters}
 
     def layout(self) -> Layout:
@@ -137,7 +137,7 @@ SPLIT: tuple[Combination, ...] = (
         "tp_size",
         None,
         {"sync.aggregation": "mean"},
-        "a rank has the gradient of a slice alone, so ranks cannot be compared",
+        "a rank has only the gradient of a slice, so ranks cannot be compared",
         default=1,
     ),
     Combination(
@@ -151,7 +151,7 @@ SPLIT: tuple[Combination, ...] = (
         "tp_size",
         None,
         {"compression.gradients.clip_norm": None},
-        "a rank has the gradient of a slice alone, whose norm is not the gradient's",
+        "a rank has only the gradient of a slice, whose norm is not that of the gradient",
         default=1,
     ),
     Combination(
@@ -161,4 +161,4 @@ SPLIT: tuple[Combination, ...] = (
         "all ranks of a group exchange the inputs of two split layers in a row for statistics",
     ),
 )
-"""The needs of split layers."""
+"""What split layers require of other choices."""

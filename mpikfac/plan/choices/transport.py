@@ -1,4 +1,4 @@
-"""When numbers travel, and in which messages."""
+"""When values are sent, and in which messages."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from mpikfac.plan.choices.choice import differing
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Transport:
-    """When numbers travel, and in which messages.
+    """When values are sent, and in which messages.
 
     Attributes:
         reduce_factors_at: when ranks average factors. "factors": at each step with new statistics;
-            "inverses": only before a decomposition, and until then each rank keeps running averages
-            of its own share of the data. Averages over time and over ranks commute.
-        packing: the form in which a factor travels: a folded "triangle", or the full "square".
+            "inverses": only before a decomposition; until then, each rank keeps running averages
+            of its own shards of the data. Averages over time and over ranks commute.
+        packing: the form in which a factor is sent: a folded "triangle", or the full "square".
         fusion: the number of layers whose factors, decompositions or preconditioned gradients share
-            a message, or a list with the number of layers of each message in turn. Without a
-            number, a single message holds all layers.
-        overlap: sums are overlapped with the backward pass: a thread sends each message with
-            gradients or factors as soon as the backward pass has passed the message's layers,
-            gradients before factors. Factors may travel until a factor is needed. A step must have
-            a single backward pass.
-        owner_sums: who adds up a sum for an owner: MPI ("reduce"), or the owner itself, in the
+            a message, or a list with this number for each message. None: a single message contains
+            all layers.
+        overlap: reductions overlap with the backward pass: a thread sends each message with
+            gradients or factors as soon as the backward pass has reached the message's layers,
+            gradients before factors. Factors can be in transit until they are needed. A step must
+            have a single backward pass.
+        owner_sums: who computes a sum for an owner: MPI ("reduce"), or the owner itself, in the
             order of the ranks ("alltoall").
-        balanced_shards: sums to owners and gathers from owners pass through equal shards of all
-            ranks, which no MPI slows down: always, never, or (None) where the largest owner has
-            more than twice the mean, and numbers are many.
-        ranks_per_node: the number of consecutive ranks that share a node: messages have two levels,
-            inside nodes and between nodes. Without a number, messages have one level.
+        balanced_shards: whether reductions to owners and gathers from owners pass through equal
+            shards of all ranks, which are fast in every MPI: always, never, or (None) if the
+            largest owner has more than twice the mean, and messages are large.
+        ranks_per_node: the number of consecutive ranks on a node: messages then have two levels,
+            inside nodes and between nodes. None: messages have one level.
         virtual_ranks: the number of parts of a batch. Gradients and statistics of the parts are
-            added in order, so all numbers of ranks that divide the number of virtual ranks give the
-            same bits [VirtualFlow, Or et al. 2022]. Without a number, MPI adds.
+            added in order, so every number of ranks that divides it gives the same bits
+            [VirtualFlow, Or et al. 2022]. None: MPI adds.
     """
 
     reduce_factors_at: Literal["factors", "inverses"] = "factors"
@@ -62,5 +62,5 @@ class Transport:
             check_count("virtual_ranks", self.virtual_ranks, 1)
 
     def __repr__(self) -> str:
-        """Return the call that makes the value, without fields that have their defaults."""
+        """Return the call that constructs the value, without fields at their defaults."""
         return differing(self)

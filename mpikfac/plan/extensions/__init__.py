@@ -1,6 +1,6 @@
-"""What choices beyond a default step add to the plan of a rank: messages, layouts, memory.
+"""What choices beyond the default step add to the plan of a rank: messages, layouts, memory.
 
-The modules of the plan of a default step import no extension. `Plan` asks this table.
+The modules of the default plan import no extension; `Plan` uses this table.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from mpikfac.plan.of_rank import RankPlan, Stage
 
 
 def replaced(rank: RankPlan) -> dict[str, Stage]:
-    """Return functions in the place of functions of `stages`, by the name of the stage."""
+    """Return functions that replace functions of `stages`, by the name of the stage."""
     return robust.replaced(rank) | split_layers.replaced(rank)
 
 
 def messages(
     rank: RankPlan, statistics: bool, refresh: bool, turn: int | None = None
 ) -> list[Message]:
-    """Return the messages that extensions add to a step, see `Plan.messages`.
+    """Return the messages that extensions add to a step; see `Plan.messages`.
 
     With replicas of the model, the step ends with an exchange.
     """

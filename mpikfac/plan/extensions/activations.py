@@ -1,4 +1,4 @@
-"""The messages of split layers, and the bytes of split against data parallel layers.
+"""The messages of split layers, and their bytes compared to data parallel layers.
 
 Between modules, activations have one of two forms. "examples": a rank has its own examples, with
 all channels. "channels": a rank has all examples of the group, with a slice of the channels.
@@ -18,15 +18,15 @@ from mpikfac.plan.messages import Message, message
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The calls of a layer in a step on a rank, with numbers of a batch.
+    """The calls of a layer in a step on a rank, with the sizes of a batch.
 
     Attributes:
         weight: the shape of the weight: outputs, inputs, and the kernel of a convolution.
-        taken: numbers in the inputs of the rank's batch, of all calls.
-        given: numbers in the outputs of the rank's batch, of all calls.
+        taken: the number of elements in the inputs of the rank's batch, of all calls.
+        given: the number of elements in the outputs of the rank's batch, of all calls.
         differentiated: whether the backward pass needs the gradient of the input.
-        follows: the layer whose outputs reach this layer by modules that act on single channels
-            alone; "" for none.
+        follows: the layer whose outputs reach this layer only through modules that act on each
+            channel separately; "" for none.
     """
 
     name: str
@@ -39,11 +39,11 @@ class LayerCall:
 
     @property
     def numbers(self) -> int:
-        """The numbers in weight and bias."""
+        """The number of elements in weight and bias."""
         return math.prod(self.weight) + self.bias * self.weight[0]
 
     def channels(self, axis: Channels) -> int:
-        """Return the number of channels that are dealt out."""
+        """Return the number of channels that are divided."""
         return self.weight[CHANNELS.index(axis)]
 
     def can_split(self, axis: Channels, tp_size: int) -> bool:
@@ -53,12 +53,12 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a layer among the ranks.
+    """The role of a layer among the ranks.
 
     Attributes:
-        axis: the channels that the ranks of a group share out; None for a data parallel layer.
-        takes: whether the layer takes slices of channels from a split layer before.
-        gives: whether the layer gives slices of channels to a split layer behind.
+        axis: the channels that the ranks of a group divide; None for a data parallel layer.
+        takes: whether the layer receives slices of channels from the previous split layer.
+        gives: whether the layer passes slices of channels to the next split layer.
     """
 
     axis: Channels | None = None
@@ -67,7 +67,7 @@ class Place:
 
 
 def places(calls: Sequence[LayerCall], axes: Mapping[str, Channels]) -> dict[str, Place]:
-    """Return the place of each layer: two split layers in a row hand on slices."""
+    """Return the role of each layer: of two split layers in a row, the first passes on slices."""
     taking = {c.name for c in calls if c.name in axes and c.follows in axes}
     giving = {call.follows for call in calls if call.name in taking}
     return {c.name: Place(axes.get(c.name), c.name in taking, c.name in giving) for c in calls}
@@ -79,7 +79,7 @@ def activation_messages(
     """Return the messages of a layer's activations in a step, forward and then backward.
 
     Args:
-        statistics: with the messages for the statistics of K-FAC.
+        statistics: include the messages for K-FAC's statistics.
     """
     if place.axis is None or tp_size == 1:
         return []
@@ -114,7 +114,7 @@ def activation_messages(
 def gradient_messages(
     numbers: int, split: bool, tp_size: int, ranks: int, itemsize: int
 ) -> list[Message]:
-    """Return the messages of a layer's gradient, as if the layer had messages of its own."""
+    """Return the messages of a layer's gradient, as if they were not fused with other layers'."""
     stage, peers = names.REDUCE_GRADIENTS, ranks // tp_size
     if not split or tp_size == 1:
         unsplit = [message(stage, "Allreduce", "world", [(0, numbers)], ranks, itemsize)]
@@ -138,7 +138,7 @@ def layer_messages(
 
 
 def wire_bytes(messages: Iterable[Message]) -> int:
-    """Return the bytes that a rank sends, if all collectives are rings."""
+    """Return the bytes that a rank sends if all collectives are rings."""
     return sum(message.wire for message in messages)
 
 
@@ -148,14 +148,14 @@ def wire_bytes(messages: Iterable[Message]) -> int:
 def tensor_parallel_table(
     calls: Sequence[LayerCall], tp_plan: TensorParallelPlan, ranks: int, itemsize: int = 4
 ) -> str:
-    """Return a table of the layers: data x model parts, and bytes against data parallel layers."""
+    """Return a table of the layers: data x model parts, and bytes compared to data parallelism."""
     at = places(calls, tp_plan.layers)
     groups = "without split layers"
     if tp_plan.layers:
         kind = "strided" if tp_plan.strided else "neighbouring"
         groups = f"in groups of {tp_plan.tp_size} {kind} ranks"
     lines = [
-        f"{ranks} ranks {groups}; MiB that a rank sends in a step, in rings",
+        f"{ranks} ranks {groups}; MiB that a rank sends per step, in rings",
         f"{'layer':<20} {'data':>5} {'model':>5}  {'split':<8} {'takes':<9} {'gives':<9} "
         f"{'activations':>11} {'gradients':>10} {'together':>9} {'data parallel':>13}",
     ]

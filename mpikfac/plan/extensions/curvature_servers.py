@@ -1,4 +1,4 @@
-"""The messages between a rank and the curvature server that decomposes for the rank."""
+"""The messages between a rank and the curvature server that decomposes for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def request(rank: RankPlan, turn: int | None = None) -> Layout:
 
 
 def reply(rank: RankPlan, turn: int | None = None) -> Layout:
-    """Return the layout of the answer to a `request`: decompositions, NaN for a failure."""
+    """Return the layout of the reply to a `request`: decompositions, NaN for a failure."""
     return layouts.of_blocks([rank.decomposed(turn)])
 
 

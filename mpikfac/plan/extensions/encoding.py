@@ -1,4 +1,4 @@
-"""The numbers that a rank keeps from step to step for encoded messages."""
+"""The values that a rank keeps from step to step for encoded messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def encodes(rank: RankPlan) -> bool:
 
 
 def elements(rank: RankPlan) -> int:
-    """Return the elements kept of encoding's losses, and of weights sent as changes."""
+    """Return the number of elements kept for encoding errors, and for weights sent as changes."""
     layouts, sync = rank.layouts, rank.strategy.sync
     total = layouts.gradients.size if publishes_changes(rank) else 0
     for messages, layout in (
@@ -29,7 +29,8 @@ def elements(rank: RankPlan) -> int:
         (publish_weights(rank), layouts.gradients),
         (sync.messages(rank), layouts.gradients),
     ):
-        # A rank that sends nothing encoded, such as no root of any Bcast, loses nothing.
+        # A rank that sends nothing encoded, such as a rank that is not the root of any Bcast, has
+        # no errors to keep.
         codecs = [m.codec for m in messages if m.codec and m.bytes]
         total += layout.size * max((codec.arenas for codec in codecs), default=0)
         total += sum(codec.sides()[1] for codec in codecs)

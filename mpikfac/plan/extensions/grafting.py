@@ -14,9 +14,9 @@ from mpikfac.plan.of_rank import RankPlan
 def memory_of_grafting(rank: RankPlan, grafting: Grafting) -> dict[str, int]:
     """Return the bytes that a rank keeps for the lengths of directions, by kind.
 
-    Uncovered parameters that the rank steps count as layers. With normalised rows, a number is kept
-    for each row of a matrix, and in eigenbases the gradients there. With a momentum, momenta are
-    kept, and what the next directions are made of.
+    Uncovered parameters that the rank steps count as layers. Normalised rows need one value per row
+    of a matrix, and eigenbases the gradients in them. A momentum needs the momenta, and what the
+    next directions are computed from.
     """
     if not grafting.by_adam or not rank.layers:
         return {"lengths": 0, "momenta": 0}

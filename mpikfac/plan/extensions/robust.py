@@ -10,7 +10,7 @@ from mpikfac.plan.stages import reduce_gradients, summed
 
 
 def replaced(rank: RankPlan) -> dict[str, Stage]:
-    """Return the stages in which a rule takes the place of a sum."""
+    """Return the stages in which a rule replaces a sum."""
     sync, functions = rank.strategy.sync, dict[str, Stage]()
     if not sync.factor_aggregation.sums:
         functions[names.REDUCE_STATISTICS] = combine_statistics
@@ -20,7 +20,7 @@ def replaced(rank: RankPlan) -> dict[str, Stage]:
 
 
 def combine_statistics(rank: RankPlan, turn: int | None) -> list[Message]:
-    """Return the messages that add up the factors of ranks with factors near most ranks'."""
+    """Return the messages that sum the factors of those ranks that are close to most ranks."""
     layout = rank.layouts.statistics
     factors = [factor for factor in rank.factors if turn in (None, factor.turn)]
     kinds = {name: 0 for factor in factors for name in (factor.name, factor.counted)}
@@ -36,7 +36,7 @@ def combine_gradients(rank: RankPlan, _turn: int | None = None) -> list[Message]
 
 
 def combine(rank: RankPlan, stage: str, layout: Layout) -> list[Message]:
-    """Return the messages of a robust rule, and the sums of the tensors to average."""
+    """Return the messages of a robust rule, and the reductions of the tensors to average."""
     means = dict.fromkeys(rank.means, 0)
     trained = dict.fromkeys(layout.shapes.keys() - means.keys(), 0)
     members, itemsize = (rank.grid.count, rank.rank), rank.itemsizes.numbers
@@ -46,7 +46,7 @@ def combine(rank: RankPlan, stage: str, layout: Layout) -> list[Message]:
 
 
 def dealt(rank: RankPlan) -> list[Message]:
-    """Return the messages that deal out vectors for a rule; the stages share no memory."""
+    """Return the messages that distribute vectors for a rule; the stages share no memory."""
     sync = rank.strategy.sync
     gradients = reduce_gradients(rank) if sync.averages_gradients else []
     vectors = [m for m in gradients + sync.messages(rank) if m.rule]
@@ -54,6 +54,6 @@ def dealt(rank: RankPlan) -> list[Message]:
 
 
 def shards(rank: RankPlan) -> int:
-    """Return the elements of the rank's shards of all vectors that a rule combines."""
+    """Return the number of elements in the rank's shards of all vectors that a rule combines."""
     spans = (message.spans[rank.rank] for message in dealt(rank))
     return sum(stop - start for start, stop in spans)

@@ -16,12 +16,12 @@ def layout(rank: RankPlan) -> Layout:
 
 
 def layout_of_sums(rank: RankPlan) -> Layout:
-    """Return the layout of a batch's scales, each a sum beside the number of examples."""
+    """Return the layout of a batch's scales, each a sum next to the number of examples."""
     return lay_out([layouts.counted(layouts.of_gradients(rank.rescaled))])
 
 
 def reduce_scales(rank: RankPlan) -> list[Message]:
-    """Return the sums of scales, without encoding."""
+    """Return the reductions of scales, without encoding."""
     fused = {layer.name: layer.fused for layer in rank.rescaled}
     kinds = fused | {count_of(name): number for name, number in fused.items()}
     return summed(rank, names.REDUCE_SCALES, layout_of_sums(rank), kinds)

@@ -1,4 +1,4 @@
-"""The gradients of split layers, of which each rank of a group makes a slice."""
+"""The gradients of split layers, of which each rank of a group computes a slice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpikfac.plan.stages import sum_gradients
 
 
 def in_slices(rank: RankPlan) -> Split:
-    """Return the split layers whose gradients travel in slices; nothing if gradients are whole."""
+    """Return the split layers whose gradients are sent in slices; none if gradients are whole."""
     transport = rank.strategy.transport
     in_full = rank.owner_updates or transport.overlap or rank.strategy.sync.local_steps
     in_full |= rank.strategy.compression.gradients is not None
@@ -20,12 +20,12 @@ def in_slices(rank: RankPlan) -> Split:
 
 
 def layout(rank: RankPlan) -> Layout:
-    """Return the layout of the gradients that travel in slices, slice by slice."""
+    """Return the layout of the gradients that are sent in slices, slice by slice."""
     return in_slices(rank).layout()
 
 
 def member(rank: RankPlan) -> int:
-    """Return the place of the rank in the group of split layers."""
+    """Return the position of the rank in its group of split layers."""
     return rank.grid.team(rank.rank, "group").index(rank.rank)
 
 
@@ -35,14 +35,14 @@ def replaced(rank: RankPlan) -> dict[str, Stage]:
 
 
 def reduce_unsplit(rank: RankPlan, _turn: int | None = None) -> list[Message]:
-    """Return the sums of all gradients that do not travel in slices."""
+    """Return the reductions of all gradients that are not sent in slices."""
     return sum_gradients(rank, in_slices(rank).blocks)
 
 
 def reduce_slices(rank: RankPlan) -> list[Message]:
-    """Return the sums of slices over peers, and the messages that give all slices to all.
+    """Return the reductions of slices over peers, and the messages that give all slices to all.
 
-    A member of a group makes the gradient of a slice from all examples of the group.
+    A member of a group computes the gradient of a slice from all examples of the group.
     """
     slices, size = layout(rank), rank.itemsizes.numbers
     peers, group = (len(rank.grid.team(rank.rank, over)) for over in ("peers", "group"))

@@ -1,10 +1,10 @@
-"""Messages in two levels: inside the nodes, and between the nodes.
+"""Messages in two levels: inside nodes, and between nodes.
 
-The ranks of a node first add up sums that leave the node, and hand values that come to the node on
-to each other. Members of a team sit on nodes, node by node, and equally many on every node. The
-members of a node form a team, and the members with the same place in their nodes form a team. A
-collective of the whole team becomes a few collectives of the smaller teams: the plan says what
-crosses the network, whatever MPI does. Encoded messages are encoded between nodes only.
+The ranks of a node first sum what leaves the node, and distribute among themselves what arrives.
+The members of a team are numbered node by node, with equally many on every node. The members on a
+node form a team, and so do the members at the same position of their nodes. A collective of the
+whole team becomes a few collectives of these smaller teams, so the plan determines what crosses the
+network, whatever MPI does. Encoded messages are encoded only between nodes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ BETWEEN_NODES = "{} between nodes"
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of a rank in a team on `nodes` nodes, with `places` members on a node.
+    """The position of a rank in a team on `nodes` nodes, with `places` members per node.
 
-    Member `m` of the team has place `m % places` of node `m // places`.
+    Member `m` of the team has position `m % places` on node `m // places`.
     """
 
     nodes: int
@@ -36,7 +36,7 @@ class Seat:
 def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
     """Return the seat of `rank`, with rank r on node `r // ranks_per_node`.
 
-    None if two levels make no sense: the team is on one node, has one member per node, or is spread
+    None if two levels are useless: the team is on one node, has one member per node, or is spread
     unevenly.
     """
     members = Counter(member // ranks_per_node for member in team)
@@ -47,7 +47,7 @@ def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
 
 
 def in_two_levels(of_one_level: Iterable[Message], seat: Seat, itemsize: int) -> list[Message]:
-    """Return the messages of the rank at `seat` in the place of messages of one level.
+    """Return the messages of the rank at `seat` that replace messages of one level.
 
     Empty messages are left out.
     """

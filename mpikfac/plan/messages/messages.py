@@ -11,33 +11,33 @@ from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
-# Elements that are summed at once: MPI's temporaries stay small and in cache, which is faster than
-# a reduction of everything and takes less memory.
+# Elements that are reduced at once: MPI's temporaries stay small and in cache, which is faster than
+# a reduction of everything and needs less memory.
 PIECE = 2**22
-BATCH = 2**18  # elements of a batch of overlapped sums, and of a piece of such a sum
+BATCH = 2**18  # elements of a batch of overlapped reductions, and of a piece of one reduction
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message of a step, as a rank sees the message.
+    """A message of a step, from the point of view of a rank.
 
     Attributes:
         stage: the stage of `KFAC.step` that sends the message.
-        primitive: the MPI collective, or several in turn; or Send or Recv; or "Isend, Irecv", from
+        primitive: the MPI collective, or several in order; or Send or Recv; or "Isend, Irecv", from
             parts to other parts of the same elements.
-        over: "world", "column" or "row", or a part as in two levels; or "curvature", the link to
-            curvature servers.
-        spans: the place in the stage's arena: first and last (exclusive) element; for
-            Reduce_scatter, Alltoall, Allgatherv and "Isend, Irecv", of every member's part in turn;
-            for Alltoallv, rows for every member in turn.
+        over: "world", "column" or "row", or a part of them in two levels; or "curvature", the
+            intercommunicator to curvature servers.
+        spans: first and last (exclusive) elements in the stage's arena. For Reduce_scatter,
+            Alltoall, Allgatherv and "Isend, Irecv": every member's part, in order; for Alltoallv:
+            the rows for every member, in order.
         root: the destination of a Reduce or Send, or the source of a Bcast or Recv.
-        size: bytes of all spans as sent, of all members where every member sends a part; for
+        size: bytes of all spans as sent, of all members if every member sends a part; for
             Alltoallv, bytes of the rank's parts.
-        bytes: the bytes of `size` that the rank hands to MPI.
-        wire: bytes sent by the rank if the collective is a ring.
-        codec: the encoding; None for plain numbers.
-        rule: the rule that combines the numbers of ranks; None for sums and copies.
-        to: for "Isend, Irecv", every member's part after the message, in turn.
+        bytes: the bytes of `size` that the rank passes to MPI.
+        wire: bytes that the rank sends if the collective is a ring.
+        codec: the encoding; None for unencoded values.
+        rule: the rule that combines the values of ranks; None for sums and copies.
+        to: for "Isend, Irecv", every member's part after the message, in order.
         sizes: for Alltoallv, bytes from every member to every member.
     """
 
@@ -64,11 +64,11 @@ def sums(
     primitive: str | None = "Reduce_scatter",
     codec: Codec | None = None,
 ) -> list[Message]:
-    """Return messages to sum an arena over the world: everywhere, or segment r on rank r.
+    """Return messages that sum an arena over the world: everywhere, or segment r on rank r.
 
     An arena of several segments is summed segment by segment. Neighbouring blocks of a `kind` share
-    a message; blocks of kind None are left out. If all segments have the same kind, the sums are a
-    single `primitive`, Reduce_scatter or Alltoall, if given.
+    a message; blocks of kind None are left out. If all segments have the same kind and a
+    `primitive` is given, Reduce_scatter or Alltoall, it computes all sums at once.
     """
     spans = [span for span in layout.spans(kind) if span.kind is not None]
     if ranks == 1 or not spans:
@@ -77,7 +77,7 @@ def sums(
     def to(primitive: str, parts: Sequence[tuple[int, int]], root: int = -1) -> Message:
         return message(stage, primitive, "world", parts, ranks, itemsize, 0, root, codec)
 
-    # The second sum of PowerSGD needs the first one everywhere, so owners gain nothing.
+    # The second sum of PowerSGD needs the first one everywhere, so owners would gain nothing.
     if len(layout.bounds) == 2 or (codec and codec.everywhere == IN_TWO_SUMS):
         everywhere = codec.everywhere if codec else "Allreduce"
         return [to(everywhere, [(span.start, span.stop)]) for span in spans]
@@ -97,10 +97,10 @@ def combinations(
     itemsize: int,
     rule: Aggregation | FactorAggregation,
 ) -> list[Message]:
-    """Return messages to combine an arena of one segment by a rule; the rank is rank `member`.
+    """Return messages that combine an arena of one segment by a rule, on rank `member`.
 
-    Each rank gets a shard of all vectors, and sends the result to all. In between, rules by vector
-    need the sum of the shards' inner products, in float64.
+    Each rank receives a shard of all vectors, and sends the result to all. In between, rules with
+    weights need the sum of the shards' inner products, in float64.
     """
     messages: list[Message] = []
     for span in layout.spans(kind) if ranks > 1 else ():
@@ -115,7 +115,7 @@ def combinations(
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
-    """Return messages to sum an arena in order of ranks: no bit depends on the number of ranks."""
+    """Return messages that sum an arena in rank order: no bit depends on the number of ranks."""
     if ranks == 1 or layout.size == 0:
         return []
     return [message(stage, "Send, Bcast", "world", [(0, layout.size)], ranks, itemsize)]
@@ -131,10 +131,10 @@ def gathers(
     itemsize: int,
     codec: Codec | None = None,
 ) -> list[Message]:
-    """Return messages to give all segments to every member of `over`; the rank is member `member`.
+    """Return messages that give all segments to every member of `over`, on rank `member`.
 
     Neighbouring blocks of a `kind` share a message; blocks of kind None are left out, as are
-    segments behind the members' segments.
+    segments beyond the number of members.
     """
     spans = [s for s in layout.spans(kind) if s.kind is not None and s.segment < members]
     if members == 1 or not spans:
@@ -151,11 +151,11 @@ def gathers(
 def rows(
     stage: str, counts: Sequence[Sequence[int]], size: int, member: int, over: str = "world"
 ) -> list[Message]:
-    """Return the message in which members exchange rows; the rank is member `member`.
+    """Return the message in which members exchange rows, on rank `member`.
 
     Args:
         counts: rows from every member to every member.
-        size: bytes of a row.
+        size: bytes per row.
     """
     own = counts[member]
     if len(own) == 1:
@@ -169,7 +169,7 @@ def rows(
 
 
 def across(stage: str, primitive: str, layout: Layout, peer: int, itemsize: int) -> list[Message]:
-    """Return the message to or from curvature server `peer`; none for an empty layout."""
+    """Return the message to or from curvature server `peer`; none if the layout is empty."""
     if layout.size == 0:
         return []
     size = layout.size * itemsize
@@ -188,7 +188,7 @@ def message(
     root: int = -1,
     codec: Codec | None = None,
 ) -> Message:
-    """Return the message sent by a member of `members`, with the bytes."""
+    """Return the message sent by a member of `members`, with its sizes."""
     parts = list(spans)
     codec = codec.within(spans[0][0], spans[-1][1]) if codec else None
     if primitive == IN_SHARDS:
@@ -211,7 +211,7 @@ def message(
 
 
 def shard_length(elements: int, members: int) -> int:
-    """Return the elements of a shard, if members have equal shards of `elements`."""
+    """Return the number of elements in a shard if members have equal shards of `elements`."""
     blocks = -(-elements // ALIGNMENT)
     return -(-blocks // members) * ALIGNMENT
 
@@ -229,7 +229,7 @@ def _alike(spans: Sequence[Span]) -> bool:
 
 
 def cut(start: int, stop: int, count: int, codec: Codec | None = None) -> list[tuple[int, int]]:
-    """Return `count` neighbouring aligned spans, as equal as possible; matrices stay whole."""
+    """Return `count` neighbouring aligned spans of nearly equal size; matrices stay whole."""
     blocks = (stop - start) // ALIGNMENT
     edges = [start + blocks * k // count * ALIGNMENT for k in range(count)]
     if codec and codec.matrices:

@@ -1,9 +1,10 @@
-"""Sums to owners and gathers from owners by way of equal shards of all members of a team.
+"""Reductions to owners and gathers from owners that pass through equal shards of all members.
 
-What a collective of unequal parts costs depends on the algorithm of an MPI: in a ring of many ranks
-every round takes as long as the largest part. A sum to owners is therefore a sum of equal shards,
-whose members pass the numbers on to the owners; a gather begins with owners who pass numbers to
-equal shards. Shards in two levels lie place by place, so a level takes a single collective.
+The cost of a collective with unequal parts depends on MPI's algorithm: in a ring of many ranks,
+every round takes as long as the largest part. A reduction to owners is therefore a reduction to
+equal shards, whose members pass the values on to the owners; a gather begins with owners that pass
+values to equal shards. In two levels, shards are ordered by position, so each level needs a single
+collective.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from mpikfac.plan.messages.levels import BETWEEN_NODES, IN_NODE, Seat, in_two_le
 from mpikfac.plan.messages.messages import Message, cut, message
 
 Spans = Sequence[tuple[int, int]]
-LEAST = 2**18  # elements; of fewer, latencies outweigh unequal parts
+LEAST = 2**18  # elements; with fewer, latencies outweigh unequal parts
 PASSED = "Isend, Irecv"
 
 
 class Passed(NamedTuple):
-    """Neighbouring elements that a member sends to another member."""
+    """Neighbouring elements that one member sends to another."""
 
     source: int
     target: int
@@ -30,7 +31,7 @@ class Passed(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -42,13 +43,13 @@ def in_shards(
     itemsize: int,
     always: bool = True,
 ) -> list[Message]:
-    """Return the messages of member `member` in the place of messages of one level.
+    """Return the messages of member `member` that replace messages of one level.
 
-    Messages that are neither sums to owners nor gathers of parts take no way by shards.
+    Only reductions to owners and gathers of parts are replaced.
 
     Args:
         seat: the member's seat; None for one level.
-        always: take the way by shards also where parts are small or nearly equal.
+        always: use shards even if parts are small or nearly equal.
     """
     parts: list[Message] = []
     for whole in of_team:
@@ -60,7 +61,7 @@ def in_shards(
 
 
 def _divided(whole: Message) -> bool:
-    """Return whether a message is a sum or gather of neighbouring parts, as plain numbers."""
+    """Return whether a message is a reduction or gather of neighbouring parts, not encoded."""
     first, last = whole.spans[0][0], whole.spans[-1][1]
     return (
         whole.primitive in ("Reduce_scatter", "Allgatherv")
@@ -104,7 +105,7 @@ def _by_way_of_shards(
 
 
 def _passing(stage: str, over: str, spans: Spans, to: Spans, member: int, itemsize: int) -> Message:
-    """Return the message that takes elements from members' `spans` to the members' parts `to`."""
+    """Return the message that moves elements from members' `spans` to the members' parts `to`."""
     spans, to = tuple(spans), tuple(to)
     moves = passed(spans, to)
     size = itemsize * sum(move.size for move in moves)
@@ -116,7 +117,7 @@ def _passing(stage: str, over: str, spans: Spans, to: Spans, member: int, itemsi
 def passed(
     spans: tuple[tuple[int, int], ...], to: tuple[tuple[int, int], ...]
 ) -> tuple[Passed, ...]:
-    """Return what members send each other, in the order of elements, if `spans` become `to`.
+    """Return what members send to each other when `spans` become `to`, in the order of elements.
 
     Both are the parts of all members, of the same elements; elements that stay are left out.
     """

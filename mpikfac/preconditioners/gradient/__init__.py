@@ -1,4 +1,4 @@
-"""Preconditioners with factors of the averaged gradient, which owners make alone."""
+"""Preconditioners whose factors come from the averaged gradient, computed by their owners."""
 
 from mpikfac.preconditioners.gradient.kl_shampoo import KLShampoo as KLShampoo
 from mpikfac.preconditioners.gradient.muon import Muon as Muon

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def form_of(name: str, grafting: str) -> Form:
-    """Return the description of a preconditioner without factors for the plan."""
+    """Return the description, for the plan, of a preconditioner without factors."""
     needs = (
         *needs_of(name, {grafting: True}),
         Combination(
             "preconditioner",
             (name,),
             {"diagonal": ""},
-            "a table of entries and a scale are no matrices; by coverage=mpikfac.Coverage("
+            "an embedding and a scale are not matrices; with coverage=mpikfac.Coverage("
             "skip=[...]) the layer takes Adam's step",
         ),
         Combination(
@@ -36,10 +36,10 @@ def form_of(name: str, grafting: str) -> Form:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Muon(Preconditioner):
-    """The gradient, or its momentum, as it is: `AdamGrafting()` makes the polar factor.
+    """The gradient, or its momentum, unchanged: `AdamGrafting()` computes the polar factor.
 
-    Nothing is kept of a layer; owners share out the products that make directions orthogonal. A
-    bias is a column of the matrix [Jordan et al. 2024].
+    A layer needs no state; owners divide the products that make directions orthogonal. A bias is a
+    column of the matrix [Jordan et al. 2024].
     """
 
     name: ClassVar[str] = "muon"

@@ -22,7 +22,7 @@ def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ..
     """Return the needs of a preconditioner of the averaged gradient.
 
     Args:
-        grafting: the grafting that the preconditioner goes with.
+        grafting: the grafting that the preconditioner requires.
     """
     one, usual = (name,), {"refresh.tolerance": 0, "adapted": None, "rank": None}
     return (
@@ -34,7 +34,7 @@ def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ..
             "preconditioner",
             one,
             {"assignment.colocate_factors": True, "assignment.shard_optimizer": False},
-            "an owner makes factors of the gradient that the owner holds",
+            "an owner computes factors from the gradient that it has",
             any_of=True,
         ),
         Combination(
@@ -43,5 +43,5 @@ def needs_of(name: str, grafting: Mapping[str, object]) -> tuple[Combination, ..
         Combination(
             "preconditioner", one, usual, "nothing predicts the loss, or the misfit of a root"
         ),
-        Combination("preconditioner", one, grafting, "other grafting undoes the direction"),
+        Combination("preconditioner", one, grafting, "another grafting undoes the direction"),
     )

@@ -12,10 +12,10 @@ from mpikfac.preconditioners.preconditioner import Defaults
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NorMuon(Muon):
-    """The gradient, or its momentum, as it is [NorMuon].
+    """The gradient, or its momentum, unchanged [NorMuon].
 
-    `AdamGrafting(normalize_rows=True)` makes the polar factor and divides its rows. Beside what
-    Muon keeps, a number is kept for each row of a matrix.
+    `AdamGrafting(normalize_rows=True)` computes the polar factor and divides its rows. In addition
+    to Muon's state, one value per row of a matrix is kept.
     """
 
     name: ClassVar[str] = "normuon"

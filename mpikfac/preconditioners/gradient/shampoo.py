@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Moments(Preconditioner):
-    """The base of preconditioners of the second moments of the gradient's rows and columns.
+    """The base of preconditioners that use second moments of the gradient's rows and columns.
 
-    The damping e of a factor is in units of the mean eigenvalue if the damping is relative.
+    A relative damping e is in units of the factor's mean eigenvalue.
     """
 
     defaults: ClassVar[Defaults] = Defaults(
@@ -36,7 +36,7 @@ class Moments(Preconditioner):
 
 
 class Roots(Moments):
-    """The base of preconditioners with inverse roots of damped factors.
+    """The base of preconditioners that use inverse roots of damped factors.
 
     Attributes:
         exponent: p of the roots `(L + e I)^-p` and `(R + e I)^-p`.
@@ -62,7 +62,7 @@ class Roots(Moments):
 
 
 def form_of(name: str) -> Form:
-    """Return the description of a preconditioner with roots for the plan."""
+    """Return the description, for the plan, of a preconditioner with roots."""
     needs = needs_of(
         name, {"grafting": OneOf(("none", "sgd", "adam")), "grafting.orthogonalize": False}
     )
@@ -73,16 +73,16 @@ def form_of(name: str) -> Form:
 class Shampoo(Roots):
     """The roots of running means of `G G'` and `G' G`.
 
-    G is the averaged gradient `[outputs, inputs]`, R stands in the place of A, and L in the place
-    of G [Gupta et al. 2018; Anil et al. 2020].
+    G is the averaged gradient `[outputs, inputs]`; R takes the place of A, and L that of G [Gupta
+    et al. 2018; Anil et al. 2020].
 
     Attributes:
         exponent: of each factor: 1/4 as published, or 1/2 [Morwani et al. 2024]. A layer with one
-            factor, such as a scale, has the same exponent.
+            factor, such as a scale, uses the same exponent.
         dtype: roots are kept, sent and multiplied in this dtype; None for the model's.
 
     Raises:
-        ValueError: an exponent that is not positive.
+        ValueError: the exponent is not positive.
     """
 
     name: ClassVar[str] = "shampoo"

@@ -20,7 +20,7 @@ NEEDS = (
         "preconditioner",
         ("soap",),
         {"relative": True},
-        "the damping is a share of the mean eigenvalue, and of the root of the mean square",
+        "the damping is relative to the mean eigenvalue, and to the root of the mean square",
     ),
     Combination(
         "grafting",
@@ -35,8 +35,8 @@ NEEDS = (
 class SOAP(Moments):
     """The gradient in the eigenbases of running means of `G G'` and `G' G`.
 
-    `AdamInEigenbases` takes Adam's step there, and turns the step back [SOAP]. For the
-    damping, a share, see `damped_squares`.
+    `AdamInEigenbases` takes Adam's step there, and rotates it back [SOAP]. The damping is relative;
+    see `damped_squares`.
 
     Attributes:
         dtype: eigenbases are kept, sent and multiplied in this dtype; None for the model's.

@@ -175,13 +175,13 @@ def slug(name: str) -> str:
 def _checked(content: Any) -> dict[str, Any]:
     """Return the content of the file with all keys and with values of the right kind."""
     if not isinstance(content, dict):
-        raise ValueError("the file must hold lines of the form `key: value`")
+        raise ValueError("the file must have lines of the form `key: value`")
     for key in content:
         if key not in KEYS:
             raise ValueError(unknown(str(key), KEYS))
     for key in ("options", "strategies"):
         if not isinstance(content.setdefault(key, {}), dict):
-            raise ValueError(f"{key}={content[key]} must hold lines of the form `key: value`")
+            raise ValueError(f"{key}={content[key]} must have lines of the form `key: value`")
     for key in ("name", "base", "machine", "launcher", "target"):
         content.setdefault(key, None)
     if content["launcher"] not in (None, *LAUNCHERS):
@@ -207,7 +207,7 @@ def _checked(content: Any) -> dict[str, Any]:
 
 def _options(where: str, options: Any) -> dict[str, Any]:
     if not isinstance(options, dict):
-        raise ValueError(f"{where}={options} must hold lines of the form `key: value`")
+        raise ValueError(f"{where}={options} must have lines of the form `key: value`")
     chosen = flattened(options)
     for key in chosen:
         _check_option(f"{where}: ", key)
@@ -236,7 +236,7 @@ def _matrices(content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for place, matrix in enumerate(matrices, start=1):
         name = "matrix" if matrix is content else f"matrix {place}"
         if not isinstance(matrix, dict):
-            raise ValueError(f"{name}={matrix} must hold lines of the form `key: value`")
+            raise ValueError(f"{name}={matrix} must have lines of the form `key: value`")
         yield name, matrix
 
 
