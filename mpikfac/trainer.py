@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Comm, Grid, SplitComm, Steps, agree, broadcast, together
+from mpikfac.comm import Comm, Grid, SplitComm, WatchedSteps, agree, broadcast, together
 from mpikfac.engine import (
     CoveredModel,
     Everyone,
@@ -126,7 +126,7 @@ class Trainer:
         self.built = self._build(self._draw())
         self._begin_batch(0)
         take_model(model, self)
-        self._steps = Steps(team.trains, type(self).__name__)
+        self._steps = WatchedSteps(team.trains, type(self).__name__)
         unstored = ", ".join(unstored_settings(optimizer))
         if unstored and team.trains.rank == 0:
             log.warning(

@@ -54,4 +54,4 @@ from mpikfac.comm.servers import lost_ranks as lost_ranks
 from mpikfac.comm.servers import receive_items as receive_items
 from mpikfac.comm.servers import receive_request as receive_request
 from mpikfac.comm.servers import send_items as send_items
-from mpikfac.comm.watch import Steps as Steps
+from mpikfac.comm.watch import WatchedSteps as WatchedSteps

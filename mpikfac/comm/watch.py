@@ -61,7 +61,7 @@ STACKS = Place(-2, "", 0, {})
 """What a rank sends that has ended, and one that ends the job at the limit."""
 
 
-class Steps:
+class WatchedSteps:
     """The steps of a trainer, as the rank's watch sees them."""
 
     def __init__(self, comm: Comm, name: str) -> None:
