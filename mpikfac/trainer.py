@@ -37,6 +37,7 @@ from mpikfac.layers import Layer, Other, Votes, take_model
 from mpikfac.model import (
     Descent,
     StepGuard,
+    check_equal,
     check_foreign,
     check_loaded_momentum,
     check_momentum,
@@ -44,6 +45,7 @@ from mpikfac.model import (
     check_owned,
     check_synchronous,
     check_tensors,
+    checksums,
     common_type,
     describe,
     fitting,
@@ -62,6 +64,9 @@ from mpikfac.plan import Plan, Split, Strategy, check_size, strategy_of
 from mpikfac.plan.names import STEPS
 from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
+
+COMPARE_EVERY = 100
+"""The number of steps from one comparison of all ranks' weights and buffers to the next."""
 
 log = logging.getLogger("mpikfac")
 
@@ -122,6 +127,7 @@ class Trainer:
         self.nonfinite = Nonfinite(team.trains.rank)
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
+        self._unequal: set[str] = set()  # buffers that may differ between ranks
         self._whole = True  # whether the state was that after `steps` steps when the step began
         self.built = self._build(self._draw())
         self._begin_batch(0)
@@ -176,6 +182,8 @@ class Trainer:
                 gradient of a parameter that the optimizer has and the model lacks.
             UserError: ranks disagree on the model, learning rates or settings; or a change of the
                 trained parameters cannot be taken up.
+            RanksDifferError: ranks disagree on an argument, or on weights: every hundredth step
+                compares weights.
         """
         scaler = self._checked(scaler, max_norm, examples)
         self._warn_of_unfinished()
@@ -202,10 +210,11 @@ class Trainer:
         numbers = method.numbers(self.steps)
         method.begin_step(scaled=scaler is not None)
         exchange.begin_step(self.steps)
+        compared = self._compared(numbers, arguments) | self._tensors()
         if gradients.sender.in_parts:  # which `collect` has read
-            gradients.look_at_parts(self._compared(numbers, arguments))
+            gradients.look_at_parts(compared)
         else:
-            gradients.look(self._compared(numbers, arguments))
+            gradients.look(compared)
             gradients.read()
         if examples is not None:
             gradients.weigh(examples, method.examples)
@@ -253,6 +262,17 @@ class Trainer:
         of_method = self.built.method.compared(numbers)
         return {"steps": numbers.step, "optimizer": groups, **of_method, **arguments}
 
+    def _tensors(self) -> dict[str, object]:
+        """Return checksums of weights and buffers, in a step that compares them."""
+        if self.steps % COMPARE_EVERY or self._strategy.sync.local_steps:
+            return {}
+        return {"tensors": checksums(self.model, self._own_tensors())}
+
+    def _own_tensors(self) -> list[Tensor]:
+        """Return the tensors that may differ between ranks before a step."""
+        unequal = [buffer for n, buffer in self.model.named_buffers() if n in self._unequal]
+        return unequal + [statistic.tensor for statistic in self.built.gradients.statistics]
+
     def _skip(self, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
         """Leave all as before a batch whose numbers are not finite on all ranks."""
         self.built.method.clear()
@@ -293,6 +313,9 @@ class Trainer:
         if not alike:
             numbers = self.built.method.numbers(self.steps)
             agree(self.built.grid.world, self._compared(numbers, arguments))
+            if not self._strategy.sync.local_steps:
+                world, own = self.built.grid.world, self._own_tensors()
+                self._unequal |= {*check_equal(world, self.model, own)}
         if changed:
             self._take_up("the trained parameters have changed")
         else:
