@@ -426,12 +426,13 @@ class KFAC(Trainer):
 
     @contextmanager
     def no_recording(self) -> Iterator[None]:
-        """Inside, passes are not the batch's: K-FAC records no statistics.
+        """Inside, forward and backward passes do not belong to the batch: K-FAC records nothing.
 
             with kfac.no_recording():
                 attack = fast_gradient_sign(model, images, labels)  # or the first pass of SAM
 
-        The user's program takes the gradients of such passes away, by `zero_grad`.
+        The program removes the gradients of such passes by `zero_grad`. A backward pass whose
+        gradients are removed before the next one does not count outside of `no_recording` either.
 
         Collective over: none.
 

@@ -1,5 +1,4 @@
 """Record a batch's moments: at once, or of many layers together."""
 
-from mpikfac.engine.curvature.recording.recorder import Observer as Observer
 from mpikfac.engine.curvature.recording.recorder import Recorder as Recorder
 from mpikfac.engine.curvature.recording.together import Together as Together

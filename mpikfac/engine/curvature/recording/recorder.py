@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize, ref
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mpikfac.engine.curvature.eager import Eagerly
 from mpikfac.engine.curvature.factors import Factors
-from mpikfac.engine.part import Part
+from mpikfac.engine.part import Part, PreconditionerPart
 from mpikfac.layers import SIDE_BY_SIDE, Attached, Hook, Layer
 from mpikfac.numerics import (
     ADDED_IN_FLOAT32,
@@ -35,8 +35,17 @@ from mpikfac.settings import Estimator, Subsample, Turn
 
 log = logging.getLogger("mpikfac")
 
-Observer = Callable[[Layer, Tensor, Tensor, float], None]
-"""Takes the layer, inputs and output gradients as in sums, and the weight of a call."""
+
+class Held(NamedTuple):
+    """The gradients of a layer after a backward pass.
+
+    Attributes:
+        versions: identities, and how often each gradient was changed in place.
+        sizes: the norms, which no host waits for.
+    """
+
+    versions: list[tuple[int, int]]
+    sizes: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,9 @@ def _bound_layers(
 class Recorder(Part):
     """Sums of `a a^T` and `g g^T`, or of `a` and `g`, over passes since the last `finish`.
 
+    Sums hold the passes whose gradients `.grad` holds: at the begin of a backward pass, layers
+    whose gradients have been set to None or 0 since the pass before forget the earlier passes.
+
     If factors are overlapped, a layer's sums are sent as soon as the backward pass has passed the
     layer.
 
@@ -192,12 +204,12 @@ class Recorder(Part):
         layers: Iterable[Layer],
         factors: Factors,
         estimator: Estimator,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[PreconditionerPart] = (),
     ) -> None:
         """Bind the layers with statistics on the rank to their sums.
 
         Args:
-            observers: are called with every call that counts.
+            observers: record every call that counts.
         """
         super().__init__(factors.site)
         self.recording, self.begin, self.paused = False, 0.0, False
@@ -215,6 +227,9 @@ class Recorder(Part):
         # Whether the next call of a layer begins a pass, as a backward pass has come in between.
         self._between = True
         self._running = self._interrupted = False  # backward passes that count
+        self._followed = False  # whether the end of the backward pass notes gradients
+        self._held: dict[str, Held] = {}  # gradients of recorded layers after a pass
+        self._thrown_away_told = self.plan.rank > 0
         self._turn: Turn | None = None
         self._hooks: list[Attached] = []
         finalize(self, _remove, self._hooks)
@@ -251,6 +266,7 @@ class Recorder(Part):
         self._recorded.clear()
         self._finished.clear()
         self._counted.clear()
+        self._held.clear()
         self.vectors.clear()
         self.chosen.clear()
         self._running = self._interrupted = False
@@ -280,6 +296,7 @@ class Recorder(Part):
         self._finish_layers([name for name in left if name not in of_part])
         self._finish_layers(of_part)  # now that the number of the batch's examples is known
         self._finished.clear()
+        self._held.clear()
         self._check_ends()
         self._check_counts()
         return seen
@@ -400,7 +417,7 @@ class Recorder(Part):
             return
         if (self._between or self._running) and not in_backward():
             self._interrupted |= self._running
-            self._running = False
+            self._running = self._followed = False
             if self._between:  # parts of the model are called, not the model
                 self._passes, self._between = self._passes + 1, False
         call = layer.watch(*called)
@@ -413,15 +430,68 @@ class Recorder(Part):
     def _on_end(self) -> None:
         self._running = False
 
+    def _follow(self) -> None:
+        """Forget passes whose gradients are gone, and note gradients when this pass has ended."""
+        if self._followed:
+            return
+        self._followed = True
+        at_end_of_backward(partial(self._note_gradients, self._turn is None))
+        gone = [name for name, held in self._held.items() if self._are_gone(name, held)]
+        counts = self._of_loss or self._turn is not None
+        for name in gone if counts else ():
+            self._forget_layer(name)
+        if gone and not self._thrown_away_told:
+            self._thrown_away_told = True
+            _warn_of_thrown_away(gone[0], counts)
+
+    def _note_gradients(self, of_loss: bool) -> None:
+        """Note the gradients that passes of losses have left in the model."""
+        self._followed = False
+        with torch.no_grad():
+            for name in self._recorded if of_loss else ():
+                if gradients := self._gradients(name):
+                    versions = [(id(g), g._version) for g in gradients]
+                    self._held[name] = Held(versions, torch._foreach_norm(gradients, 1))
+
+    def _gradients(self, name: str) -> list[Tensor]:
+        """Return the gradients of a layer, of which some or all may be None."""
+        parameters = self._layers[name][0].layer.parameters
+        return [p.grad for p in parameters if p.grad is not None]
+
+    def _are_gone(self, name: str, held: Held) -> bool:
+        """Return whether gradients that a pass has left are None or 0 now.
+
+        The elements are read only if the program has changed the gradients.
+        """
+        gradients = self._gradients(name)
+        if [(id(g), g._version) for g in gradients] == held.versions:
+            return False
+        return not gradients or (any(held.sizes) and not any(g.any() for g in gradients))
+
+    def _forget_layer(self, name: str) -> None:
+        """Forget the passes of a layer since the last `finish`."""
+        for sums in self._layers[name]:
+            sums.counts, sums.complete = ExampleCounts(), False
+            for side in sums.sides:
+                for factor_sum in side.sums:
+                    factor_sum.total.zero_()
+        self._recorded.discard(name)
+        del self._held[name], self.vectors[name], self.chosen[name]
+        for observer in self._observers:
+            observer.forget_layer(name)
+
     @without_autocast
     def _record(
         self, sums: LayerSums, inputs: list[Tensor], version: int, forward_pass: int, g: Tensor
     ) -> None:
         """Take one call into the sums; `inputs` holds the call's input until then."""
         layer, turn = sums.layer, self._turn or Turn()
+        if self.paused:
+            return
         if not makes_gradients(layer.parameters):  # a gradient of inputs alone
             self._await_derivative(layer, g)
             return
+        self._follow()
         if self._turn is None and not self._of_loss:
             inputs.clear()
             return
@@ -491,8 +561,8 @@ class Recorder(Part):
             of_squares *= self.estimator.num_per_example_loss_terms**power
         sides = [side for side in sums.sides if side.quadratic or turn.first]
         self._take(sides, chosen_x, chosen_g, weight, of_squares)
-        for observe in self._observers:
-            observe(layer, chosen_x, chosen_g, of_squares)
+        for observer in self._observers:
+            observer.record(layer, chosen_x, chosen_g, of_squares)
 
     def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:
         """Add a call's moments of inputs and of squares, times their `weights`, to the sums."""
@@ -534,6 +604,23 @@ def _warn_of_derivatives(layer: Layer) -> None:
         "damping=mpikfac.Damping(relative=1.0)",
         layer.name,
     )
+
+
+def _warn_of_thrown_away(name: str, forgotten: bool) -> None:
+    """Warn of a pass whose gradients no step takes."""
+    if forgotten:
+        log.warning(
+            "layer %r: the gradients of a backward pass were set to None or 0 before the step, so "
+            "factors do not include the pass either; if it belongs to the batch, leave gradients "
+            "in .grad until step()",
+            name,
+        )
+    else:
+        log.warning(
+            "layer %r: the gradients of a backward pass were set to None or 0 after record() of "
+            "the next pass, so factors include both; call zero_grad() before record()",
+            name,
+        )
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
