@@ -16,10 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from typing import NamedTuple, NoReturn
+from functools import cache, partial
+from typing import Any, NamedTuple, NoReturn
 
 from mpikfac.comm.job import Comm, survives
 from mpikfac.comm.mpi import MPI
@@ -117,7 +117,7 @@ class Watch:
         self._before: Place | None = None  # where the previous rank has said to be
         self._ring: MPI.Intracomm | None = None
         self._sent: list[MPI.Request] = []
-        self._told = False
+        self._told = self._failed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpikfac watch", daemon=True)
 
@@ -132,6 +132,7 @@ class Watch:
         if met and self._ring is None:
             self._ring = MPI.COMM_WORLD.Dup()
             atexit.register(self._end_program)
+            sys.excepthook = partial(self._on_failure, sys.excepthook)
         threads = met and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if (threads or self._limit) and not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()
@@ -140,6 +141,11 @@ class Watch:
         """Note where the rank is: in a step, or, with None, between two steps."""
         self._moves += 1
         self._place = place
+
+    def _on_failure(self, report: Callable[..., None], *failure: Any) -> None:
+        """Note that the program ends by an exception, after the hook `report`."""
+        self._failed = True
+        report(*failure)
 
     def _run(self) -> None:
         moves, still, sent = -1, 0.0, False
@@ -222,9 +228,15 @@ class Watch:
         _print(f"rank {world.rank} of {world.size}, {platform.node()}: {why}; stacks:\n{stacks}")
 
     def _end_program(self) -> None:
-        """Wait, at the end of the program, for the previous rank: it may wait for this rank."""
+        """Wait, at the end of the program, for the previous rank: it may wait for this rank.
+
+        A program that ends by an exception ends the job.
+        """
         if MPI.Is_finalized() or os.getpid() != self._process:  # a fork is not a rank
             return
+        if self._failed:
+            sys.stdout.flush()
+            MPI.COMM_WORLD.Abort(CRASH)
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -86,3 +86,40 @@ def test_ranks_that_end_alike_tell_nothing():
     """Oracle: an empty stream; the second rank ends a little later."""
     found = ended(3, "2", after="time.sleep(1.2 * comm.rank)")
     assert (found.returncode, found.stderr) == (0, "")
+
+
+HANGS = {
+    "a checkpoint": (
+        "save_checkpoint",
+        "if last: mpikfac.save_checkpoint(comm, FOLDER, trainer.state_dict(), 2)",
+    ),
+    "a state": ("load_state_dict", "if last: trainer.load_state_dict(trainer.state_dict())"),
+    "a trainer": ("__init__", "if last: mpikfac.FirstOrderTrainer(model, optimizer, comm)"),
+    "a call of the program": ("<module>", "if last: comm.Barrier()"),
+    "an endless loop": ("<module>", "while last: pass"),
+    "steps of one rank": (
+        "step",
+        "if last: model(torch.ones(4, 3)).sum().backward(); trainer.step()",
+    ),
+}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("hang", HANGS)
+def test_a_hang_ends_with_the_stacks_of_all_ranks(hang, tmp_path):
+    """Oracle: the end of the job, and the function in which the last rank waits."""
+    function, call = HANGS[hang]
+    after = call.replace("FOLDER", repr(str(tmp_path))) + "\nwhile not last: time.sleep(0.1)"
+    found = ended(2, "2", after=after, env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"})
+    assert found.returncode == 1
+    for rank in range(2):
+        assert re.search(rf"mpikfac: rank {rank} of 2, .*; stacks:", found.stderr), found.stderr
+    _, _, stacks = found.stderr.partition("mpikfac: rank 1 of 2")
+    assert re.search(rf'File ".*", line \d+ in {function}', stacks), found.stderr
+
+
+@pytest.mark.gate
+def test_a_program_that_fails_on_one_rank_ends_the_job():
+    """Oracle: code 1 and the traceback; the other rank waits in a call of the program."""
+    found = ended(2, "2", after="assert not last, 'lost'\ncomm.Barrier()")
+    assert found.returncode == 1 and "AssertionError: lost" in found.stderr

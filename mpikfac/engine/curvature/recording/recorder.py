@@ -45,7 +45,7 @@ class Held(NamedTuple):
     """
 
     versions: list[tuple[int, int]]
-    sizes: list[Tensor]
+    sizes: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
