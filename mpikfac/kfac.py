@@ -430,12 +430,13 @@ class KFAC(Trainer):
 
     @contextmanager
     def no_recording(self) -> Iterator[None]:
-        """Record no statistics inside: the passes are not those of the batch.
+        """Record nothing: forward and backward passes inside do not belong to the batch.
 
             with kfac.no_recording():
                 attack = fast_gradient_sign(model, images, labels)  # or the first pass of SAM
 
-        The program must clear the gradients of such passes by `zero_grad`.
+        The program removes the gradients of such passes by `zero_grad`. A backward pass whose
+        gradients are removed before the next one does not count outside of `no_recording` either.
 
         Collective over: none.
 

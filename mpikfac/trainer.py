@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.comm import Comm, Grid, SplitComm, agree, broadcast, expect_ends, together
+from mpikfac.comm import Comm, Grid, SplitComm, WatchedSteps, agree, broadcast, together
 from mpikfac.engine import (
     CoveredModel,
     Everyone,
@@ -36,6 +37,7 @@ from mpikfac.layers import Layer, Other, Votes, take_model
 from mpikfac.model import (
     Descent,
     StepGuard,
+    check_equal,
     check_foreign,
     check_loaded_momentum,
     check_momentum,
@@ -44,6 +46,7 @@ from mpikfac.model import (
     check_synchronous,
     check_tensors,
     check_unsharded,
+    checksums,
     common_type,
     describe,
     fitting,
@@ -62,6 +65,9 @@ from mpikfac.plan import Plan, Split, Strategy, check_size, strategy_of
 from mpikfac.plan.names import STEPS
 from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
+
+COMPARE_EVERY = 100
+"""The number of steps from one comparison of all ranks' weights and buffers to the next."""
 
 log = logging.getLogger("mpikfac")
 
@@ -122,11 +128,12 @@ class Trainer:
         self.nonfinite = Nonfinite(team.trains.rank)
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
+        self._unequal: set[str] = set()  # buffers that may differ between ranks
         self._whole = True  # whether the state was that after `steps` steps when the step began
         self.built = self._build(self._draw())
         self._begin_batch(0)
         take_model(model, self)
-        expect_ends(team.trains, type(self).__name__)
+        self._steps = WatchedSteps(team.trains, type(self).__name__)
         unstored = ", ".join(unstored_settings(optimizer))
         if unstored and team.trains.rank == 0:
             log.warning(
@@ -161,7 +168,8 @@ class Trainer:
                 or, after enough steps, grows, alike on all ranks. Do not call the scaler's
                 `unscale_`, `step` and `update`: this method replaces all three.
             max_norm: the largest norm of the averaged gradient of all parameters; a longer gradient
-                is scaled before K-FAC preconditions the gradient. None for no bound.
+                is scaled before K-FAC preconditions the gradient. None for no bound. Equal on all
+                ranks.
             examples: the number of examples of the rank's mean loss, if shards are uneven; given by
                 all ranks, or by none. Averages over ranks weigh gradients, statistics and factors
                 by the number; the passes of a rank with 0 examples count nothing. None: ranks weigh
@@ -175,22 +183,46 @@ class Trainer:
                 gradient of a parameter that the optimizer has and the model lacks.
             UserError: ranks disagree on the model, learning rates or settings; or a change of the
                 trained parameters cannot be taken up.
+            RanksDifferError: ranks disagree on an argument, or on weights: every hundredth step
+                compares weights.
         """
-        gradients, method, exchange = self.built.gradients, self.built.method, self.built.exchange
         scaler = self._checked(scaler, max_norm, examples)
         self._warn_of_unfinished()
+        arguments = {
+            "max_norm": None if max_norm is None else float(max_norm),
+            "examples": None if examples is None else "given",
+            "scaler": None if scaler is None else "given",
+        }
+        with self._steps.taking(self.steps, arguments):
+            self._step(scaler, max_norm, examples, arguments)
+
+    def _step(
+        self,
+        scaler: Scaler | None,
+        max_norm: float | None,
+        examples: int | None,
+        arguments: Mapping[str, object],
+    ) -> None:
+        """Take a step; `arguments` are those that must be equal on all ranks.
+
+        Collective over: world.
+        """
+        gradients, method, exchange = self.built.gradients, self.built.method, self.built.exchange
         numbers = method.numbers(self.steps)
         method.begin_step(scaled=scaler is not None)
         exchange.begin_step(self.steps)
-        if not gradients.sender.in_parts:  # else `accumulate` has read the parts
-            gradients.look(self._compared(numbers))
+        compared = self._compared(numbers, arguments) | self._tensors()
+        if gradients.sender.in_parts:  # which `accumulate` has read
+            gradients.look_at_parts(compared)
+        else:
+            gradients.look(compared)
             gradients.read()
         if examples is not None:
             gradients.weigh(examples, method.examples)
             if not examples:
                 method.abort_batch()  # also passes over ignored labels
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
-            self._skip()
+            self._skip(arguments)
             return
         method.learn(numbers)
         if scaler is None:
@@ -202,7 +234,7 @@ class Trainer:
         exchange.before_update(self.steps)
         with self._guard.stepping():
             self.built.update.step(self.optimizer)
-        self._end()
+        self._end(arguments)
 
     def _checked(
         self, scaler: Scaler | None, max_norm: float | None, examples: int | None
@@ -223,17 +255,30 @@ class Trainer:
             return None
         return usable_scaler(self.built.gradients, scaler, self.optimizer)
 
-    def _compared(self, numbers: Numbers) -> dict[str, object]:
-        """Return the numbers of a step that have to be equal on all ranks."""
+    def _compared(
+        self, numbers: Numbers, arguments: Mapping[str, object] = MappingProxyType({})
+    ) -> dict[str, object]:
+        """Return the numbers and arguments of a step that have to be equal on all ranks."""
         groups = list(group_settings(self.optimizer))
         of_method = self.built.method.compared(numbers)
-        return {"steps": numbers.step, "optimizer": groups, **of_method}
+        return {"steps": numbers.step, "optimizer": groups, **of_method, **arguments}
 
-    def _skip(self) -> None:
+    def _tensors(self) -> dict[str, object]:
+        """Return checksums of weights and buffers, in a step that compares them."""
+        if self.steps % COMPARE_EVERY or self._strategy.sync.local_steps:
+            return {}
+        return {"tensors": checksums(self.model, self._own_tensors())}
+
+    def _own_tensors(self) -> list[Tensor]:
+        """Return the tensors that may differ between ranks before a step."""
+        unequal = [buffer for n, buffer in self.model.named_buffers() if n in self._unequal]
+        return unequal + [statistic.tensor for statistic in self.built.gradients.statistics]
+
+    def _skip(self, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
         """Drop a batch whose gradients are not finite, on all ranks."""
         self.built.method.abort_batch()
         self.built.update.abort_batch()
-        self._end()
+        self._end(arguments)
 
     def _begin_batch(self, step: int) -> None:
         """Begin the batch of a step: from here on, the state is that after `step` steps."""
@@ -250,24 +295,28 @@ class Trainer:
                 self.steps,
             )
 
-    def _end(self) -> None:
+    def _end(self, arguments: Mapping[str, object]) -> None:
         """End the step, and follow votes if the votes are of all ranks."""
         self.built.exchange.end_step(self.steps)
         self._begin_batch(self.steps + 1)
         if self.built.exchange.follows:
-            self._follow_votes()
+            self._follow_votes(arguments)
 
-    def _follow_votes(self) -> None:
+    def _follow_votes(self, arguments: Mapping[str, object]) -> None:
         """Take up a change of the model on any rank.
 
         Collective over: world.
 
         Raises:
-            UserError: ranks disagree on the model or on the numbers of a step.
+            UserError: ranks disagree on the model, or on the numbers or arguments of a step.
         """
         changed, alike = self.built.gradients.votes.read()
         if not alike:
-            agree(self.built.grid.world, self._compared(self.built.method.numbers(self.steps)))
+            numbers = self.built.method.numbers(self.steps)
+            agree(self.built.grid.world, self._compared(numbers, arguments))
+            if not self._strategy.sync.local_steps:
+                world, own = self.built.grid.world, self._own_tensors()
+                self._unequal |= {*check_equal(world, self.model, own)}
         if changed:
             self._take_up("the trained parameters have changed")
         else:

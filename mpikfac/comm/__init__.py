@@ -19,7 +19,6 @@ from mpikfac.comm.curvature_servers import begin_receive as begin_receive
 from mpikfac.comm.curvature_servers import begin_send as begin_send
 from mpikfac.comm.curvature_servers import leave as leave
 from mpikfac.comm.curvature_servers import split_comm as split_comm
-from mpikfac.comm.ends import expect_ends as expect_ends
 from mpikfac.comm.grid import Grid as Grid
 from mpikfac.comm.group import Group as Group
 from mpikfac.comm.isolated import isolated_seconds as isolated_seconds
@@ -55,3 +54,4 @@ from mpikfac.comm.servers import lost_ranks as lost_ranks
 from mpikfac.comm.servers import receive_items as receive_items
 from mpikfac.comm.servers import receive_request as receive_request
 from mpikfac.comm.servers import send_items as send_items
+from mpikfac.comm.watch import WatchedSteps as WatchedSteps

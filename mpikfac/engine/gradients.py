@@ -204,6 +204,12 @@ class Gradients:
         self.votes.mark(values, changed)
         return changed
 
+    def look_at_parts(self, values: object) -> None:
+        """Vote again, in all parts that were accumulated, with values that only the step knows."""
+        self.votes.mark(values, self._trained.changed())
+        votes = self.sender.accumulated[..., self.arena.span(self.votes.name)]
+        self.votes.counted(votes).copy_(self.votes.counted(self.votes.tensor))
+
     def unknown(self, stepped: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters with gradients that no block has."""
         return [p for p in stepped if p.grad is not None and p not in self._trained]

@@ -123,10 +123,19 @@ class PreconditionerPart(Part):
     """
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
-        """Add a call of a layer to the batch's sums; see `Observer` of the moments.
+        """Add a call of a layer to the batch's sums.
 
         Collective over: none.
+
+        Args:
+            x: inputs, as the sums of factors have them.
+            g: gradients at the layer's outputs.
+            weight: of the call.
         """
+        raise NotImplementedError
+
+    def drop_layer(self, name: str) -> None:
+        """Drop the batch's sums of a layer."""
         raise NotImplementedError
 
     def unscale(self, scale: float) -> bool:

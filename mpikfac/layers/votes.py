@@ -45,7 +45,7 @@ class Votes(Statistic):
 
     def counted(self, votes: Tensor) -> Tensor:
         """Return the part of the means over ranks that `read` takes, a view."""
-        return votes[CHANGED:]
+        return votes[..., CHANGED:]
 
     def read(self) -> tuple[bool, bool]:
         """Return whether any rank voted for a change, and whether all checksums are equal."""

@@ -92,7 +92,8 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(exitstatus):
     for thread in threading.enumerate():  # work in the background aborts a process that ends
-        if thread.daemon and not isinstance(thread, threading._DummyThread):
+        own = thread.name == "mpikfac watch"  # ends when the process does
+        if thread.daemon and not own and not isinstance(thread, threading._DummyThread):
             thread.join(timeout=paced(2))
     if exitstatus and not REPORTS:
         # A failing rank's exit ends the job: rank 0 first prints its own report.

@@ -262,6 +262,27 @@ def test_a_new_layer_is_trained_from_the_next_step_on(comm):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_bound_that_differs_between_ranks_is_refused(comm, parts):
+    """Oracle: the same text on all ranks, in the first step whose bounds differ."""
+    model, last = network(), comm.rank == comm.size - 1
+    choices = {"transport.virtual_ranks": comm.size} if parts else {}
+    trainer = kfac_with(choices)(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+    for step in range(2):
+        x, y = batch(step, comm)
+        trainer.optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if parts:
+            trainer.accumulate()
+        if step == 0:
+            trainer.step(max_norm=8 if last else 8.0)
+            continue
+        with pytest.raises(mpikfac.RanksDifferError, match="ranks disagree on max_norm") as caught:
+            trainer.step(max_norm=0.1 if last else None)
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
 @pytest.mark.parametrize(
     "make", [FirstOrderTrainer, kfac_with({}), kfac_with(STRATEGIES["owners"])]
 )

@@ -20,7 +20,10 @@ from mpikfac_apps.launching.job import MpiJob, Order
 from mpikfac_apps.launching.programs import PROGRAMS, RANK_VARIABLES, answer
 
 MEMORY = Path("/dev/shm")
-USAGE = """usage: mpikfac launch -n N PROGRAM [ARGUMENT ...]
+TIMEOUT = "--watchdog_timeout"
+TIMEOUT_VARIABLE = "MPIKFAC_WATCHDOG_TIMEOUT"
+"""The variable with the seconds without a step after which the ranks of a script end."""
+USAGE = """usage: mpikfac launch -n N [--watchdog_timeout SECONDS] PROGRAM [ARGUMENT ...]
 
 Start a program on N ranks of this machine, under the MPI that mpi4py loads.
 
@@ -28,6 +31,10 @@ Start a program on N ranks of this machine, under the MPI that mpi4py loads.
   mpikfac launch -n 4 my_script.py --lr 0.01
 
 PROGRAM is train, evaluate, check, calibrate or an example of mpikfac, or a file of Python.
+
+With --watchdog_timeout, the ranks of a script write their stacks and end if no rank begins or ends
+a step for so many seconds: more than the longest step, evaluation or checkpoint takes. The
+variable MPIKFAC_WATCHDOG_TIMEOUT does the same under mpirun. Programs have their own option.
 
 Ctrl-C or SIGTERM asks the training to stop after a step, with a checkpoint; the same command with
 --resume auto goes on. A script of yours gets SIGTERM on every rank, which ends a script without a
@@ -38,11 +45,16 @@ In a job of Slurm or PBS, the message of `mpikfac launch` says what to write ins
 
 
 class RankProgram(NamedTuple):
-    """A program to start on ranks: their number, the program's name, and its arguments."""
+    """A program to start on ranks: their number, the program's name, and its arguments.
+
+    Attributes:
+        timeout: the seconds of the watchdog of a script; "" for no watchdog.
+    """
 
     ranks: int
     name: str
     arguments: list[str]
+    timeout: str = ""
 
     @property
     def words(self) -> list[str]:
@@ -77,7 +89,14 @@ def read(argv: Sequence[str]) -> RankProgram:
     """
     if argv[0] != "-n" or len(argv) < 3:
         raise ValueError(f"give -n N PROGRAM, such as -n 4 train, not {shlex.join(argv)}")
-    _, count, name, *arguments = argv
+    _, count, *rest = argv
+    timeout = ""
+    if rest[0] == TIMEOUT:
+        if len(rest) < 3:
+            raise ValueError(f"give {TIMEOUT} SECONDS and a script, not {shlex.join(argv)}")
+        _, timeout, *rest = rest
+        _check_timeout(timeout, rest[0])
+    name, *arguments = rest
     if not re.fullmatch("0*[1-9][0-9]{0,4}", count):
         raise ValueError(f"-n {count} must be a whole number, 1 to 99999, the number of ranks")
     if name not in PROGRAMS and not Path(name).is_file():
@@ -86,7 +105,19 @@ def read(argv: Sequence[str]) -> RankProgram:
         raise ValueError(f"{name} is no file and no program of mpikfac{hint}")
     if name in PROGRAMS and not PROGRAMS[name].ranks:
         raise ValueError(f"{name} needs no ranks; start mpikfac {name}")
-    return RankProgram(int(count), name, arguments)
+    return RankProgram(int(count), name, arguments, timeout)
+
+
+def _check_timeout(timeout: str, name: str) -> None:
+    """Check the limit of a watchdog.
+
+    Raises:
+        ValueError: it is not a number of seconds, or the program has its own option.
+    """
+    if name in PROGRAMS:
+        raise ValueError(f"{TIMEOUT} {timeout} before {name} is for scripts; give it after {name}")
+    if not re.fullmatch(r"[0-9]{1,8}(\.[0-9]*)?", timeout) or not float(timeout):
+        raise ValueError(f"{TIMEOUT} {timeout} must be a number of seconds > 0")
 
 
 def launch(program: RankProgram) -> int:
@@ -109,6 +140,7 @@ def launch(program: RankProgram) -> int:
     remove_left(directory.parent)
     try:
         variables = mpi.variables(chosen, program.ranks, directory, environ)
+        variables |= {TIMEOUT_VARIABLE: program.timeout} if program.timeout else {}
         saves = program.name.startswith("train")
         return MpiJob(Order(command, program.command, variables, directory, saves)).wait()
     finally:

@@ -104,10 +104,11 @@ class DistributedPreconditioner(Method):
         decomposer = refresh.attach(plan, preconditioners, team) or usual
         self.bases = Bases(site, preconditioners, settings.damping.is_relative, decomposer)
         self.of_preconditioner = list(_parts_of_preconditioners(preconditioners, self.bases))
-        observers = [part.record for part in self.of_preconditioner]
         layers = gradients.layers
         at_once = site.device.type == "cpu" or self.factors.sender.early
-        self.moments = self.MOMENTS[at_once](layers, self.factors, estimator, observers)
+        self.moments = self.MOMENTS[at_once](
+            layers, self.factors, estimator, self.of_preconditioner
+        )
         self.hooks = RecordingHooks(model, self.moments)
         self.directions = Directions(gradients, self.bases, model, optimizer, settings)
         self._cautions = Cautions()

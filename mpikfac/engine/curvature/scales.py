@@ -92,6 +92,11 @@ class Scales(PreconditionerPart):
             total = squares_in_bases(*layer.pairs(inputs_of, gradients_of), of_inputs, of_outputs)
             sums.add_(total, alpha=weight)
 
+    def drop_layer(self, name: str) -> None:
+        """Drop the batch's sums of a layer."""
+        if name in self.averages:
+            self.sums[name].zero_()
+
     def unscale(self, scale: float) -> bool:
         """Take a loss's scale out of a batch's sums; return whether all sums are finite."""
         self.sums.flat.div_(scale).div_(scale)  # twice, as the square may be no number of its dtype

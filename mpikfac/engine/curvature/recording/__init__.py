@@ -3,4 +3,3 @@
 from mpikfac.engine.curvature.recording.deferred import DeferredMoments as DeferredMoments
 from mpikfac.engine.curvature.recording.hooks import RecordingHooks as RecordingHooks
 from mpikfac.engine.curvature.recording.moments import Moments as Moments
-from mpikfac.engine.curvature.recording.moments import Observer as Observer

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mpikfac.engine.curvature.eager import Eagerly
 from mpikfac.engine.curvature.recording.moments import Moments
+from mpikfac.engine.curvature.recording.retained import RetainedGradients
 from mpikfac.engine.curvature.recording.sums import changed_in_place
 from mpikfac.engine.part import Part
 from mpikfac.layers import Attached, Hook, Layer
@@ -34,7 +35,8 @@ class RecordingHooks(Part):
 
     A call counts if the model is in `train()` mode, passes are neither paused nor those of a model
     at rest, and a backward pass makes gradients of parameters from it. With a Fisher of labels that
-    `KFAC.record` draws, only the passes of `record` count.
+    `KFAC.record` draws, only the passes of `record` count. Passes whose gradients are set to None
+    or 0 before the next pass do not count either: moments hold the passes that `.grad` holds.
 
     Attributes:
         recording: whether passes count.
@@ -52,6 +54,9 @@ class RecordingHooks(Part):
         # Whether the next call of a layer begins a pass, as a backward pass has come in between.
         self._between = True
         self._running = self._interrupted = False  # backward passes that count
+        self._followed = False  # whether the end of the backward pass notes gradients
+        self._retained = RetainedGradients(moments.parameters)
+        self._removed_told = self.plan.rank > 0
         self._turn: Turn | None = None
         self._hooks: list[Attached] = []
         finalize(self, _remove, self._hooks)
@@ -85,9 +90,11 @@ class RecordingHooks(Part):
     def abort_batch(self) -> None:
         """Drop the passes since the last step, also a backward pass that was interrupted."""
         self._running = self._interrupted = False
+        self._retained.clear()
 
     def check_ended(self) -> None:
         """Warn of statistics of a backward pass that did not end, before a step takes them."""
+        self._retained.clear()
         if self._running or self._interrupted or self._moments.awaits_pass:
             log.warning(
                 "a backward pass before this step was interrupted, and its layers count in part: "
@@ -144,7 +151,7 @@ class RecordingHooks(Part):
     def _note_forward(self) -> None:
         """Note a call of a layer outside of backward passes: the pass before has ended."""
         self._interrupted |= self._running
-        self._running = False
+        self._running = self._followed = False
         if self._between:  # parts of the model are called, not the model
             self._begin_pass()
 
@@ -154,9 +161,12 @@ class RecordingHooks(Part):
         self, layer: Layer, inputs: list[Tensor], version: int, forward_pass: int, g: Tensor
     ) -> None:
         """Take one call into the sums if it counts; `inputs` holds the call's input until then."""
+        if self.paused:
+            return
         if not makes_gradients(layer.parameters):  # a gradient of inputs alone
             self._await_derivative(layer, g)
             return
+        self._follow_gradients()
         if self._turn is None and not self._moments.of_loss:
             inputs.clear()
             return
@@ -167,6 +177,27 @@ class RecordingHooks(Part):
             raise changed_in_place(layer, "the input", "backward")
         self._note_backward()
         self._moments.add(layer, x, g, forward_pass, self._turn)
+
+    def _follow_gradients(self) -> None:
+        """Drop passes whose gradients are gone, and note gradients when this pass has ended."""
+        if self._followed:
+            return
+        self._followed = True
+        at_end_of_backward(partial(self._note_gradients, self._turn is None))
+        removed = self._retained.removed()
+        counts = self._moments.of_loss or self._turn is not None
+        for name in removed if counts else ():
+            self._moments.drop_layer(name)
+            self._retained.drop(name)
+        if removed and not self._removed_told:
+            self._removed_told = True
+            _warn_of_removed(removed[0], counts)
+
+    def _note_gradients(self, of_loss: bool) -> None:
+        """Note the gradients that a pass of the loss has left in the model."""
+        self._followed = False
+        if of_loss:
+            self._retained.note(self._moments.recorded)
 
     def _note_backward(self) -> None:
         """Note a call that counts in a backward pass."""
@@ -209,6 +240,23 @@ def _remove(hooks: list[Attached]) -> None:
     """Take all hooks away from the model."""
     while hooks:
         hooks.pop().remove()
+
+
+def _warn_of_removed(name: str, dropped: bool) -> None:
+    """Warn of a pass whose gradients no step takes."""
+    if dropped:
+        log.warning(
+            "layer %r: the gradients of a backward pass were set to None or 0 before the step, so "
+            "factors do not include the pass either; if it belongs to the batch, leave gradients "
+            "in .grad until step()",
+            name,
+        )
+    else:
+        log.warning(
+            "layer %r: the gradients of a backward pass were set to None or 0 after record() of "
+            "the next pass, so factors include both; call zero_grad() before record()",
+            name,
+        )
 
 
 def _warn_of_derivatives(layer: Layer) -> None:

@@ -20,16 +20,13 @@ from mpikfac.engine.curvature.recording.sums import (
     Sum,
     bound_layers,
 )
-from mpikfac.engine.part import Part
+from mpikfac.engine.part import Part, PreconditionerPart
 from mpikfac.layers import Layer
 from mpikfac.numerics import without_autocast
 from mpikfac.plan.names import STATISTICS
 from mpikfac.settings import Estimator, Turn
 
 log = logging.getLogger("mpikfac")
-
-Observer = Callable[[Layer, Tensor, Tensor, float], None]
-"""Takes the layer, inputs and output gradients as in sums, and the weight of a call."""
 
 
 class Moments(Part):
@@ -43,6 +40,7 @@ class Moments(Part):
         begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
         vectors: of each layer's passes of the batch; tables of entries have none.
         chosen: the vectors of statistics.
+        recorded: names of layers with sums that are not finished.
     """
 
     def __init__(
@@ -50,19 +48,19 @@ class Moments(Part):
         layers: Iterable[Layer],
         factors: Factors,
         estimator: Estimator,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[PreconditionerPart] = (),
     ) -> None:
         """Bind the layers with statistics on the rank to their sums.
 
         Args:
-            observers: are called with every call that counts.
+            observers: record every call that counts.
         """
         super().__init__(factors.site)
         self.factors, self.estimator, self.of_loss = factors, estimator, estimator.of_loss
         self.statistics, self._observers = factors.statistics, observers
         self.begin = 0.0
         self._layers = bound_layers(layers, factors, estimator)
-        self._recorded: set[str] = set()  # layers with sums that are not finished
+        self.recorded: set[str] = set()
         self._finished: set[str] = set()
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
         self._uneven: set[str] = set()  # layers that a warning was about
@@ -74,12 +72,24 @@ class Moments(Part):
         """Drop the calls since the last `finish`."""
         for sums in self._sums():
             sums.start_over()
-        self._recorded.clear()
+        self.recorded.clear()
         self._finished.clear()
         self._counted.clear()
         self.vectors.clear()
         self.chosen.clear()
         self.statistics.flat.zero_()
+
+    def drop_layer(self, name: str) -> None:
+        """Drop the calls of a layer since the last `finish`."""
+        for sums in self._layers[name]:
+            sums.start_over()
+            for side in sums.sides:
+                for factor_sum in side.sums:
+                    factor_sum.total.zero_()
+        self.recorded.discard(name)
+        del self.vectors[name], self.chosen[name]
+        for observer in self._observers:
+            observer.drop_layer(name)
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -87,6 +97,11 @@ class Moments(Part):
     def layers(self) -> list[Layer]:
         """The layers with sums on the rank; of a layer with groups, a layer for each group."""
         return [sums.layer for sums in self._sums()]
+
+    @property
+    def parameters(self) -> dict[str, Sequence[Tensor]]:
+        """The parameters of each layer with sums on the rank, by name."""
+        return {name: sums[0].layer.parameters for name, sums in self._layers.items()}
 
     @property
     def awaits_pass(self) -> bool:
@@ -130,7 +145,7 @@ class Moments(Part):
         """
         sums, early = self._layers[layer.name][layer.group or 0], self.factors.sender.early
         self._begin(layer, x, turn)
-        self._recorded.add(layer.name)
+        self.recorded.add(layer.name)
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
         with self._stage(), torch.no_grad():
@@ -144,7 +159,7 @@ class Moments(Part):
 
     def _begin(self, layer: Layer, x: Tensor, turn: Turn | None) -> None:
         """Begin a batch, if the call is the first of the batch."""
-        if self._recorded:
+        if self.recorded:
             return
         if not self._finished and self.factors.sender.early:
             self.factors.settle()
@@ -172,8 +187,8 @@ class Moments(Part):
         of_squares = self._weight_of_squares(sums, len(x), weight, turn)
         sides = [side for side in sums.sides if side.quadratic or first]
         self._take(sides, chosen_x, chosen_g, weight, of_squares)
-        for observe in self._observers:
-            observe(layer, chosen_x, chosen_g, of_squares)
+        for observer in self._observers:
+            observer.record(layer, chosen_x, chosen_g, of_squares)
 
     def _weight_of_squares(
         self, sums: LayerSums, examples: int, weight: float, turn: Turn | None
@@ -208,14 +223,14 @@ class Moments(Part):
         Raises:
             RuntimeError: no layer has statistics.
         """
-        if self._layers and not self._recorded and not self._finished:
+        if self._layers and not self.recorded and not self._finished:
             missing = "" if self.of_loss else "; call record(outputs) before the loss's backward()"
             raise RuntimeError(
                 f"no covered layer took part in the training passes before this step (train() "
                 f"mode, a batch that is not empty, backward, outside of transforms of torch.func), "
                 f"so there are no statistics{missing}"
             )
-        seen = {name: name in self._recorded | self._finished for name in self._layers}
+        seen = {name: name in self.recorded | self._finished for name in self._layers}
         left = [name for name in self._layers if name not in self._finished]
         of_part = [name for name in left if self._layers[name][0].layer.of_part]
         self._finish_layers([name for name in left if name not in of_part])
@@ -227,7 +242,7 @@ class Moments(Part):
     def _finish_layers(self, names: Collection[str]) -> None:
         """Turn the sums of layers into factors; without examples, the sums stay 0."""
         self._finished.update(names)
-        self._recorded.difference_update(names)
+        self.recorded.difference_update(names)
         scaled = [each for name in names for each in self._scales(name)]
         if scaled:
             sums, scales, _ = zip(*scaled)

@@ -1,0 +1,293 @@
+"""Watch a rank's steps from a thread: end the job if ranks can never meet in a step.
+
+A rank that waits for others waits inside MPI, where it cannot report anything. A thread therefore
+looks once a second. A rank that has been in the same step for `LONG` seconds, or has ended, sends
+its place to the next rank, and a waiting rank compares the place of the rank before with its own.
+Among ranks that cannot meet, two neighbours differ. Faster steps send nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple, NoReturn
+
+from mpikfac.comm.job import Comm, survives
+from mpikfac.comm.mpi import MPI
+from mpikfac.errors import CRASH, USAGE_ERROR, UserError, looks
+
+LOOK = 1.0  # seconds between two looks
+LONG = 10.0  # seconds in a step, before a rank sends its place
+WAIT = 60.0  # seconds; the ranks of a job may end at different times
+LEAVE = 2.0  # seconds for all ranks to write their stacks
+TIMEOUT = "MPIKFAC_WATCHDOG_TIMEOUT"
+"""The variable with the seconds without a step after which a job ends."""
+
+
+class Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        trainer: the number of the trainer that steps, or -1 at the end of the program.
+        arguments: those of the step, on which ranks must agree, as texts.
+        met: whether all ranks of the job take the step.
+    """
+
+    trainer: int
+    name: str
+    step: int
+    arguments: Mapping[str, str]
+    met: bool = True
+
+    def __str__(self) -> str:
+        return f"step {self.step} of {self.name}"
+
+    def meets(self, other: Place) -> bool:
+        """Return whether both are the same step."""
+        return self[:3] == other[:3]
+
+
+ENDED = Place(-1, "", 0, {})
+STACKS = Place(-2, "", 0, {})
+"""What a rank sends that has ended, and one that ends the job at the limit."""
+
+
+class WatchedSteps:
+    """The steps of a trainer, as the rank's watch sees them."""
+
+    def __init__(self, comm: Comm, name: str) -> None:
+        """Let the rank's watch know the steps of a trainer.
+
+        Collective over: comm; with the first trainer of all ranks of the job, world.
+
+        Args:
+            comm: the ranks that train together.
+            name: what takes the steps, for messages.
+        """
+        self._watch, self._name = _watch(os.getpid()), name
+        self._met = 1 < comm.size == MPI.COMM_WORLD.size and not survives()
+        self._watch.start(self._met)
+        self._trainer = self._watch.trainers
+
+    @contextmanager
+    def taking(self, step: int, arguments: Mapping[str, object]) -> Iterator[None]:
+        """Inside, the rank takes a step whose `arguments` must be equal on all ranks.
+
+        Raises:
+            UserError: another rank sends messages of other sizes.
+        """
+        texts = {name: repr(value) for name, value in arguments.items()}
+        self._watch.move(Place(self._trainer, self._name, step, texts, self._met))
+        try:
+            yield
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            given = ", ".join(f"{name}={text}" for name, text in texts.items())
+            raise UserError(
+                f"step {step} of {self._name}: another rank sends messages of other sizes; call "
+                f"step() with the same arguments on all ranks, on this rank: {given}"
+            ) from error
+        finally:
+            self._watch.move(None)
+
+
+class Watch:
+    """Watch the steps of a rank.
+
+    Attributes:
+        trainers: the number of trainers so far.
+    """
+
+    def __init__(self, process: int) -> None:
+        self.trainers = 0
+        self._process = process
+        self._limit = _limit()
+        self._place: Place | None = None
+        self._moves = 0
+        self._before: Place | None = None  # where the previous rank has said to be
+        self._ring: MPI.Intracomm | None = None
+        self._sent: list[MPI.Request] = []
+        self._told = self._failed = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpikfac watch", daemon=True)
+
+    def start(self, met: bool) -> None:
+        """Start the thread, at the first trainer that needs it.
+
+        Args:
+            met: whether all ranks of the job take the steps of the trainer.
+        """
+        self.trainers += 1
+        self.move(None)
+        if met and self._ring is None:
+            self._ring = MPI.COMM_WORLD.Dup()
+            atexit.register(self._end_program)
+            sys.excepthook = partial(self._on_failure, sys.excepthook)
+        threads = met and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        if (threads or self._limit) and not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
+
+    def move(self, place: Place | None) -> None:
+        """Note where the rank is: in a step, or, with None, between two steps."""
+        self._moves += 1
+        self._place = place
+
+    def _on_failure(self, report: Callable[..., None], *failure: Any) -> None:
+        """Note that the program ends by an exception, after the hook `report`."""
+        self._failed = True
+        report(*failure)
+
+    def _run(self) -> None:
+        moves, still, sent = -1, 0.0, False
+        while not self._closed.wait(LOOK):
+            place = self._place
+            self._receive()
+            if self._moves != moves:
+                moves, still, sent = self._moves, 0.0, False
+                continue
+            still += LOOK
+            if self._ring is not None and place is not None and place.met and still >= LONG:
+                if not sent:
+                    self._send(place)
+                    sent = True
+                self._compare(place, still)
+            if self._limit and still >= self._limit:
+                self._end_at_limit(place)
+
+    def _send(self, place: Place, every: bool = False) -> None:
+        """Send a place to the next rank, or to every rank."""
+        if self._ring is not None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            rank, size = self._ring.rank, self._ring.size
+            for to in range(1, size) if every else (1,):
+                self._sent.append(self._ring.isend(tuple(place), (rank + to) % size))
+            self._sent = [request for request in self._sent if not request.Test()]
+
+    def _receive(self) -> None:
+        """Take the places that other ranks have sent."""
+        while self._ring is not None and self._ring.iprobe():
+            place = Place(*self._ring.recv())
+            if place != STACKS:
+                self._before = place
+            elif self._limit:
+                self._limit = None  # the rank that has sent this ends the job
+                self._write_stacks("another rank has reached the limit")
+
+    @property
+    def _previous(self) -> int:
+        assert self._ring is not None
+        return (self._ring.rank - 1) % self._ring.size
+
+    def _compare(self, place: Place, still: float) -> None:
+        """End the job if the previous rank cannot take this rank's step."""
+        rank, previous, before = MPI.COMM_WORLD.rank, self._previous, self._before
+        if before == ENDED:
+            _abort(
+                f"rank {previous} has ended, and rank {rank} waits in {place}; unless it has "
+                f"failed, give all ranks the same number of steps"
+            )
+        if before is not None and before.meets(place):
+            for name, text in place.arguments.items():
+                if before.arguments[name] != text:
+                    _abort(
+                        f"ranks disagree on {name} in {place}: {before.arguments[name]} on rank "
+                        f"{previous}, {text} on rank {rank}; call step() with the same arguments "
+                        f"on all ranks"
+                    )
+        elif still >= WAIT and not self._told:
+            self._told = True
+            _print(
+                f"rank {rank} has waited in {place} for {WAIT:g} s, and rank {previous} has not "
+                f"come to it; if rank {previous} waits elsewhere, call the same methods on all "
+                f"ranks; {TIMEOUT}=600 ends such a job with the stacks of all ranks"
+            )
+
+    def _end_at_limit(self, place: Place | None) -> NoReturn:
+        self._send(STACKS, every=True)
+        where = "between two steps" if place is None else f"in {place}"
+        self._write_stacks(f"no progress for {self._limit:g} s, {where}")
+        time.sleep(LEAVE + LOOK)
+        os._exit(CRASH)
+
+    def _write_stacks(self, why: str) -> None:
+        """Write the stacks of this rank."""
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            stacks = file.read().decode()
+        world = MPI.COMM_WORLD
+        _print(f"rank {world.rank} of {world.size}, {platform.node()}: {why}; stacks:\n{stacks}")
+
+    def _end_program(self) -> None:
+        """Wait, at the end of the program, for the previous rank: it may wait for this rank.
+
+        A program that ends by an exception ends the job.
+        """
+        if MPI.Is_finalized() or os.getpid() != self._process:  # a fork is not a rank
+            return
+        if self._failed:
+            sys.stdout.flush()
+            MPI.COMM_WORLD.Abort(CRASH)
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        assert self._ring is not None
+        sent = self._ring.isend(tuple(ENDED), (self._ring.rank + 1) % self._ring.size)
+        if not any(self._previous_ended() for _ in looks(WAIT)):
+            _print(
+                f"rank {self._ring.rank} has ended, and rank {self._previous} has not for "
+                f"{WAIT:g} s; if it waits for this rank, give all ranks the same number of steps "
+                f"and the same calls, and end the job"
+            )
+            while not self._previous_ended():
+                time.sleep(0.1)
+        sent.Wait()
+
+    def _previous_ended(self) -> bool:
+        self._receive()
+        return self._before == ENDED
+
+
+@cache
+def _watch(process: int) -> Watch:
+    """Return the watch of this process."""
+    return Watch(process)
+
+
+def _limit() -> float | None:
+    """Return the seconds without a step after which the job ends; None without a limit.
+
+    Raises:
+        UserError: the variable is not a number of seconds.
+    """
+    text = os.environ.get(TIMEOUT)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise UserError(f"{TIMEOUT}={text} must be a number of seconds > 0")
+    return seconds
+
+
+def _abort(text: str) -> None:
+    """Print a line, and end the job."""
+    _print(text)
+    MPI.COMM_WORLD.Abort(USAGE_ERROR)
+
+
+def _print(text: str) -> None:
+    """Write in a single piece: a launcher may put its own notes between two pieces."""
+    end = "" if text.endswith("\n") else "\n"
+    print(f"mpikfac: {text}{end}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,67 @@
+"""Tell which gradients of earlier backward passes the program has removed before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Retained(NamedTuple):
+    """The gradients of a layer after a backward pass.
+
+    Attributes:
+        versions: identities, and how often each gradient was changed in place.
+        sizes: the norms, which no host waits for.
+    """
+
+    versions: list[tuple[int, int]]
+    sizes: Sequence[Tensor]
+
+
+class RetainedGradients:
+    """The gradients that the backward passes since the last step have left in `.grad`.
+
+    Args:
+        parameters: of each layer, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Sequence[Tensor]]) -> None:
+        self._parameters = parameters
+        self._retained: dict[str, Retained] = {}
+
+    def note(self, names: Iterable[str]) -> None:
+        """Note the gradients of layers, after a backward pass."""
+        with torch.no_grad():
+            for name in names:
+                if gradients := self._gradients(name):
+                    versions = [(id(g), g._version) for g in gradients]
+                    self._retained[name] = Retained(versions, torch._foreach_norm(gradients, 1))
+
+    def removed(self) -> list[str]:
+        """Return the layers whose gradients are None or 0 now, and were not after a pass.
+
+        Elements are read only if the program has changed the gradients.
+        """
+        return [
+            name for name, retained in self._retained.items() if self._is_removed(name, retained)
+        ]
+
+    def _is_removed(self, name: str, retained: Retained) -> bool:
+        gradients = self._gradients(name)
+        if [(id(g), g._version) for g in gradients] == retained.versions:
+            return False
+        return not gradients or (any(retained.sizes) and not any(g.any() for g in gradients))
+
+    def _gradients(self, name: str) -> list[Tensor]:
+        return [p.grad for p in self._parameters[name] if p.grad is not None]
+
+    def drop(self, name: str) -> None:
+        """Drop what is noted of a layer."""
+        del self._retained[name]
+
+    def clear(self) -> None:
+        """Drop what is noted, at the end of a batch."""
+        self._retained.clear()
