@@ -30,7 +30,7 @@ from mpikfac.model import (
     report_uncovered,
 )
 from mpikfac.numerics import LOSSES, Loss, Scaler, check_outputs, without_autocast
-from mpikfac.plan import Clip, Grafting, NoGrafting, Strategy, one_of, strategy_of
+from mpikfac.plan import Clip, Grafting, Strategy, one_of, strategy_of
 from mpikfac.plan.names import OF_KFAC, SEEN
 from mpikfac.preconditioners import Preconditioner, PreconditionerName, preconditioners_by_name
 from mpikfac.settings import (
@@ -42,7 +42,6 @@ from mpikfac.settings import (
     Settings,
     budget_of,
     seen_in,
-    usual_intervals,
 )
 from mpikfac.trace import Trace
 from mpikfac.trainer import Trainer
@@ -153,43 +152,47 @@ class KFAC(Trainer):
         check_kind("clip", clip, Clip)
         check_kind("estimator", estimator, Estimator)
         check_kind("coverage", coverage, Coverage)
+        if damping is not None and not isinstance(damping, Damping):
+            damping = Damping(damping)
+        coverage = coverage or Coverage()
         team = SplitComm.of(comm)
-        strategy, settings = strategy_of(strategy)
+        strategy, of_strategy = strategy_of(strategy)
         check_synchronous(strategy)
-        preconditioners = preconditioners_by_name(
-            preconditioner or settings.get("preconditioner", "inverse")
-        )
+        named = of_strategy.pop("preconditioner", "inverse")
+        preconditioners = preconditioners_by_name(preconditioner or named)
         run = next(iter(preconditioners.values()))
-        defaults, form = run.defaults, run.form
-        if grafting is None:
-            grafting = defaults.grafting if clip is None else NoGrafting()
-        if grafting.needs_batch:
-            check_plain(optimizer)
-        estimator, coverage = estimator or defaults.estimator, coverage or Coverage()
-        damping = defaults.damping if damping is None else damping
-        damping = damping if isinstance(damping, Damping) else Damping(damping)
-        given = factor_update_steps, inv_update_steps
-        usual = defaults.factor_update_steps, settings.get("inv_update_steps")
-        limits = budget_of(budget, (*given, *usual), form, coverage.rule, strategy)
-        stretched = limits.stretched(usual_intervals(strategy.refresh.stagger))
-        factors, bases = (_first(*each) for each in zip(given, usual, stretched))
-        precision = matmul_precision or defaults.matmul_precision
-        self.settings = Settings(
-            *(damping, factors, bases, estimator.factor_decay),
+        chosen = run.defaults.override(**of_strategy).override(
+            clip,
+            damping=damping,
+            factor_update_steps=factor_update_steps,
+            inv_update_steps=inv_update_steps,
             grafting=grafting,
+            estimator=estimator,
+            matmul_precision=matmul_precision,
+        )
+        if chosen.grafting.needs_batch:
+            check_plain(optimizer)
+        by_hand = chosen.factor_update_steps, chosen.inv_update_steps
+        limits = budget_of(budget, by_hand, run.form, coverage.rule, strategy)
+        self.estimator = chosen.estimator
+        self.settings = Settings(
+            chosen.damping,
+            *chosen.intervals(limits, strategy.refresh.stagger),
+            self.estimator.factor_decay,
+            grafting=chosen.grafting,
             clip=clip,
-            matmul_precision=precision,
+            matmul_precision=chosen.matmul_precision,
             cuda_graph=cuda_graph,
             budget=limits,
         )
-        self.estimator = estimator
-        factory = PreconditionerFactory(self.settings, estimator, preconditioners, coverage)
+        factory = PreconditionerFactory(self.settings, self.estimator, preconditioners, coverage)
         super().__init__(model, optimizer, team, strategy, factory, trace)
         if team.trains.rank == 0:
             uncovered = self.built.gradients.uncovered
             ways = offers(model, uncovered, coverage)
             report_uncovered(model, self.layers, uncovered, optimizer, ways)
-            for warning in check_habits(optimizer, self.settings, estimator.fisher_type, form):
+            fisher_type = self.estimator.fisher_type
+            for warning in check_habits(optimizer, self.settings, fisher_type, run.form):
                 log.warning("%s", warning)
 
     def __repr__(self) -> str:
@@ -449,8 +452,11 @@ class KFAC(Trainer):
             )
         with self.preconditioner.hooks.pausing():
             yield
+<<<<<<< HEAD
 
 
 def _first(*choices: float | Schedule | None) -> float | Schedule:
     """Return the first choice that is not None."""
     return next(choice for choice in choices if choice is not None)
+=======
+>>>>>>> step2

@@ -18,7 +18,7 @@ from mpikfac.kfac import KFAC
 from mpikfac.layers import Coverage
 from mpikfac.model import Descent, check_kind
 from mpikfac.numerics import PassedScale
-from mpikfac.plan import AdamGrafting, Grafting, KLClip, NoGrafting, Strategy, check_size, plain
+from mpikfac.plan import AdamGrafting, Grafting, KLClip, Strategy, check_size, plain
 from mpikfac.preconditioners import named_preconditioner
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator
 from mpikfac.trainer import Trainer
@@ -256,16 +256,21 @@ class KFACOptimizer(Optimizer):
                 self.preconditioner,
                 strategy or "sharded-optimizer",
             )
-        usual = named_preconditioner(settings.get("preconditioner") or "inverse").defaults.grafting
-        grafting: Any = settings.pop("grafting", None)
-        if grafting is None:
-            grafting = usual if settings.get("clip") is None else NoGrafting()
+        usual = named_preconditioner(settings.get("preconditioner") or "inverse").defaults
+        chosen = usual.override(settings.get("clip"), grafting=settings.pop("grafting", None))
+        grafting = chosen.grafting
         if momentum is None:
-            number: Any = grafting.momentum or usual.momentum or MOMENTUM
+            number: Any = grafting.momentum or usual.grafting.momentum or MOMENTUM
             momentum = number(0) if callable(number) else number
+<<<<<<< HEAD
         chosen = model.parameters() if params is None else params
         descent = Descent(chosen, lr, momentum, weight_decay)
         grafting = grafting.with_momentum(momentum)  # an error prints the number
+=======
+        trained = model.parameters() if params is None else params
+        descent = Descent(trained, lr, momentum, weight_decay)
+        grafting = grafting.with_momentum(momentum)  # an error names the number
+>>>>>>> step2
         if momentum:
             grafting = grafting.with_momentum(descent.momentum)
         super().__init__(

@@ -286,12 +286,14 @@ OPEN_NAMES = {
     *("mpikfac.lab.quadratic_model.graft.Batch", "mpikfac.lab.quadratic_model.graft.lowest"),
     "mpikfac.lab.quadratic_model.graft.inner_products",
     "mpikfac.lab.quadratic_model.graft.slopes_and_curvatures",
+    *("mpikfac.lab.robust.config.NearMost", "mpikfac.lab.robust.rules.farthest"),
+    "mpikfac.lab.robust.shards.Near",
     "mpikfac.lab.tensor_parallel.forward.split_forward",
     "mpikfac.lab.tensor_parallel.rows.layers_before",
 }
 # What has a member of the name of a part, and is no trainer: names, and functions' results.
 NO_TRAINERS = {
-    *("axis", "distribution", "factor", "hypothesis", "layer", "layouts", "method", "mpikfac"),
+    *("axis", "tp_plan", "factor", "hypothesis", "layer", "layouts", "method", "mpikfac"),
     *("network", "options", "plan", "shape", "make_plan", "plan_of", "choose_tensor_parallel_plan"),
 }
 # The file that knows the inside; the benchmark that also runs older states of the library; and

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from mpikfac.plan import AdamGrafting, Choice, Form, Grafting, one_of
-from mpikfac.settings import Damping, Estimator, Precision
+from mpikfac.plan import AdamGrafting, Choice, Clip, Form, Grafting, NoGrafting, one_of
+from mpikfac.settings import (
+    Budget,
+    Damping,
+    Estimator,
+    Precision,
+    Schedule,
+    usual_intervals,
+)
 
 if TYPE_CHECKING:  # programs print help from these types, and importing torch takes seconds
     import torch
@@ -56,13 +63,40 @@ class Held:
 
 @dataclass(frozen=True)
 class Defaults:
+<<<<<<< HEAD
     """The settings of `KFAC` that a preconditioner replaces by its own defaults."""
+=======
+    """The settings that `KFAC` takes where none are given; it says what they mean.
+
+    An interval of None is the usual one, which a budget stretches.
+    """
+>>>>>>> step2
 
     damping: Damping = field(default_factory=Damping)
     grafting: Grafting = field(default_factory=AdamGrafting)
     estimator: Estimator = field(default_factory=Estimator)
-    factor_update_steps: int | None = None
+    factor_update_steps: int | Schedule | None = None
+    inv_update_steps: int | Schedule | None = None
     matmul_precision: Precision | None = None
+
+    def override(self, clip: Clip | None = None, **given: Any) -> Defaults:
+        """Return these settings with the given ones in their place; None is not given.
+
+        Args:
+            clip: bounds the lengths of directions, so grafting has to be given with it.
+        """
+        if clip is not None and given.get("grafting") is None:
+            given["grafting"] = NoGrafting()
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    def intervals(self, budget: Budget, stagger: int) -> tuple[float | Schedule, float | Schedule]:
+        """Return both intervals, with the usual one, stretched by the budget, for None."""
+        usual = budget.stretched(usual_intervals(stagger))
+        factors, bases = self.factor_update_steps, self.inv_update_steps
+        return (
+            usual.factor_update_steps if factors is None else factors,
+            usual.inv_update_steps if bases is None else bases,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

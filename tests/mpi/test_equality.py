@@ -9,8 +9,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import KFAC, FirstOrderTrainer, MemOpt, RanksDifferError, Strategy
-from mpikfac import trainer as library
-from support import problem
+from support import inside, problem
 from support.strategies import changed
 
 RANKS = mpikfac.world().size
@@ -26,7 +25,7 @@ STRATEGIES = {
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """Compare in every second step."""
-    monkeypatch.setattr(library, "COMPARE_EVERY", EVERY)
+    inside.compare_tensors_every(monkeypatch, EVERY)
 
 
 class Counting(nn.Module):

@@ -330,3 +330,8 @@ def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:
 def waiting(kfac: KFAC) -> int:
     """Return the number of moments that wait."""
     return len(getattr(kfac.preconditioner.moments, "_waiting", ()))
+
+
+def compare_tensors_every(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Let trainers compare the weights and buffers of all ranks every so many steps."""
+    monkeypatch.setattr(trainer, "COMPARE_EVERY", steps)

@@ -37,15 +37,15 @@ TABLE = (
     Mistake(
         "optimizers by name: the momentum is K-FAC's",
         "optimizer.py",
-        "number: Any = grafting.momentum or usual.momentum or MOMENTUM",
+        "number: Any = grafting.momentum or usual.grafting.momentum or MOMENTUM",
         "number: Any = grafting.momentum or MOMENTUM",
         "tests/unit/test_kfac_optimizer.py",
     ),
     Mistake(
         "optimizers by name: the momentum of given grafting is lost",
         "optimizer.py",
-        "number: Any = grafting.momentum or usual.momentum or MOMENTUM",
-        "number: Any = usual.momentum or MOMENTUM",
+        "number: Any = grafting.momentum or usual.grafting.momentum or MOMENTUM",
+        "number: Any = usual.grafting.momentum or MOMENTUM",
         "tests/unit/test_kfac_optimizer.py",
     ),
     Mistake(
@@ -311,8 +311,8 @@ TABLE = (
     Mistake(
         "Newton-Muon: gradients of outputs count by default",
         "kfac.py",
-        "estimator or defaults.estimator",
-        "estimator or Estimator()",
+        "            estimator=estimator,\n",
+        "            estimator=estimator or Estimator(),\n",
         "tests/unit/test_newton_muon.py",
     ),
     Mistake(

@@ -14,12 +14,10 @@ from mpikfac.plan import CallSize, Plan
 from mpikfac.preconditioners import Preconditioner
 from mpikfac.settings import (
     SETTLED,
-    Intervals,
     Settings,
     budget_of,
     cost,
     evaluate,
-    usual_intervals,
 )
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.options import KfacOptions
@@ -92,13 +90,15 @@ def foreseen(
         calls: of a pass.
         passes: of a step, on all ranks together.
     """
-    given = at_start(kfac.factor_update_steps), at_start(settings.get("inv_update_steps"))
-    usual = preconditioner.defaults.factor_update_steps, None
-    budget = budget_of(
-        kfac.budget, (*given, *usual), preconditioner.form, coverage(kfac).rule, plan.strategy
+    chosen = preconditioner.defaults.override(
+        factor_update_steps=at_start(kfac.factor_update_steps),
+        inv_update_steps=at_start(settings.get("inv_update_steps")),
     )
-    stretched = budget.stretched(usual_intervals(plan.strategy.refresh.stagger))
-    intervals = Intervals(*map(_first, given, usual, stretched))
+    by_hand = chosen.factor_update_steps, chosen.inv_update_steps
+    budget = budget_of(
+        kfac.budget, by_hand, preconditioner.form, coverage(kfac).rule, plan.strategy
+    )
+    intervals = chosen.intervals(budget, plan.strategy.refresh.stagger)
     begin = Settings(kfac.damping, *intervals, 0.0).begin(0)
     of_rank = plan.of(0)
     if calls:
@@ -119,8 +119,3 @@ def foreseen(
     of_layers = {layer.name: layer for layer in plan.layers}
     times, line = cost(budget.operations, of_layers, *intervals)
     return Foreseen(plan, factor_update_steps, inv_update_steps, times, line)
-
-
-def _first(*choices: Any) -> Any:
-    """Return the first choice that is made."""
-    return next(choice for choice in choices if choice is not None)

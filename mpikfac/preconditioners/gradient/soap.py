@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mpikfac.plan import AdamInEigenbases, Combination, Form
@@ -43,8 +43,8 @@ class SOAP(Moments):
     """
 
     name: ClassVar[str] = "soap"
-    defaults: ClassVar[Defaults] = replace(
-        Moments.defaults, grafting=AdamInEigenbases(momentum=0.95), matmul_precision="float32"
+    defaults: ClassVar[Defaults] = Moments.defaults.override(
+        grafting=AdamInEigenbases(momentum=0.95), matmul_precision="float32"
     )
     form: ClassVar[Form] = Form(
         name,
