@@ -262,8 +262,8 @@ BAD = {
     ),
     "frozen layers on curvature servers": (
         "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
-        "frozen_epochs=2 needs refresh=owners, not curvature-servers: the ranks know only the layers "
-        "of the start",
+        "frozen_epochs=2 needs refresh=owners, not curvature-servers: the ranks know only the "
+        "layers of the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",

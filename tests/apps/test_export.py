@@ -84,7 +84,7 @@ def test_a_file_that_exists_is_kept(trained, tmp_path, capsys):
     assert export.main(words) == 2
     assert file.read_text() == "precious"
     assert not other.exists()
-    assert "model.pt exists; give another name or delete it" in capsys.readouterr().err
+    assert "model.pt exists; use another name or delete it" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):

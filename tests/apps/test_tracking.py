@@ -175,7 +175,7 @@ def test_a_tracker_that_raises_is_left_out(tmp_path, own, capfd):
     ("name", "told"),
     [
         ("unable", "unable raised RuntimeError: no server"),
-        ("nothing", "nothing returned NoneType, no function"),
+        ("nothing", "nothing returned NoneType, not a function"),
         ("missing", "has no function 'missing'"),
     ],
 )
