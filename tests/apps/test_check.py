@@ -396,7 +396,7 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
     ("arguments", "told"),
     [
         ("resnet5", "model=resnet5 is unknown"),
-        ("nothing.py:build --input 3", "nothing.py is no file"),
+        ("nothing.py:build --input 3", "nothing.py is not a file"),
         ("FILE:nothing --input 3", "has no function 'nothing'"),
         ("FILE:mixed", "needs --input"),
         ("FILE:number --input 3", "number() returned int, not a torch.nn.Module"),

@@ -331,5 +331,5 @@ def test_a_function_of_a_user_is_a_data_set(tmp_path):
         with pytest.raises(ValueError, match=message) as refused:
             datasets.load(f"{file}:{name}")
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"other.py is no file"):
+    with pytest.raises(ValueError, match=r"other.py is not a file"):
         datasets.load(f"{tmp_path / 'other.py'}:data")

@@ -200,7 +200,7 @@ def test_a_start_that_fails_is_one_line(tmp_path, own, capfd):
     ("name", "told"),
     [
         ("tensorbord", "metrics=tensorbord must be one of tensorboard, wandb, mlflow, or FILE.py"),
-        ("missing.py:log", "missing.py is no file"),
+        ("missing.py:log", "missing.py is not a file"),
     ],
 )
 def test_a_tracker_that_does_not_exist(tmp_path, capfd, name, told):
