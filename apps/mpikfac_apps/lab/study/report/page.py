@@ -265,8 +265,8 @@ def _of_learning(
             "those that a rank sends if collectives are rings. The dotted line is the target "
             "of the table. For a strategy with several variants, the picture shows the best. A "
             "line is the mean over seeds. With three seeds or more, a band is the interval of "
-            "95 %; with two seeds, thin lines are the runs. Curves with the same letter are equal by epochs, "
-            "and differ only by seconds and bytes.",
+            "95 %; with two seeds, thin lines are the runs. Curves with the same letter are equal "
+            "by epochs, and differ only by seconds and bytes.",
             "no cell has completed an epoch",
         ),
         Picture(
