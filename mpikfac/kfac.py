@@ -452,11 +452,3 @@ class KFAC(Trainer):
             )
         with self.preconditioner.hooks.pausing():
             yield
-<<<<<<< HEAD
-
-
-def _first(*choices: float | Schedule | None) -> float | Schedule:
-    """Return the first choice that is not None."""
-    return next(choice for choice in choices if choice is not None)
-=======
->>>>>>> step2

@@ -262,15 +262,9 @@ class KFACOptimizer(Optimizer):
         if momentum is None:
             number: Any = grafting.momentum or usual.grafting.momentum or MOMENTUM
             momentum = number(0) if callable(number) else number
-<<<<<<< HEAD
-        chosen = model.parameters() if params is None else params
-        descent = Descent(chosen, lr, momentum, weight_decay)
-        grafting = grafting.with_momentum(momentum)  # an error prints the number
-=======
         trained = model.parameters() if params is None else params
         descent = Descent(trained, lr, momentum, weight_decay)
-        grafting = grafting.with_momentum(momentum)  # an error names the number
->>>>>>> step2
+        grafting = grafting.with_momentum(momentum)  # an error prints the number
         if momentum:
             grafting = grafting.with_momentum(descent.momentum)
         super().__init__(

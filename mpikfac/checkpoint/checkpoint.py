@@ -409,6 +409,6 @@ def _check(comm: Comm, checkpoint: Checkpoint) -> None:
 def _chosen(comm: Comm, checkpoint: Checkpoint, skipped: Sequence[str]) -> Checkpoint:
     if comm.rank == 0:
         for reason in skipped:
-            log.warning("%s; going on from %s", reason, checkpoint.path)
+            log.warning("%s; continuing from %s", reason, checkpoint.path)
         tell_of_renamed(checkpoint.path.parent, checkpoint.step)
     return checkpoint

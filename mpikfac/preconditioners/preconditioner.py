@@ -63,14 +63,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Defaults:
-<<<<<<< HEAD
-    """The settings of `KFAC` that a preconditioner replaces by its own defaults."""
-=======
-    """The settings that `KFAC` takes where none are given; it says what they mean.
+    """The settings that `KFAC` uses where none are given; it says what they mean.
 
-    An interval of None is the usual one, which a budget stretches.
+    An interval of None is the default one, which a budget stretches.
     """
->>>>>>> step2
 
     damping: Damping = field(default_factory=Damping)
     grafting: Grafting = field(default_factory=AdamGrafting)

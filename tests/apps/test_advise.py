@@ -79,7 +79,7 @@ def test_the_arithmetic_is_that_of_the_machine(round_machine, tmp_path, capsys):
         "computing of an image = (forward 1.0 + backward 2.0 + statistics 1.0) ms / 1 image = "
         "4.000 ms",
         "images >= overlapped messages / computing of an image = 6.8 ms / 4.000 ms = 1.7: 2",
-        "Take --strategy comm-opt --transport.overlap true --batch_per_rank 2",
+        "Use --strategy comm-opt --transport.overlap true --batch_per_rank 2",
         "= 2 x 1.91 MiB x 4 / (1.00 GB/s x 3.0 ms) = 5.3: 6",
         "Learning rate of 8 images, in place of 2 on one rank",
         "--scale_lr linear: lr x 4",
@@ -94,7 +94,7 @@ def test_a_large_batch_is_enough(round_machine, capsys):
     assert advise.main([*round_machine, *asked, "--factor_update_steps", "2"]) == 0
     text = capsys.readouterr().out
     assert "= 4.9 ms / 3.500 ms = 1.4: 2" in text
-    assert "Take --strategy comm-opt --transport.overlap true --batch_per_rank 8" in text
+    assert "Use --strategy comm-opt --transport.overlap true --batch_per_rank 8" in text
 
 
 def row(name, images, seconds):
@@ -203,7 +203,7 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
     assert advise.main([*asked, "--strategy=hybrid", "--json", str(file)]) == 0
     text = capsys.readouterr().out
     per_node = "--transport.ranks_per_node 4 " * level
-    words = f"Take --strategy hybrid --assignment.grad_workers {workers} {per_node}"
+    words = f"Use --strategy hybrid --assignment.grad_workers {workers} {per_node}"
     assert f"{words}--transport.overlap false" in text
     _, *further = json.loads(file.read_text())
     assert len(further) == ((workers, level) != (2, False))
@@ -279,4 +279,4 @@ def test_ranks_for_an_efficiency(efficiency, ranks, round_machine, capsys):
         ["4", "39.0", "0.92"],
         ["8", "39.5", "0.91"],
     ]
-    assert f"Take --optimizer sgd --transport.overlap false on {ranks} rank" in text
+    assert f"Use --optimizer sgd --transport.overlap false on {ranks} rank" in text

@@ -233,9 +233,9 @@ TROUBLES = {
     a_file: "File exists",
     a_link: "it is a link, not a regular file",
     without_locks: "No locks available",
-    older: "the packed file has no checksum; make the file anew by mpikfac pack",
+    older: "the packed file has no checksum; create it again by mpikfac pack",
     another_checksum: "the packed file is damaged: its images have another checksum",
-    forged: "the packed file has no checksum; make the file anew by mpikfac pack",
+    forged: "the packed file has no checksum; create it again by mpikfac pack",
 }
 
 

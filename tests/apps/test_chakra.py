@@ -202,11 +202,11 @@ def assert_in_order(nodes):
         ),
         (
             ["--compression.gradients", "int8", "--export", "chakra:x"],
-            "Alltoall, Allgather of 'reduce gradients' has no counterpart in Chakra; take",
+            "Alltoall, Allgather of 'reduce gradients' has no counterpart in Chakra; use",
         ),
         (
             ["--strategy", "curvature-servers", "--export", "chakra:x"],
-            "Send of 'send factors' has no counterpart in Chakra; take",
+            "Send of 'send factors' has no counterpart in Chakra; use",
         ),
     ],
 )

@@ -396,10 +396,10 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
     ("arguments", "told"),
     [
         ("resnet5", "model=resnet5 is unknown"),
-        ("nothing.py:build --input 3", "nothing.py is no file"),
+        ("nothing.py:build --input 3", "nothing.py is not a file"),
         ("FILE:nothing --input 3", "has no function 'nothing'"),
         ("FILE:mixed", "needs --input"),
-        ("FILE:number --input 3", "number() returned int, no torch.nn.Module"),
+        ("FILE:number --input 3", "number() returned int, not a torch.nn.Module"),
         ("FILE:Failing --input 3", "the model returns dict"),
         ("FILE:mixed --input 3,4", "the model, given [3, 4], raised ValueError: expected 4D"),
         ("FILE:mixed --input 2,0", "whole number"),

@@ -69,7 +69,7 @@ def test_a_bound_that_sets_the_length_of_nearly_all_steps_is_told(tmp_path, caps
     runs = [run_of(tmp_path / "free", [0.5, 0.6, 0.7])]
     runs.append(run_of(tmp_path / "bound", [0.5, 0.6, 0.7], scales=scales))
     assert compare.main([*runs, "--png", str(tmp_path / "curves.svg")]) == 0
-    line = "The bound shortened the step in 3 of 3 lines of metrics of bound: with kl_clip, the "
+    line = "The clip shortened the step in 3 of 3 lines of metrics of bound: with kl_clip, the "
     assert (line in capsys.readouterr().out) == told
     assert "kl_scale" in (tmp_path / "curves.svg").read_text()
 
@@ -201,7 +201,7 @@ def test_tables_are_written_as_csv_and_latex(tmp_path):
     ("content", "message"),
     [
         (None, "metrics.jsonl is missing; give the run_dir of a run"),
-        ("", "metrics.jsonl holds no complete epoch yet"),
+        ("", "metrics.jsonl has no complete epoch yet"),
         ('{"step": 1, "epoch": 1, "seconds": 1}\n{"st\n', "metrics.jsonl, line 2 is not JSON"),
     ],
 )

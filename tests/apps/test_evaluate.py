@@ -173,7 +173,7 @@ def test_two_ranks_test_a_file_of_weights(ran):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nothing", "mpikfac: evaluate nothing: nothing holds no complete checkpoint"),
+        ("nothing", "mpikfac: evaluate nothing: nothing has no complete checkpoint"),
         ("RUN --data_path=none", "data.path=none needs data.name=cifar10"),
         ("RUN --weights=none.pt", "mpikfac: reading none.pt: none.pt cannot be read: No such file"),
         (
@@ -259,5 +259,5 @@ def test_best_weights_that_cannot_be_written_cost_no_run(tmp_path, monkeypatch, 
     monkeypatch.setattr(export, "write", full)
     assert train.main(arguments(tmp_path, "--epochs=1", "--keep_best")) == 0
     said = capsys.readouterr().out
-    assert "No space left on device; training goes on, without the weights of the best" in said
+    assert "No space left on device; training continues, without the weights of the best" in said
     assert "complete after 3 steps" in said

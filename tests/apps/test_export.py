@@ -84,7 +84,7 @@ def test_a_file_that_exists_is_kept(trained, tmp_path, capsys):
     assert export.main(words) == 2
     assert file.read_text() == "precious"
     assert not other.exists()
-    assert "model.pt exists; give another name or delete it" in capsys.readouterr().err
+    assert "model.pt exists; use another name or delete it" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("nothing --weights m.pt", "nothing holds no complete checkpoint"),
+        ("nothing --weights m.pt", "nothing has no complete checkpoint"),
         ("run", "give --weights FILE, --average FILE, --factors FILE or several of them"),
         ("run --weights m.pt --average m.pt", "weights and average need two files, not m.pt twice"),
         ("run --average m.pt", "has no averaged weights; its run had ema_decay=0"),

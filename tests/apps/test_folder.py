@@ -280,7 +280,7 @@ def test_a_file_that_is_no_image_is_told_the_formats(tmp_path):
     """Oracle: the line; the text is what a clone without large files has in an image's place."""
     path = pictures.plain(tmp_path, {"train": 2, "val": 1})
     (path / "val/bee/00.png").write_text("version https://git-lfs.github.com/spec/v1")
-    told = r"bee/00.png cannot be decoded: it is no image of the formats BMP, JPEG, PNG"
+    told = r"bee/00.png cannot be decoded: it is not an image of the formats BMP, JPEG, PNG"
     with pytest.raises(mpikfac.UserError, match=told):
         list(stream(path).test(3))
 
@@ -289,7 +289,10 @@ LAYOUTS = {
     "nothing": ((), "has no folder train; give a folder with train/CLASS"),
     "no test": (("train/a/1.jpg",), "has no folder val or test; give a folder with"),
     "no class": (("train/1.jpg", "val/a/1.jpg"), "train has no folders of classes"),
-    "another class": (("train/a/1.jpg", "val/b/1.jpg"), "val/b is of no class: .*train has no b"),
+    "another class": (
+        ("train/a/1.jpg", "val/b/1.jpg"),
+        "val/b belongs to no class: .* has no b",
+    ),
     "an empty class": (("train/a/1.jpg", "train/b/1.txt", "val/a/1.jpg"), "b has no images"),
     "an empty test": (("train/a/1.jpg", "test/a/.1.jpg"), "test has no images"),
 }
@@ -352,7 +355,7 @@ def test_a_packed_file_is_complete_or_absent(tmp_path, capsys):
     with pytest.raises(ValueError, match=r"out.h5 is not an HDF5 file of mpikfac"):
         datasets.load("packed", str(out))
     mpikfac.checkpoint.write_shard(out, {"images": torch.zeros(3000, dtype=torch.uint8)})
-    with pytest.raises(ValueError, match=r"out.h5 is no file of mpikfac pack: it lacks starts"):
+    with pytest.raises(ValueError, match=r"out.h5 is not a file of mpikfac pack: it lacks"):
         datasets.load("packed", str(out))
 
 
@@ -382,7 +385,7 @@ def test_items_that_no_program_wrote_are_refused(tmp_path, wrong):
     for name, items in (("right", right), ("wrong", right | wrong)):
         mpikfac.checkpoint.write_shard(tmp_path / f"{name}.h5", items)
     assert datasets.load("packed", str(tmp_path / "right.h5")).classes == 2
-    with pytest.raises(ValueError, match="is damaged; make the file anew by mpikfac pack"):
+    with pytest.raises(ValueError, match="is damaged; create it again by mpikfac pack"):
         datasets.load("packed", str(tmp_path / "wrong.h5"))
 
 
@@ -439,7 +442,7 @@ def test_a_killed_process_ends_the_run_with_a_line(images):
     mine.get(0, 0)
     (worker,) = psutil.Process().children()
     worker.kill()
-    with pytest.raises(mpikfac.UserError, match=r"ended with code -9; perhaps memory was short"):
+    with pytest.raises(mpikfac.UserError, match=r"ended with code -9; memory may have been short"):
         for index in range(4):
             mine.get(0, index)
     mine.close()

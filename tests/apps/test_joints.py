@@ -274,7 +274,7 @@ BAD = {
     "value for a group": ("boot: 3\n", "boot must have lines of the form `key: value`"),
     "own type without a file": (
         "--vehicle=missing.py:Train",
-        "vehicle=missing.py:Train: missing.py is no file",
+        "vehicle=missing.py:Train: missing.py is not a file",
     ),
 }
 

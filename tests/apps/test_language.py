@@ -96,7 +96,7 @@ def test_options_that_do_not_fit_a_text_are_refused(options, told):
 
 
 def test_a_folder_without_enough_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no text; give a file, or a folder of"):
+    with pytest.raises(ValueError, match="has no text; give a file, or a folder of"):
         datasets.load("text", str(tmp_path))
     (tmp_path / "short.txt").write_text("x" * 100)
     with pytest.raises(ValueError, match="data.size=64: 10 bytes of text fill no window"):

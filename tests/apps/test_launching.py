@@ -52,8 +52,8 @@ def outside_of_jobs(monkeypatch):
             f"-n {'9' * 20} must be a whole number, 1 to 99999, the number of ranks",
         ),
         ("-n four train", "-n four must be a whole number, 1 to 99999"),
-        ("-n 2 trane", "trane is no file and no program of mpikfac; did you mean train?"),
-        ("-n 2 no_file.py", "no_file.py is no file and no program of mpikfac"),
+        ("-n 2 trane", "trane is neither a file nor a program of mpikfac; did you mean train?"),
+        ("-n 2 no_file.py", "no_file.py is neither a file nor a program of mpikfac"),
         ("-n 2 compare runs/a", "compare needs no ranks; start mpikfac compare"),
         ("-n 2 --watchdog_timeout 60 train", "--watchdog_timeout 60 before train is for scripts"),
         (

@@ -128,7 +128,7 @@ def test_a_plan_is_the_plan_of_the_run(file):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fixed", "fixed returns [7] for an image, and the data has 10 classes; a function may"),
+        ("fixed", "fixed returns [7] for an image, and the data has 10 classes; a function can"),
         ("absent", "own.py has no function 'absent'"),
     ],
 )
@@ -233,11 +233,11 @@ def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch)
     assert train.main([*options, f"--model={name}", f"--run_dir={tmp_path}/run"]) == 0
     losses = [row["train_loss"] for row in rows(tmp_path / "run") if "train_loss" in row]
     assert losses[-1] < losses[0]
-    with pytest.raises(ValueError, match="model=timm:resnet19 is no network of timm; did you mean"):
+    with pytest.raises(ValueError, match="model=timm:resnet19 is not a network of timm; did you"):
         models.network("timm:resnet19")
     with pytest.raises(ValueError, match="images of 224x224 pixels only, and data.name=synthetic"):
         parse([*options, "--model=timm:vit_tiny_patch16_224"], 1)
-    trained = "timm:test_resnet.r160_in1k is no network of timm without weights: r160_in1k names "
+    trained = "timm:test_resnet.r160_in1k is not a network of timm without weights: r160_in1k "
     with pytest.raises(ValueError, match=trained):  # timm would draw weights without a word
         models.network("timm:test_resnet.r160_in1k")
 
@@ -256,7 +256,7 @@ def test_weights_that_timm_saves_are_first_weights(tmp_path, suffix):
     options += ("--optimizer=sgd", "--weight_decay=0", "--max_steps=1", f"--weights={file}")
     assert train.main([*options, "--model=timm:test_resnet", f"--run_dir={tmp_path}/run"]) == 0
     said = (tmp_path / "run" / "log.txt").read_text()
-    assert "tensors left at their first values: fc.weight, fc.bias" in said
+    assert "tensors that keep their initial values: fc.weight, fc.bias" in said
     checkpoint = saved(tmp_path / "run")
     for name, parameter in donor.named_parameters():
         if not name.startswith("fc."):
@@ -267,7 +267,7 @@ def test_a_checkpoint_of_timms_training_is_one_line(tmp_path):
     """Oracle: the form of timm's checkpoints: the state_dict is one of several entries."""
     file = tmp_path / "last.pth.tar"
     torch.save({"epoch": 3, "arch": "resnet18", "state_dict": small().state_dict()}, file)
-    with pytest.raises(ValueError, match="must hold a state_dict: tensors by name, and nothing el"):
+    with pytest.raises(ValueError, match="must contain a state_dict: tensors by name, and nothing"):
         weights.read(file, small())
 
 
@@ -358,10 +358,10 @@ class Harm:
     ("content", "message"),
     [
         (None, "cannot be read: No such file or directory"),
-        (b"text", "is no file of weights: "),
-        ({"weight": Harm()}, "is no file of weights: "),
-        ({"epoch": 3}, "must hold a state_dict: tensors by name, and nothing else"),
-        ([torch.ones(2)], "must hold a state_dict"),
+        (b"text", "is not a file of weights: "),
+        ({"weight": Harm()}, "is not a file of weights: "),
+        ({"epoch": 3}, "must contain a state_dict: tensors by name, and nothingse"),
+        ([torch.ones(2)], "must contain a state_dict"),
     ],
 )
 def test_a_file_without_weights_is_one_line_and_runs_nothing(tmp_path, capsys, content, message):
@@ -403,7 +403,7 @@ def holes(file):
 @pytest.mark.parametrize(
     ("make", "suffix", "message"),
     [
-        (packed, ".pt", "records must not be packed: "),
+        (packed, ".pt", "records must be uncompressed: "),
         (overlapping, ".pt", "2.weight is larger than the file"),
         (holes, ".pt", "it has 21,474,836,480 bytes; at most 1,073,7"),
         (holes, ".safetensors", "it has 21,474,836,480 bytes; at most 1,073,7"),
@@ -474,8 +474,8 @@ def test_first_weights_reach_all_ranks_and_a_resumed_run_takes_its_own(ran):
     for name, value in donor.items():
         assert torch.equal(found[f"model/{name}"], value)
     said = (ran / "begun" / "log.txt").read_text()
-    assert said.count("tensors left at their first values: none") == 1
-    assert said.count("donor.pt is not read: the run goes on from a checkpoint") == 1
+    assert said.count("tensors that keep their initial values: none") == 1
+    assert said.count("donor.pt is not read: the run continues from a checkpoint") == 1
 
 
 class Rounded(nn.Module):

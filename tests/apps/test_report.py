@@ -202,7 +202,7 @@ def test_sentences_say_what_the_numbers_say(asked):
     assert "differ from the plan's bytes in mem-opt on 1 rank and mem-opt on 2 ranks: the" in text
     assert "was first at 90.0 %, after 4.0 s of training" in text
     assert "On 2 ranks, the machine has fewer cores than ranks (1)" in text
-    assert "dp-kfac sends least" in text
+    assert "dp-kfac sends the least" in text
     assert "While 2 of 8 cells ran, other work took" in text
     assert "up to 25 %: the times" in text
     assert "different estimator of the curvature, by design: dp-kfac; see" in text
@@ -216,7 +216,7 @@ def test_sentences_compare_medians_over_seeds(tmp_path):
     for cell in wanted.cells:
         fill(tmp_path, cell, speeds=[120e3 / steps[cell.strategy][cell.options.seed]] * 3)
     text = sentences(wanted, tmp_path)
-    pace = "mem-opt has the quickest K-FAC step (75.0 ms, 1.50 times SGD's)"
+    pace = "mem-opt has the fastest K-FAC step (75.0 ms, 1.50 times SGD's)"
     assert f"On 2 ranks, {pace} and comm-opt the slowest (90.0 ms)." in text
     assert "was run once" not in text
 
@@ -363,7 +363,7 @@ def test_an_unfinished_study_claims_nothing_about_cells_that_never_ran(asked):
     text = sentences(wanted, place)
     assert text.startswith("5 cells of 8 did not run to the end")
     assert "mem-opt" not in text and "dp-kfac" not in text
-    assert "quickest" not in text and "was first" not in text and "sends least" not in text
+    assert "quickest" not in text and "was first" not in text and "sends the least" not in text
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     assert "<strong>3 of 8 cells are complete.</strong>" in page
 
@@ -375,8 +375,8 @@ def test_variants_are_compared_where_all_cells_have_ended(asked):
         if cell.ranks == 1:
             fill(place, cell, speeds=SPEEDS if cell.strategy != "mem-opt" else (5000.0,) * 3)
     text = sentences(wanted, place)
-    assert "On 1 rank, mem-opt has the quickest K-FAC step" in text
-    assert "the same numbers come from comm-opt and mem-opt (b)." in text
+    assert "On 1 rank, mem-opt has the fastest K-FAC step" in text
+    assert "the same results come from comm-opt and mem-opt (b)." in text
     assert "was first" not in text  # a cell on 2 ranks may be
 
 
@@ -500,7 +500,7 @@ def test_seeds_have_a_table_of_means(tmp_path):
     half = 4.303 * 10 / 3**0.5
     assert f">110 \N{PLUS-MINUS SIGN} {half:.1f}</td>" in means
     assert "95.0 % \N{PLUS-MINUS SIGN} 0.0 %" in means
-    assert "may be as quick" in sentences(wanted, tmp_path)
+    assert "may be as fast" in sentences(wanted, tmp_path)
     found = json.loads((tmp_path / "report.json").read_text())["means"]
     assert found[0]["step_seconds"]["half"] == pytest.approx(half / 1e3, rel=1e-3)
 
@@ -557,9 +557,7 @@ def test_two_seeds_have_a_range_and_no_interval(tmp_path):
     means = page.partition('id="means"')[2].partition('id="cells"')[0]
     assert ">100 to 110</td>" in means and ">95.0 % to 96.0 %</td>" in means
     assert "\N{PLUS-MINUS SIGN}" not in page
-    told = (
-        "2 of 2 variants have fewer than 3 complete seeds, and a range in the place of an interval"
-    )
+    told = "2 of 2 variants have fewer than 3 complete seeds, and a range instead of an interval"
     assert told in sentences(wanted, tmp_path)
     about = json.loads((tmp_path / "report.json").read_text())["means"][0]["step_seconds"]
     assert (about["low"], about["high"]) == pytest.approx((0.1, 0.11)) and about["half"] is None
@@ -570,7 +568,7 @@ def test_ranges_of_two_seeds_say_who_may_be_as_quick():
     means = {
         name: mean_of(values) for name, values in (("a", [1, 2]), ("b", [2, 3]), ("c", [3, 4]))
     }
-    assert doubt("a", means) == " Within the ranges of seeds, b may be as quick as a."
+    assert doubt("a", means) == " Within the ranges of seeds, b may be as fast as a."
     assert doubt("a", {"a": mean_of([1]), "b": mean_of([2])}) == ""
 
 

@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, who
     assert train.main([*chosen, "--resume=auto"]) == 0
     before = tmp_path / "checkpoints" / "step-000000004"
     assert f"{shard} is damaged: its BLAKE3 differs" in log(tmp_path)
-    assert f"from the manifest; going on from {before}" in log(tmp_path)
+    assert f"from the manifest; continuing from {before}" in log(tmp_path)
     assert_same_run(tmp_path, whole)
 
 
@@ -192,10 +192,10 @@ def test_a_checkpoint_from_which_runs_die_is_passed_over(tmp_path, whole, monkey
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(Run, "train", die)
             train.main([*chosen, "--resume=auto"])
-        assert f"going on from {before}" not in log(tmp_path)
+        assert f"continuing from {before}" not in log(tmp_path)
     assert train.main([*chosen, "--resume=auto"]) == 0
     passed = f"{newest}: the last 2 starts from it committed no newer checkpoint"
-    assert f"{passed}; going on from {before}" in log(tmp_path)
+    assert f"{passed}; continuing from {before}" in log(tmp_path)
     assert_same_run(tmp_path, whole)
 
 
@@ -208,7 +208,7 @@ def test_every_strategy_goes_on_to_the_last_bit(job, name, ranks):
 
 def test_a_killed_run_goes_on_to_the_last_bit(job):
     """Oracle: all items and metrics of the uninterrupted run on as many ranks."""
-    assert "going on from" in log(job / "killed")
+    assert "continuing from" in log(job / "killed")
     assert_same_run(job / "killed", job / "A owners 2")
 
 

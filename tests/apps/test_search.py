@@ -215,7 +215,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
     [
         ("--picture=x.svg", "picture=x.svg needs search=true"),
         ("--search --picture=x.txt", "x.txt must end in .pdf, .png or .svg"),
-        ("--search --preconditioner=null", "give preconditioner, not null"),
+        ("--search --preconditioner=null", "set preconditioner, not null"),
         ("--search --strategy=dp-kfac,sgd,stale-inverse", "trains like one process on all images"),
         ("--search --strategy=hybrid --ranks=7", "hybrid needs a divisor of the ranks above 1"),
         ("--search --strategy=spd-kfac --transport.virtual_ranks=4", "virtual_ranks=None, not 4"),

@@ -129,7 +129,7 @@ def test_a_checkpoint_has_the_writer_and_the_settings(run, monkeypatch):
     of_run = {key: value for key, value in config(run).items() if key not in settings.OF_A_START}
     assert about["settings"] == of_run
     monkeypatch.setattr("importlib.metadata.version", lambda package: "9.9")
-    said = f"the checkpoint is of mpikfac {mpikfac.__version__}; this is mpikfac 9.9"
+    said = f"the checkpoint was written by mpikfac {mpikfac.__version__}; this is mpikfac 9.9"
     assert said in go_on(run)
 
 
@@ -209,7 +209,7 @@ def test_two_exclusive_options_are_refused_by_name(run, capfd):
     go_on(run, "--max_steps=3", "--kfac.relative_damping=0.2")
     line = refused(capfd, run, "--kfac.damping=0.3")
     assert "kfac.damping=0.3 and relative_damping=0.2 exclude each other" in line
-    assert f"give other options than those of {saved(run).path}" in line
+    assert f"set other options than those of {saved(run).path}" in line
     mended = ("--kfac.damping=0.3", "--kfac.relative_damping=null", "--max_steps=4")
     assert "kfac.damping null -> 0.3" in go_on(run, *mended)
 
@@ -261,7 +261,7 @@ def test_other_images_of_a_function_are_seen(tmp_path, capfd):
     file.write_text(IMAGES.format(changed="47, 0, 7, 7"))
     assert "other training images" in refused(capfd, run, own, "--max_steps=2")
     file.write_text(IMAGES.format(changed="59, 0, 7,  7"))  # another size: compiled anew
-    words = "the test images differ from the test images of the checkpoint"
+    words = "the test images differ from those of the checkpoint"
     assert words in go_on(run, own, "--max_steps=2")
     assert words not in go_on(run, own, "--max_steps=3")
 

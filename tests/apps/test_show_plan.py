@@ -257,9 +257,9 @@ def test_a_model_of_ones_own_is_planned(tmp_path, capsys, more, layers):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere.py:build", "nowhere.py is no file"),
+        ("nowhere.py:build", "nowhere.py is not a file"),
         ("own.py:missing", "own.py has no function 'missing'"),
-        ("own.py:none", "none() returned NoneType, no torch.nn.Module"),
+        ("own.py:none", "none() returned NoneType, not a torch.nn.Module"),
         ("own.py", "own.py names no function; try own.py:FUNCTION"),
         (
             "own.py:build --classes 3",

@@ -68,7 +68,7 @@ def test_ranks_that_hold_everything_go_on_where_they_are(tmp_path, monkeypatch, 
     job = train(tmp_path, monkeypatch, rank, 9)
     assert job.returncode == 0, job.stderr
     assert "step 9: lost 1 of 3 ranks" in job.stdout + job.stderr
-    assert f"going on from {tmp_path}/checkpoints/step-000000009" in job.stdout
+    assert f"continuing from {tmp_path}/checkpoints/step-000000009" in job.stdout
     assert "ranks 2, batch 60, steps 9 to 18" in job.stdout
     found = losses(tmp_path), losses(tmp_path, "test_loss")  # tests take averages of weights
     assert found == tuple(pytest.approx(numbers, rel=1e-4) for numbers in expected)
@@ -87,7 +87,7 @@ def test_what_a_lost_rank_alone_held_is_taken_from_the_last_checkpoint(
     assert job.returncode == 0, job.stderr
     output = job.stdout + job.stderr
     assert "no complete state is confirmed: back to the last checkpoint" in output
-    assert re.search(rf"going on from {tmp_path}/checkpoints/step-00000000[48]\n", job.stdout)
+    assert re.search(rf"continuing from {tmp_path}/checkpoints/step-00000000[48]\n", job.stdout)
     found = losses(tmp_path)
     assert list(found) == list(range(1, STEPS + 1))
     assert found[STEPS] < found[1] / 2

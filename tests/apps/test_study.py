@@ -236,13 +236,13 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
             "strategies.mine: unknown key kfac.solvr",
         ),
         ({"strategies": {"mine": ["lr"]}}, "strategies.mine=['lr'] must have lines of the form"),
-        ({"options": {"run_dir": "x"}}, "options: run_dir is given by the study itself; leave it"),
+        ({"options": {"run_dir": "x"}}, "options: run_dir is set by the study itself; leave it"),
         ({"options": [1]}, "options=[1] must have lines of the form `key: value`"),
         ({"launcher": "pbs"}, "launcher=pbs must be one of mpirun, slurm"),
         ({"target": 970}, "target=970 must be at most 100: an accuracy in per cent"),
         ({"options": {"batch_size": 1}}, "options: unknown key batch_size; did you mean batch?"),
         ({"machine": "nowhere.json"}, "machine=nowhere.json is not a readable file"),
-        ({"base": "nowhere.yaml"}, "base=nowhere.yaml is no file"),
+        ({"base": "nowhere.yaml"}, "base=nowhere.yaml is not a file"),
         (
             {"options": {"batch": "60 until 1, 120"}},
             "batch=60 until 1, 120 must be a single number: a study compares steps",
@@ -358,7 +358,7 @@ def test_what_a_killed_job_has_left_is_ended_before_the_next(tmp_path, monkeypat
     if killed == "the launcher":
         launcher(tmp_path, monkeypatch, LEAVES.format(pid=pid) + "kill -9 $$\n")
         ended = jobs.run(cell, place / "cells" / cell.directory, "mpirun")
-        assert ended.why == "code -9: ended by signal 9 (Killed), perhaps for want of memory"
+        assert ended.why == "code -9: ended by signal 9 (Killed), perhaps for lack of memory"
     else:
         launcher(tmp_path, monkeypatch, LEAVES.format(pid=pid) + "wait\n")
         words = [sys.executable, "-m", "mpikfac_apps", "study", str(file), f"--run_dir={place}"]
@@ -380,11 +380,11 @@ NOTE = f"{RULE}\nprterun noticed that process rank 1 exited on signal 9.\n{RULE}
 @pytest.mark.parametrize(
     ("output", "code", "why"),
     [
-        (f"epoch 1: loss 2\n{NOTE}", 137, "ended by signal 9 (Killed), perhaps for want of memory"),
+        (f"epoch 1: loss 2\n{NOTE}", 137, "ended by signal 9 (Killed), perhaps for lack of memory"),
         (f"epoch 1: loss 2\n{NOTE}", 139, "ended by signal 11 (Segmentation fault)"),
         (f"ImportError: no module\n{NOTE}", 1, "ImportError: no module"),
         (f"mpikfac: no progress for 9 s\n{NOTE}", 137, "no progress for 9 s"),
-        (NOTE, 1, "exit code 1, without a word"),
+        (NOTE, 1, "exit code 1, without a message"),
         ("", 134, "ended by signal 6 (Aborted)"),
     ],
 )

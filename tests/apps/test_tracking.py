@@ -175,7 +175,7 @@ def test_a_tracker_that_raises_is_left_out(tmp_path, own, capfd):
     ("name", "told"),
     [
         ("unable", "unable raised RuntimeError: no server"),
-        ("nothing", "nothing returned NoneType, no function"),
+        ("nothing", "nothing returned NoneType, not a function"),
         ("missing", "has no function 'missing'"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_start_that_fails_is_one_line(tmp_path, own, capfd):
     ("name", "told"),
     [
         ("tensorbord", "metrics=tensorbord must be one of tensorboard, wandb, mlflow, or FILE.py"),
-        ("missing.py:log", "missing.py is no file"),
+        ("missing.py:log", "missing.py is not a file"),
     ],
 )
 def test_a_tracker_that_does_not_exist(tmp_path, capfd, name, told):

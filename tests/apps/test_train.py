@@ -153,7 +153,7 @@ def runs(root):
 def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(job):
     """Oracle: the uninterrupted run on the first part's number of ranks."""
     whole, parts = job / "whole", job / "parts"
-    kept = "begun with ranks=2; kept: batch=120, lr scaled for 2"
+    kept = "started with ranks=2; kept: batch=120, lr scaled for 2"
     assert (parts / "log.txt").read_text().count(kept) == 2
     assert_same_training(rows(parts), rows(whole))
     saved = yaml.safe_load((parts / "config.yaml").read_text())
@@ -204,12 +204,12 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
         (
             ("--kfac.momentum_of=gradients",),
             ("--kfac.momentum_of=directions",),
-            "go on with optimizer=kfac, kfac.momentum_of=gradients and momentum above 0",
+            "continue with optimizer=kfac, kfac.momentum_of=gradients and momentum above 0",
         ),
         (
             ("--optimizer=sgd",),
             ("--optimizer=kfac", "--kfac.momentum_of=gradients"),
-            "it has momentum=0.9 of directions, and none of gradients; go on with kfac.momentum_of",
+            "it has momentum=0.9 of directions, but none of gradients; continue with",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     program = str(PROGRAMS / "plain.py")
     again = launch(2, program, *arguments(job / "batch of 5", *chosen))
     assert again.returncode == 2
-    message = "it was saved with batch=5, no multiple of 2 ranks; start one of [1, 5] ranks"
+    message = "it was saved with batch=5, not a multiple of 2 ranks; start one of [1, 5] ranks"
     assert again.stderr.count(message) == again.stderr.count("mpikfac: ") == 1
 
 
@@ -530,7 +530,7 @@ def test_a_diverging_run_keeps_a_checkpoint_from_before(tmp_path):
         pytest.param(
             *("--lr=-1", "options: lr=-1.0 must be a finite number > 0"), marks=pytest.mark.slow
         ),
-        ("--data.name=cifar10 --data.path=/", "data.path=/ holds neither cifar-10-batches-bin"),
+        ("--data.name=cifar10 --data.path=/", "data.path=/ contains neither cifar-10-batches-bin"),
     ],
 )
 def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):

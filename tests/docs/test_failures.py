@@ -49,7 +49,7 @@ def test_a_remedy_is_seen(line):
     assert says_remedy(line)
 
 
-@pytest.mark.parametrize("line", ["the file ends before the image", "…; going on from …"])
+@pytest.mark.parametrize("line", ["the file ends before the image", "…; continuing from …"])
 def test_a_missing_remedy_is_seen(line):
     """Oracle: by hand, messages that state a fact alone."""
     assert not says_remedy(line)

@@ -70,7 +70,11 @@ def test_the_commands_run(tmp_path, monkeypatch, capfd):
             said[line.split()[1]] = capfd.readouterr().out
     assert "epoch 4: loss" in said["train"] or "epoch 10: loss" in said["train"]
     log = stop.parents[1].joinpath("log.txt").read_text()
-    said_in_turn = ("stopped after 1 steps (control/stop)", "going on from", "complete after 4 st")
+    said_in_turn = (
+        "stopped after 1 steps (control/stop)",
+        "continuing from",
+        "complete after 4 st",
+    )
     assert sorted(said_in_turn, key=log.find) == list(said_in_turn) and log.find("stopped") > 0
     assert "All right" in said["check"]
     assert "90" in said["compare"]

@@ -110,7 +110,7 @@ def test_what_is_damaged_is_passed_over(pristine, tmp_path, monkeypatch, caplog,
         found = find_checkpoint(mpikfac.world(), root)
         assert found is not None and found.step == 1
         (record,) = caplog.records
-        assert str(file) in record.message and f"going on from {found.path}" in record.message
+        assert str(file) in record.message and f"continuing from {found.path}" in record.message
         caplog.clear()
         shutil.rmtree(root)
         shutil.copytree(pristine, root)

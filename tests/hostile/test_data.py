@@ -38,7 +38,7 @@ def test_a_pickle_that_would_take_memory_or_time(tmp_path, bomb) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(BOMBS[bomb])
     began = time.monotonic()
-    with pytest.raises(ValueError, match=f"{path} is no batch of CIFAR-10: ") as refused:
+    with pytest.raises(ValueError, match=f"{path} is not a batch of CIFAR-10: ") as refused:
         datasets.read_python(path)
     assert time.monotonic() - began < paced(20)
     assert len(str(refused.value)) < 300 and "\n" not in str(refused.value)

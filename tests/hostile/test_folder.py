@@ -63,7 +63,7 @@ def test_a_checkpoint_without_manifest_is_named(root, caplog, spoiled) -> None:
     SPOILED[spoiled](newest)
     assert find_checkpoint(mpikfac.world(), root).step == 1
     (record,) = caplog.records
-    assert str(newest) in record.getMessage() and "going on from" in record.getMessage()
+    assert str(newest) in record.getMessage() and "continuing from" in record.getMessage()
     caplog.clear()
     assert latest_checkpoint(root).name == "step-000000001"
     (record,) = caplog.records

@@ -104,7 +104,7 @@ def test_what_is_no_file_of_text(tmp_path, capsys, kind) -> None:
         ("matrix: {strategy: [sgd], ranks: [1], lr: [2026-01-01]}", "lr=2026-01-01 must be"),
         ("matrix: {strategy: [sgd], ranks: [1], 5: [1]}", "unknown key 5"),
         ("options: {[a]: 1}\nmatrix: 1", "unhashable key"),
-        ("base: [a]", "base=['a'] is no file"),
+        ("base: [a]", "base=['a'] is not a file"),
         ('"\\e[2J\\n": 1', "unknown key \\x1b[2J\\n"),
     ],
 )

@@ -130,7 +130,7 @@ def test_where_groups_lie_is_noted(comm, quick, monkeypatch, ranks, size, distan
     ("arguments", "told"),
     [
         (["--model", "resnet20"], "options: --out is missing: the file to write"),
-        (["--out", "/nowhere/m.json"], "options: out=/nowhere/m.json: /nowhere is no directory"),
+        (["--out", "/nowhere/m.json"], "options: out=/nowhere/m.json: /nowhere is not a directory"),
         (
             ["--out", "m.json", "--model", f"{__file__}:quick"],
             "options: a model of your own needs --input, such as 3,32,32",

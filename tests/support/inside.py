@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from mpikfac import KFAC, FirstOrderTrainer
+from mpikfac import KFAC, FirstOrderTrainer, trainer
 from mpikfac.comm import Grid
 from mpikfac.comm.messages import overlap
 from mpikfac.comm.messages.outbox import Outbox, Piece
@@ -332,6 +332,6 @@ def waiting(kfac: KFAC) -> int:
     return len(getattr(kfac.preconditioner.moments, "_waiting", ()))
 
 
-def compare_tensors_every(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+def compare_tensors_every(monkeypatch: MonkeyPatch, steps: int) -> None:
     """Let trainers compare the weights and buffers of all ranks every so many steps."""
     monkeypatch.setattr(trainer, "COMPARE_EVERY", steps)

@@ -31,7 +31,7 @@ def test_the_third_start_takes_the_checkpoint_before(root, caplog) -> None:
     assert begin(root) == 1
     assert [record.message for record in caplog.records] == [
         f"{root}/step-000000002: the last 2 starts from it committed no newer checkpoint; "
-        f"going on from {root}/step-000000001"
+        f"continuing from {root}/step-000000001"
     ]
     assert begin(root) == 1
     caplog.clear()

@@ -1,1 +1,1 @@
-"""Images that stay in files: lists of images, decoding by processes, packed files."""
+"""Images that stay in files: lists of images, decoding processes, packed files."""

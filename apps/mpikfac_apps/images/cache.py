@@ -1,10 +1,10 @@
 """Keep a copy of the images of a packed file on the disk of each node.
 
-    DIR/DIGEST.images            the bytes of all images; the name is the BLAKE3 of the bytes
+    DIR/DIGEST.images            the bytes of all images, named after their BLAKE3
     DIR/.DIGEST.images.partial   being written, or left by a killed run
 
-A run holds a lock on the directory while the run checks or writes a copy. So runs that start at
-once write one copy, and the system releases the lock of a killed run.
+A run locks the directory while it checks or writes a copy. Runs that start at the same time
+therefore write one copy, and the system releases the lock of a killed run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     """What a node has.
 
     Attributes:
-        copy: the file with the copy; empty if the node has no copy.
+        copy: the file with the copy; empty if the node has none.
         trouble: why the node has no copy.
     """
 
@@ -48,13 +48,13 @@ class Outcome(NamedTuple):
 def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listing:
     """Return the list of images, with a copy of the bytes on the disk of the rank's node.
 
-    One rank of each node checks or writes the copy, and the remaining ranks wait. The ranks of a
-    node without a copy read the packed file, and a line of the log says why.
+    One rank of each node checks or writes the copy, and the other ranks wait. If a node has no
+    copy, its ranks read the packed file, and a log line gives the reason.
 
     Collective over: comm.
     """
     content = listing.content
-    assert content is not None, "the images lie in a single file"
+    assert content is not None, "the images are in a single file"
     if comm.rank == 0:
         size = content.place.size or 0
         log.info("data.cache=%s: each node keeps a copy of %.1f MB", directory, size / 1e6)
@@ -65,7 +65,7 @@ def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listi
             [outcome for outcome in outcomes if outcome is not None], directory, content.place.path
         )
     copy = outcomes[first].copy
-    if not os.path.isfile(copy):  # also a directory that each rank has for itself
+    if not os.path.isfile(copy):  # also if each rank has its own directory of this name
         return listing
     parts = (listing.train_images, listing.test_images)
     trained, tested = (replace(part, copy=(copy, content.place.start)) for part in parts)
@@ -83,7 +83,7 @@ def attempted(content: Content, directory: str) -> Outcome:
 
 
 def _warn_of_troubles(outcomes: list[Outcome], directory: str, path: str) -> None:
-    """Warn of nodes without a copy, in one line."""
+    """Warn about nodes without a copy, in one line."""
     troubles = [outcome.trouble for outcome in outcomes if outcome.trouble]
     if troubles:
         log.warning(
@@ -93,14 +93,14 @@ def _warn_of_troubles(outcomes: list[Outcome], directory: str, path: str) -> Non
 
 
 def sound_copy(content: Content, directory: Path) -> Path:
-    """Return the file with a copy of the bytes; write the file if no sound copy is there.
+    """Return the file with a copy of the bytes; write it unless there is an intact copy.
 
     Raises:
-        OSError: the copy cannot be written; the text says why.
-        ValueError: the packed file has no checksum, or another checksum than its images.
+        OSError: the copy cannot be written; the text has the reason.
+        ValueError: the packed file has no checksum, or one that does not match its images.
     """
     if not is_digest(content.digest):
-        raise ValueError("the packed file has no checksum; make the file anew by mpikfac pack")
+        raise ValueError("the packed file has no checksum; create it again by mpikfac pack")
     directory.mkdir(parents=True, exist_ok=True)
     copy = directory / f"{content.digest}.images"
     with locked(directory):
@@ -112,13 +112,13 @@ def sound_copy(content: Content, directory: Path) -> Path:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text is a BLAKE3, and so the name of a file inside a directory."""
+    """Return whether a text is a BLAKE3, and therefore the name of a file inside a directory."""
     return len(text) == 64 and not set(text) - set("0123456789abcdef")
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock on a directory; wait for a second run that holds the lock.
+    """Lock a directory; wait for any other run that has locked it.
 
     Raises:
         OSError: the directory cannot be locked.
@@ -127,13 +127,13 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-        os.fsync(descriptor)  # the names of the files are on the disk
+        os.fsync(descriptor)  # so that the names of the files are on the disk
     finally:
         os.close(descriptor)
 
 
 def sound(copy: Path, content: Content) -> bool:
-    """Return whether a file holds the bytes; read the whole file."""
+    """Return whether a file contains the bytes; read all of it."""
     if not os.path.lexists(copy) or os.path.getsize(copy) != content.place.size:
         return False
     digest = blake3()
@@ -143,7 +143,7 @@ def sound(copy: Path, content: Content) -> bool:
 
 
 def write(copy: Path, content: Content) -> None:
-    """Write a copy of the bytes, in place of a damaged copy; the copy is complete or absent.
+    """Write a copy of the bytes, replacing a damaged copy; the copy is complete or absent.
 
     Raises:
         OSError: the disk is too small, or a file cannot be read or written.

@@ -1,9 +1,9 @@
-"""Start the processes that decode images for a rank, and hand out the work.
+"""Start the processes that decode images for a rank, and distribute the work.
 
-A process is a new Python, started by its program's name: `fork` would copy the state of MPI, and
-`multiprocessing` would run the main program again. Decoded pixels lie in memory without a name in
-the file system, so a killed rank leaves nothing behind. Workers of torch's
-DataLoader would load torch in every process.
+Each process is a new Python, started by its program's name: `fork` would copy the state of MPI, and
+`multiprocessing` would run the main program again. Decoded pixels are in memory without a name in
+the file system, so a killed rank leaves nothing behind. Workers of torch's DataLoader would load
+torch in every process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mpikfac_apps.images.worker import DecodeJob, Fault, fill, slots_of
 TRAINING = (0, 1, 2, 3)  # slots of memory for the next batches of the training
 REST = 4  # the slot for a part of a test or of a sample
 OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables that tell a process its rank
-# glibc keeps the memory of an image for the next image: a third less time of the processor.
+# glibc keeps the memory of an image for the next one, which saves a third of the processor time.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**27), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 PATIENCE = 10.0  # seconds for a process to end
 
 
 class _Worker(Protocol):
-    """Describe what decodes images, in the order of the tickets."""
+    """The interface of what decodes images, in the order of the tickets."""
 
     def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None: ...
 
@@ -40,18 +40,19 @@ class _Worker(Protocol):
 
 
 class Decoders:
-    """Decode lists of images into shared memory, with a number of processes.
+    """Decode lists of images into shared memory, with several processes.
 
     Args:
-        workers: the number of processes; 0 decodes in the calling process, when a result is asked.
-        size: pixels of a side.
-        room: the largest number of images in a list.
+        workers: the number of processes; with 0, the calling process decodes when a result is
+            requested.
+        size: side length in pixels.
+        room: the maximum number of images in a list.
     """
 
     def __init__(self, workers: int, size: int, room: int) -> None:
         shape = (REST + 1, room, size, size, 3)
         memory = os.memfd_create("mpikfac images", os.MFD_CLOEXEC)
-        os.ftruncate(memory, int(np.prod(shape)))  # pages take memory when they are used
+        os.ftruncate(memory, int(np.prod(shape)))  # pages use memory only once they are written
         self._slots = slots_of(memory, shape)
         self._workers: list[_Worker] = [_Process(memory, shape) for _ in range(workers)]
         os.close(memory)
@@ -60,7 +61,7 @@ class Decoders:
         self._ticket = 0
 
     def begin(self, slot: int, jobs: Sequence[DecodeJob]) -> int:
-        """Begin to decode a list of images into a slot, and return a ticket for the result."""
+        """Start decoding a list of images into a slot, and return a ticket for the result."""
         self._ticket += 1
         for number, worker in enumerate(self._workers):
             worker.begin(self._ticket, slot, jobs[number :: len(self._workers)])
@@ -123,8 +124,8 @@ class _Process:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE)
         return mpikfac.UserError(
-            f"a process that decodes images has ended with code {self._process.returncode}; "
-            f"perhaps memory was short: try fewer data.workers"
+            f"an image decoder has ended with code {self._process.returncode}; "
+            f"memory may have been short: try fewer data.workers"
         )
 
     def close(self) -> None:

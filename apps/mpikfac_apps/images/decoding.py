@@ -1,4 +1,4 @@
-"""Decode images with Pillow, and cut the part that a network gets."""
+"""Decode images with Pillow, and crop them to what a network receives."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mpikfac import files
 from mpikfac_apps.images.listing import ImagePlace
 
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-LIMIT = 2**28  # bytes of the largest file of an image
-AREA = (0.08, 1.0)  # the share of an image that a random crop covers
+LIMIT = 2**28  # maximum bytes of an image file
+AREA = (0.08, 1.0)  # the fraction of an image that a random crop covers
 RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
 TRIES = 10
 
@@ -27,20 +27,20 @@ class Broken(ValueError):
 
 
 def decoded(place: ImagePlace, size: int, draw: Sequence[int] | None = None) -> np.ndarray:
-    """Return an image as a network gets the image: bytes `[size, size, 3]`.
+    """Return an image as a network receives it: bytes `[size, size, 3]`.
 
     Args:
-        draw: numbers from which a random crop and a mirror follow; None for the centre.
+        draw: numbers that determine a random crop and mirroring; None for the centre.
 
     Raises:
         Broken: the image cannot be read or decoded.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a damaged note about the camera does no harm
+            warnings.simplefilter("ignore")  # damaged camera metadata are harmless
             image = opened(content(place)).convert("RGB")
         return np.asarray(centre(image, size) if draw is None else random_crop(image, size, draw))
-    except Exception as error:  # decoders of damaged files may raise anything
+    except Exception as error:  # decoders of damaged files can raise anything
         raise Broken(files.one_line(error)) from error
 
 
@@ -61,21 +61,21 @@ def content(place: ImagePlace) -> bytes:
 
 @lru_cache(maxsize=4)
 def _packed(path: str) -> io.BufferedReader:
-    """Return an open file of many images, which stays open."""
+    """Open a file of many images, and keep it open."""
     return files.reading(path, links=True)
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Return an image whose head is decoded, in any of `FORMATS`, whatever the file's name.
+    """Return an image whose header is decoded, in any of `FORMATS`, whatever the file's name.
 
     Raises:
-        ValueError: the bytes are no image, or the image has numbers of more than 8 bits.
+        ValueError: the bytes are not an image, or its pixels have more than 8 bits.
     """
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"it is no image of the formats {', '.join(FORMATS)}") from None
-    if image.mode[0] in "IF":  # Pillow would turn all numbers above 255 into white
+        raise ValueError(f"it is not an image of the formats {', '.join(FORMATS)}") from None
+    if image.mode[0] in "IF":  # Pillow would convert all values above 255 to white
         raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); store 8 bits")
     return image
 
@@ -95,9 +95,9 @@ def shorter_side(image: Image.Image, pixels: int) -> Image.Image:
 
 
 def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Image:
-    """Return a random part of the image as `size` x `size` pixels; half of the parts are mirrored.
+    """Return a random crop of the image as `size` x `size` pixels; half of the crops are mirrored.
 
-    The part covers a share of the area between `AREA`, with a ratio of sides between `RATIO`
+    The crop covers a fraction of the area within `AREA`, with an aspect ratio within `RATIO`
     [Szegedy et al. 2015].
     """
     generator = np.random.default_rng(draw)
@@ -110,7 +110,7 @@ def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Ima
 def drawn_box(width: int, height: int, generator: np.random.Generator) -> tuple[int, int, int, int]:
     """Return left, top, right and bottom of a random crop.
 
-    If no drawn crop fits into the image, the crop is the largest in the middle.
+    If no drawn crop fits into the image, it is the largest crop in the centre.
     """
     narrowest, widest = RATIO
     for _ in range(TRIES):

@@ -1,4 +1,4 @@
-"""List a folder with a folder of images for each class, in the layout of ImageFolder.
+"""List a folder with one folder of images per class, in the layout of ImageFolder.
 
 The images are DIR/train/CLASS/*.jpg, and DIR/val/CLASS/*.jpg or DIR/test/CLASS/*.jpg.
 """
@@ -19,10 +19,10 @@ EXPECTED = "give a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CL
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
     """Return the images of a folder, sorted by class and name; classes are the sorted folders.
 
-    `load` takes `images` of the images.
+    `load` selects `images` of them.
 
     Raises:
-        ValueError: the folder has another layout; a single line says what is expected.
+        ValueError: the folder has another layout; the text is one line with the expected layout.
     """
     listing, _ = with_names(path, size)
     return listing
@@ -45,7 +45,7 @@ def with_names(path: str, size: int) -> tuple[Listing, list[str]]:
     if not classes:
         raise ValueError(f"{train} has no folders of classes; {EXPECTED}")
     if unknown := sorted(set(folders(test)) - set(classes)):
-        raise ValueError(f"{test / unknown[0]} is of no class: {train} has no {unknown[0]}")
+        raise ValueError(f"{test / unknown[0]} belongs to no class: {train} has no {unknown[0]}")
     trained, tested = images_of(train, classes), images_of(test, classes)
     missing = np.flatnonzero(np.bincount(trained.labels, minlength=len(classes)) == 0)
     if len(missing):
@@ -62,9 +62,9 @@ def folders(path: Path) -> list[str]:
 
 
 def images_of(part: Path, classes: list[str]) -> Images:
-    """Return the images in the folders of the classes; a folder may be missing.
+    """Return the images in the folders of the classes; a folder can be missing.
 
-    Files of other kinds and hidden files are passed over.
+    Other kinds of files and hidden files are skipped.
     """
     names: list[bytes] = []
     labels: list[int] = []

@@ -1,4 +1,4 @@
-"""List the images of a data set that stay in files: the place of every image, and the labels."""
+"""List the images of a data set that stay in files: the location of every image, and the labels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-SAMPLE = 64  # images in files whose bytes a restart compares: all would take minutes
+SAMPLE = 64  # images in files whose bytes a restart compares, as all would take minutes
 
 
 class ImagePlace(NamedTuple):
-    """Where the bytes of an image lie.
+    """The location of the bytes of an image.
 
     Attributes:
         path: a file.
@@ -33,10 +33,10 @@ class ImagePlace(NamedTuple):
 
 
 class Content(NamedTuple):
-    """The bytes of all images of a single file.
+    """The bytes of all images in a single file.
 
     Attributes:
-        place: where the bytes lie.
+        place: the location of the bytes.
         digest: the BLAKE3 of the bytes; empty if the file has none.
     """
 
@@ -46,16 +46,16 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a part of a data set, in files of their own or in a single file.
+    """The images of a part of a data set, in separate files or in a single file.
 
-    The lists are arrays: a million names in a list of Python take ten times the memory.
+    The lists are arrays, as a Python list of a million names needs ten times the memory.
 
     Attributes:
         root: the folder of the files, or the single file.
         labels: int64 `[n]`.
         names: the paths of the files inside `root`, bytes `[n]`; None for a single file.
         spans: the first byte and the number of bytes in the single file, int64 `[n, 2]`; None for
-            files of their own.
+            separate files.
         copy: a copy of a part of the single file, and the first byte of the part; None for no copy.
     """
 
@@ -69,7 +69,7 @@ class Images:
         return len(self.labels)
 
     def place(self, number: int) -> ImagePlace:
-        """Return the place of image `number`."""
+        """Return the location of image `number`."""
         if self.names is not None:
             return ImagePlace(os.path.join(self.root, os.fsdecode(self.names[number])))
         assert self.spans is not None, "a single file has spans"
@@ -78,14 +78,14 @@ class Images:
         return ImagePlace(self.root, start, size, copy)
 
     def following(self, number: int) -> int:
-        """Return the next image of the same class; behind the last image comes the first image."""
+        """Return the next image of the same class, cyclically."""
         alike = np.flatnonzero(self.labels == self.labels[number])
         return int(alike[(np.searchsorted(alike, number) + 1) % len(alike)])
 
     def spread(self, count: int | None) -> Images:
-        """Return `count` images at equal distances in the list; None for all images.
+        """Return `count` evenly spaced images of the list; None for all images.
 
-        A list is sorted by class, so the first images would be of a single class.
+        A list is sorted by class, so the first images would all be of one class.
         """
         if count is None:
             return self
@@ -95,13 +95,13 @@ class Images:
 
     @property
     def digest(self) -> int:
-        """A checksum of the labels and of the names or places, whatever the root."""
+        """A checksum of the labels and of the names or locations, whatever the root."""
         parts = (self.labels, self.names, self.spans)
         return zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
 
     @property
     def sample(self) -> int:
-        """A checksum of the bytes of `SAMPLE` images at equal distances; a lost image has none."""
+        """A checksum of the bytes of `SAMPLE` evenly spaced images; a missing image has none."""
         from mpikfac_apps.images.decoding import content  # needs Pillow
 
         count, total = min(SAMPLE, len(self)), 0
@@ -113,15 +113,15 @@ class Images:
 
 @dataclass(frozen=True)
 class Listing:
-    """The images of a data set, for training and for test.
+    """The images of a data set, for training and for the test.
 
     Attributes:
         classes: the number of classes.
-        size: the pixels of a side of the images that a network gets.
+        size: the side length in pixels of the images that a network receives.
         channels: the channels of an image: red, green and blue.
         white: the byte of a white pixel.
-        about: words about the data for the log.
-        content: the bytes of all images, if the images lie in a single file.
+        about: a description of the data for the log.
+        content: the bytes of all images, if they are in a single file.
     """
 
     train_images: Images

@@ -1,4 +1,4 @@
-"""Keep a whole data set in a single HDF5 file: the encoded images one after another.
+"""Store a whole data set in a single HDF5 file: the encoded images one after another.
 
     images   all bytes of all images, training images first
     starts   the first byte of each image, and the end of the last
@@ -8,7 +8,7 @@
     classes  the names of the classes, as a JSON list
     digest   the BLAKE3 of `images`, in hexadecimal digits; older files have none
 
-`images` lies in the file in one piece, so ranks read images by plain reads, without HDF5.
+`images` is stored in one piece, so ranks read images by plain reads, without HDF5.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ AHEAD = 256  # images that are encoded at a time
 
 
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
-    """Return the images of a packed file. `load` takes `images` of the images.
+    """Return the images of a packed file. `load` selects `images` of them.
 
     Raises:
-        ValueError: the file is no packed file.
+        ValueError: the file is not a packed file.
         OSError: the file cannot be read.
     """
     header, first, length = mpikfac.checkpoint.read_around(Path(path), LARGE)
     if not all(isinstance(header.get(key), kind) for key, kind in FORM.items()):
-        raise ValueError(f"{path} is no file of mpikfac pack: it lacks {', '.join(FORM)}")
+        raise ValueError(f"{path} is not a file of mpikfac pack: it lacks {', '.join(FORM)}")
     items: dict[str, Any] = header
     starts, labels = items["starts"].numpy(), items["labels"].numpy()
     train, classes = items["train"], len(names(path, items["classes"]))
@@ -58,7 +58,7 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
         and (np.diff(starts) >= 0).all()
         and 0 <= labels.min() <= labels.max() < classes
     ):
-        raise ValueError(f"{path} is damaged; make the file anew by mpikfac pack")
+        raise ValueError(f"{path} is damaged; create it again by mpikfac pack")
     spans = np.stack([first + starts[:-1], np.diff(starts)], axis=1)
     parts = (slice(0, train), slice(train, None))
     trained, tested = (Images(path, labels[part], spans=spans[part]) for part in parts)
@@ -70,26 +70,26 @@ def names(path: str, text: str) -> list[str]:
     """Return the names of the classes from JSON.
 
     Raises:
-        ValueError: the text is no list of names.
+        ValueError: the text is not a list of names.
     """
     classes = files.json_of(text)
     if not files.has_form(classes, [str]):
-        raise ValueError(f"{path} is no file of mpikfac pack: classes is no list of names")
+        raise ValueError(f"{path} is not a file of mpikfac pack: classes is not a list of names")
     return list(classes)
 
 
 def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None = None) -> int:
-    """Write a packed file, and return the file's bytes; the file is complete or absent.
+    """Write a packed file, and return its size in bytes; the file is complete or absent.
 
-    The images are first gathered in a second file beside `out`, because HDF5 lays out a file when
-    all lengths are known.
+    The images are first gathered in a temporary file next to `out`, because HDF5 needs all lengths
+    to lay out a file.
 
     Args:
-        size: the pixels of the shorter side of larger images, which are encoded anew as JPEG; None
-            for the bytes as they are.
+        size: the pixels of the shorter side of larger images, which are re-encoded as JPEG; None to
+            keep the bytes.
 
     Raises:
-        ValueError: an image cannot be decoded; the text names the image.
+        ValueError: an image cannot be decoded; the text names it.
         OSError: a file cannot be read or written.
     """
     gathered, partial_file = (out.with_name(f".{out.name}.{end}") for end in ("images", "partial"))
@@ -124,7 +124,7 @@ def gather(path: Path, images: Iterator[bytes]) -> tuple[list[int], str]:
 
 
 def encoded(parts: Sequence[Images], size: int | None) -> Iterator[bytes]:
-    """Yield the bytes of all images in order; threads read and encode images ahead."""
+    """Yield the bytes of all images in order; threads read and encode images in advance."""
     places = (part.place(number) for part in parts for number in range(len(part)))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         while chunk := list(itertools.islice(places, AHEAD)):
@@ -132,7 +132,7 @@ def encoded(parts: Sequence[Images], size: int | None) -> Iterator[bytes]:
 
 
 def shrunk(place: ImagePlace, size: int | None) -> bytes:
-    """Return an image with a shorter side of at most `size` pixels; a small image as it is.
+    """Return an image with a shorter side of at most `size` pixels; small images are unchanged.
 
     Raises:
         ValueError: the image cannot be decoded.
@@ -147,5 +147,5 @@ def shrunk(place: ImagePlace, size: int | None) -> bytes:
         small, target = decoding.shorter_side(image.convert("RGB"), size), io.BytesIO()
         small.save(target, "JPEG", quality=QUALITY)
         return target.getvalue()
-    except Exception as error:  # decoders of damaged files may raise anything
+    except Exception as error:  # decoders of damaged files can raise anything
         raise ValueError(f"{place} cannot be decoded: {files.one_line(error)}") from error

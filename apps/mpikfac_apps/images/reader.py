@@ -1,4 +1,4 @@
-"""Read images by number, ahead of their use, and replace images that cannot be decoded."""
+"""Read images by number, in advance, and replace images that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DecodeRequest:
 
     Attributes:
         images: the list.
-        numbers: the places of the images in the list.
-        draws: for each image, numbers that a random crop follows from; None for the centre.
+        numbers: the positions of the images in the list.
+        draws: for each image, the numbers that determine a random crop; None for the centre.
     """
 
     images: Images
@@ -38,15 +38,15 @@ class DecodeRequest:
 
 
 class ImageReader:
-    """Decode images, and replace a broken image by the next image of the class.
+    """Decode images, and replace a broken image by the next image of its class.
 
-    All ranks replace a broken image alike.
+    All ranks replace a broken image in the same way.
 
     Args:
-        size: pixels of a side.
-        room: the largest number of images in a request.
-        workers: the number of processes; 0 decodes when a result is asked.
-        most: the largest number of different broken images.
+        size: side length in pixels.
+        room: the maximum number of images in a request.
+        workers: the number of processes; with 0, images are decoded when a result is requested.
+        most: the maximum number of different broken images.
     """
 
     def __init__(self, size: int, room: int, workers: int, most: int) -> None:
@@ -58,7 +58,7 @@ class ImageReader:
     def begin(
         self, images: Images, numbers: Sequence[int], draws: Sequence[Draw] | None, slot: int
     ) -> DecodeRequest:
-        """Begin to decode images, and return at once."""
+        """Start decoding images, and return immediately."""
         jobs = [
             (position, images.place(number), draws[position] if draws else None)
             for position, number in enumerate(numbers)
@@ -69,8 +69,7 @@ class ImageReader:
         """Return the images of a request, bytes `[n, 3, h, w]` with the channels last in memory.
 
         Raises:
-            UserError: more images are broken than the options allow, or no image of a class is
-                left.
+            UserError: more images are broken than the options allow, or all images of a class are.
         """
         pixels = self._decoders.pixels(request.slot, len(request.numbers))
         for fault in self._decoders.faults(request.ticket):
@@ -80,10 +79,10 @@ class ImageReader:
     def read(
         self, images: Images, numbers: Sequence[int], size: int, device: torch.device
     ) -> Iterator[Tensor]:
-        """Yield `size` images of a list at a time, a part ahead of the use.
+        """Yield `size` images of a list at a time, while the next part is decoded.
 
         Raises:
-            UserError: as `result`.
+            UserError: see `result`.
         """
         parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
         ahead = self.begin(images, parts[0], None, REST) if parts else None
@@ -126,7 +125,7 @@ class ImageReader:
             )
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
-        """Tell all ranks of broken images, and name each image in the log once.
+        """Exchange lists of broken images over ranks, and log each image once.
 
         Collective over: comm, or none if no broken image is allowed.
 

@@ -1,7 +1,7 @@
-"""Decode images for a rank, in a process of its own: worker.py CONNECTION MEMORY SHAPE...
+"""Decode images for a rank, in a separate process: worker.py CONNECTION MEMORY SHAPE...
 
-The process loads neither MPI nor torch. The process ends when the rank closes the connection, also
-if the rank was killed. The rank alone obeys signals.
+The process loads neither MPI nor torch. It ends when the rank closes the connection, even if the
+rank was killed. It ignores signals, which are for the rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     """Decode until the rank closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # Closing the connection would not end a process that is stopped.
+    # Closing the connection would not end a suspended process.
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     connection, memory, *shape = map(int, sys.argv[1:])
     slots = slots_of(memory, shape)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def receive(rank: Connection, lists: SimpleQueue[Work | None]) -> None:
-    """Pass lists of images on until the rank closes the connection; then pass None on."""
+    """Pass on lists of images until the rank closes the connection, and then None."""
     with suppress(EOFError, OSError):
         while True:
             lists.put(rank.recv())

@@ -1,1 +1,1 @@
-"""Read a checkpoint: print the contents and spectra, and export plain files."""
+"""Read a checkpoint: print its contents and spectra, and export plain files."""

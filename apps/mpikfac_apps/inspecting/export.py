@@ -83,12 +83,12 @@ def average(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Tensor]:
 def _tensors(checkpoint: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
     """Return the items with the prefix, by the rest of the name."""
     names = (name for name in checkpoint if name.startswith(prefix))
-    # Cloned, because `torch.save` writes the whole memory behind a view.
+    # Cloned, because `torch.save` writes all of the memory behind a view.
     return {name.removeprefix(prefix): checkpoint[name].clone() for name in names}
 
 
 def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:
-    """Return the factors `[n, n]` by name; `spectra.factors` describes further shapes.
+    """Return the factors `[n, n]` by name; `spectra.factors` describes other shapes.
 
     Raises:
         ValueError: the checkpoint has no factors.
@@ -120,13 +120,13 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {files.why(error)}") from error
     finally:
-        with suppress(OSError):  # absent, or the storage has failed: the caller is told above
+        with suppress(OSError):  # absent, or the storage has failed, which is reported above
             partial.unlink()
 
 
 def save_pt(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
     """Write a state_dict for `torch.load`."""
-    image = io.BytesIO()  # on a full disk, `torch.save` says "unexpected pos"
+    image = io.BytesIO()  # on a full disk, `torch.save` reports "unexpected pos"
     torch.save(tensors, image)
     file.write(image.getbuffer())
 

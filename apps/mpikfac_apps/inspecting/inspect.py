@@ -1,8 +1,8 @@
-"""Check a checkpoint and print the contents, with the spectra of K-FAC's factors. No MPI.
+"""Check a checkpoint and print its contents, with the spectra of K-FAC's factors. No MPI.
 
     mpikfac inspect runs/a --picture spectra.png
 
-Exit code 1: the checkpoint is damaged, or has an unknown format version.
+The exit code is 1 if the checkpoint is damaged, or has an unknown format version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpikfac_apps.inspecting.options import INSPECT
 from mpikfac_apps.options import documents
 from mpikfac_apps.text import show, table
 
-ADAPTED = "kfac/damping"  # present value of an adapted damping
+ADAPTED = "kfac/damping"  # current value of an adapted damping
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Inversion:
     Attributes:
         names: the run's preconditioner, then the layers with another one: "eigen, conv1: inverse".
         run: the run's preconditioner.
-        damping: 0 if none is known.
-        relative: the damping is relative.
+        damping: 0 if unknown.
+        relative: whether the damping is relative.
     """
 
     names: str
@@ -51,7 +51,7 @@ class Inversion:
         return PRECONDITIONERS.get(name, self.run)
 
     def described(self) -> str:
-        """Return the inversion in words."""
+        """Return a description of the inversion."""
         kind = "relative damping" if self.relative else "damping"
         return (
             f"{kind} {self.damping:g} and preconditioner {self.names}"
@@ -64,7 +64,7 @@ NONE = Inversion(Eigen.name, Eigen())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the contents of a checkpoint; return 1 for damage, 2 without a checkpoint."""
+    """Print the contents of a checkpoint; return 1 if it is damaged, 2 if there is none."""
     try:
         options = INSPECT.read(argv)
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def faults_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, str]:
-    """Return the fault of each shard; "" if every item of the shard can be read."""
+    """Return the fault of each shard; "" if all of its items can be read."""
     faults = dict.fromkeys(checkpoint.shards, "")
     for name, item in checkpoint.described().items():
         if not faults[item["shard"]]:
@@ -146,7 +146,7 @@ def group(item: str) -> str:
 def curvature(
     layer_spectra: Sequence[spectra.Spectrum], conditions: Sequence[float], inversion: str
 ) -> list[str]:
-    """Return lines with every layer's spectra in numbers."""
+    """Return lines with statistics of every layer's spectra."""
     eigenvalues = ("mean", "largest", "smallest")
     rows: list[tuple[str, ...]] = [("layer", "A", *eigenvalues, "G", *eigenvalues, "condition")]
     for spectrum, condition in zip(layer_spectra, conditions):
@@ -157,7 +157,7 @@ def curvature(
 
 
 def numbers(values: Tensor) -> tuple[str, ...]:
-    """Return order of a factor, and mean, largest and smallest eigenvalue; dashes for no factor."""
+    """Return order of a factor, and mean, largest and smallest eigenvalue; dashes if missing."""
     if not len(values):
         return ("-",) * 4
     return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
@@ -166,8 +166,8 @@ def numbers(values: Tensor) -> tuple[str, ...]:
 def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> Inversion:
     """Return how a run inverts factors.
 
-    Without a run directory, the answer is eigenbases without damping. If the damping is adapted,
-    the answer is the damping in the checkpoint.
+    Without a run directory, this is assumed to be eigenbases without damping. An adapted damping is
+    read from the checkpoint.
     """
     folder = checkpoint.path.resolve().parent.parent
     try:
@@ -190,9 +190,9 @@ def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> Inversion:
 
 
 def _preconditioner(chosen: Any) -> Preconditioner | None:
-    """Return the preconditioner of a run's options; None if it is not known."""
+    """Return the preconditioner of a run's options; None if it is unknown."""
     if not isinstance(chosen, Mapping) or chosen.get("type") not in named_types(Preconditioner):
         return None
     kind = named_types(Preconditioner)[chosen["type"]]
-    names = {field.name for field in fields(kind)} - {"dtype"}  # conditions do not depend on it
+    names = {field.name for field in fields(kind)} - {"dtype"}  # irrelevant for conditions
     return kind(**{name: value for name, value in chosen.items() if name in names})

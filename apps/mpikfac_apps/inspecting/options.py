@@ -12,27 +12,27 @@ from mpikfac_apps.options.fields import bounded, positional, read_by
 
 
 def weights_file(text: str) -> Path:
-    """Return the new file in `text`, after a check of the file's kind."""
+    """Return the path `text` of a new file, after checking its kind."""
     path = new_file(text, ".pt", ".safetensors")
     check_package(path)
     return path
 
 
 def check_package(path: Path) -> None:
-    """Return if the package that a file needs is installed.
+    """Check that the package that a file needs is installed.
 
     Raises:
-        ValueError: the package is not installed.
+        ValueError: it is not.
     """
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ValueError(
             f"{path} needs the package safetensors, which is not installed; run pip install "
-            f"safetensors, or give a .pt file"
+            f"safetensors, or use a .pt file"
         )
 
 
 def factors_file(text: str) -> Path:
-    """Return the new file in `text`."""
+    """Return the path `text` of a new file."""
     return new_file(text, ".npz")
 
 
@@ -40,16 +40,16 @@ def new_file(text: str, *kinds: str) -> Path:
     """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
     path = path_of(text, *kinds)
     if path.exists():
-        raise ValueError(f"{path} exists; give another name or delete it")
+        raise ValueError(f"{path} exists; use another name or delete it")
     return path
 
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """Check a checkpoint and print the contents, with the spectra of K-FAC's factors. No MPI.
+    """Check a checkpoint and print its contents, with the spectra of K-FAC's factors. No MPI.
 
     Args:
-        path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
+        path: the directory of a checkpoint, or of a run, whose newest checkpoint is used.
         picture: a file to draw the spectra into, .pdf, .png or .svg; null for none.
     """
 
@@ -62,7 +62,7 @@ class ExportOptions:
     """Write weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
 
     Args:
-        path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
+        path: the directory of a checkpoint, or of a run, whose newest checkpoint is used.
         weights: a new file for the weights of the model, .pt or .safetensors; null for none.
         average: a new file for the averaged weights of a run with `ema_decay`, .pt or .safetensors;
             null for none. Running statistics belong to the averages if the run tested the network
@@ -83,7 +83,7 @@ class PackOptions:
     Args:
         path: the folder, with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg).
         out: the new file, .h5.
-        size: the pixels of the shorter side of larger images, which are encoded anew as JPEG of
+        size: the pixels of the shorter side of larger images, which are re-encoded as JPEG of
             quality 95. Smaller images decode faster. null keeps the bytes of all images.
     """
 

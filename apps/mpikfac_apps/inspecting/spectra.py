@@ -18,17 +18,17 @@ import mpikfac
 from mpikfac import files
 from mpikfac.preconditioners import Preconditioner
 
-FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # begin the names of averages
+FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # prefixes of the names of averages
 NONE = torch.empty(0, dtype=torch.float64)
 COLUMNS = 200  # of the picture of a spectrum
-FLOOR = 1e-8  # of the picture, relative to the largest: float32 holds nothing smaller
+FLOOR = 1e-8  # of the picture, relative to the largest: below the precision of float32
 
 
 @dataclass(frozen=True)
 class Spectrum:
     """A layer's eigenvalues in ascending order, of A `[inputs]` and of G `[outputs]`.
 
-    A spectrum joins the eigenvalues of all groups of a layer and of all blocks of a factor. A
+    A spectrum contains the eigenvalues of all groups of a layer and of all blocks of a factor. A
     factor that is the identity has no eigenvalues.
     """
 
@@ -42,9 +42,9 @@ class Spectrum:
         """Return the condition number of the matrix that a preconditioner inverts for `A (x) G`.
 
         For `EKFAC`, the matrix has the products that the preconditioner's eigenvalues start from.
-        Rounding leaves eigenvalues below 0, which count as 0. For a layer of several groups, the
-        number covers all pairs of an A and a G: an upper bound. A preconditioner with roots inverts
-            powers.
+        Rounding can make eigenvalues negative; these count as 0. For a layer with several groups,
+        the result covers all pairs of an A and a G, so it is an upper bound. A preconditioner with
+        roots inverts powers.
         """
         form, exponent = preconditioner.form, getattr(preconditioner, "exponent", None)
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
@@ -79,8 +79,8 @@ def natural(name: str) -> list[str | int]:
 def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
     """Return a layer's existing averages by name: A `[inputs, inputs]` and G `[outputs, outputs]`.
 
-    The shape is `[count, n, n]` if the layer has groups or a factor is a diagonal. "A0", "A1" and
-    so on are blocks along the diagonal of A.
+    The shape is `[count, n, n]` if the layer has groups or a factor is a diagonal. "A0", "A1", ...
+    are blocks along the diagonal of A.
     """
     own = tuple(f"{kind}{layer}" for kind in FACTORS)
     names = {name.rpartition(".")[2]: name for name in checkpoint if name.rpartition(".")[0] in own}
@@ -91,7 +91,7 @@ def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
 
 
 def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:
-    """Return all layers' spectra; a terminal shows a bar, because order 4,608 takes seconds."""
+    """Return all layers' spectra, with a progress bar on a terminal: order 4,608 takes seconds."""
     names = tqdm(layers(checkpoint), unit="layer", leave=False, disable=None)
     return [Spectrum(name, *sides(factors(checkpoint, name))) for name in names]
 
@@ -108,7 +108,7 @@ def sides(averages: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 def eigenvalues(factor: Tensor) -> Tensor:
     """Return eigenvalues in ascending order `[n]`; NaN for a non-finite factor.
 
-    The computation is in float64: float32 cannot tell small eigenvalues of a float32 factor from 0.
+    They are computed in float64, as float32 cannot distinguish small eigenvalues from 0.
     """
     if not factor.isfinite().all():
         return torch.full([factor.shape[:-1].numel()], torch.nan, dtype=torch.float64)
@@ -167,7 +167,7 @@ def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, p
 
 
 def profile(values: Tensor) -> Tensor:
-    """Return a spectrum as `COLUMNS` eigenvalues, the largest first and scaled to 1."""
+    """Return a spectrum as `COLUMNS` eigenvalues, largest first and scaled to 1."""
     if not len(values):
         return torch.full([COLUMNS], torch.nan)
     chosen = torch.linspace(len(values) - 1, 0, COLUMNS).round().long()

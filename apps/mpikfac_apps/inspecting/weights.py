@@ -1,4 +1,4 @@
-"""Read weights from plain files, and load weights into a network, except for the last module."""
+"""Read weights from plain files, and load them into a network, except for the last module."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
 LARGER = 2**30
-"""Bytes that a file may have beyond a network in float64: the file's last module may be larger."""
+"""Bytes by which a file can exceed a network in float64: the last module can be larger."""
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a file by name; no code in the file runs.
+    """Return the tensors of a file by name, without executing code from it.
 
     Args:
-        path: a file of safetensors, or a state_dict that `torch.save` wrote.
-        model: the network of the weights, which says how large a file can be.
+        path: a safetensors file, or a state_dict written by `torch.save`.
+        model: the network of the weights, which limits the size of the file.
 
     Raises:
-        ValueError: the file cannot be read, is too large, or holds something else.
+        ValueError: the file cannot be read, is too large, or contains something else.
     """
     check_package(path)
     limit = LARGER + 8 * sum(tensor.numel() for tensor in model.state_dict().values())
@@ -35,14 +35,14 @@ def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read: {files.why(error)}") from error
     try:
         tensors = _loaded(path, content)
-    except Exception as error:  # a damaged file may raise anything
+    except Exception as error:  # a damaged file can raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{path} is no file of weights: {reason}") from error
+        raise ValueError(f"{path} is not a file of weights: {reason}") from error
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
-        raise ValueError(f"{path} must hold a state_dict: tensors by name, and nothing else")
-    for name, tensor in tensors.items():  # elements may share the bytes of a file without end
+        raise ValueError(f"{path} must contain a state_dict: tensors by name, and nothing else")
+    for name, tensor in tensors.items():  # elements can share the bytes of a file without limit
         if tensor.numel() * tensor.element_size() > len(content):
-            raise ValueError(f"{path} is no file of weights: {name} is larger than the file")
+            raise ValueError(f"{path} is not a file of weights: {name} is larger than the file")
     return dict(tensors)
 
 
@@ -51,22 +51,24 @@ def _loaded(path: Path, content: bytes) -> object:
         from safetensors.torch import load
 
         return load(content)
-    if zipfile.is_zipfile(io.BytesIO(content)):  # torch packs nothing
+    if zipfile.is_zipfile(io.BytesIO(content)):  # torch compresses nothing
         unpacked = sum(record.file_size for record in zipfile.ZipFile(io.BytesIO(content)).filelist)
         if unpacked > len(content):
-            raise ValueError(f"records must not be packed: {unpacked:,} bytes in {len(content):,}")
+            raise ValueError(
+                f"records must be uncompressed: {unpacked:,} bytes in {len(content):,}"
+            )
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Load weights into a network; return the names of tensors that keep their values.
 
-    Only tensors of the last module with parameters, the classifier, may keep their values: if
-    `tensors` lacks a tensor or has another shape. Numbers of other dtypes are converted.
+    Only tensors of the last module with parameters, the classifier, keep their values, if `tensors`
+    lacks them or they have another shape. Values of other dtypes are converted.
 
     Raises:
-        ValueError: other tensors are missing, unknown or of another shape; the network is as
-            before.
+        ValueError: other tensors are missing, unknown or of another shape; the network is
+            unchanged.
     """
     state, last = model.state_dict(), last_module(model)
     names = dict.fromkeys([*state, *tensors])
@@ -83,11 +85,11 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def last_module(model: nn.Module) -> str:
-    """Return the name of the last module with parameters; "" if the network is the module."""
+    """Return the name of the last module with parameters; "" if it is the network itself."""
     names = [name for name, _ in model.named_parameters()]
     return names[-1].rpartition(".")[0] if names else ""
 
 
 def form(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return the shape of a tensor in words."""
+    """Return a description of the shape of a tensor."""
     return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"

@@ -1,1 +1,1 @@
-"""The laboratory of the programs: predictions on machines, and studies of many runs."""
+"""The lab of the programs: predictions on machines, and studies of many runs."""

@@ -1,7 +1,7 @@
-"""Run a job of MPI to its end, and turn Ctrl-C and SIGTERM into requests to stop.
+"""Run an MPI job to its end, and convert Ctrl-C and SIGTERM to requests to stop.
 
-Launchers of MPI kill all ranks at Ctrl-C. So the launcher of MPI runs in a session of its own, and
-this process takes the signals.
+MPI launchers kill all ranks on Ctrl-C. The launcher therefore runs in a separate session, and this
+process receives the signals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpikfac_apps.guard.requests import LAUNCHER, SIGNALS
 from mpikfac_apps.launching.notes import Output
 
 LOOK_EVERY = 0.1  # seconds
-GRACE = 3.0  # seconds for the launcher of MPI to end its ranks
+GRACE = 3.0  # seconds for the MPI launcher to end its ranks
 SET_DEATH_SIGNAL = 1  # of prctl
 AGAIN = "the next Ctrl-C ends all ranks at once"
 
@@ -36,10 +36,10 @@ class Order:
     """What to run.
 
     Attributes:
-        command: the launcher of MPI, its options, and the program of a rank.
+        command: the MPI launcher, its options, and the program of a rank.
         program: the program of a rank, the end of `command`.
         environment: the variables of the job.
-        directory: a directory of the job alone, in which ranks look for a request to stop.
+        directory: a directory for this job alone, in which ranks look for a request to stop.
         saves: whether the program answers the request by a checkpoint; else ranks get SIGTERM.
     """
 
@@ -57,7 +57,7 @@ class MpiJob:
         self._order = order
         self._requests: list[signal.Signals] = []  # signals to this process, in order
         self._answered = 0  # of `_requests`
-        self._killed_at = 0.0  # monotonic time of the order to end at once; 0: no order
+        self._killed_at = 0.0  # monotonic time of the order to end at once; 0 if none
         self._former = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS)
@@ -104,7 +104,7 @@ class MpiJob:
         return f"{LAUNCHER}={self._order.directory}"
 
     def _pass_output(self, selector: selectors.BaseSelector, seconds: float) -> bool:
-        """Pass on what the job writes within some seconds; return whether something came."""
+        """Forward what the job writes within some seconds; return whether there was anything."""
         ready = selector.select(seconds)
         for key, _ in ready:
             try:
@@ -120,7 +120,7 @@ class MpiJob:
         return bool(ready)
 
     def _answer(self) -> None:
-        """Obey the signals that came, and end processes that did not end."""
+        """Process the signals received, and kill processes that did not end."""
         while self._answered < len(self._requests):
             number = self._requests[self._answered]
             self._answered += 1
@@ -132,12 +132,12 @@ class MpiJob:
             send(signal.SIGKILL, list(processes_with(self._variable)))
 
     def _ask(self, number: signal.Signals) -> None:
-        """Ask the program to stop."""
+        """Request the program to stop."""
         if self._order.saves:
             files.write_text(self._order.directory / "stop", _named(number))
             say(f"{_named(number)}: stops after a step, with a checkpoint; {AGAIN}")
             return
-        say(f"{_named(number)}: asks the ranks to end, by SIGTERM; {AGAIN}")
+        say(f"{_named(number)}: requests the ranks to end, by SIGTERM; {AGAIN}")
         ranks = ranks_of(self._variable, self._order.program)
         send(signal.SIGTERM, ranks or [self._process.pid])
 
@@ -147,7 +147,7 @@ class MpiJob:
         self._process.terminate()
 
     def _code(self) -> int:
-        """Return the exit code, and say why the job has ended, unless the program has said so."""
+        """Return the exit code; print why the job has ended, unless the program has done so."""
         code, output = self._process.returncode, self._outputs.values()
         killed = next((stream.killed for stream in output if stream.killed), None)
         if not code:
@@ -176,9 +176,9 @@ def _named(number: signal.Signals) -> str:
 
 
 def _stream(descriptor: int) -> tuple[int, int]:
-    """Return the ends for reading and for writing of a stream that is passed on to a descriptor.
+    """Return the reading and the writing end of a stream that is forwarded to a descriptor.
 
-    If the descriptor is a terminal, so is the stream: programs show progress on a terminal.
+    If the descriptor is a terminal, so is the stream, as programs show progress on a terminal.
     """
     if not os.isatty(descriptor):
         return os.pipe()
@@ -188,5 +188,5 @@ def _stream(descriptor: int) -> tuple[int, int]:
 
 
 def _end_with_parent() -> None:
-    """Let the system end the launcher of MPI if this program is killed."""
+    """Let the system end the MPI launcher if this program is killed."""
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)

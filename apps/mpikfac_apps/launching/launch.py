@@ -30,15 +30,15 @@ Start a program on N ranks of this machine, under the MPI that mpi4py loads.
   mpikfac launch -n 4 train --data.name digits
   mpikfac launch -n 4 my_script.py --lr 0.01
 
-PROGRAM is train, evaluate, check, calibrate or an example of mpikfac, or a file of Python.
+PROGRAM is train, evaluate, check, calibrate or an example of mpikfac, or a Python file.
 
 With --watchdog_timeout, the ranks of a script write their stacks and end if no rank begins or ends
 a step for so many seconds: more than the longest step, evaluation or checkpoint takes. The
 variable MPIKFAC_WATCHDOG_TIMEOUT does the same under mpirun. Programs have their own option.
 
-Ctrl-C or SIGTERM asks the training to stop after a step, with a checkpoint; the same command with
---resume auto goes on. A script of yours gets SIGTERM on every rank, which ends a script without a
-handler of its own. The next Ctrl-C ends all ranks at once. The exit code is the program's code.
+Ctrl-C or SIGTERM requests the training to stop after a step, with a checkpoint; the same command
+with --resume auto continues. Your own script gets SIGTERM on every rank, which ends it unless it
+handles the signal. The next Ctrl-C ends all ranks at once. The exit code is the program's.
 
 MPIRUN names the launcher of another MPI, and MPIRUN_FLAGS replaces the launcher's options.
 In a job of Slurm or PBS, the message of `mpikfac launch` says what to write instead."""
@@ -72,8 +72,8 @@ class RankProgram(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Start a program on several ranks, and wait for the end; return the program's exit code.
 
-    Code 2 without a start, after one line about the mistake, or as the answer of the program to
-    unknown options.
+    It is 2 if the program was not started, after one line about the mistake, or if it does not know
+    an option.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
@@ -102,7 +102,7 @@ def read(argv: Sequence[str]) -> RankProgram:
     if name not in PROGRAMS and not Path(name).is_file():
         nearest = get_close_matches(name, [n for n, p in PROGRAMS.items() if p.ranks], n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ValueError(f"{name} is no file and no program of mpikfac{hint}")
+        raise ValueError(f"{name} is neither a file nor a program of mpikfac{hint}")
     if name in PROGRAMS and not PROGRAMS[name].ranks:
         raise ValueError(f"{name} needs no ranks; start mpikfac {name}")
     return RankProgram(int(count), name, arguments, timeout)
@@ -124,8 +124,8 @@ def launch(program: RankProgram) -> int:
     """Run a program under MPI; return the exit code.
 
     Raises:
-        ValueError: this is no place to start ranks from, or no MPI can start them.
-        OSError: the launcher of MPI cannot be executed.
+        ValueError: ranks cannot be started from here, or no MPI can start them.
+        OSError: the MPI launcher cannot be executed.
     """
     if program.name in PROGRAMS:
         code = answer(program.name, program.arguments)
@@ -148,7 +148,7 @@ def launch(program: RankProgram) -> int:
 
 
 def remove_left(parent: Path) -> None:
-    """Remove the empty directories of this user's launchers that were killed."""
+    """Remove the empty directories left by this user's killed launchers."""
     for place in parent.glob("mpikfac-*.*"):
         process = place.name.removeprefix("mpikfac-").partition(".")[0]
         if not Path("/proc", process).exists():
@@ -157,10 +157,10 @@ def remove_left(parent: Path) -> None:
 
 
 def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
-    """Refuse a start inside of a job of a scheduler, or of MPI.
+    """Raise an error for a start inside of a job of a scheduler, or of MPI.
 
     Raises:
-        ValueError: a single line says what to write instead.
+        ValueError: the text is one line that says what to write instead.
     """
     ranks, words = program.ranks, shlex.join(program.words)
     if "SLURM_JOB_ID" in environ:

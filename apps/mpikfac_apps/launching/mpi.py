@@ -1,4 +1,4 @@
-"""Find the MPI that mpi4py loads, and how the MPI starts ranks on this machine."""
+"""Find the MPI that mpi4py loads, and how it starts ranks on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 OPEN, INTEL, MPICH = "Open MPI", "Intel(R) MPI", "MPICH"
 # Names of launchers, the best first. Intel's mpirun is a script, which leaves ranks behind when it
-# is ended; Debian's mpirun may be the launcher of another MPI.
+# is ended; Debian's mpirun can be the launcher of another MPI.
 STARTERS = {
     OPEN: ("mpirun.openmpi", "mpirun"),
     INTEL: ("mpiexec.hydra", "mpirun"),
@@ -37,7 +37,7 @@ class Mpi:
     """The MPI of the ranks to start.
 
     Attributes:
-        maker: OPEN, INTEL or MPICH; a relative of MPICH counts as MPICH.
+        maker: OPEN, INTEL or MPICH; derivatives of MPICH count as MPICH.
         library: the path of the library.
         starter: the program that starts ranks.
     """
@@ -53,7 +53,7 @@ class Mpi:
 
 
 def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
-    """Return the MPI that mpi4py loads; the variable MPIRUN may name the MPI's launcher.
+    """Return the MPI that mpi4py loads; the variable MPIRUN can name its launcher.
 
     Raises:
         ValueError: there is no MPI library, or no launcher.
@@ -61,7 +61,9 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
     asked = environ.get("MPIRUN")
     starter = shutil.which(asked) if asked else None
     if asked and starter is None:
-        raise ValueError(f"MPIRUN={asked} is no program; give the path of mpirun, or unset MPIRUN")
+        raise ValueError(
+            f"MPIRUN={asked} is not a program; set the path of mpirun, or unset MPIRUN"
+        )
     looked = subprocess.run(
         [sys.executable, "-c", LOOK],
         env={**environ, **library_path(starter, environ)},
@@ -78,8 +80,8 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
     starter = starter or starter_of(maker, Path(library), environ.get("PATH"))
     if starter is None:
         raise ValueError(
-            f"{version.split(',')[0].strip()} has no launcher beside {library} or on PATH; name "
-            f"the launcher by MPIRUN=FILE"
+            f"{version.split(',')[0].strip()} has no launcher next to {library} or on PATH; set "
+            f"MPIRUN=FILE to name it"
         )
     return Mpi(maker, Path(library), starter)
 
@@ -89,12 +91,12 @@ def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, s
     if starter is None or "MPI4PY_LIBMPI" in environ:
         return {}
     prefix = Path(starter).resolve().parent.parent
-    # The empty entry is the system's loader with LD_LIBRARY_PATH.
+    # The empty entry stands for the system's loader with LD_LIBRARY_PATH.
     return {"MPI4PY_LIBMPI": f"{prefix}/lib:{prefix}/lib64::{sys.prefix}/lib"}
 
 
 def starter_of(maker: str, library: Path, path: str | None) -> str | None:
-    """Return the launcher beside a library, or else on the path; None if there is none."""
+    """Return the launcher next to a library, or else on the path; None if there is none."""
     folders = [folder / "bin" for folder in library.parents]
     places = os.pathsep.join([*map(str, folders), path or os.defpath])
     for folder in places.split(os.pathsep):
@@ -114,7 +116,7 @@ def command(
     """
     if mpi.maker == OPEN and os.geteuid() == 0 and any(environ.get(n) != "1" for n in AS_ROOT):
         raise ValueError(
-            f"Open MPI does not start ranks for root; be another user, or allow root, as is usual "
+            f"Open MPI does not start ranks for root; be another user, or allow root, as is common "
             f"in a container: export {'=1 '.join(AS_ROOT)}=1"
         )
     flags = shlex.split(environ.get("MPIRUN_FLAGS", " ".join(usual_flags(mpi, ranks))))
@@ -124,8 +126,8 @@ def command(
 def usual_flags(mpi: Mpi, ranks: int) -> list[str]:
     """Return the options for ranks on this machine alone.
 
-    With --oversubscribe, ranks that wait yield their core. Open MPI would bind a rank to a core,
-    and two jobs would then share core 0. MPICH and Intel MPI need no option.
+    With --oversubscribe, ranks that wait yield their core. Open MPI would otherwise bind each rank
+    to a core, and two jobs would share core 0. MPICH and Intel MPI need no option.
     """
     if mpi.maker != OPEN:
         return []
@@ -133,7 +135,7 @@ def usual_flags(mpi: Mpi, ranks: int) -> list[str]:
 
 
 def cores() -> int:
-    """Return the cores that this process may use; threads of a core count once."""
+    """Return the number of cores that this process can use, not counting hardware threads."""
     siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     shared = set()
     for number in os.sched_getaffinity(0):
@@ -148,15 +150,15 @@ def variables(mpi: Mpi, ranks: int, memory: Path, environ: Mapping[str, str]) ->
     """Return the environment of the job.
 
     Args:
-        memory: a directory for the job alone, on a file system in memory.
+        memory: a directory for this job alone, on a file system in memory.
     """
-    defaults = {"HOME": os.path.expanduser("~")}  # Open MPI does not start without
+    defaults = {"HOME": os.path.expanduser("~")}  # Open MPI does not start without it
     if "MPIRUN_FLAGS" not in environ:  # all ranks are on this machine
         defaults["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     if mpi.maker == OPEN and mpi.of_environment:
         # The search for fast networks takes a second; a site's own MPI keeps the site's choice.
         defaults |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"}
-        # An aborted job leaves its shared memory behind, under a name that two jobs may have.
+        # An aborted job leaves its shared memory behind, under a name that two jobs can share.
         defaults["OMPI_MCA_btl_sm_backing_directory"] = str(memory)
     chosen = library_path(mpi.starter if "MPIRUN" in environ else None, environ)
     return {**defaults, **environ, **chosen}

@@ -1,6 +1,6 @@
-"""Pass the output of a job on, without the notes of MPI about the end of a job.
+"""Forward the output of a job without MPI's notes about the end of a job.
 
-A program says itself what went wrong; the notes repeat it in fourteen lines.
+A program reports itself what went wrong, and the notes would repeat it in fourteen lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 
 DASHES, SIGNS = b"-" * 74, b"=" * 83  # above and below a note of Open MPI and of MPICH
 END = rb"(?<=[^\n])\n"  # of a line; MPICH begins a note with an empty line
-LATE = 0.3  # seconds that a rule or a part of a line waits: MPI writes a whole note at once
+LATE = 0.3  # seconds that a rule or a part of a line waits, as MPI writes whole notes at once
 ENDS = (
     b"exited with non-zero status",
     b"a non-zero exit code",
@@ -35,13 +35,13 @@ KILLED = re.compile(
 
 
 class Output:
-    """A stream of a job, as the launcher of MPI writes the stream.
+    """A stream of a job, as written by the MPI launcher.
 
     Args:
-        target: the descriptor that the stream goes to.
+        target: the descriptor to which the stream is forwarded.
 
     Attributes:
-        spoken: whether a line of mpikfac has passed.
+        spoken: whether a line of mpikfac has been forwarded.
         killed: the match of `KILLED` in a note, if a signal has ended a rank.
     """
 
@@ -50,13 +50,13 @@ class Output:
         self.killed: re.Match[bytes] | None = None
         self._target = target
         self._note: list[bytes] = []  # the lines of a note without a lower rule yet
-        self._line = b""  # the unwritten part of the present line
-        self._begun = False  # a part of the present line is written
-        self._dropped = False  # a note, and nothing has passed since
+        self._line = b""  # the unwritten part of the current line
+        self._begun = False  # whether a part of the current line is written
+        self._dropped = False  # whether a note was the last thing
         self._waits = 0.0  # monotonic time since which a note or a part of a line waits
 
     def feed(self, content: bytes) -> None:
-        """Take what the launcher has written, and pass whole lines on that begin no note."""
+        """Receive what the launcher has written, and forward whole lines that begin no note."""
         if not (self._note or self._line):
             self._waits = time.monotonic()
         *lines, self._line = re.split(END, self._line + content)
@@ -64,13 +64,13 @@ class Output:
             self._take(line)
 
     def release(self, at_end: bool = False) -> None:
-        """Pass on what has waited too long, or everything at the end of the stream."""
+        """Forward what has waited too long, or everything at the end of the stream."""
         if at_end or time.monotonic() - self._waits > LATE:
             self._pass(b"".join(self._note) + self._line)
             self._note, self._line = [], b""
 
     def _take(self, line: bytes) -> None:
-        """Pass a line on, with empty lines above, or add the line to a note."""
+        """Forward a line, with empty lines above, or add it to a note."""
         text = line.strip(b"\0\r\n")  # Open MPI ends some notes with a NUL byte
         if LINES.search(text):
             self.killed = KILLED.search(text) or self.killed
@@ -83,7 +83,7 @@ class Output:
             self._pass(line + b"\n")
 
     def _end_note(self, rule: bytes) -> None:
-        """Drop a note at its lower rule; the lower rule of other text may begin a note."""
+        """Drop a note at its lower rule; the lower rule of other text can begin a note."""
         text = b" ".join(b"".join(self._note).split())
         if any(words in text for words in ENDS):
             self.killed = KILLED.search(text) or self.killed
@@ -94,7 +94,7 @@ class Output:
             self._note = [rule + b"\n"]
 
     def _above(self) -> bytes:
-        """Return what stands before the upper rule of a note: a rank's unfinished line, if any."""
+        """Return what precedes the upper rule of a note: a rank's unfinished line, if any."""
         rule = rule_of(self._note[0])
         above = self._note[0].strip(b"\0").rstrip(b"\r\n").removesuffix(rule)
         if rule == SIGNS:
@@ -111,7 +111,7 @@ class Output:
         self._dropped = False
         self.spoken |= not self._begun and content.lstrip(b"\n").startswith(b"mpikfac")
         self._begun = not content.endswith(b"\n")
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # the reader has ended
             while content:
                 content = content[os.write(self._target, content) :]
 

@@ -19,7 +19,7 @@ class Program(NamedTuple):
 
     Attributes:
         module: the module with `main`.
-        command_line: the place of the `CommandLine`, as MODULE:NAME; the module needs no torch.
+        command_line: the location of the `CommandLine`, as MODULE:NAME; the module needs no torch.
             "": an example, which parses its own options.
         purpose: what the program does.
         ranks: whether the program starts under MPI, on any number of ranks.
@@ -42,7 +42,7 @@ PROGRAMS = {
     "strategies": Program(
         "planning.strategies",
         "planning.options:LIST",
-        "list the ways to distribute K-FAC by name",
+        "list the published strategies of distributing K-FAC",
     ),
     "plan": Program(
         "planning.plan",
@@ -52,13 +52,13 @@ PROGRAMS = {
     "check": Program(
         "checking.check",
         "checking.options:CHECK",
-        "check K-FAC on a model: covered layers, right numbers",
+        "check K-FAC on a model: covered layers, correct results",
         ranks=True,
     ),
     "calibrate": Program(
         "lab.predict.calibrate",
         "lab.predict.options:CALIBRATE",
-        "measure a machine, on 2 ranks or more",
+        "measure a machine, on at least 2 ranks",
         ranks=True,
     ),
     "simulate": Program(
@@ -120,8 +120,8 @@ PROGRAMS = {
 def run(name: str, arguments: list[str]) -> int:
     """Run a program; return the exit code.
 
-    Help and unknown options are answered first, before the imports of torch and MPI take seconds.
-    A rank of an MPI job leaves the answer to the program, in which a single rank answers.
+    Help and unknown options are answered first, before torch and MPI are imported, which takes
+    seconds. A rank of an MPI job leaves this to the program, in which a single rank answers.
     """
     if not any(variable in os.environ for variable in RANK_VARIABLES):
         code = answer(name, arguments)
@@ -131,7 +131,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def answer(name: str, arguments: Sequence[str]) -> int | None:
-    """Print a program's help, or refuse unknown options; None if the program has to start."""
+    """Print a program's help, or report unknown options; None if the program needs to start."""
     if not PROGRAMS[name].command_line:
         return None
     module, _, line = PROGRAMS[name].command_line.partition(":")

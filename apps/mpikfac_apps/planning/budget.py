@@ -1,4 +1,4 @@
-"""The budget of a run before the run's first batch, from passes without numbers."""
+"""The budget of a run before its first batch, from passes without values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpikfac_apps.options.strategy import Shapes, coverage, make_plan
 from mpikfac_apps.problems import models
 
 Calls = Mapping[str, Sequence[CallSize]]
-"""The calls of each covered layer in a pass; empty if nobody knows the calls."""
+"""The calls of each covered layer in a pass; empty if they are unknown."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Foreseen:
     """A run's plan, intervals and cost after the first batch.
 
     Attributes:
-        plan: with the factors that the budget cuts.
-        factor_update_steps: the steps between updates of factors, once the interval is whole.
-        inv_update_steps: the steps between refreshes, once the interval is whole.
-        times: the operations of a step over those of the step's passes.
-        line: about these operations, as a run logs it; "" if nobody knows the calls.
+        plan: with the factors as cut by the budget.
+        factor_update_steps: the steps between updates of factors, once intervals are settled.
+        inv_update_steps: the steps between refreshes, once intervals are settled.
+        times: the operations of a step relative to those of its passes.
+        line: about these operations, as a run logs it; "" if the calls are unknown.
     """
 
     plan: Plan
@@ -52,10 +52,10 @@ def calls_of(
 ) -> Calls:
     """Return the calls of the layers of a network in a pass of `examples` images.
 
-    There are none if nobody knows the shape of an image, or the network reads numbers.
+    There are none if the shape of an image is unknown, or the network reads values.
 
     Args:
-        model: the network `name`; the weights are lost.
+        model: the network `name`, whose weights are lost.
         image: the shape of an image, or the tokens of a window.
     """
     entry = models.network(name)
@@ -67,7 +67,7 @@ def calls_of(
     inputs = torch.empty((examples, *image), dtype=dtype, device="meta")
     try:
         return mpikfac.layers.call_sizes(model, layers, inputs)
-    except Exception:  # of any code of the network's author
+    except Exception:  # from any code of the network's author
         return {}
 
 
@@ -80,12 +80,12 @@ def foreseen(
     calls: Calls,
     passes: int,
 ) -> Foreseen:
-    """Return what the first batch of a run makes of the run's plan and intervals.
+    """Return the plan and the intervals of a run after its first batch.
 
     Args:
         preconditioner: of the plan.
-        settings: of the strategy, see `make_strategy`.
-        shapes: of the network, with the factors that the options ask for.
+        settings: of the strategy; see `make_strategy`.
+        shapes: of the network, with the factors that the options select.
         plan: of these shapes.
         calls: of a pass.
         passes: of a step, on all ranks together.

@@ -1,11 +1,11 @@
-"""Write the steps of a plan as execution traces of Chakra, which ASTRA-sim and others simulate.
+"""Write the steps of a plan as Chakra execution traces, which ASTRA-sim and others simulate.
 
-A trace is a file of a rank: protobuf messages, each behind its length, first the metadata, then the
-nodes, by schema/protobuf/et_def.proto of mlcommons/chakra. The encoding needs few lines, so the
-program needs no protobuf.
+A trace is a file for one rank: protobuf messages, each preceded by its length, first the metadata,
+then the nodes, according to schema/protobuf/et_def.proto of mlcommons/chakra. The encoding takes
+few lines, so the program does not depend on protobuf.
 
-Nodes follow each other as in a step, overlapped messages too. A collective is a single node,
-whatever the pieces; Chakra knows equal parts only, so a gather has the mean part of its members.
+Nodes follow each other as in a step, including overlapped messages. A collective is a single node,
+even if it is sent in pieces; Chakra has only equal parts, so a gather has its members' mean part.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ COLLECTIVES = {
 """The numbers of enum CollectiveCommType."""
 FIELDS = {bool: 27, int: 9, str: 30}  # of the value of an AttributeProto: bool, int64, string
 Groups = dict[tuple[int, ...], int]
-"""The number of each communicator but the world, by its ranks."""
+"""The number of each communicator except the world, by its ranks."""
 
 
 def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction | None) -> int:
-    """Write a trace of each rank and kind of step, PATH.KIND.RANK.et, and PATH.groups.json.
+    """Write a trace for each rank and kind of step, PATH.KIND.RANK.et, and PATH.groups.json.
 
     Return the number of traces.
 
@@ -43,12 +43,12 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
             traces of messages alone.
 
     Raises:
-        ValueError: a message has no counterpart in Chakra, or steps have further kinds.
+        ValueError: a message has no counterpart in Chakra, or there are other kinds of steps.
         OSError: a file cannot be written.
     """
     _check_kinds(plan)
     groups: Groups = {}
-    traces: dict[str, bytes] = {}  # all are made first: no file of a plan that is refused
+    traces: dict[str, bytes] = {}  # all are created first, so a refused plan leaves no files
     for kind, (statistics, refresh) in KINDS.items():
         step = getattr(prediction, kind).stages if prediction else {}
         for rank in range(plan.ranks):
@@ -64,20 +64,19 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
 
 
 def _check_kinds(plan: Plan) -> None:
-    """Return if `KINDS` are all kinds of steps.
+    """Check that `KINDS` are all kinds of steps.
 
     Raises:
-        ValueError: refreshes have turns, or ranks exchange something else than gradients.
+        ValueError: refreshes have slots, or ranks exchange something other than gradients.
     """
     stagger, sync = plan.strategy.refresh.stagger, plan.strategy.sync
     if stagger > 1:
         raise ValueError(
-            f"export: refresh.stagger={stagger} has a refresh for each turn; take refresh.stagger=1"
+            f"export: refresh.stagger={stagger} has a refresh for each slot; use refresh.stagger=1"
         )
     if sync.local_steps or not sync.waits_for_all:
         raise ValueError(
-            f"export: sync={sync.name} has steps with and without an exchange; take "
-            f"sync=synchronous"
+            f"export: sync={sync.name} has steps with and without an exchange; use sync=synchronous"
         )
 
 
@@ -90,11 +89,12 @@ def nodes(
 ) -> Iterator[bytes]:
     """Yield the nodes of a step: computing stages by name, and messages in the stages' order.
 
-    A node depends on the node before; nodes of a message without collective begin together.
+    A node depends on the previous one; the nodes of a message that is not a collective begin
+    together.
 
     Args:
         step: seconds by stage, in the order of the step; empty for messages alone.
-        groups: gets the communicators of the messages.
+        groups: receives the communicators of the messages.
     """
     of_stages: dict[str, list[Message]] = {stage: [] for stage in step}
     for message in messages:
@@ -118,7 +118,7 @@ def computation(seconds: float) -> list[list[bytes]]:
 
 
 def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[bytes]:
-    """Return the content of a message's nodes: of a collective, or of all sends and receptions.
+    """Return the content of a message's nodes: of a collective, or of all sends and receives.
 
     Raises:
         ValueError: the message has no counterpart in Chakra.
@@ -128,13 +128,13 @@ def of_message(plan: Plan, rank: int, message: Message, groups: Groups) -> list[
         return list(passing(message, team, team.index(rank)))
     if message.rule:
         raise ValueError(
-            f"export: Chakra has no rule to combine {message.stage!r}; take "
+            f"export: Chakra has no rule to combine {message.stage!r}; use "
             f"sync.aggregation=mean and sync.factor_aggregation=mean"
         )
     if message.primitive not in COLLECTIVES:
         raise ValueError(
             f"export: {message.primitive} of {message.stage!r} has no counterpart in Chakra; "
-            f"take a strategy with {', '.join(COLLECTIVES)} only"
+            f"use a strategy with {', '.join(COLLECTIVES)} only"
         )
     gathers = message.primitive == "Allgatherv"
     size = message.size // len(team) if gathers else message.size
@@ -176,7 +176,7 @@ def attribute(name: str, value: bool | int | str) -> bytes:
 
 
 def field(number: int, value: int | str | bytes) -> bytes:
-    """Return a field: a whole number of at least 0, or a text or a message behind its length."""
+    """Return a field: a whole number of at least 0, or a text or message preceded by its length."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     content = value.encode() if isinstance(value, str) else value
@@ -184,11 +184,11 @@ def field(number: int, value: int | str | bytes) -> bytes:
 
 
 def behind_length(content: bytes) -> bytes:
-    """Return bytes behind their number."""
+    """Return bytes preceded by their number."""
     return varint(len(content)) + content
 
 
 def varint(value: int) -> bytes:
-    """Return a whole number of at least 0 in 7 bits a byte, the lowest first."""
+    """Return a whole number of at least 0 in 7 bits per byte, the lowest first."""
     digits = [value >> shift & 0x7F for shift in range(0, max(1, value.bit_length()), 7)]
     return bytes([*(digit | 0x80 for digit in digits[:-1]), digits[-1]])

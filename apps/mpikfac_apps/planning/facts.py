@@ -9,7 +9,7 @@ from dataclasses import replace
 import mpikfac
 from mpikfac.preconditioners import Inverse, Preconditioner, named_preconditioner
 
-ALL_RANKS = 256  # of a larger job, SAMPLE ranks and the most loaded rank stand for all ranks
+ALL_RANKS = 256  # a larger job is represented by SAMPLE ranks and the most loaded rank
 SAMPLE = 64
 UNPLANNED = ("split_layers", "tp_size")  # options that need the calls of a network
 KINDS_OF_STEP = (
@@ -20,7 +20,7 @@ KINDS_OF_STEP = (
 
 
 def orders_of(factors: Sequence[mpikfac.plan.FactorShape]) -> str:
-    """Return the orders of a side's factors as a text, "-" for no factors.
+    """Describe the orders of a side's factors, "-" for no factors.
 
     A factor is "64"; 16 factors of order 9 are "16 x 9"; blocks are "512+513". "64:8" is a factor
     of low rank, of which 8 eigenvectors are kept.
@@ -29,7 +29,7 @@ def orders_of(factors: Sequence[mpikfac.plan.FactorShape]) -> str:
 
 
 def order_of(factor: mpikfac.plan.FactorShape) -> str:
-    """Return a single factor of the text of `orders_of`."""
+    """Describe a single factor for `orders_of`."""
     order = str(factor.order) if factor.rank is None else f"{factor.order}:{factor.rank}"
     return f"{factor.count} x {order}" if factor.count > 1 else order
 
@@ -40,7 +40,7 @@ def most_loaded(plan: mpikfac.plan.Plan) -> int:
 
 
 def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
-    """Return all ranks of a small job; of a large job a fixed sample and the most loaded rank."""
+    """Return all ranks of a small job; for a large job a fixed sample and the most loaded rank."""
     ranks = range(plan.ranks)
     if plan.ranks <= ALL_RANKS:
         return list(ranks)
@@ -54,9 +54,9 @@ def near_root(ranks: int) -> int:
 
 
 def at_ranks(strategy: mpikfac.Strategy, ranks: int) -> mpikfac.Strategy:
-    """Return a strategy with the divisor near the root of the ranks, where it has half as workers.
+    """Return a strategy that uses the divisor near the root of the ranks instead of half of them.
 
-    Half is no whole number of workers for odd numbers of ranks.
+    For an odd number of ranks, half is not a whole number of workers.
     """
     if strategy.assignment != mpikfac.HybridOpt():
         return strategy

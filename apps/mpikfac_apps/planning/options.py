@@ -1,6 +1,6 @@
 """The options of the programs that plan; help needs no torch.
 
-A module of a program imports torch, so the options stand apart.
+The modules of the programs import torch, so the options are separate.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ PLAN_BASIC = (
 
 
 def json_file(text: str) -> Path:
-    """Return the path of a file to write; a folder that is missing is told before any work.
+    """Return the path of a file to write; a missing folder is reported before any work.
 
     Raises:
-        ValueError: the path is a folder, or in no folder.
+        ValueError: the path is a folder, or its folder does not exist.
     """
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
@@ -48,10 +48,10 @@ def json_file(text: str) -> Path:
 
 
 def trace_files(text: str) -> Path:
-    """Return FILE of a text chakra:FILE: the beginning of the names of traces.
+    """Return FILE of a text chakra:FILE, which is the beginning of the names of traces.
 
     Raises:
-        ValueError: another form, or the file is a folder, or in no folder.
+        ValueError: the text has another form, the file is a folder, or its folder does not exist.
     """
     form, _, file = text.partition(":")
     if form != "chakra" or not file:
@@ -64,16 +64,16 @@ class PlanOptions:
     """Print the communication plan of a model: who computes and sends what. No MPI.
 
     Args:
-        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
-            network by name.
+        model: your own model, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a network by
+            name.
         ranks: the number of ranks that train.
-        classes: the number of classes; null for 1000 with most networks of timm and the networks of
-            ImageNet, for the number of a model of your own, and for 10 with all further networks.
-        batch_per_rank: the number of images of a step on each rank, for the predictions of
+        classes: the number of classes; null for 1000 with most networks of timm and those for
+            ImageNet, for the number that your own model has, and for 10 with all other networks.
+        batch_per_rank: the number of images per step on each rank, for the predictions of
             `machine`.
-        export: chakra:FILE writes execution traces of Chakra, a trace for each rank and kind of
-            step, FILE.ordinary.0.et and so on; null for none. With `machine`, traces have the
-            computing stages, too.
+        export: chakra:FILE writes Chakra execution traces, one for each rank and kind of step,
+            FILE.ordinary.0.et etc.; null for none. With `machine`, traces also have the computing
+            stages.
     """
 
     model: str = listed(MODELS)

@@ -33,7 +33,7 @@ from mpikfac_apps.text import in_lines, mib, number, show, table
 
 WIDTH = 96
 EXCHANGES = (names.EXCHANGE_WEIGHTS, names.EXCHANGE_IN_NODE)
-TABLE = 60  # layers; of longer models, a line names several layers
+TABLE = 60  # layers; for larger models, a line names several layers
 
 Kind = tuple[str, str, str]
 """Stage, collective and communicator of messages."""
@@ -42,7 +42,7 @@ Sent = tuple[tuple[Kind, tuple[int, int, int]], ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan; return 0, or 2 after one line about wrong options."""
+    """Print the plan; return 0, or 2 after one line about invalid options."""
     return cli.run(PLAN.program, lambda: print_plan(PLAN.read(argv)))
 
 
@@ -65,7 +65,7 @@ def print_plan(options: PlanOptions) -> int:
 
 
 def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
-    """Return the plan that training has after the first batch.
+    """Return the plan of a training after the first batch.
 
     Raises:
         ValueError: options do not fit together.
@@ -74,7 +74,7 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
 
 
 def foreseen_of(options: PlanOptions) -> Foreseen:
-    """Return plan, intervals and cost of training with the options, after the first batch.
+    """Return plan, intervals and cost of a training with the options, after the first batch.
 
     Raises:
         ValueError: options do not fit together.
@@ -98,7 +98,8 @@ def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[st
     """Write the traces of a plan, and return a line about the files.
 
     Raises:
-        ValueError: a message has no counterpart in a trace, or the machine does not know the model.
+        ValueError: a message has no counterpart in a trace, or the machine has no times of the
+            model.
         OSError: a file cannot be written.
     """
     prediction = None
@@ -171,7 +172,7 @@ def owners_of(plan: mpikfac.plan.Plan, factors: Sequence[mpikfac.plan.FactorShap
 
 
 def brief_owners(plan: mpikfac.plan.Plan) -> Iterator[str]:
-    """Yield each layer and the owners of the layer, in two words."""
+    """Yield each layer with its owners, in two words."""
     for layer in plan.layers:
         a, g = (owners_of(plan, layer.side(side)) for side in "AG")
         yield f"{layer.name} {a}" if a == g else f"{layer.name} {a}:{g}"
@@ -221,14 +222,14 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
             apart.append(f"  exchange weights in node: after every {in_node} steps")
     return [
         f"Collectives of a step, MiB{sample_note(plan)}",
-        "  buffer: the bytes that a rank passes to MPI; wire: the most bytes that a rank sends",
+        "  buffer: the bytes that a rank passes to MPI; wire: the maximum bytes that a rank sends",
         "  if MPI uses a ring",
         *apart,
     ]
 
 
 def steps(plan: mpikfac.plan.Plan) -> Iterator[list[str]]:
-    """Yield lines about each kind of step, in full if the messages are other ones."""
+    """Yield lines about each kind of step, in full if its messages differ."""
     kinds = KINDS_OF_STEP if plan.factors or not plan.layers else [("Every step", False, False)]
     told: dict[tuple[Sent, ...], str] = {}
     for title, *kind in kinds:
@@ -262,7 +263,7 @@ def traffic(title: str, steps: Sequence[Sent]) -> list[str]:
     ]
     longest = max(steps, key=lambda step: sum(count for _, (count, *_) in step))
     for kind, _ in longest:
-        # A column without layers leaves some kinds out.
+        # A column without layers lacks some kinds.
         counts, sizes, wires = zip(*(dict(step)[kind] for step in steps if kind in dict(step)))
         rows.append((*kind, str(max(counts)), *spread(sizes), mib(max(wires))))
     most = max(sum(wire for _, (_, _, wire) in step) for step in steps)
@@ -283,5 +284,5 @@ def sample_note(plan: mpikfac.plan.Plan) -> str:
 
 
 def spread(sizes: Sequence[int]) -> tuple[str, str, str]:
-    """Return least, median and most of sizes in bytes."""
+    """Return minimum, median and maximum of sizes in bytes."""
     return mib(min(sizes)), mib(median(sizes)), mib(max(sizes))

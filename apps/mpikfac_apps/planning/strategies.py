@@ -17,7 +17,7 @@ WIDTH = 96
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the list; return 0, or 2 after one line about wrong options."""
+    """Print the list; return 0, or 2 after one line about invalid options."""
     return cli.run(LIST.program, lambda: print_list(argv))
 
 
@@ -25,7 +25,7 @@ def print_list(argv: list[str] | None) -> int:
     """Print the list; return 0.
 
     Raises:
-        ValueError: a wrong option.
+        ValueError: an option is invalid.
     """
     LIST.read(argv)
     show([introduction(), *map(paragraph, mpikfac.plan.NAMED)])
@@ -35,13 +35,13 @@ def print_list(argv: list[str] | None) -> int:
 def introduction() -> list[str]:
     """Return lines about the units of costs."""
     text = (
-        "Sent are the bytes of a rank in a ring, without the bytes of averaging gradients: on "
-        "steps with new factors + in a refresh + on every step. P ranks, w workers. "
+        "Sent are the bytes of a rank in a ring, in addition to averaging gradients: in "
+        "steps with new factors + in a refresh + in every step. P ranks, w workers. "
         "4F, 4T and 4V are the bytes of all factors as squares, as triangles and as "
-        "vectors; 4N are the bytes of all gradients, 4R of the thin matrices in their place. K-FAC "
+        "vectors; 4N those of all gradients, 4R those of thin matrices in their place. K-FAC "
         "is one of several preconditioners under these plans: shampoo, kl-shampoo and soap "
         "send no factors, the first term; muon and normuon send no bases either, the second. With "
-        "the same estimator, the numbers are the numbers of one process that trains on the joined "
+        "the same estimator, results equal those of one process that trains on the joined "
         "batch with the same `refresh`."
     )
     return textwrap.wrap(text, WIDTH)

@@ -1,1 +1,1 @@
-"""Train a population of networks that searches for numbers of the training while it trains."""
+"""Train a population of networks that searches for hyperparameters while it trains."""

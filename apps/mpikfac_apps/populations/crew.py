@@ -1,4 +1,4 @@
-"""The members that a rank trains, dealt out over groups of ranks; the loop sees one trainer."""
+"""The members that a rank trains, distributed over groups of ranks; the loop sees one trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.batches import Batches, mixed, share
 from mpikfac_apps.training.parts.problem import Problem, load_data
 
-FIRST_NUMBERS = 1  # a purpose of random draws, behind the seed
+FIRST_NUMBERS = 1  # a purpose of random draws, after the seed
 
 State = dict[str, Any]
 
@@ -28,14 +28,14 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Untroubled:
-    """Count no numbers that are not finite: a member that diverges is replaced."""
+    """Count no values that are not finite, as a diverging member is replaced."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
 
 class Crew:
-    """The members that a rank trains, by turns.
+    """The members that a rank trains, one after another.
 
     Collective over: comm, unless a docstring says otherwise.
 
@@ -46,8 +46,8 @@ class Crew:
         problem: the problem of the members, whose test has the held-out images.
         tests: the same problem with the test of the data set.
         members: the rank's members by number.
-        leads: whether the rank speaks for its members.
-        votes, steps, combined, nonfinite, trace: as of a trainer, of all members together.
+        leads: whether the rank represents its members.
+        votes, steps, combined, nonfinite, trace: as in a trainer, of all members together.
     """
 
     combined = True
@@ -83,18 +83,18 @@ class Crew:
         return taken
 
     def gathered(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the values of all members by number, of the rank's values by number."""
+        """Return the values of all members by number, from those of the rank's members."""
         every = self.comm.allgather(values if self.leads else {})
         return dict(sorted(item for part in every for item in part.items()))
 
     def states(self, wanted: Collection[int]) -> dict[int, State]:
-        """Return the states of the members that the rank wants, from the ranks that hold them."""
+        """Return the states of the members that the rank needs, from the ranks that train them."""
         asked = set().union(*self.comm.allgather(set(wanted)))
         held = {m: member.state() for m, member in self.members.items() if m in asked}
         return self.handed(held, wanted)
 
     def handed(self, held: Mapping[int, State], wanted: Collection[int]) -> dict[int, State]:
-        """Return the items by member that the rank wants; each member's from all its ranks."""
+        """Return the items that the rank needs, by member; each member's from all its ranks."""
         items = {f"{m}/{name}": value for m, state in held.items() for name, value in state.items()}
         names = sorted(set().union(*self.comm.allgather(set(items))))
         needed = [name for name in names if int(name.partition("/")[0]) in wanted]
@@ -111,10 +111,10 @@ class Crew:
         vectors = self.handed(held, members)
         return selection.distances_of([vectors[member]["weights"] for member in members])
 
-    # -- what a loop asks of a trainer -----------------------------------------------------------
+    # -- what a loop needs of a trainer ----------------------------------------------------------
 
     def average_replicas(self) -> None:
-        """Return: a member is one model; not collective."""
+        """Do nothing, as a member is one model; not collective."""
 
     def close(self) -> None:
         """Close the trainers of the members."""
@@ -122,7 +122,7 @@ class Crew:
             member.trainer.close()
 
     def state_dict(self) -> State:
-        """Return the rank's share of the states of its members; not collective."""
+        """Return the rank's part of the states of its members; not collective."""
         states = {m: member.state() for m, member in self.members.items()}
         items = {
             f"member-{m}/{n}": value for m, state in states.items() for n, value in state.items()
@@ -130,7 +130,7 @@ class Crew:
         return items | {"trainer/steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state, for any number of ranks.
+        """Load a state, on any number of ranks.
 
         Raises:
             UserError: an item is missing, or does not fit.
@@ -147,8 +147,8 @@ def divided(
 ) -> tuple[Problem, Problem]:
     """Return the problem of the training images that are not held out, with two tests.
 
-    The test of the first problem has the held-out images; the test of the second problem is that of
-    the data set.
+    The test of the first problem has the held-out images, that of the second one those of the data
+    set.
 
     Collective over: comm.
 

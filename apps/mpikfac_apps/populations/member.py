@@ -1,4 +1,4 @@
-"""A member of a population: a network, the trainer, and the numbers of the training."""
+"""A member of a population: a network, its trainer, and its hyperparameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Searched:
-    """A number that the search changes; a schedule for the library."""
+    """A hyperparameter that the search changes; the library sees it as a schedule."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -39,7 +39,7 @@ class Searched:
 
 
 def searched(options: PopulationOptions) -> dict[str, float]:
-    """Return the first values of the numbers that the population searches, by name."""
+    """Return the initial values of the hyperparameters that the population searches, by name."""
     train, names = options.train, options.population.numbers
     values = {"lr": train.rate}
     if train.optimizer == "kfac":
@@ -48,19 +48,19 @@ def searched(options: PopulationOptions) -> dict[str, float]:
 
 
 def in_words(numbers: Mapping[str, float]) -> str:
-    """Return searched numbers in words."""
+    """Describe searched hyperparameters."""
     return ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
 
 
 class Member:
-    """A network that trains with numbers of its own.
+    """A network that trains with its own hyperparameters.
 
     Collective over: the ranks of the member, as are all methods.
 
     Args:
         problem: data, loss and test; members share the data.
-        number: the number of the member; the seed of the first weights is `seed + number`.
-        numbers: the first values of the searched numbers.
+        number: the number of the member; the seed of the initial weights is `seed + number`.
+        numbers: the initial values of the searched hyperparameters.
 
     Attributes:
         lost: whether the training failed since the last selection.
@@ -90,7 +90,7 @@ class Member:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The searched numbers by name; not collective."""
+        """The searched hyperparameters by name; not collective."""
         return {name: number.value for name, number in self._numbers.items()}
 
     @property
@@ -102,14 +102,14 @@ class Member:
         ]
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of a step: the member's, in the form of the schedule."""
+        """Return the learning rate of a step: the member's, following the schedule."""
         rate, usual = self._rate(self.problem.calendar.clock(step)), self.problem.options.rate
         return rate * self.numbers.get("lr", usual) / usual
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Take a step, unless the member is lost; return loss and sum of the measure.
 
-        A loss that is not finite, or a failure of the trainer, loses the member.
+        A member is lost if its loss is not finite, or its trainer fails.
         """
         problem, trainer = self.problem, self.trainer
         for group in trainer.optimizer.param_groups:
@@ -125,7 +125,7 @@ class Member:
             try:
                 self.training.step(images, labels, loss.detach())
             except mpikfac.UserError as error:
-                if self.comm.size > 1:  # other ranks of the member may wait in a message
+                if self.comm.size > 1:  # other ranks of the member may be waiting in a message
                     raise
                 log.warning("a member is lost until the next selection: %s", error)
                 self.lost = True
@@ -133,7 +133,7 @@ class Member:
             return loss.detach(), problem.task.measured(outputs, targets)
 
     def fitness(self) -> dict[str, float]:
-        """Return loss and measures of the held-out images; lost members have a loss of infinity."""
+        """Return loss and measures of the held-out images; the loss of lost members is infinite."""
         results = self.problem.evaluate(self.model)
         return results | ({"loss": torch.inf} if self.lost else {})
 
@@ -142,12 +142,12 @@ class Member:
         return torch.cat([each.detach().flatten() for each in self.model.parameters()])
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's share of the state; not collective."""
+        """Return the rank's part of the state; not collective."""
         numbers = {NUMBER + name: value for name, value in self.numbers.items()}
         return self.trainer.state_dict() | numbers | {LOST: int(self.lost)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state, for any number of ranks.
+        """Load a state, on any number of ranks.
 
         Raises:
             UserError: an item is missing, or does not fit.
@@ -157,6 +157,6 @@ class Member:
         self.lost = bool(state[LOST])
 
     def follow(self, numbers: Mapping[str, float]) -> None:
-        """Take other numbers from the next step on; not collective."""
+        """Use other hyperparameters from the next step on; not collective."""
         for name, value in numbers.items():
             self._numbers[name].value = value

@@ -1,4 +1,4 @@
-"""The options of a population, and what a population cannot do."""
+"""The options of a population, and what it does not support."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_ONE_NETWORK = (
     *("frozen_epochs", "shrink", "trace_steps", "mixup", "cutmix", "damping_adapt", "scale_lr"),
     *("split_layers", "tp_size", "groups", "burn_in", "swap_every", "distill_weight"),
 )
-"""Fields of the training's options that a population leaves out."""
+"""Fields of the training's options that a population does not have."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,23 @@ class Search:
     """A population that searches for learning rate and damping [populations].
 
     Args:
-        members: the number of networks. Ranks share out the members, or groups of ranks train a
-            member each.
+        members: the number of networks. Each rank trains several members, or each group of ranks
+            trains one.
         every: the number of steps from one selection to the next.
-        numbers: the numbers that the search changes, "lr" or "damping"; null for both, and for lr
-            alone without K-FAC.
-        worst: the share of the members that a selection replaces, and from whose size on the other
-            end parents are drawn.
-        spread: the first numbers of a member are the options, times or divided by at most so much,
-            at random. The first member takes the options.
-        explore: the factor by which a replaced member multiplies or divides each number.
-        held_out: the number of training images, the last ones, that judge the members and train
-            none.
-        crossover: a replaced member takes each layer from one of two parents, at random.
-        mutation: the size of the normal noise that is added to the weights of a replaced member, as
-            a share of the root mean square of a tensor.
+        numbers: the hyperparameters that the search changes, "lr" or "damping"; null for both, and
+            for lr alone without K-FAC.
+        worst: the fraction of the members that a selection replaces; parents are drawn from the
+            best members, in the same number.
+        spread: the initial hyperparameters of a member are the options, multiplied or divided at
+            random by at most this factor. The first member uses the options.
+        explore: the factor by which a replaced member multiplies or divides each hyperparameter.
+        held_out: the number of training images, the last ones, that are used to judge the members
+            and not to train them.
+        crossover: a replaced member gets each layer from one of two parents, at random.
+        mutation: the size of the normal noise that is added to the weights of a replaced member,
+            relative to the root mean square of a tensor.
         near: the distance of weights below which members form a cluster, of which only the best
-            member stays: the norm of the difference, as a share of the mean norm. null for none.
+            member is kept: the norm of the difference, relative to the mean norm. null for none.
     """
 
     members: int = bounded(4, ">= 2")
@@ -73,7 +73,7 @@ class PopulationOptions:
 
 
 def usual(_: type, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values that a preconditioner takes where a user gives none; see `usual_values`."""
+    """Return the defaults of a preconditioner for options that a user does not set."""
     return usual_values(Options, given)
 
 
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> PopulationOptions:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
     Raises:
-        ValueError: an option is wrong; a single line names key, value and the allowed values.
+        ValueError: an option is wrong; the text is one line with key, value and allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     options = POPULATION.read(argv)
@@ -106,10 +106,10 @@ def ranks_of_a_member(options: PopulationOptions, ranks: int) -> int:
 
 
 def check(options: PopulationOptions, ranks: int) -> None:
-    """Refuse what a population cannot do.
+    """Check for options that a population does not support.
 
     Raises:
-        ValueError: a single line names the option and what would be right.
+        ValueError: the text is one line with the option and a valid value.
     """
     members, names, train = options.population.members, options.population.numbers, options.train
     known = ("lr", "damping") if train.optimizer == "kfac" else ("lr",)

@@ -1,4 +1,4 @@
-"""The run of a population: steps of all members, judgement, and selection."""
+"""The run of a population: steps of all members, tests, and selection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mpikfac_apps.training.batches import mixed
 from mpikfac_apps.training.parts.problem import words_of
 from mpikfac_apps.training.testing import best
 
-SELECTION, CHANGE = 2, 3  # purposes of random draws, behind the seed
+SELECTION, CHANGE = 2, 3  # purposes of random draws, after the seed
 
 log = logging.getLogger("mpikfac.train")
 
@@ -57,7 +57,7 @@ class PopulationRun(Loop):
     Collective over: comm, as are all methods.
 
     Attributes:
-        population: the whole options.
+        population: all options.
         crew: the members of the rank.
     """
 
@@ -90,15 +90,15 @@ class PopulationRun(Loop):
                 self.meter.add(*taken)
 
     def epochs(self, steps: int) -> float:
-        """Return the epochs after so many steps; not collective."""
+        """Return the number of epochs after `steps` steps; not collective."""
         return self.crew.problem.calendar.epochs(steps)
 
     def test_due(self, steps: int) -> bool:
-        """Return whether members are judged after so many steps; not collective."""
+        """Return whether members are tested after `steps` steps; not collective."""
         return steps % self.population.population.every == 0 or steps == self._total
 
     def test_after(self, steps: int) -> None:
-        """Judge the members by the loss of held-out images; select, or at the end test the best."""
+        """Test the members on held-out images; select, or at the end test the best on test data."""
         results = self.crew.gathered({n: m.fitness() for n, m in self.crew.members.items()})
         numbers = self.crew.gathered({n: m.numbers for n, m in self.crew.members.items()})
         lost = [member for member in results if not math.isfinite(results[member]["loss"])]
@@ -152,7 +152,7 @@ class PopulationRun(Loop):
         log.info("step %d: replaced %s", steps, ", ".join(pairs))
 
     def _replace(self, child: int, first: State, second: State, steps: int) -> None:
-        """Make a member the child of two states; equal states without crossover."""
+        """Replace a member by the child of two states, which are the same without crossover."""
         search, member = self.population.population, self.crew.members[child]
         seed = self.population.train.seed
         generator = torch.Generator().manual_seed(mixed(seed, CHANGE, steps, child))
@@ -166,7 +166,7 @@ class PopulationRun(Loop):
         member.follow(selection.explored(member.numbers, search.explore, generator))
 
     def _end_with(self, leader: int) -> None:
-        """Test the best member, for the first time on the test of the data; keep its weights."""
+        """Test the best member, for the first time on the test data; keep its weights."""
         results = {}
         if leader in self.crew.members:
             model = self.crew.members[leader].model
@@ -190,7 +190,7 @@ class PopulationRun(Loop):
         )
 
     def about(self) -> dict[str, Any]:
-        """Return the options on which the numbers of the run depend."""
+        """Return the options on which the results of the run depend."""
         return of_numbers(self.population)
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:

@@ -1,6 +1,6 @@
-"""Select and change members: who is replaced by whom, and what a child takes over.
+"""Select and change members: who is replaced by whom, and what a child inherits.
 
-Functions of numbers alone: all ranks compute the same, for every number of ranks.
+These are pure functions: all ranks compute the same, on every number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 
 class Parents(NamedTuple):
-    """The members from which a replaced member comes; equal without crossover."""
+    """The members whose states a replaced member inherits; the same without crossover."""
 
     first: int
     second: int
@@ -33,9 +33,9 @@ def replacements(
 
     Args:
         ranking: the members, the best first.
-        lost: members that are replaced wherever they rank; not the best.
-        worst: the share of the members that is replaced, the last in the ranking.
-        crossover: the second parent is drawn from all members that stay.
+        lost: members that are replaced whatever their rank; not the best.
+        worst: the fraction of the members that is replaced, the last in the ranking.
+        crossover: the second parent is drawn from all members that are kept.
     """
     count = max(1, int(worst * len(ranking)))
     replaced = {*ranking[-count:], *lost} - {ranking[0]}
@@ -65,7 +65,7 @@ def explored(
 def first_numbers(
     numbers: Mapping[str, float], spread: float, generator: torch.Generator
 ) -> dict[str, float]:
-    """Return the numbers, each times a factor from 1/spread to spread, uniform in the logarithm."""
+    """Return the numbers, each times a log-uniform factor between 1/spread and spread."""
     draws = (2 * torch.rand(len(numbers), generator=generator, dtype=torch.float64) - 1).tolist()
     return {name: value * spread**draw for (name, value), draw in zip(numbers.items(), draws)}
 
@@ -76,7 +76,7 @@ def crossed(
     layers: Collection[str],
     generator: torch.Generator,
 ) -> State:
-    """Return a state whose layers come from one of two states each, at random.
+    """Return a state in which each layer comes from one of two states, at random.
 
     Weights, momentum and curvature of a layer stay together. What belongs to no layer comes from
     the first state.
@@ -92,14 +92,14 @@ def crossed(
 
 
 def of_layer(item: str, layer: str) -> bool:
-    """Return whether an item of a state is of a layer, as `model/3.weight` of layer 3."""
+    """Return whether an item of a state belongs to a layer, as `model/3.weight` to layer 3."""
     return re.search(rf"/{re.escape(layer)}([.#]|/|$)", f"/{item.partition('/')[2]}") is not None
 
 
 def mutated(
     state: Mapping[str, Any], names: Collection[str], size: float, generator: torch.Generator
 ) -> State:
-    """Return a state with noise in the named tensors, normal with `size` times a tensor's RMS."""
+    """Return a state with normal noise in the named tensors, of `size` times a tensor's RMS."""
     changed = dict(state)
     for name in sorted(names):
         weights = state[name]
@@ -112,8 +112,8 @@ def mutated(
 def suppressed(ranking: Sequence[int], distances: Tensor, near: float) -> set[int]:
     """Return the members that have a better member in their cluster.
 
-    Clusters arise from single members: the two clusters of the least mean distance are joined, as
-    long as the distance is less than `near`.
+    Clusters start as single members; the two clusters with the smallest mean distance are joined as
+    long as it is less than `near`.
 
     Args:
         ranking: the members, the best first.
@@ -134,7 +134,7 @@ def suppressed(ranking: Sequence[int], distances: Tensor, near: float) -> set[in
 
 
 def distances_of(weights: Sequence[Tensor]) -> Tensor:
-    """Return the norms of differences between vectors, as shares of the mean of both norms."""
+    """Return the norms of differences between vectors, relative to the mean of their norms."""
     vectors = torch.stack([vector.double().cpu() for vector in weights])
     norms = vectors.norm(dim=1)
     apart = torch.stack([(vectors - vector).norm(dim=1) for vector in vectors])

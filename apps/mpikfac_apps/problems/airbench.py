@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SEEN = 1000  # training images whose patches are made white
+SEEN = 1000  # training images whose patches are whitened
 EPSILON = 5e-4  # keeps directions without variance finite
 BIAS_EPOCHS = 3
 
 
 def dirac(conv: nn.Conv2d) -> None:
-    """Let the first filters pass the input through; the other filters keep torch's numbers."""
+    """Let the first filters pass the input through; the other filters keep torch's values."""
     nn.init.dirac_(conv.weight[: conv.in_channels])
 
 
@@ -37,7 +37,7 @@ def shift(channels: int) -> nn.BatchNorm2d:
 
 
 class Airbench(nn.Module):
-    """A frozen convolution that makes patches white, three groups, and a linear layer.
+    """A frozen convolution that whitens patches, three groups, and a linear layer.
 
     `whiten` sets the frozen weights from training images.
 
@@ -62,13 +62,13 @@ class Airbench(nn.Module):
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
-        """Set the first filters so that the filters' outputs on the images have covariance 1.
+        """Set the first filters so that their outputs on the images have covariance 1.
 
-        The filters are the eigenvectors of the covariance of 2x2 patches, over the square roots of
-        the eigenvalues; half of the filters have the opposite sign.
+        The filters are the eigenvectors of the covariance of 2x2 patches, divided by the square
+        roots of the eigenvalues; half of the filters have the opposite sign.
 
         Args:
-            images: `[n, channels, h, w]`, as the network takes images.
+            images: `[n, channels, h, w]`, as the network receives them.
         """
         patches = F.unfold(images, 2).movedim(1, 0).flatten(1).double()
         values, vectors = torch.linalg.eigh(torch.cov(patches))

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 class Autoencoder(nn.Sequential):
     """A network from images `[n, channels, h, w]` to the logits of all pixels `[n, pixels]`.
 
-    The encoder has `widths` units per layer, and the decoder mirrors the encoder. Hidden units are
-    tanh, the code is linear. Biases start at 0.
+    The encoder has `widths` units per layer, and the decoder mirrors it. Hidden units are tanh, the
+    code is linear. Biases start at 0.
 
     Args:
-        pixels: the pixels of an image, of all channels.
+        pixels: the number of pixels of an image, over all channels.
         widths: the units of the encoder's layers; the last is the length of the code.
-        draw: fills a matrix of weights with random numbers.
+        draw: fills a matrix of weights with random values.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Draw images of smooth curves: a data set without files, for deep autoencoders.
 
-An image shows a parabola through three random points, so six numbers describe an image. All
-arithmetic rounds correctly (IEEE 754), and the order of work changes no value: the images have the
-same bits on all machines.
+An image shows a parabola through three random points, so it is determined by six numbers. All
+arithmetic rounds correctly (IEEE 754), and the order of the work changes no value, so the images
+have the same bits on all machines.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def drawn(images: int, seed: int) -> Tensor:
 def painted(knots: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Return bytes `[n, 28 * 28]` of curves through points `[n, 3, 2]`.
 
-    The points of a curve paint the 3x3 pixels around each point, the less the farther away. A pixel
-    keeps the brightest paint.
+    The points of a curve paint the 3x3 pixels around them, less at larger distances. A pixel keeps
+    the brightest paint.
     """
     t = np.linspace(0.0, 1.0, POINTS)[:, None]
     first, middle, last = (knots[:, number, None] for number in range(3))

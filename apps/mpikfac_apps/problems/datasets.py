@@ -1,9 +1,9 @@
 """Return data sets by name: as whole tensors of bytes, or as lists of images that stay in files.
 
-`digits` comes with the program, `curves` and `synthetic` are made up, `text` is read from text
-files, `volume` from files of a brain, and `cifar10`, `cifar100` and `patches` are read from any of
-the two official layouts. The readers never execute anything in a file. `folder` and `packed` are
-lists. FILE.py:FUNCTION is a function of the user.
+`digits` comes with the program, `curves` and `synthetic` are generated, `text` is read from text
+files, `volume` from files of a brain, and `cifar10`, `cifar100` and `patches` from either of the
+two official layouts. The readers never execute anything in a file. `folder` and `packed` are lists.
+FILE.py:FUNCTION is a function of the user.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from mpikfac_apps.text import is_own
 
 CIFAR_RECORDS = 10_000  # in a file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32
-CIFAR_LIMIT = 2**25  # bytes of so many records; the published files have 31 million
-CIFAR_INSTRUCTIONS = 2**16  # of a pickle of so many records; the published files have about 40,000
+CIFAR_LIMIT = 2**25  # bytes for this many records; the published files have 31 million
+CIFAR_INSTRUCTIONS = 2**16  # of a pickle of this many records; published files: about 40,000
 LUMA = (299, 587, 114)  # thousandths of red, green and blue in grey (ITU-R BT.601)
 TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 
 
 @dataclass(frozen=True)
 class Cifar:
-    """The form of the archives of a CIFAR.
+    """The form of the archives of a CIFAR data set.
 
     Attributes:
         name: the name of the data set.
         folders: the folders of the binary and of the Python version.
         train, test: the names of the files, without the suffix of the binary version.
-        times: how often a training file has the records of the test file.
+        times: the number of records of a training file relative to the test file.
         classes: the number of classes.
-        before: the bytes of a binary record before the label.
+        before: the number of bytes before the label in a binary record.
         key: the name of the labels in a pickle.
     """
 
@@ -88,14 +88,14 @@ HUNDRED = Cifar(
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for test.
+    """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for the test.
 
-    Of a text, images are windows of bytes `[n, size]`, and labels the next byte of each byte. Of a
-    volume, images are crops `[n, 1, d, h, w]`, and labels the class of each voxel, as bytes.
+    For a text, images are windows of bytes `[n, size]`, and labels the next byte of each byte. For
+    a volume, images are crops `[n, 1, d, h, w]`, and labels the class of each voxel, as bytes.
 
     Attributes:
-        classes: the number of classes; 0 if images have no labels, and all labels are 0. Of a text,
-            256.
+        classes: the number of classes; 0 if images have no labels, and all labels are 0. For a
+            text, 256.
         white: the byte of a white pixel.
         about: a line about data that differ from machine to machine.
     """
@@ -148,18 +148,18 @@ def load(
     """Return a data set by name.
 
     Args:
-        path: cifar10, cifar100, patches: the directory of the files, or the parent directory;
-            folder: the folder; packed: the file; text: a file, or a directory of text files;
-            volume: the folder of two files.
-        train_images: number of training images to take from the start; of lists, at equal
-            distances; curves, synthetic: number to make.
-        test_images: number of test images to take, as of training images.
-        size: patches, synthetic, folder, packed: pixels of a side; text: bytes of a window;
-            volume: voxels of a side of a crop.
-        classes: synthetic: number of classes.
+        path: cifar10, cifar100, patches: the directory of the files, or its parent; folder: the
+            folder; packed: the file; text: a file, or a directory of text files; volume: the folder
+            of two files.
+        train_images: the number of training images to use, from the start; of lists, evenly spaced;
+            curves, synthetic: the number to generate.
+        test_images: the number of test images to use, chosen like training images.
+        size: patches, synthetic, folder, packed: side length in pixels; text: bytes of a window;
+            volume: side length of a crop in voxels.
+        classes: synthetic: the number of classes.
 
     Raises:
-        ValueError: a file or an argument is wrong; the text names the wrong value and a remedy.
+        ValueError: a file or an argument is wrong; the text has the wrong value and a remedy.
         OSError: a file cannot be read.
     """
     entry, arguments = source(name), {"path": path, "size": size, "classes": classes}
@@ -176,9 +176,9 @@ def _check_count(key: str, count: int | None, images: int, name: str) -> None:
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
-    """Return 1,797 handwritten digits of 8x8 pixels; every fifth of a class is for test (360).
+    """Return 1,797 handwritten digits of 8x8 pixels; every fifth of a class is for the test (360).
 
-    `load` takes the first `images`.
+    `load` uses the first `images`.
     """
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         pixels = torch.from_numpy(file["images"])[:, None]
@@ -189,7 +189,7 @@ def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loader
 
 
 def smooth_curves(images: int | None = None) -> Dataset:
-    """Return images of smooth curves, 28x28 pixels; 5,000 images are for test."""
+    """Return images of smooth curves, 28x28 pixels; 5,000 images are for the test."""
     return unlabelled(curves.drawn(images or 20_000, seed=0), curves.drawn(5_000, seed=1))
 
 
@@ -200,7 +200,7 @@ def unlabelled(train: Tensor, test: Tensor) -> Dataset:
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
-    """Return noise around a 4x4 pattern per class, for experiments; 1 in 5 is for test."""
+    """Return noise around a 4x4 pattern per class, for experiments; 1 in 5 is for the test."""
     images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)
@@ -220,9 +220,9 @@ def text(
     images: int | None = None,  # noqa: ARG001 (as all loaders)
     size: int = 64,
 ) -> Dataset:
-    """Return windows of a text; the last tenth of the text is for test.
+    """Return windows of a text; the last tenth of the text is for the test.
 
-    `load` takes the first `images`.
+    `load` uses the first `images`.
     """
     read = corpus.read(path)
     parts = read.tokens.tensor_split([len(read.tokens) - len(read.tokens) // 10])
@@ -235,9 +235,9 @@ def volume(
     images: int | None = None,  # noqa: ARG001 (as all loaders)
     size: int = 16,
 ) -> Dataset:
-    """Return crops of a volume; the first half is for training, the second half for test.
+    """Return crops of a volume; the first half is for training, the second half for the test.
 
-    `load` takes the first `images`.
+    `load` uses the first `images`.
     """
     read = crops.read(path)
     (train, labels), (test, test_labels) = (half.crops(size) for half in read.halves())
@@ -253,7 +253,7 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
     folders = [place for place in candidates if place.is_dir()]
     if not folders:
         raise ValueError(
-            f"data.path={path} holds neither {' nor '.join(layouts)}; "
+            f"data.path={path} contains neither {' nor '.join(layouts)}; "
             f"give the directory in which the {kind.name} archive was unpacked"
         )
     read, suffix = layouts[folders[0].name]
@@ -271,7 +271,7 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
 
 
 def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
-    """Return a grey patch of each photo of CIFAR-10, at a random place.
+    """Return a grey patch of each photo of CIFAR-10, at a random position.
 
     Raises:
         ValueError: photos have fewer pixels.
@@ -330,8 +330,10 @@ def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
         stored = (shape, dtype.arguments[:1], bool(by_columns))
         labels = flat_labels(content[kind.key])
         pixels = np.frombuffer(raw, dtype=np.uint8)
-    except Exception as error:  # a damaged pickle may raise anything
-        raise ValueError(f"{path} is no batch of {kind.name}: {files.one_line(error)}") from error
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(
+            f"{path} is not a batch of {kind.name}: {files.one_line(error)}"
+        ) from error
     expected = (times * CIFAR_RECORDS, CIFAR_PIXELS)
     complete = (pixels.size, labels.size) == (math.prod(expected), expected[0])
     if stored != (expected, (b"u1",), False) or not complete:
@@ -344,34 +346,34 @@ def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
 
 
 def check_size(pickled: bytes, most: int) -> None:
-    """Check that a pickle takes little more memory than its bytes, before the pickle is loaded.
+    """Check, before loading a pickle, that it needs little more memory than its size.
 
     Raises:
         ValueError: the pickle has over `most` instructions, has fewer bytes than an instruction
-            asks for, asks for a large table, or holds numbers of more than 64 bits: as keys, they
-            could fill a dictionary slowly.
+            needs, requests a large table, or contains numbers of more than 64 bits, which could
+            make a dictionary slow as keys.
     """
     for count, (instruction, argument, _) in enumerate(pickletools.genops(pickled)):
         place = argument if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
         if max(count, place or 0) > most:
             raise ValueError(f"it takes more than {most:,} instructions")
         if isinstance(argument, int) and abs(argument) >= 2**63:
-            raise ValueError("it holds a number of more than 64 bits")
+            raise ValueError("it contains a number of more than 64 bits")
 
 
 def flat_labels(labels: object) -> np.ndarray:
     """Return a list of whole numbers as an array.
 
     Raises:
-        ValueError: the labels are something else, such as a list that holds itself.
+        ValueError: the labels are something else, such as a list that contains itself.
     """
     if not isinstance(labels, list) or any(type(label) is not int for label in labels):
-        raise ValueError("labels are no list of whole numbers")
+        raise ValueError("labels are not a list of whole numbers")
     return np.array(labels, dtype=np.int64)
 
 
 class Inert:
-    """A stand-in for objects of a pickle: stores the given values, and does nothing."""
+    """A replacement for objects of a pickle: it stores the given values, and does nothing."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -384,8 +386,8 @@ class Inert:
 class DataOnlyUnpickler(pickle.Unpickler):
     """Read a pickle of plain data and numpy arrays; arrays become `Inert` objects.
 
-    A pickle is a program that can call everything it can name. With this reader, a pickle can name
-    `Inert` only.
+    A pickle is a program that can call everything it can name. With this reader, it can only name
+    `Inert`.
     """
 
     ALLOWED = (
@@ -397,7 +399,7 @@ class DataOnlyUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[Inert]:
         """Return `Inert` for the few names that a batch of images needs."""
         if (module, name) not in self.ALLOWED:
-            raise ValueError(f"it asks for {module}.{name}, which images and labels never need")
+            raise ValueError(f"it requests {module}.{name}, which images and labels never need")
         return Inert
 
 
@@ -407,13 +409,13 @@ class Source:
 
     Attributes:
         load: returns the data set from `images` and the options in `takes`.
-        channels: the channels of an image; 0 of a text.
-        size: the pixels of a side of an image, the tokens of a window, or the usual number; None if
-            only the data tell.
-        classes: the number of classes, or the usual number; None if only the data tell.
+        channels: the channels of an image; 0 for a text.
+        size: the side length of an image in pixels, the tokens of a window, or the default; None if
+            only the data determine it.
+        classes: the number of classes, or the default; None if only the data determine it.
         holds: what a network can learn from the data.
-        takes: options of the group `data` that other data sets refuse.
-        needs: an option that has to be given, and its meaning.
+        takes: options of the group `data` that other data sets do not have.
+        needs: an option that must be set, and its meaning.
         files: whether images stay in files, and are read during the training.
     """
 
@@ -481,7 +483,7 @@ def source(name: str) -> Source:
 
 @cache
 def form(name: str, path: str | None) -> tuple[int, int]:
-    """Return the channels and the classes of a data set; read the data if only the data tell.
+    """Return the channels and the classes of a data set, reading the data only if necessary.
 
     Raises:
         ValueError: the data set cannot be read.
@@ -495,7 +497,7 @@ def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG
     """Return the data set that FILE.py:FUNCTION returns: four tensors, or a `Dataset`.
 
     Raises:
-        ValueError: the function returns something else; a single line says what is expected.
+        ValueError: the function returns something else; the text is one line with the right form.
     """
     data = own.result(name)
     if isinstance(data, Dataset):

@@ -32,7 +32,7 @@ from mpikfac_apps.problems.volumes.networks import Segmenter3d
 
 
 def kaiming(conv: nn.Conv2d) -> None:
-    """Draw the weights of a convolution in front of ReLUs."""
+    """Initialise the weights of a convolution before ReLUs."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
 
 
@@ -41,16 +41,16 @@ class NetworkEntry:
     """A network by name.
 
     Attributes:
-        make: makes the network from the numbers of `classes` and `channels`; a language model from
-            the number of different tokens and the tokens of a window.
-        image: the usual shape of an image, `(channels, height, width)`, or of a volume; of a
-            language model the tokens of a window; None if nobody knows the shape.
-        classes: the usual number of classes, or of different tokens; None if only the network knows
-            the number.
-        fixed: True if the network takes images of the usual height and width only.
+        make: creates the network from `classes` and `channels`; for a language model, from the
+            number of different tokens and the tokens of a window.
+        image: the default shape of an image, `(channels, height, width)`, or of a volume; for a
+            language model the tokens of a window; None if unknown.
+        classes: the default number of classes, or of different tokens; None if only the network
+            determines it.
+        fixed: whether the network accepts only images of the default height and width.
         task: what the network learns.
-        draw: sets the first weights of a convolution; None for a network that sets all weights.
-        takes: which of the numbers of `make` the network follows.
+        draw: initialises the weights of a convolution; None for a network that sets all weights.
+        takes: which of the arguments of `make` the network uses.
         covers: the covering classes by type of module.
     """
 
@@ -65,11 +65,11 @@ class NetworkEntry:
 
     @property
     def channels(self) -> int | None:
-        """The usual number of channels; None if nobody knows the number."""
+        """The default number of channels; None if unknown."""
         return self.image[0] if self.image else None
 
     def tokens(self, classes: int | None = None) -> int | None:
-        """Return the number of different tokens (None: the usual number), or None for images."""
+        """Return the number of different tokens (None: the default), or None for images."""
         return (classes or self.classes) if self.task.inputs == "tokens" else None
 
 
@@ -99,7 +99,7 @@ def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tenso
     return NetworkEntry(make, (1, side, side), fixed=True, task=RECONSTRUCTION)
 
 
-# The variance is 25 / (9 inputs). With Glorot's, signals shrink behind the short code, and the
+# The variance is 25 / (9 inputs). With Glorot's, signals shrink after the short code, and the
 # autoencoder of 12 layers stays on a plateau.
 TANH = partial(nn.init.kaiming_normal_, nonlinearity="tanh")
 SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
@@ -165,31 +165,31 @@ def network(name: str) -> NetworkEntry:
 def build(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
     """Return a freshly initialised network from images `[n, channels, h, w]` to `[n, outputs]`.
 
-    A classifier has an output for each class, an autoencoder for each pixel. A language model takes
+    A classifier has one output per class, an autoencoder one per pixel. A language model takes
     windows of up to `channels` tokens, and has an output for each of `classes` tokens. A segmenter
-    takes volumes, and has an output for each class and voxel.
+    takes volumes, and has one output per class and voxel.
 
     Args:
-        classes: None for the usual number.
-        channels: None for the usual number.
+        classes: None for the default number.
+        channels: None for the default number.
 
     Raises:
-        ValueError: no network has that name, or a file or timm fails to make the network.
+        ValueError: no network has that name, or a file or timm fails to create the network.
     """
     return _made(network(name), classes, channels)
 
 
 def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a network for its shapes, without memory for numbers unless the network reads numbers.
+    """Return a network for its shapes, without memory for values unless the network reads them.
 
     Raises:
         ValueError: see `build`.
     """
-    entry = network(name)  # runs a file, whose own tensors are real
+    entry = network(name)  # executes a file, whose own tensors are real
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return _made(entry, classes, channels)
-    except ValueError:  # the error of a function that reads numbers, or of every call
+    except ValueError:  # the error of a function that reads values, or of every call
         return _made(entry, classes, channels)
 
 
@@ -204,7 +204,7 @@ def _made(entry: NetworkEntry, classes: int | None, channels: int | None) -> nn.
 
 
 def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
-    """Check that a network that others wrote takes the images, and has an output for each class.
+    """Check that a third-party network accepts the images, and has one output per class.
 
     Args:
         images: a few inputs of the network.
@@ -221,11 +221,11 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
     if outputs.shape[1:] != (classes,):
         raise ValueError(
             f"model={name} returns {list(outputs.shape[1:])} for an image, and the data has "
-            f"{classes} classes; a function may take the number as `classes`"
+            f"{classes} classes; a function can take the number as `classes`"
         )
     if made := own.named_probabilities(outputs):
         return (
-            f"model={name} returns {made}, and the cross entropy takes a softmax itself; leave out "
+            f"model={name} returns {made}, and the cross entropy applies softmax itself; leave out "
             f"the softmax at the end"
         )
     return ""
@@ -242,10 +242,10 @@ def channels_last(model: nn.Module) -> nn.Module:
 def shapes_of(
     name: str, classes: int | None = None, coverage: mpikfac.Coverage | None = None
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
-    """Return a network's covered layers, and names and shapes of all other tensors that travel.
+    """Return a network's covered layers, and names and shapes of all other tensors that are sent.
 
     Args:
-        coverage: None for the usual coverage of the network.
+        coverage: None for the default coverage of the network.
 
     Raises:
         ValueError: no network has that name, the network has its own number of classes, the

@@ -1,4 +1,4 @@
-"""Make networks that others wrote: by a function in a file, "models.py:build", or by timm."""
+"""Create third-party networks: by a function in a file, "models.py:build", or by timm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 import mpikfac
 
 USUAL = {"classes": 10, "channels": 3}
-"""Numbers for a function that must be told a number, where nobody gives the number."""
+"""Values for a function that requires an argument nobody sets."""
 
 
 # -- functions in files ----------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def built(name: str, **numbers: int | None) -> nn.Module:
 
     Args:
         numbers: `classes` and `channels`, for functions with parameters of these names; None for
-            the function's default, or for the number in `USUAL`.
+            the function's default, or for the value in `USUAL`.
 
     Raises:
         ValueError: the file or the function does not exist, raises, or returns no module.
@@ -53,7 +53,7 @@ def built(name: str, **numbers: int | None) -> nn.Module:
     with one_line_errors(f"{function}()"):
         model = build(**arguments)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{function}() returned {type(model).__name__}, no torch.nn.Module")
+        raise ValueError(f"{function}() returned {type(model).__name__}, not a torch.nn.Module")
     tensors = chain(model.named_parameters(), model.named_buffers())
     if lazy := [key for key, tensor in tensors if is_lazy(tensor)]:
         raise ValueError(f"{lazy[0]} has no shape yet; call the model once in {function}()")
@@ -123,7 +123,7 @@ def check_file(name: str) -> Path:
     """
     path = Path(name.rpartition(":")[0])
     if not path.is_file():
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a file")
     return path
 
 
@@ -132,13 +132,13 @@ def _content(name: str) -> ModuleType:
     return _executed(path.resolve(), path.stat().st_mtime_ns)
 
 
-@cache  # a second execution would make classes that COVERS of the first does not hold
+@cache  # a second execution would create classes that COVERS of the first does not contain
 def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a changed file is another)
     # Annotations are looked up in the module of that name, so another module must not have it.
     name = str(path.with_suffix("")) if path.stem in sys.modules else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no file of Python")
+        raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
@@ -151,20 +151,20 @@ def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a change
 
 
 def of_timm(name: str, classes: int, channels: int) -> nn.Module:
-    """Return a network of timm with fresh weights.
+    """Return a network of timm with initial weights.
 
     Raises:
-        ValueError: timm cannot make the network.
+        ValueError: timm cannot create the network.
     """
     with one_line_errors(f"timm.create_model({name!r})"):
         return timm().create_model(name, num_classes=classes, in_chans=channels)
 
 
 def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
-    """Return the usual image and number of classes, and whether no other image fits.
+    """Return the default image and number of classes, and whether no other image fits.
 
     Raises:
-        ValueError: timm is not installed, or has no network of the name.
+        ValueError: timm is not installed, or has no network with this name.
     """
     package, (network, _, trained) = timm(), name.partition(".")
     if trained or not package.is_model(name):
@@ -176,7 +176,7 @@ def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
                 f"the state_dict of timm.create_model({name!r}, pretrained=True), and give --model "
                 f"timm:{network} --weights FILE"
             )
-        raise ValueError(f"model=timm:{name} is no network of timm{hint}")
+        raise ValueError(f"model=timm:{name} is not a network of timm{hint}")
     usual = package.models.get_pretrained_cfg(name)
     if usual is None:
         return (3, 224, 224), 1000, False
@@ -187,12 +187,12 @@ def timm() -> Any:
     """Return the package.
 
     Raises:
-        ValueError: the package, or a package that timm asks for, is not installed; or torchvision
-            is of another build than torch.
+        ValueError: the package, or one that timm requires, is not installed; or torchvision is of
+            another build than torch.
     """
     try:
         return importlib.import_module("timm")
-    except (ImportError, RuntimeError) as error:  # torchvision for CUDA beside a torch for CPUs
+    except (ImportError, RuntimeError) as error:  # torchvision for CUDA next to a torch for CPUs
         raise ValueError(
             f"model=timm:NAME needs the packages timm and torchvision: {summary(error)}; run pip "
             f"install timm {torchvision_of(str(torch.__version__))}"
@@ -202,8 +202,8 @@ def timm() -> Any:
 def torchvision_of(version: str) -> str:
     """Return pip's arguments for the torchvision of a version of torch, of the same build.
 
-    Torch 2.N.M belongs to torchvision 0.(N + 15).M since 2.9. A build such as "cu128" has an index
-    of its own.
+    Torch 2.N.M belongs to torchvision 0.(N + 15).M since 2.9. A build such as "cu128" has its own
+    index.
     """
     public, _, build = version.partition("+")
     numbers = re.fullmatch(r"2\.(\d+)\.(\d+)", public)
@@ -224,10 +224,10 @@ def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the model's outputs `[batch, classes]`, or with positions behind the classes.
+    """Return the model's outputs `[batch, classes]`, or with positions after the classes.
 
     Raises:
-        ValueError: the model raises, or returns something that cross entropy does not take.
+        ValueError: the model raises, or returns something that cross entropy cannot use.
     """
     with one_line_errors(f"the model, given {list(inputs.shape[1:])},"), torch.no_grad():
         outputs = copy.deepcopy(model).train()(inputs)
@@ -248,7 +248,7 @@ def named_probabilities(outputs: Tensor) -> str:
 
 @contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turn any exception of a user's code into one line.
+    """Convert any exception of a user's code to one line.
 
     Raises:
         ValueError: the code raised an exception.
@@ -260,6 +260,6 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """Return the type of an error and the first line of the text, if there is a text."""
+    """Return the type of an error and the first line of its text, if any."""
     first = str(error).strip().partition("\n")[0]
     return ": ".join(filter(None, [type(error).__name__, first]))

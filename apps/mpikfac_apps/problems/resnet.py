@@ -1,8 +1,8 @@
 """ResNets for 32x32 pixels and for ImageNet.
 
 ResNets of depth 6n+2 are the networks of the paper's CIFAR-10 section with parameter-free shortcuts
-(option A) [He et al., CVPR 2016]. The remaining ResNets are the paper's ImageNet networks with the
-stride in the 3x3 convolution ("v1.5"); parameters have the names of torchvision.
+(option A) [He et al., CVPR 2016]. The other ResNets are the paper's ImageNet networks with the
+stride in the 3x3 convolution ("v1.5"); parameters have torchvision's names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def projection(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Two 3x3 convolutions with a shortcut."""
 
     expansion = 1
 
@@ -52,7 +52,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (strided) and 1x1 convolutions beside a shortcut."""
+    """1x1, 3x3 (strided) and 1x1 convolutions with a shortcut."""
 
     expansion = 4
 

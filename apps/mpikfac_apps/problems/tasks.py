@@ -30,20 +30,21 @@ class Task:
         learns: the part of a data set that the network learns.
         loss_name: the name of the loss in `KFAC.record`.
         loss: returns the mean loss of outputs and targets.
-        targets: returns the targets of inputs and labels: `[n, channels, h, w]` and `[n]` of
-            images, or `[n, classes]` of mixed images; or windows of tokens `[n, positions]` and the
-            next tokens `[n, positions]`; or volumes and classes `[n, d, h, w]`.
-        measure: the name of the measure. A high accuracy or Dice coefficient is good; a low error
-            and few bits are.
+        targets: returns the targets of inputs and labels: `[n, channels, h, w]` and `[n]` for
+            images, or `[n, classes]` for mixed images; or windows of tokens `[n, positions]` and
+            the next tokens `[n, positions]`; or volumes and classes `[n, d, h, w]`.
+        measure: the name of the measure. High is good for accuracy and Dice coefficient, low for
+            the error and bits per byte.
         measured: returns the sum of the measure over the examples of outputs and targets; or the
-            sums of the numbers that make the measure.
-        inputs: the network takes "tokens", pixels between 0 and 1 ("unit"), or pixels of mean 0 and
-            variance 1 ("normal").
-        dimensions: the dimensions of an example's positions whose losses the loss averages; 0 if an
-            example has a single loss.
-        further: what a test measures beside the measure.
-        per_class: how many numbers of each class make the measure; 0 if it is a mean itself.
-        value: returns the measure, from the means of its numbers over all examples.
+            sums of the values from which the measure is computed.
+        inputs: the network takes "tokens", pixels between 0 and 1 ("unit"), or pixels with mean 0
+            and variance 1 ("normal").
+        dimensions: the number of dimensions of an example's positions over which the loss averages;
+            0 if an example has a single loss.
+        further: what a test measures in addition to the measure.
+        per_class: the number of values per class from which the measure is computed; 0 if it is a
+            mean itself.
+        value: returns the measure, from the means of its values over all examples.
     """
 
     learns: Literal["labels", "pixels", "text", "voxels"]
@@ -69,11 +70,11 @@ class Task:
         return {self.measure: self.measured, **further}
 
     def numbers(self, classes: int) -> int:
-        """Return how many numbers make the measure."""
+        """Return the number of values from which the measure is computed."""
         return self.per_class * classes or 1
 
     def better(self, value: float, than: float) -> bool:
-        """Return whether a value of the measure is better than another value; NaN is not."""
+        """Return whether a value of the measure is better than another; NaN is not."""
         return value > than if self.measure in ("accuracy", "dice") else value < than
 
 
@@ -86,8 +87,8 @@ def right(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the number of images whose label has the largest score.
 
     Args:
-        labels: `[n]`; or the shares of the classes in mixed images, `[n, classes]`: an image counts
-            as much as its share of the class with the largest score.
+        labels: `[n]`; or the weights of the classes in mixed images, `[n, classes]`: an image
+            counts with the weight of the class with the largest score.
     """
     best = scores.argmax(1)
     if labels.is_floating_point():
@@ -126,10 +127,10 @@ def bits(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
-    """Return numbers of voxels by class `[2 * classes]`, summed over volumes, for `dice`.
+    """Return counts of voxels by class `[2 * classes]`, summed over volumes, for `dice`.
 
-    With the voxels A where a class has the largest score, and the voxels B of the class, the
-    numbers are |A and B| of every class, then |A| + |B| of every class.
+    With A the voxels where a class has the largest score, and B the voxels of the class, the counts
+    are |A and B| for every class, then |A| + |B| for every class.
 
     Args:
         scores: `[n, classes, d, h, w]`.
@@ -143,10 +144,10 @@ def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
 def dice(means: Sequence[float]) -> float:
     """Return the Dice coefficient 2 |A and B| / (|A| + |B|), the mean over classes above 0.
 
-    All volumes count as one. A class without a voxel in A and B does not count.
+    All volumes count as one. A class without voxels in A and B is ignored.
 
     Args:
-        means: of the numbers of `overlaps` over volumes.
+        means: of the counts of `overlaps` over volumes.
     """
     both, sizes = np.split(np.asarray(means), 2)
     here = sizes[1:] > 0
@@ -154,7 +155,7 @@ def dice(means: Sequence[float]) -> float:
 
 
 def right_voxels(scores: Tensor, classes: Tensor) -> Tensor:
-    """Return the share of a volume's voxels whose class has the largest score, sum over volumes."""
+    """Return the fraction of voxels whose class has the largest score, summed over volumes."""
     return (scores.argmax(1) == classes).flatten(1).float().mean(1).sum()
 
 

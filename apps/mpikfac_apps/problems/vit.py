@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads; a single linear layer makes query, key and value.
+    """Self-attention with several heads; a single linear layer computes query, key and value.
 
     Args:
-        causal: a position sees itself and the positions before, and no later position.
+        causal: a position attends to itself and earlier positions only.
     """
 
     def __init__(self, width: int, heads: int, causal: bool = False) -> None:
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention and two linear layers, both beside a shortcut and behind a normalisation."""
+    """Attention and two linear layers, each after a normalisation and with a shortcut."""
 
     def __init__(self, width: int, heads: int, hidden: int, causal: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random numbers that depend on given numbers alone, such as the seed and a step."""
+"""Random numbers that depend only on given numbers, such as the seed and a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def mixed(*numbers: int) -> int:
-    """Return a seed that depends on all `numbers`; torch looks at 32 bits of a seed only."""
+    """Return a seed that depends on all `numbers`, as torch uses only 32 bits of a seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 

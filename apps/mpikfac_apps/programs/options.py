@@ -20,12 +20,12 @@ class Kfac:
     """The settings of K-FAC.
 
     Args:
-        damping: the damping of a layer, in units of the mean eigenvalue of the layer's curvature.
+        damping: the damping of a layer, relative to the mean eigenvalue of its curvature.
         factor_update_steps: the number of steps from one update of the factors to the next.
         inv_update_steps: the number of steps from one decomposition of the factors to the next.
         grad_workers: the number of ranks that precondition a layer; null for all ranks.
-        largest: the largest order of a factor; a larger factor falls into equal blocks. null for no
-            limit.
+        largest: the maximum order of a factor; larger factors are cut into equal blocks. null for
+            no limit.
         skip: the names of modules that are trained without K-FAC, such as backbone.
     """
 
@@ -38,7 +38,7 @@ class Kfac:
 
     @property
     def assignment(self) -> Assignment:
-        """Who preconditions a layer."""
+        """Which ranks precondition a layer."""
         return HybridOpt(grad_workers=self.grad_workers) if self.grad_workers else CommOpt()
 
 
@@ -47,14 +47,14 @@ class ProgramLearning:
     """How a small program learns.
 
     Args:
-        optimizer: "kfac", "sgd" or "adamw"; K-FAC and SGD take momentum.
+        optimizer: "kfac", "sgd" or "adamw"; K-FAC and SGD use momentum.
         epochs: the number of passes over the data.
-        lr: the learning rate after the warm-up; falls to 0 in a line. null for the usual rate of
+        lr: the learning rate after the warm-up, which decays linearly to 0. null for the default of
             the optimizer.
-        warmup: the number of steps in which the learning rate grows.
+        warmup: the number of steps in which the learning rate rises.
         momentum: the momentum of K-FAC and SGD, or beta1 of AdamW.
         weight_decay: the weight decay.
-        seed: the seed of first weights and data.
+        seed: the seed of initial weights and data.
         kfac: the settings of K-FAC.
     """
 
@@ -75,10 +75,10 @@ class ProgramLearning:
         return self.lr or self.rates[self.optimizer]
 
     def rate_of(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step of so many steps."""
+        """Return the learning rate of a step in a run of `steps` steps."""
         return self.rate * min((step + 1) / (self.warmup + 1), 1 - step / steps)
 
 
 @dataclass(frozen=True)
 class ProgramOptions(RunOptions, ProgramLearning):
-    """The options of a small program; a program adds fields of its own."""
+    """The options of a small program, to which a program adds its own fields."""

@@ -1,4 +1,4 @@
-"""Run a small program: read the options, make the work, and take its steps."""
+"""Run a small program: read the options, create the work, and take its steps."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def main(
     Args:
         program: the name of the program, such as mpikfac train-detection.
         group: the dataclass of the options.
-        make: makes the work on every rank; collective. A `ValueError` of a single rank goes in
-            `mpikfac.comm.together`.
+        make: creates the work on every rank; collective. A `ValueError` of a single rank must be
+            raised inside `mpikfac.comm.together`.
 
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
@@ -102,11 +102,11 @@ class ProgramRun(Loop):
         self.votes.note(loss)
 
     def epochs(self, steps: int) -> float:
-        """Return the epochs after so many steps; not collective."""
+        """Return the number of epochs after `steps` steps; not collective."""
         return steps / self.work.steps_per_epoch
 
     def test_due(self, steps: int) -> bool:
-        """Return whether an epoch ends after so many steps; not collective."""
+        """Return whether an epoch ends after `steps` steps; not collective."""
         return steps % self.work.steps_per_epoch == 0
 
     def test_after(self, steps: int) -> None:
@@ -130,11 +130,11 @@ class ProgramRun(Loop):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's share of the state of the work."""
+        """Return the rank's part of the state of the work."""
         return self.work.state()
 
     def about(self) -> dict[str, Any]:
-        """Return the options on which the numbers of the run depend."""
+        """Return the options on which the results of the run depend."""
         return of_numbers(self.options)
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
@@ -144,13 +144,13 @@ class ProgramRun(Loop):
 
 
 def of_numbers(options: DataclassInstance) -> dict[str, Any]:
-    """Return the options on which the numbers of a run depend."""
+    """Return the options on which the results of a run depend."""
     of_a_start = RunOptions.__dataclass_fields__
     return {key: value for key, value in flat(options).items() if key not in of_a_start}
 
 
 def check_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that a run goes on with its options.
+    """Check that a run continues with the same options.
 
     Raises:
         ValueError: an option has changed.
@@ -159,5 +159,5 @@ def check_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before.get(name) != value:
             raise ValueError(
                 f"the checkpoint belongs to a run with {name}={before.get(name)}, not {value}; "
-                f"give the same option, or another run_dir"
+                f"use the same option, or another run_dir"
             )

@@ -22,13 +22,13 @@ def trainer_of(
     estimator: mpikfac.Estimator | None = None,
     trace: mpikfac.Trace | None = None,
 ) -> Trainer:
-    """Return the trainer of a network, with K-FAC or without.
+    """Return the trainer of a network, with or without K-FAC.
 
     Collective over: comm.
 
     Args:
         coverage: the layers of K-FAC; the options add `skip` and `largest`. None for all layers.
-        estimator: how K-FAC estimates factors; the usual way if None.
+        estimator: how K-FAC estimates factors; the default if None.
         trace: times the stages; a new trace if None.
 
     Raises:
@@ -61,7 +61,7 @@ def trainer_of(
 
 
 def optimizer_of(model: nn.Module, options: ProgramLearning) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters; for K-FAC, SGD takes the directions."""
+    """Return the optimizer of the trained parameters; for K-FAC, SGD follows the directions."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     beta, decay = options.momentum, options.weight_decay
     if options.optimizer == "adamw":

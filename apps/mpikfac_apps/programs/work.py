@@ -32,7 +32,7 @@ class Taken(NamedTuple):
 class Work(ABC):
     """What a small program trains.
 
-    Data of a step depend on the number of the step and on the seed alone. So a restart needs no
+    The data of a step depend only on the number of the step and the seed, so a restart needs no
     state of the data.
 
     Collective over: world, as are all methods.
@@ -40,7 +40,7 @@ class Work(ABC):
     Attributes:
         trainer: the trainer.
         steps_per_epoch: the number of steps in an epoch.
-        examples_per_step: the number of examples of a step, of all ranks together.
+        examples_per_step: the number of examples in a step, of all ranks together.
         measures: the names of the measures that steps sum.
     """
 
@@ -55,18 +55,18 @@ class Work(ABC):
 
     @abstractmethod
     def test(self) -> dict[str, float]:
-        """Return the results of a test by name, alike on all ranks."""
+        """Return the results of a test by name, the same on all ranks."""
 
     @abstractmethod
     def summary(self) -> str:
-        """Return the network and the data in a few words; not collective."""
+        """Summarise the network and the data; not collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's share of the state."""
+        """Return the rank's part of the state."""
         return self.trainer.state_dict()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state`, for any number of ranks.
+        """Load a `state`, on any number of ranks.
 
         Raises:
             ValueError: an item is missing, or does not fit.

@@ -1,1 +1,1 @@
-"""Recommendation: clicks with categories, embedding tables dealt to ranks, and the training."""
+"""Recommendation: clicks with categories, embedding tables distributed over ranks, training."""

@@ -1,4 +1,4 @@
-"""Read clicks: ratings of MovieLens in the files of RecBole, or rows of Criteo's format."""
+"""Read clicks: ratings of MovieLens in RecBole's files, or rows in Criteo's format."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from mpikfac import files
 
-LIKED = 4.0  # a rating from here on counts as a click
+LIKED = 4.0  # the minimum rating that counts as a click
 RATINGS = Path("dataset_example/ml-100k/ml-100k.inter")  # in the package recbole
-NUMBERS, CATEGORIES = 13, 26  # columns of Criteo behind the label
+NUMBERS, CATEGORIES = 13, 26  # columns of Criteo after the label
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Clicks:
-    """Hold examples in the order of time.
+    """Store examples in chronological order.
 
     Attributes:
         numbers: `[examples, numbers]`, for the first layers.
@@ -42,7 +42,7 @@ class Clicks:
 
 
 def read(name: str | None, buckets: int) -> Clicks:
-    """Return the clicks of a file: ".inter" is MovieLens, another ending Criteo's format.
+    """Return the clicks of a file: ".inter" is MovieLens, any other suffix Criteo's format.
 
     Args:
         name: a path; None for MovieLens-100k in the package recbole.
@@ -65,7 +65,7 @@ def read(name: str | None, buckets: int) -> Clicks:
 
 
 def packaged() -> Path:
-    """Return the path of MovieLens-100k in the package recbole, without an import.
+    """Return the path of MovieLens-100k in the package recbole, without importing it.
 
     Raises:
         ValueError: the package is not installed.
@@ -74,7 +74,7 @@ def packaged() -> Path:
     if package is None or package.origin is None:
         raise ValueError(
             "data=null needs MovieLens-100k of the package recbole: "
-            "pip install --no-deps recbole, or give data=FILE"
+            "pip install --no-deps recbole, or set data=FILE"
         )
     return Path(package.origin).parent / RATINGS
 
@@ -83,9 +83,10 @@ def packaged() -> Path:
 
 
 def movielens(path: Path) -> Clicks:
-    """Return the ratings of a file in the order of time, with what is known before each rating.
+    """Return the ratings of a file in chronological order, with what was known before each rating.
 
-    Users and items have files of the same name with the endings .user and .item, or no file.
+    Users and items are read from files of the same name with the suffixes .user and .item, if they
+    exist.
     """
     columns = ("user_id", "item_id", "rating", "timestamp")
     ratings = sorted(listed(path, *columns), key=lambda row: finite(row["timestamp"]))
@@ -120,7 +121,7 @@ def movielens(path: Path) -> Clicks:
 
 
 def listed(path: Path, *columns: str) -> Iterator[Row]:
-    """Yield the rows of a file of RecBole by names of columns; "age:token" is "age".
+    """Yield the rows of a RecBole file by names of columns; "age:token" is "age".
 
     Raises:
         ValueError: one of the `columns` is missing.
@@ -133,12 +134,12 @@ def listed(path: Path, *columns: str) -> Iterator[Row]:
 
 
 def known(path: Path, key: str) -> dict[str, Row]:
-    """Return the rows of a file by a column; nothing if there is no file."""
+    """Return the rows of a file by a column; empty if there is no file."""
     return {row[key]: row for row in listed(path, key)} if path.exists() else {}
 
 
 def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
-    """Return for each value how often the value came before and counted."""
+    """Return, for each value, how often it occurred and counted before."""
     seen, counts = Counter[str](), []
     for value, counts_too in zip(values, counted):
         counts.append(seen[value])
@@ -150,9 +151,9 @@ def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
 
 
 def criteo(path: Path, buckets: int) -> Clicks:
-    """Return the rows of a file in their order: a label, 13 counts and 26 hexadecimal categories.
+    """Return the rows of a file in order: a label, 13 counts and 26 hexadecimal categories.
 
-    A table has a row for a category that is missing, and hashes the others.
+    A table has one row for missing categories, and hashes the others.
     """
     rows = []
     for number, row in enumerate(rows_of(path), 1):
@@ -173,7 +174,7 @@ def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[i
     """Return label, counts and rows of tables of a row.
 
     Raises:
-        ValueError: the row has another number of columns, or a column is no number.
+        ValueError: the row has another number of columns, or a column is not a number.
     """
     if len(row) != 1 + NUMBERS + CATEGORIES:
         raise ValueError(f"{1 + NUMBERS + CATEGORIES} columns are needed, not {len(row)}")
@@ -186,7 +187,7 @@ def finite(number: str) -> float:
     """Return a number of a file.
 
     Raises:
-        ValueError: it is none, or not finite.
+        ValueError: it is not a number, or not finite.
     """
     value = float(number)
     if not math.isfinite(value):
@@ -195,7 +196,7 @@ def finite(number: str) -> float:
 
 
 def rows_of(path: Path) -> Iterator[list[str]]:
-    """Yield the rows of a file with tabs; all rows have as many columns as the first row.
+    """Yield the rows of a tab-separated file; all rows have as many columns as the first.
 
     Raises:
         ValueError: a row has more or fewer columns, or there is no row.

@@ -1,4 +1,4 @@
-"""The layers of a DLRM: of the numbers, products of all pairs, and of the products."""
+"""The layers of a DLRM: of the numerical features, products of all pairs, and of the products."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 
 class Dlrm(nn.Module):
-    """Score examples from numbers and rows of tables [Naumov et al. 2019].
+    """Score examples from numerical features and rows of tables [Naumov et al. 2019].
 
     Args:
-        numbers: the numbers of an example.
+        numbers: the number of numerical features per example.
         tables: the number of tables.
-        width: the numbers in a row.
-        bottom: the widths of the hidden layers of the numbers.
+        width: the number of elements per row.
+        bottom: the widths of the hidden layers of the numerical features.
         top: the widths of the hidden layers of the products.
     """
 
@@ -27,7 +27,7 @@ class Dlrm(nn.Module):
         self.top = layers([width + tables * (tables + 1) // 2, *top, 1])
 
     def forward(self, numbers: Tensor, rows: Tensor) -> Tensor:
-        """Return a logit of each example `[examples]`.
+        """Return a logit per example, `[examples]`.
 
         Args:
             numbers: `[examples, numbers]`.
@@ -42,7 +42,7 @@ class Dlrm(nn.Module):
 
 
 def layers(widths: Sequence[int], *last: nn.Module) -> nn.Sequential:
-    """Return linear layers with ReLU in between, and `last` behind."""
+    """Return linear layers with ReLU in between, followed by `last`."""
     pairs = list(zip(widths, widths[1:]))
     found = [module for pair in pairs for module in (nn.Linear(*pair), nn.ReLU())][:-1]
     return nn.Sequential(*found, *last)

@@ -19,16 +19,16 @@ FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIE
 
 
 class Tables:
-    """Embedding tables, each on one rank; ranks send numbers of rows, and get rows back.
+    """Embedding tables, each on one rank; ranks send row indices, and receive rows.
 
-    The largest table goes to the rank with the fewest rows, then the next. The owner steps a
-    table by Adagrad [Duchi et al. 2011], for the rows of the batch alone.
+    Tables are placed largest first, on the rank with the fewest rows. The owner steps a table by
+    Adagrad [Duchi et al. 2011], only for the rows used in the batch.
 
     Collective over: comm.
 
     Args:
         sizes: the number of rows of each table, by name.
-        width: the numbers in a row.
+        width: the number of elements per row.
         rate: the learning rate of Adagrad.
         trace: counts the bytes of the exchanges.
 
@@ -56,7 +56,7 @@ class Tables:
         self._sizes = {name: sizes[name] for name in sizes if self.owners[name] == comm.rank}
         first = [0, *accumulate(self._sizes.values())]
         self._first = torch.tensor(first[:-1], dtype=torch.int64, device=device)
-        # The rank's tables lie one behind the other in one table.
+        # The rank's tables are concatenated to one table.
         self._own = nn.Embedding(first[-1], width, sparse=True, device=device)
         for name, table in self._parts(self._own.weight.detach()):
             bound = self._sizes[name] ** -0.5  # as published
@@ -73,7 +73,7 @@ class Tables:
         Collective over: comm, forward and backward.
 
         Args:
-            categories: numbers of rows `[examples, tables]`.
+            categories: row indices `[examples, tables]`.
             shares: the number of examples of each rank.
         """
         asked, given = self._counts_of(shares)
@@ -86,7 +86,7 @@ class Tables:
         return by_owner.transpose(0, 1)[:, self._back]
 
     def _counts_of(self, shares: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the rows that the rank gets from each rank, and gives to each rank."""
+        """Return the number of rows received from each rank, and sent to each rank."""
         member = self._group.member
         asked = [shares[member] * count for count in self._counts]
         return asked, [self._counts[member] * share for share in shares]
@@ -100,7 +100,7 @@ class Tables:
         return torch.cat([part.flatten(0, 1) for part in found.split(list(shares), 1)])
 
     def messages(self, shares: Sequence[int]) -> list[Message]:
-        """Return the messages of a step, as the rank sees them: numbers, rows and gradients."""
+        """Return the messages of a step, as the rank sees them: indices, rows and gradients."""
         member, itemsize = self._group.member, self._own.weight.itemsize
         given = [[count * share for share in shares] for count in self._counts]
         asked = [list(counts) for counts in zip(*given)]
@@ -136,5 +136,5 @@ class Tables:
         return [(OF_TABLE, weight.detach()), (OF_SQUARES, self.optimizer.state[weight]["sum"])]
 
     def _parts(self, whole: Tensor) -> list[tuple[str, Tensor]]:
-        """Return the rank's tables in a tensor of all of them."""
+        """Return the rank's tables as parts of their concatenation."""
         return list(zip(self._sizes, whole.split(list(self._sizes.values()))))

@@ -1,10 +1,10 @@
-"""Train a DLRM, with embedding tables dealt to ranks and K-FAC for the layers.
+"""Train a DLRM, with embedding tables distributed over ranks and K-FAC for the layers.
 
     pip install --no-deps recbole
     mpirun -n 2 mpikfac train-recommendation --run_dir runs/movies
     mpirun -n 2 mpikfac train-recommendation --optimizer adamw --data day.tsv
 
-The tables are no part of the trainer: Adagrad steps a table on the rank that owns the table.
+The tables are not part of the trainer: Adagrad steps each table on the rank that owns it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class RecommendationOptions(ProgramOptions):
     """Train a DLRM on clicks; ranks own the embedding tables.
 
     Args:
-        data: the file of clicks in the order of time: ratings of RecBole (.inter), or rows of
+        data: the file of clicks in chronological order: ratings of RecBole (.inter), or rows in
             Criteo's format. null for MovieLens-100k of the package recbole.
         buckets: the number of rows of a table of Criteo, to which categories are hashed.
-        tested: the last share of the clicks, for the test.
-        width: the numbers in a row of a table.
-        bottom: the widths of the hidden layers of the numbers.
+        tested: the last fraction of the clicks, for the test.
+        width: the number of elements in a row of a table.
+        bottom: the widths of the hidden layers of the numerical features.
         top: the widths of the hidden layers of the products.
         batch: the number of clicks in a step, over all ranks.
         table_lr: the learning rate of Adagrad for the tables.
@@ -65,10 +65,10 @@ class RecommendationOptions(ProgramOptions):
     run_dir: str = "runs/recommendation"
 
     def check(self, ranks: int, trained: int, clicks: int) -> None:
-        """Check the shares of the clicks.
+        """Check how the clicks are divided.
 
         Args:
-            trained: the number of clicks of the training.
+            trained: the number of clicks for training.
             clicks: the number of all clicks.
 
         Raises:
@@ -76,8 +76,8 @@ class RecommendationOptions(ProgramOptions):
         """
         if trained == clicks:
             raise ValueError(
-                f"tested={self.tested:g} leaves none of the {clicks} clicks for the test; give a "
-                f"larger share, or more clicks"
+                f"tested={self.tested:g} leaves none of the {clicks} clicks for the test; use a "
+                f"larger value, or more clicks"
             )
         if not ranks <= self.batch <= trained:
             raise ValueError(
@@ -126,14 +126,14 @@ class Recommendation(Work):
         self.examples_per_step = options.batch
 
     def step(self, step: int) -> Taken:
-        """Take a step on the rank's share of the batch."""
+        """Take a step on the rank's shard of the batch."""
         batch = self.options.batch
         order = shuffled(self.trained, self.options.seed, step // self.steps_per_epoch)
         start = step % self.steps_per_epoch * batch
         chosen, shares = self.share_of(order[start : start + batch])
         self.trainer.optimizer.zero_grad()
         rows = self.tables.rows(self.categories[chosen], shares)
-        # The loss of a rank is a mean; owners add up the gradients of all ranks.
+        # The loss of a rank is a mean; owners sum the gradients of all ranks.
         rows.register_hook(lambda gradient: gradient * (len(chosen) / batch))
         logits = self.model(self.numbers[chosen], rows)
         loss = F.binary_cross_entropy_with_logits(logits, self.labels[chosen])
@@ -144,7 +144,7 @@ class Recommendation(Work):
 
     @torch.no_grad()
     def test(self) -> dict[str, float]:
-        """Return the area under the curve and the mean loss of the clicks of the test."""
+        """Return the area under the curve and the mean loss of the test clicks."""
         everyone = self.comm.allgather(np.concatenate(list(self._tested()), axis=1))
         logits, labels = np.concatenate(everyone, axis=1)
         losses = np.logaddexp(0.0, logits) - labels * logits
@@ -159,14 +159,14 @@ class Recommendation(Work):
             yield torch.stack([logits, self.labels[chosen]]).double().cpu().numpy()
 
     def share_of(self, some: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the rank's share of clicks, and the number of clicks of each rank."""
+        """Return the rank's shard of clicks, and the number of clicks of each rank."""
         ranks = self.comm.size
         spans = [span(len(some), rank, ranks) for rank in range(ranks)]
         start, stop = spans[self.comm.rank]
         return some[start:stop].to(self.device), [stop - start for start, stop in spans]
 
     def summary(self) -> str:
-        """Return the network and the data in a few words; not collective."""
+        """Summarise the network and the data; not collective."""
         weights = sum(parameter.numel() for parameter in self.model.parameters())
         _, shares = self.share_of(torch.arange(self.options.batch))
         sent = sum(message.bytes for message in self.tables.messages(shares))
@@ -180,7 +180,7 @@ class Recommendation(Work):
         return self.trainer.state_dict() | self.tables.state()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state`, for any number of ranks."""
+        """Load a `state`, on any number of ranks."""
         self.trainer.load_state_dict(checkpoint)
         self.tables.load(checkpoint)
 
@@ -192,9 +192,9 @@ def shuffled(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def standardised(numbers: Tensor, trained: int) -> Tensor:
-    """Return numbers with mean 0 and variance 1 over the clicks of the training.
+    """Return numbers with mean 0 and variance 1 over the training clicks.
 
-    A number that is the same in all of them keeps the unit.
+    A feature that is constant there is only shifted.
     """
     known = numbers[:trained]
     spread = known.std(0)
@@ -202,13 +202,13 @@ def standardised(numbers: Tensor, trained: int) -> Tensor:
 
 
 def area(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Return the area under the curve of hits over false alarms; NaN with labels of one kind.
+    """Return the area under the curve of hits over false alarms; NaN if all labels are equal.
 
-    The area is the share of pairs of a click and another example in which the click has the higher
-    score; equal scores count a half [Hanley & McNeil 1982].
+    It is the fraction of pairs of a click and another example in which the click has the higher
+    score; equal scores count as a half [Hanley & McNeil 1982].
     """
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1 on; equal scores share the mean
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1; equal scores get their mean
     hits = labels.sum()
     others = len(labels) - hits
     if not hits * others:

@@ -1,4 +1,4 @@
-"""Write checkpoints of a run, survive failures to write, and find a run's checkpoint."""
+"""Write checkpoints of a run, survive failed writes, and find a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Saver:
-    """Write checkpoints during the training; the run survives a failure to write a checkpoint.
+    """Write checkpoints during the training, which continues if a checkpoint cannot be written.
 
     Collective over: comm, as are all methods.
 
     Attributes:
-        step: the step of the last checkpoint begun or resumed from; -1 if the checkpoint failed.
+        step: the step of the last checkpoint started or resumed from; -1 if it failed.
     """
 
     def __init__(self, comm: mpikfac.comm.Comm, root: Path, guard: Guard) -> None:
@@ -37,16 +37,16 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """True while a checkpoint is being written; the same on all ranks, not collective."""
+        """Whether a checkpoint is being written; the same on all ranks, not collective."""
         return self._writer.pending
 
     @property
     def written(self) -> bool:
-        """True if the rank has written its part of the pending checkpoint; not collective."""
+        """Whether the rank has written its part of the pending checkpoint; not collective."""
         return self._writer.written
 
     def save(self, items: Mapping[str, Any], step: int, last: bool = False) -> None:
-        """Begin a checkpoint; the last checkpoint of a run is on disk when the method returns.
+        """Start a checkpoint; if it is the last of a run, wait until it is on disk.
 
         Raises:
             UserError: the last checkpoint cannot be written, or ranks differ.
@@ -67,7 +67,7 @@ class Saver:
             self.settle(last)
 
     def settle(self, last: bool = False) -> None:
-        """Wait until all ranks have written the pending checkpoint, and commit the checkpoint."""
+        """Wait until all ranks have written the pending checkpoint, and commit it."""
         try:
             path = self._writer.commit()
         except mpikfac.UserError as error:
@@ -80,11 +80,11 @@ class Saver:
             log.info("wrote %s in %.1f s", path, seconds)
 
     def remind(self, written: int, late: int, limit: float | None) -> None:
-        """Warn of a checkpoint that takes long, once for every `limit` seconds; not collective.
+        """Warn about a checkpoint that takes long, once per `limit` seconds; not collective.
 
         Args:
             written: how many ranks have written their parts.
-            late: the sum of `rank + 1` over the remaining ranks.
+            late: the sum of `rank + 1` over the other ranks.
         """
         now = self._guard.clock()
         if not self.pending or limit is None or now - self._reminded < limit:
@@ -93,8 +93,8 @@ class Saver:
         writing = self._writer.comm.size - written
         who = f"rank {late - 1} still writes" if writing == 1 else f"{writing} ranks still write"
         log.warning(
-            "%s a checkpoint of step %d, begun %d s ago; training goes on, and the job ends after "
-            "%d s",
+            "%s a checkpoint of step %d, begun %d s ago; training continues, and the job ends "
+            "after %d s",
             *(who, self.step, now - self._began, LONGER * limit),
         )
 
@@ -108,15 +108,15 @@ class Saver:
         self._writer.close()
 
     def _is_bare(self) -> bool:
-        """Return whether checkpoints were made, and none is left; rank 0 tells."""
+        """Return whether checkpoints were written and none is left, as seen by rank 0."""
         root = self._writer.root
         bare = self._writer.comm.bcast(self.step >= 0 and not any(root.glob("step-*")))
         if bare:
-            log.warning("%s was emptied or removed while the run writes; made anew", root)
+            log.warning("%s was emptied or removed during the run; created again", root)
         return bool(bare)
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
-        """Go on without the checkpoint; end the run if no later one could be written either.
+        """Continue without the checkpoint; end the run if no later one could be written either.
 
         Raises:
             UserError: it was the last checkpoint, or ranks differ.
@@ -131,7 +131,7 @@ class Saver:
             ) from error
         if last:
             raise error
-        log.warning("%s; training goes on, the next one is tried when it is due", error)
+        log.warning("%s; training continues, and the next one is tried when it is due", error)
 
 
 def open_checkpoint(
@@ -178,7 +178,7 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
 
 
 def check_steps(steps: int, named: int, end: int, limit: str) -> None:
-    """Raise ValueError if a checkpoint's steps differ, or lie past the end of the run.
+    """Raise ValueError if a checkpoint's steps differ, or are beyond the end of the run.
 
     Args:
         limit: the option that ends the run.

@@ -27,14 +27,15 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Loop(ABC):
-    """Take the steps of a run, write records and checkpoints, and obey requests.
+    """Take the steps of a run, write records and checkpoints, and follow requests.
 
-    A program says in a derived class what a step is, when a test is due, and what the state holds.
+    A program defines in a derived class what a step is, when a test is due, and what the state
+    contains.
 
     Collective over: comm, as are all methods.
 
     Args:
-        steps: the steps of the whole run.
+        steps: the number of steps of the whole run.
         meter: the means of the losses.
         lr: returns the learning rate of a step.
         rate: the learning rate of the options, for messages.
@@ -43,7 +44,7 @@ class Loop(ABC):
         unit: the name of the examples in records.
         saver: writes the checkpoints.
         speed: the time in steps.
-        votes: what ranks tell each other beside the gradients.
+        votes: what ranks exchange together with the gradients.
         record: the run directory, on rank 0.
     """
 
@@ -73,23 +74,23 @@ class Loop(ABC):
         if restarts := os.environ.get("SLURM_RESTART_COUNT"):
             log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
 
-    # -- what a program says ---------------------------------------------------------------------
+    # -- what a program defines ------------------------------------------------------------------
 
     @abstractmethod
     def take(self, step: int) -> None:
-        """Take a step; `speed` times the step, `meter` counts its examples."""
+        """Take a step; `speed` times it, and `meter` counts its examples."""
 
     @abstractmethod
     def epochs(self, steps: int) -> float:
-        """Return the epochs after so many steps; not collective."""
+        """Return the number of epochs after `steps` steps; not collective."""
 
     @abstractmethod
     def test_due(self, steps: int) -> bool:
-        """Return whether a test is due after so many steps; not collective."""
+        """Return whether a test is due after `steps` steps; not collective."""
 
     @abstractmethod
     def test_after(self, steps: int) -> None:
-        """Test the network after so many steps, and write a row and a line."""
+        """Test the network after `steps` steps, and write a row and a line."""
 
     @abstractmethod
     def summary(self) -> str:
@@ -97,7 +98,7 @@ class Loop(ABC):
 
     @abstractmethod
     def about(self) -> Mapping[str, Any]:
-        """Return what a checkpoint says of its run, as JSON; on rank 0, not collective."""
+        """Return a description of the run for checkpoints, as JSON; on rank 0, not collective."""
 
     @abstractmethod
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
@@ -108,19 +109,19 @@ class Loop(ABC):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's share of the state."""
+        """Return the rank's part of the state."""
         return self.trainer.state_dict()
 
     def of_records(self) -> dict[str, Any]:
-        """Return rank 0's further items of a checkpoint; not collective."""
+        """Return rank 0's additional items of a checkpoint; not collective."""
         return {}
 
     def numbers(self) -> dict[str, float]:
-        """Return further numbers for a line of metrics.jsonl; not collective."""
+        """Return additional values for a line of metrics.jsonl; not collective."""
         return {}
 
     def call_meeting(self) -> None:  # noqa: B027 (most programs step together)
-        """Let votes of this rank reach all ranks, if ranks step alone; not collective."""
+        """Send this rank's votes to all ranks, if ranks step independently; not collective."""
 
     def asked(self, votes: list[int]) -> list[int]:
         """Return the sums of votes over all groups of ranks, if ranks train several networks."""
@@ -138,7 +139,7 @@ class Loop(ABC):
 
     @property
     def last_option(self) -> str:
-        """The option that says which step is the last."""
+        """The option that sets the last step."""
         return "max_steps" if self.steps == self.options.max_steps else "epochs"
 
     def close(self) -> None:
@@ -184,7 +185,7 @@ class Loop(ABC):
         stopped = stopped and steps < self.steps
         if not stopped and self.votes.troubled():
             raise mpikfac.UserError(
-                f"a number of step {steps}, the last step, was not finite, so no checkpoint is "
+                f"a value of step {steps}, the last step, was not finite, so no checkpoint is "
                 f"written; try a smaller lr={self.rate}"
             )
         self.guard.requests.ignore_signals()
@@ -196,15 +197,15 @@ class Loop(ABC):
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
         if self.record:
             self.record.close()
-        self.comm.Barrier()  # while the watchdog runs: MPI would wait for a stuck rank for ever
+        self.comm.Barrier()  # while the watchdog runs, as MPI would wait for a stuck rank forever
         if not stopped:
             log.info("complete after %d steps, %.1f s", steps, seconds)
             return 0
         why = self.guard.requests.reason or "another rank was asked to"
         code = self.options.exit_code
         # Open MPI reports every code but 0 as a failure.
-        note = f"; code {code} is wanted, whatever the launcher says below" if code else ""
-        log.info("stopped after %d steps (%s); --resume auto goes on%s", steps, why, note)
+        note = f"; code {code} is intended, whatever the launcher prints below" if code else ""
+        log.info("stopped after %d steps (%s); --resume auto continues%s", steps, why, note)
         return code
 
     # -- records ---------------------------------------------------------------------------------
@@ -250,14 +251,14 @@ class Loop(ABC):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def save(self, last: bool = False) -> None:
-        """Begin a checkpoint; the last checkpoint of a run is on disk when the method returns."""
+        """Start a checkpoint; if it is the last of a run, wait until it is on disk."""
         self.guard.enter("checkpoint", self.trainer.steps)
-        self.trainer.average_replicas()  # a checkpoint is of one model
+        self.trainer.average_replicas()  # a checkpoint has one model
         items = self.state() | self.meter.state()
         self.saver.save(items | self.items_of_rank_0(), self.trainer.steps, last)
 
     def items_of_rank_0(self) -> dict[str, Any]:
-        """Return rank 0's own items for a checkpoint; nothing on other ranks."""
+        """Return rank 0's own items for a checkpoint; none on other ranks."""
         if self.comm.rank != 0:
             return {}
         lost = run_directory.state_of_a_lost_rank
@@ -280,7 +281,7 @@ class Loop(ABC):
             self.load(checkpoint)
             steps = self.trainer.steps, checkpoint.step, self.steps
             checkpoints.check_steps(*steps, self.last_option)
-            items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
+            items: Mapping[str, Any] = checkpoint  # an item's name determines its type
             self.meter.load(items["run/counted"], items["run/reported"])
             self.speed.seconds, size, waiting = checkpoints.records(checkpoint)
             self.speed.mark()
@@ -289,5 +290,5 @@ class Loop(ABC):
                 self.saver.step = checkpoint.step
                 if self.comm.rank == 0:
                     mpikfac.checkpoint.note_start(checkpoint)
-        log.info("going on from %s", checkpoint.path)
+        log.info("continuing from %s", checkpoint.path)
         return metrics

@@ -1,4 +1,4 @@
-"""Take means of loss and measure over all ranks, and the speed of training."""
+"""Average loss and measure over all ranks, and measure the speed of training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Meter:
     """Means of loss and measures over the images of all ranks, each image counted once.
 
     Args:
-        alone: `recent` is of the images of this rank alone, and waits for no rank.
-        measures: the number of measures, or of the numbers that make the measures.
+        alone: `recent` covers only the images of this rank, and waits for no other rank.
+        measures: the number of measures, or of the values from which they are computed.
 
     Attributes:
         loss: the mean loss that `recent` or `everything` returned last.
@@ -38,11 +38,11 @@ class Meter:
         self._reported = torch.zeros(measures + 2, dtype=torch.float64)
 
     def add(self, loss: Tensor, measured: Tensor, images: int) -> None:
-        """Count a batch, unless the batch's loss is non-finite; nothing leaves the device.
+        """Count a batch, unless its loss is not finite; nothing leaves the device.
 
         Args:
             loss: the mean over the images of the batch.
-            measured: the sum over the images of the batch, or a sum for each measure.
+            measured: the sum over the images of the batch, or one sum per measure.
         """
         mean = loss.detach().double()
         sums = torch.hstack([mean * images, measured.double(), torch.full_like(mean, images)])
@@ -74,11 +74,11 @@ class Meter:
 
         Collective over: world.
         """
-        total = self._total()  # one rank's own means begin anew after a restart
+        total = self._total()  # a single rank's means restart after a restart
         return {"run/counted": total, "run/reported": total if self.alone else self._reported}
 
     def leave_out_lost(self, left: mpikfac.comm.Comm) -> None:
-        """Continue with the ranks that are left; the means then miss the counts of lost ranks.
+        """Continue with the remaining ranks; the means then lack the counts of lost ranks.
 
         Collective over: left.
         """
@@ -86,7 +86,7 @@ class Meter:
         self._reported = self._total()
 
     def load(self, counted: Tensor, reported: Tensor) -> None:
-        """Continue from a `state`; rank 0 takes over the counts of all ranks.
+        """Continue from a `state`; rank 0 gets the counts of all ranks.
 
         Raises:
             ValueError: the counts are not those of a `state`.
@@ -116,7 +116,7 @@ def mean_staleness(counts: Mapping[int, int]) -> float:
 def staleness_of_all(
     trainer: mpikfac.lab.AsyncSGD, comm: mpikfac.comm.Comm
 ) -> list[dict[int, int]]:
-    """Return for each client how many updates were of a staleness, since the run has started.
+    """Return the number of updates of each client by staleness, since the start of the run.
 
     Collective over: comm.
     """
@@ -149,7 +149,7 @@ class Speed:
 
     @contextmanager
     def step(self, images: int) -> Iterator[None]:
-        """Time the body as a step on so many images of all ranks together."""
+        """Time the body as a step on `images` images of all ranks together."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
@@ -160,7 +160,7 @@ class Speed:
         self._marked = self._now()
 
     def rates(self) -> tuple[float, float]:
-        """Return images of all ranks per second, and the share of communication, since `mark`."""
+        """Return images of all ranks per second, and the communication fraction, since `mark`."""
         images, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
         return images / seconds, talking / seconds
 

@@ -29,7 +29,7 @@ from mpikfac_apps.tracking.metrics_file import MetricsFile, state_on_disk
 from mpikfac_apps.tracking.tracker import Trackers
 
 LINE_EVERY = 30.0  # seconds between two lines of progress in a log
-BAR_EVERY = 0.5  # seconds between two looks at the loss, on a terminal
+BAR_EVERY = 0.5  # seconds between two updates of the loss on a terminal
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 
 log = logging.getLogger("mpikfac.train")
@@ -46,7 +46,7 @@ class Screen(logging.Handler):
 
 
 class Printable(logging.Formatter):
-    """Format records without control characters: parts of a record may come from files."""
+    """Format records without control characters, as parts of them can come from files."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's printable lines."""
@@ -54,7 +54,7 @@ class Printable(logging.Formatter):
 
 
 class LogFile(logging.Handler):
-    """Add log records to a file; make the file anew if somebody has renamed or removed the file.
+    """Append log records to a file; create it again if it was renamed or removed.
 
     Raises:
         OSError: the file cannot be opened.
@@ -68,10 +68,10 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         line = f"{self.format(record)}\n".encode(errors="backslashreplace")
-        with suppress(OSError):  # for example on a full disk, or as the folder has moved
+        with suppress(OSError):  # for example on a full disk, or because the folder has moved
             if not files.names(self._path, self._file):
                 self._file = self._opened(self._path)
-        with suppress(OSError):  # the line stays in the buffer, and is tried again
+        with suppress(OSError):  # the line stays in the buffer, and is retried
             self._file.write(line)
             self._file.flush()
 
@@ -80,10 +80,10 @@ class LogFile(logging.Handler):
 
 
 def start_log(writer: str = "") -> logging.handlers.MemoryHandler:
-    """Send the log to the screen; the returned handler keeps the log for the later file.
+    """Send the log to the screen; the returned handler keeps it for the file that follows.
 
     Args:
-        writer: begins each line on the screen.
+        writer: precedes each line on the screen.
     """
     library = logging.getLogger("mpikfac")
     library.setLevel(logging.INFO)
@@ -99,8 +99,8 @@ class Record:
 
     Args:
         config: all options, for config.yaml.
-        early_log: the handler from `start_log`; from now on, records go to the directory's log.txt.
-        trackers: take the numbers of metrics.jsonl, too.
+        early_log: the handler from `start_log`; later records go to the directory's log.txt.
+        trackers: also receive the values of metrics.jsonl.
         kept_bytes: see `MetricsFile`.
         waiting: see `MetricsFile`.
     """
@@ -128,9 +128,9 @@ class Record:
         self._trackers = trackers
 
     def row(self, step: int, **values: float) -> None:
-        """Add a line of the finite numbers to metrics.jsonl, rounded to 6 digits.
+        """Append the finite values as a line to metrics.jsonl, rounded to 6 digits.
 
-        Lines wait in memory on a full disk.
+        Lines wait in memory while the disk is full.
         """
         values = {key: value for key, value in values.items() if math.isfinite(value)}
         short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
@@ -138,7 +138,7 @@ class Record:
         self._trackers.add(step, values)
 
     def state(self) -> dict[str, int | str]:
-        """Return the items of a checkpoint that a restart gives back to `Record`."""
+        """Return the items of a checkpoint that a restart passes to `Record`."""
         return self._metrics.state()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Record:
 
 
 def state_of_a_lost_rank(run_dir: str) -> dict[str, int | str]:
-    """Return `Record.state` for the record of a rank that is lost.
+    """Return `Record.state` for the record of a lost rank.
 
     Raises:
         OSError: metrics.jsonl cannot be opened.
@@ -156,17 +156,17 @@ def state_of_a_lost_rank(run_dir: str) -> dict[str, int | str]:
 
 
 def start_anew(run_dir: Path) -> None:
-    """Set the metrics of a run aside that was killed before its first checkpoint was complete.
+    """Set aside the metrics of a run that was killed before its first checkpoint was complete.
 
     Raises:
-        ValueError: the run had checkpoints: a start at step 0 would be a mistake.
+        ValueError: the run had checkpoints, so a start at step 0 would be a mistake.
     """
     metrics, folder = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     if not os.path.lexists(metrics) or not metrics.lstat().st_size:
         return
     if os.path.lexists(folder) and not any(folder.glob(".step-*.partial")):
         raise ValueError(
-            f"{metrics} is of a run with checkpoints, and {folder} has none; put a checkpoint "
+            f"{metrics} belongs to a run with checkpoints, but {folder} has none; put a checkpoint "
             f"back, or delete metrics.jsonl to start at step 0"
         )
     names = (run_dir / f"metrics-{number}.jsonl" for number in itertools.count(1))
@@ -178,9 +178,9 @@ class RunProgress:
     """Show the progress of a run: a bar on a terminal, otherwise a line in the log every 30 s.
 
     Args:
-        first: steps that earlier starts completed.
-        last: steps of the whole run.
-        epochs: returns the epochs before a step: an epoch takes about the same time everywhere.
+        first: the number of steps completed by earlier starts.
+        last: the number of steps of the whole run.
+        epochs: returns the epochs before a step, as epochs take about equally long.
     """
 
     def __init__(self, first: int, last: int, epochs: Callable[[int], float]) -> None:
@@ -192,7 +192,7 @@ class RunProgress:
             self.bar = tqdm(total=last, initial=first, unit="step", ncols=100)
 
     def advance(self, describe: Callable[[], str]) -> None:
-        """Count a step, and show `describe()` if a display is due."""
+        """Count a step, and show `describe()` if an update is due."""
         self.done += 1
         now = time.perf_counter()
         due = now - self.shown >= (BAR_EVERY if self.bar is not None else LINE_EVERY)
@@ -216,8 +216,8 @@ class RunProgress:
 def on_terminal() -> bool:
     """Return whether stderr leads to a terminal.
 
-    Under mpirun, the rank's own streams give no answer: Open MPI makes stderr a pipe, and stdout a
-    terminal even in a batch job. Under mpirun, the stderr of mpirun itself decides.
+    Under mpirun, the rank's own streams do not show this: Open MPI makes stderr a pipe, and stdout
+    a terminal even in a batch job. The stderr of mpirun itself decides then.
     """
     if sys.stderr.isatty() or not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return sys.stderr.isatty()

@@ -32,9 +32,9 @@ def start(
     Collective over: world.
 
     Args:
-        parse: makes the options on rank 0, from the number of ranks.
+        parse: creates the options on rank 0, from the number of ranks.
         of_run: returns the options of the run directory, the end and the place.
-        make: makes the loop on every rank; collective.
+        make: creates the loop on every rank; collective.
         config: returns all options as in a YAML file.
 
     Raises:
@@ -58,7 +58,7 @@ def start(
 def settle(
     comm: mpikfac.comm.Comm, options: RunOptions, watchdog: Watchdog
 ) -> tuple[RankPlace, Guard]:
-    """Share cores and GPUs among the ranks of nodes, and take the run directory.
+    """Divide cores and GPUs among the ranks of nodes, and claim the run directory.
 
     Collective over: comm.
 

@@ -1,4 +1,4 @@
-"""Let ranks agree after each step: on stops, on checkpoints, and on numbers that are not finite."""
+"""Let ranks agree after each step: on stops, on checkpoints, and on values that are not finite."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 
 
 class StepVotes:
-    """The votes of the ranks: numbers that a rank sends to all ranks beside the gradients.
+    """The votes of the ranks: values that a rank sends to all ranks together with the gradients.
 
-    A request may reach any rank, and all ranks follow the request after the same step.
+    A request can reach any rank, and all ranks follow it after the same step.
 
     Args:
-        call_meeting: lets votes of this rank reach all ranks, if ranks step alone.
+        call_meeting: sends this rank's votes to all ranks, if ranks step independently.
         asked: returns the sums of votes over all groups of ranks; collective.
 
     Attributes:
-        troubles: numbers that were not finite, on all ranks, up to the last votes of all ranks.
+        troubles: the number of values that were not finite, on all ranks, up to the last votes.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StepVotes:
         self.troubles = 0
 
     def cast(self) -> None:
-        """Hand the votes to the next step: requests to this rank, and progress of writing.
+        """Pass the votes to the next step: requests to this rank, and the progress of writing.
 
         Collective over: none.
         """
@@ -69,16 +69,16 @@ class StepVotes:
             self._call_meeting()
 
     def note(self, loss: torch.Tensor) -> None:
-        """Keep this rank's loss of a step; the next step's votes tell whether to look at the loss.
+        """Keep this rank's loss of a step, until the next votes show whether it matters.
 
         Collective over: none.
         """
         self._losses = loss, self._losses[0]
 
     def follow(self, save: Callable[[], None]) -> bool:
-        """Fulfil the requests of all ranks; return whether the run has to stop.
+        """Follow the requests of all ranks; return whether the run must stop.
 
-        Between two exchanges of weights, requests wait: votes are of this rank alone.
+        Between two exchanges of weights, requests wait, as votes are those of this rank alone.
 
         Collective over: world.
 
@@ -102,13 +102,14 @@ class StepVotes:
         if checkpoint or self._due:
             # A diverging run must not replace good checkpoints: the checkpoint waits for a step
             # without trouble.
+            # without trouble.
             self._due = self.troubled()
             if not self._due:
                 save()
         return False
 
     def _tell_of_loss(self, troubled: bool) -> None:
-        """Warn if the numbers that were not finite began with this rank's loss, a step ago."""
+        """Warn if the values that were not finite began with this rank's loss, a step ago."""
         if troubled and not self._troubled and not self._losses[1].isfinite():
             log.warning(
                 "rank %d, step %d: the loss is %s; see the batch of the rank, and the outputs of "
@@ -118,7 +119,7 @@ class StepVotes:
         self._troubled = troubled
 
     def troubled(self) -> bool:
-        """Return whether a number of the last step was not finite on some rank.
+        """Return whether a value of the last step was not finite on some rank.
 
         Collective over: world.
         """

@@ -1,1 +1,1 @@
-"""Keep the numbers of a run: metrics.jsonl, and trackers of experiments."""
+"""Store the metrics of a run: metrics.jsonl, and experiment trackers."""

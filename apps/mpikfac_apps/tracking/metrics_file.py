@@ -1,6 +1,6 @@
-"""Write metrics.jsonl: no line is lost to a full disk, a restart, or the removal of the file.
+"""Write metrics.jsonl without losing lines to a full disk, a restart, or removal of the file.
 
-Lines that somebody else cuts off are lost; the log says so.
+Lines that another program cuts off are lost, which is logged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MetricsFile:
                 log.warning("metrics.jsonl cannot be written: %s; its lines wait in memory", why)
 
     def _write(self) -> None:
-        """Write the lines that wait: all, or none, because a restart cannot read half a line."""
+        """Write all waiting lines, or none, because a restart cannot read half a line."""
         end = self._end()
         try:
             files.write_all(self._file, self._waiting, self._path)
@@ -70,7 +70,7 @@ class MetricsFile:
         self._waiting = b""
 
     def _follow(self) -> None:
-        """Make the file anew if somebody has removed or replaced the file."""
+        """Create the file again if it was removed or replaced."""
         counted = self._bytes
         if not files.names(self._path, self._file):
             removed, content = not self._path.exists(), self._content()
@@ -79,11 +79,11 @@ class MetricsFile:
             self._file = file
             if removed:
                 counted, self._waiting = 0, content + self._waiting
-            log.warning("metrics.jsonl was removed or replaced while the run writes; made anew")
+            log.warning("metrics.jsonl was removed or replaced during the run; created again")
         self._mend(counted)
 
     def _mend(self, counted: int) -> None:
-        """Tell of lost lines if the file is shorter than counted; begin the next line as a line."""
+        """Warn about lost lines if the file is too short; start the next line on a new line."""
         if (on_disk := self._end()) < counted:
             self._file.truncate(self._content().rfind(b"\n") + 1)
             log.warning(
@@ -94,19 +94,19 @@ class MetricsFile:
             self._waiting = b"\n" + self._waiting
 
     def _content(self) -> bytes:
-        """Return what the file holds, also after its removal: the system keeps an open file."""
+        """Return the content of the file, even after its removal: the system keeps open files."""
         with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as file:
             return file.read()
 
     def _end(self) -> int:
-        """Return the bytes on disk, at the last look if the disk does not answer."""
+        """Return the bytes on disk; those last known if the disk does not answer."""
         with suppress(OSError):
             self._bytes = self._file.seek(0, os.SEEK_END)
         return self._bytes
 
 
 def state_on_disk(path: Path) -> dict[str, int | str]:
-    """Return `MetricsFile.state` for the file of a rank that is lost.
+    """Return `MetricsFile.state` for the file of a lost rank.
 
     Raises:
         OSError: the file cannot be opened.

@@ -1,4 +1,4 @@
-"""Write the numbers of a run with TensorBoard, wandb and MLflow, all without a network by default.
+"""Write the metrics of a run with TensorBoard, wandb and MLflow, by default without a network.
 
 A resumed run continues its record: TensorBoard drops the lines after the checkpoint, and wandb and
 MLflow find the run by its id.
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from mpikfac_apps.tracking.start import Start
 
-AT_ONCE = 100  # the largest number of values that MLflow takes in a message
+AT_ONCE = 100  # the maximum number of values in a message to MLflow
 
 
 class TensorBoard:
@@ -25,7 +25,7 @@ class TensorBoard:
         self._writer = SummaryWriter(folder, purge_step=after)
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Write numbers; the file holds the numbers before a checkpoint is written."""
+        """Write values; the file is up to date before a checkpoint is written."""
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
@@ -38,7 +38,7 @@ class TensorBoard:
 class Wandb:
     """A run of wandb in RUN/wandb, or on a server with WANDB_MODE=online.
 
-    The step is a value like others: the steps of wandb itself cannot go back to a checkpoint.
+    The step is a value like others, as wandb's own steps cannot go back to a checkpoint.
     """
 
     def __init__(self, start: Start) -> None:
@@ -56,11 +56,11 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers."""
+        """Log values."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Wait until all numbers are written."""
+        """Wait until all values are written."""
         self._run.finish()
 
 
@@ -92,11 +92,11 @@ class MLflow:
                 self._client.log_batch(self._run, params=values[first : first + AT_ONCE])
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers."""
+        """Log values."""
         now = int(time.time() * 1000)
         lines = [self._metric(key, value, now, step) for key, value in values.items()]
         self._client.log_batch(self._run, metrics=lines)
 
     def close(self) -> None:
-        """Note that the run has ended."""
+        """Record that the run has ended."""
         self._client.set_terminated(self._run)

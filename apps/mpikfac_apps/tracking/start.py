@@ -1,4 +1,4 @@
-"""The start of a run, as trackers see the start."""
+"""The start of a run, as trackers see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpikfac import files
 
 
 class Start:
-    """The start of a run, as trackers see the start.
+    """The start of a run, as trackers see it.
 
     Attributes:
         directory: the run directory.
@@ -26,11 +26,11 @@ class Start:
 
     @cached_property
     def id(self) -> str:
-        """A unique text of 32 digits: the same text at every start in the directory.
+        """A unique text of 32 digits, the same at every start in the directory.
 
         Raises:
             OSError: the file RUN/tracking_id cannot be read or written.
-            ValueError: the file holds another text.
+            ValueError: the file contains another text.
         """
         path = self.directory / "tracking_id"
         try:

@@ -1,7 +1,7 @@
-"""Open the trackers that `--metrics` names, and hand each line of metrics.jsonl to all trackers.
+"""Open the trackers that `--metrics` names, and pass each line of metrics.jsonl to them.
 
-A tracker that cannot start is an error at the start of a run. A tracker that raises later is left
-out, with a warning: a run of days does not depend on a tracker.
+A tracker that cannot start is an error at the start of a run. A tracker that raises an error later
+is dropped with a warning, so that long runs do not depend on trackers.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ SERVICES: dict[str, Callable[[Start], Tracker]] = {
     "wandb": services.Wandb,
     "mlflow": services.MLflow,
 }
-"""Trackers by name; the name is the name of the package, too."""
+"""Trackers by name, which is also the name of the package."""
 
 log = logging.getLogger("mpikfac.train")
 
 
 class Tracker(Protocol):
-    """Take the numbers of a run, on rank 0.
+    """Receive the metrics of a run, on rank 0.
 
-    A function is a tracker: `close` may be missing.
+    A function is a tracker: `close` can be missing.
     """
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a line of metrics.jsonl, after `step` steps."""
+        """Receive the values of a line of metrics.jsonl, after `step` steps."""
 
     def close(self) -> None:
-        """Take note of the end of the run."""
+        """Finish at the end of the run."""
 
 
 class Trackers:
@@ -50,7 +50,7 @@ class Trackers:
         self._open = {name: opened(name, start) for name in names}
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand numbers to all trackers."""
+        """Pass values to all trackers."""
         self._call(lambda tracker: tracker(step, values))
 
     def close(self) -> None:
@@ -65,13 +65,13 @@ class Trackers:
             except Exception as error:
                 del self._open[name]
                 log.warning(
-                    "metrics=%s raised %s; training goes on without the tracker",
+                    "metrics=%s raised %s; training continues without the tracker",
                     *(name, own.summary(error)),
                 )
 
 
 def check(names: Sequence[str]) -> None:
-    """Return if every name is a tracker whose package or file exists.
+    """Check that every name is a tracker whose package or file exists.
 
     Raises:
         ValueError: a name is unknown, or a package or file is missing.
@@ -93,11 +93,11 @@ def opened(name: str, start: Start) -> Tracker:
     """Return a tracker, started.
 
     Raises:
-        ValueError: the tracker cannot start, or the user's function returns no function.
+        ValueError: the tracker cannot start, or the user's function does not return a function.
     """
     with own.one_line_errors(f"metrics={name}"):
         make = SERVICES[name] if name in SERVICES else own.function_of(name)
         tracker = make(start)
     if not callable(tracker):
-        raise ValueError(f"metrics={name} returned {type(tracker).__name__}, no function")
+        raise ValueError(f"metrics={name} returned {type(tracker).__name__}, not a function")
     return tracker

@@ -1,1 +1,1 @@
-"""The training run: steps, checkpoints, run directory, and the way on after ranks are lost."""
+"""The training run: steps, checkpoints, run directory, and recovery after ranks are lost."""

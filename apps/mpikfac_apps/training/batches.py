@@ -1,9 +1,9 @@
-"""Choose the images of a rank: the share of each batch, the order and the augmentation.
+"""Choose the images of a rank: its part of each batch, the order and the augmentation.
 
-`Batches` holds whole tensors, `FileBatches` reads images from files; a run calls the same methods.
+`Batches` has whole tensors, `FileBatches` reads images from files; a run calls the same methods.
 
-Order and augmentation follow from (seed, epoch, position in the epoch) alone. The global batches
-are the same for every number of ranks, and each rank takes a contiguous share of every batch.
+Order and augmentation depend only on (seed, epoch, position in the epoch). The global batches are
+the same for every number of ranks, and each rank gets a contiguous part of every batch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
-SEEN = 1024  # images in files that give mean and variance of the pixels
-ROOM = 128  # the least room for images in files, whatever the batch
-WORKERS = 2  # processes of a rank
+SEEN = 1024  # images in files from which mean and variance of the pixels are computed
+ROOM = 128  # the minimum room for images in files, whatever the batch
+WORKERS = 2  # processes per rank
 
 
 def mixed(*numbers: int) -> int:
@@ -38,12 +38,12 @@ def mixed(*numbers: int) -> int:
 
 
 class Normalise:
-    """Turn bytes into floats of mean 0 and variance 1 per channel over the given images.
+    """Convert bytes to floats of mean 0 and variance 1 per channel over the given images.
 
-    Mixed images may be means of bytes, in float32.
+    Mixed images can be means of bytes, in float32.
 
     Args:
-        images: bytes `[n, channels, h, w]` or volumes, in a tensor or in several.
+        images: bytes `[n, channels, h, w]` or volumes, in one or several tensors.
     """
 
     def __init__(self, images: Tensor | Iterable[Tensor], device: torch.device) -> None:
@@ -69,12 +69,12 @@ def counted(images: Tensor) -> Tensor:
 
 
 def unit(images: Tensor, white: int) -> Tensor:
-    """Return bytes as floats between 0 and 1; 1 is `white`."""
+    """Return bytes as floats between 0 and 1, where 1 is `white`."""
     return images.float().div_(white)
 
 
 class EpochDraws(NamedTuple):
-    """What is drawn for an epoch: the order of the images, and the moves of the augmentation.
+    """The random draws for an epoch: the order of the images, and the moves of the augmentation.
 
     Attributes:
         order: the numbers of the images, in the order of the epoch.
@@ -88,14 +88,14 @@ class EpochDraws(NamedTuple):
 
 
 class Batches:
-    """The rank's share of every global batch of an epoch; the last, partial batch is dropped.
+    """The rank's part of every global batch of an epoch; the last, partial batch is dropped.
 
     Args:
         images: all training images, bytes `[n, channels, h, w]`.
         labels: int64 `[n]`.
-        batch: images of all ranks together in one step, or numbers by epoch; multiples of `ranks`.
-        augment: move images over black pixels, and mirror half of the images; None for neither.
-        tested: images and labels of the rank's share of the test, as `images` and `labels`.
+        batch: images per step, of all ranks together, or numbers by epoch; multiples of `ranks`.
+        augment: shift images over black pixels, and mirror half of them; None for neither.
+        tested: images and labels of the rank's part of the test, as `images` and `labels`.
 
     Attributes:
         calendar: the steps of every epoch.
@@ -121,11 +121,11 @@ class Batches:
         self._draws: EpochDraws | None = None
 
     def per_rank(self, epoch: int) -> int:
-        """Return the images of a rank's share of a batch."""
+        """Return the number of images in a rank's part of a batch."""
         return self.calendar.at(epoch).batch // self.ranks
 
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
-        """Return images (bytes) and labels of the rank's share of batch `index` of `epoch`."""
+        """Return images (bytes) and labels of the rank's part of batch `index` of `epoch`."""
         if self._draws is None or epoch != self._draws.epoch:
             self._draws = self._draw(epoch)
         share = self.per_rank(epoch)
@@ -153,18 +153,18 @@ class Batches:
         return self.images[:count]
 
     def pixels(self) -> Iterator[Tensor]:
-        """Yield the training images (bytes) that give mean and variance of the pixels: all."""
+        """Yield the training images (bytes) from which mean and variance are computed: all."""
         yield self.images.cpu()
 
     def test(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `size` images (bytes) and labels of the rank's share of the test at a time."""
+        """Yield `size` images (bytes) and labels of the rank's part of the test at a time."""
         return parts(*self.tested, size)
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
-        """Return: images in memory are whole."""
+        """Do nothing, as no image in memory is broken."""
 
     def close(self) -> None:
-        """Return: no process reads images."""
+        """Do nothing, as no process reads images."""
 
     def _draw(self, epoch: int) -> EpochDraws:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
@@ -174,7 +174,7 @@ class Batches:
             return EpochDraws(epoch, order)
         places = 2 * self.augment.shift + 1
         top, left = torch.randint(places, (2, n), generator=generator).to(device).unbind()
-        if self.augment.alternating:  # drawn for the images, alike in all epochs
+        if self.augment.alternating:  # drawn per image, the same in all epochs
             generator = torch.Generator().manual_seed(mixed(self.seed, 0, 1))
         mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
         if self.augment.alternating:
@@ -183,13 +183,13 @@ class Batches:
 
 
 class FileBatches:
-    """As `Batches`, of images in files, which processes of the rank decode ahead.
+    """Like `Batches`, for images in files, which processes of the rank decode in advance.
 
-    Several batches are ahead: a slow image or a slow process then holds up no step.
+    Several batches are decoded in advance, so that a slow image or process delays no step.
 
     Args:
         listing: the list of images.
-        batch: images of all ranks together in one step, or numbers by epoch; multiples of `ranks`.
+        batch: images per step, of all ranks together, or numbers by epoch; multiples of `ranks`.
         data: augmentation, number of processes, and how many broken images are replaced.
 
     Attributes:
@@ -218,16 +218,16 @@ class FileBatches:
         self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # with epoch and index
 
     def per_rank(self, epoch: int) -> int:
-        """Return the images of a rank's share of a batch."""
+        """Return the number of images in a rank's part of a batch."""
         return self.calendar.at(epoch).batch // self.ranks
 
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
-        """Return images (bytes) and labels of the rank's share of batch `index` of `epoch`.
+        """Return images (bytes) and labels of the rank's part of batch `index` of `epoch`.
 
-        The processes begin to decode a further batch.
+        The processes start decoding another batch.
 
         Raises:
-            UserError: an image is broken, and is not to be replaced.
+            UserError: an image is broken, and must not be replaced.
         """
         if not self._ahead or self._ahead[0][:2] != (epoch, index):
             self._ahead.clear()
@@ -240,13 +240,13 @@ class FileBatches:
         return images, self._labels(self._train, request.numbers)
 
     def _begin_next(self, slot: int) -> None:
-        """Begin to decode the batch behind the last batch that is ahead."""
+        """Start decoding the batch after the last one that is being decoded."""
         epoch, index, _ = self._ahead[-1]
         last = index + 1 == self.calendar.at(epoch).steps
         self._begin(epoch + last, 0 if last else index + 1, slot)
 
     def _begin(self, epoch: int, index: int, slot: int) -> None:
-        """Begin to decode the rank's share of a batch."""
+        """Start decoding the rank's part of a batch."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
             self._order = torch.randperm(len(self._train), generator=generator)
@@ -275,11 +275,11 @@ class FileBatches:
         return torch.cat(list(self._reader.read(self._train, numbers, ROOM, self.device)))
 
     def pixels(self) -> Iterator[Tensor]:
-        """Yield the training images (bytes) that give mean and variance of the pixels: a sample."""
+        """Yield the training images (bytes) from which mean and variance are computed: a sample."""
         return (part.cpu() for part in self.sample(SEEN, ROOM))
 
     def test(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `size` images (bytes) and labels of the rank's share of the test at a time."""
+        """Yield `size` images (bytes) and labels of the rank's part of the test at a time."""
         numbers = range(len(self._test))[slice(*bounds(len(self._test), self.rank, self.ranks))]
         read = self._reader.read(self._test, numbers, size, self.device)
         for start, images in zip(range(numbers.start, numbers.stop, size), read):
@@ -289,7 +289,7 @@ class FileBatches:
         return torch.from_numpy(images.labels[list(numbers)]).to(self.device)
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
-        """Tell all ranks of broken images, and name each image in the log once.
+        """Exchange lists of broken images over ranks, and log each image once.
 
         Collective over: comm, or none if no broken image is allowed.
 
@@ -306,10 +306,10 @@ class FileBatches:
 def make_batches(
     data: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
 ) -> Batches | FileBatches:
-    """Return the batches of a rank, of images in memory or of images in files.
+    """Return the batches of a rank, of images in memory or in files.
 
     Raises:
-        ValueError: the network takes images of another size.
+        ValueError: the network needs images of another size.
     """
     if isinstance(data, Listing):
         return FileBatches(
@@ -336,16 +336,16 @@ def make_batches(
 
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Return a rank's contiguous part for evaluation; the parts together hold every image once."""
+    """Return a rank's contiguous part for evaluation; the parts contain every image once."""
     positions = slice(*bounds(len(images), rank, ranks))
     return images[positions], labels[positions]
 
 
 def bounds(images: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return begin and end of a rank's contiguous part of so many images."""
+    """Return begin and end of a rank's contiguous part of `images` images."""
     return images * rank // ranks, images * (rank + 1) // ranks
 
 
 def parts(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return `size` images at a time; the last part may be smaller."""
+    """Return `size` images at a time; the last part can be smaller."""
     return zip(images.split(size), labels.split(size))

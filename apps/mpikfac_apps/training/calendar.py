@@ -1,4 +1,4 @@
-"""The steps of every epoch of a run, where the batch may change with the epoch."""
+"""The steps of every epoch of a run, in which the batch can change with the epoch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class EpochSpan:
     Attributes:
         epoch: the first epoch.
         step: the first step.
-        batch: the images of a step, of all ranks together.
-        steps: the steps of an epoch.
+        batch: the number of images per step, of all ranks together.
+        steps: the number of steps per epoch.
     """
 
     epoch: int
@@ -27,11 +27,11 @@ class EpochSpan:
 
 @dataclass(frozen=True)
 class Calendar:
-    """The steps of every epoch; the images of an epoch that fill no batch are dropped.
+    """The steps of every epoch; the images of an epoch that do not fill a batch are dropped.
 
     Attributes:
-        images: the training images.
-        batch: the images of a step, of all ranks together; the largest is at most `images`.
+        images: the number of training images.
+        batch: the number of images per step, of all ranks together; at most `images`.
     """
 
     images: int
@@ -55,7 +55,7 @@ class Calendar:
         return next(span for span in reversed(self.spans) if step >= span.step)
 
     def first(self, epoch: int) -> int:
-        """Return the first step of an epoch: the number of steps of all epochs before."""
+        """Return the first step of an epoch: the number of steps of all earlier epochs."""
         span = self.at(epoch)
         return span.step + (epoch - span.epoch) * span.steps
 
@@ -66,14 +66,14 @@ class Calendar:
         return span.epoch + epochs, index
 
     def epochs(self, step: int) -> float:
-        """Return the epochs before a step; 2.5 is the middle of the third epoch."""
+        """Return the number of epochs before a step; 2.5 is the middle of the third epoch."""
         span = self._of(step)
         return span.epoch + (step - span.step) / span.steps
 
     def clock(self, step: int) -> int:
-        """Return the step at which a run with the batch of epoch 0 is as many epochs old.
+        """Return the step at which a run with the batch of epoch 0 has done as many epochs.
 
-        Schedules of the learning rate follow the clock: an epoch takes the same time everywhere.
+        Schedules of the learning rate follow it, so that they depend on epochs, not on the batch.
         """
         span, steps = self._of(step), self.spans[0].steps
         return span.epoch * steps + (step - span.step) * steps // span.steps

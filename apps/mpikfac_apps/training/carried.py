@@ -1,4 +1,4 @@
-"""Say how much state a checkpoint holds, and what another preconditioner takes over of it."""
+"""Estimate the size of a checkpoint, and report what another preconditioner can use of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import mpikfac
 from mpikfac_apps.options.options import Options
 
-MOMENTA = "kfac/momentum/"  # begins the names of the items of a momentum of gradients
+MOMENTA = "kfac/momentum/"  # prefix of the names of the items of a momentum of gradients
 KINDS = {
     "factors": ("kfac/factors/", "kfac/vectors/", "kfac/gradient-factors/"),
     "decompositions": ("kfac/bases/",),
@@ -18,14 +18,14 @@ KINDS = {
     "lengths of rows": ("kfac/rows/",),
     "momenta": (MOMENTA,),
 }
-"""What a preconditioner keeps, in words, and how the names of the items begin."""
+"""What a preconditioner keeps, described, and the prefixes of the names of its items."""
 
 
 def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
 
     Args:
-        tensors_per_weight: numbers for each weight: the weight itself, and averages.
+        tensors_per_weight: values per weight: the weight itself, and averages.
     """
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
@@ -40,7 +40,7 @@ def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
 def carried(
     comm: mpikfac.comm.Comm, trainer: mpikfac.KFAC, items: Mapping[str, Any]
 ) -> tuple[str, str, str]:
-    """Return what goes on, starts anew and is left, after another preconditioner's state.
+    """Describe what is continued, restarted and dropped after a change of the preconditioner.
 
     Collective over: comm.
 
@@ -59,33 +59,33 @@ def carried(
 
 
 def _kinds(names: Collection[str]) -> set[str]:
-    """Return the kinds of items of K-FAC among names, in words."""
+    """Return descriptions of the kinds of K-FAC's items among names."""
     return {
         word for word, prefixes in KINDS.items() if any(name.startswith(prefixes) for name in names)
     }
 
 
 def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
-    """Refuse the state of a run whose momentum was of gradients, or of directions, and now is not.
+    """Check that the momentum of a state, of gradients or directions, is that of the options.
 
-    `KFAC.load_state_dict` refuses the same states, without the names of options.
+    `KFAC.load_state_dict` raises errors for the same states, without the names of options.
 
     Args:
         items: the items of a checkpoint.
 
     Raises:
-        ValueError: the momentum would be taken twice, or never.
+        ValueError: the momentum would be applied twice, or never.
     """
     now = options.momentum if options.momentum_of_gradients else 0.0
     if not now and any(name.startswith(MOMENTA) for name in items):
         raise ValueError(
-            "it has momenta of gradients, and no momentum of directions; go on with "
+            "it has momenta of gradients, but no momentum of directions; continue with "
             "optimizer=kfac, kfac.momentum_of=gradients and momentum above 0"
         )
     for name in items:
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if now and of_group and items[name]:
             raise ValueError(
-                f"it has momentum={items[name]} of directions, and none of gradients; go on with "
-                f"kfac.momentum_of=directions"
+                f"it has momentum={items[name]} of directions, but none of gradients; continue "
+                f"with kfac.momentum_of=directions"
             )

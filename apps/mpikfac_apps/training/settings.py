@@ -1,7 +1,7 @@
-"""Keep the settings of a run over its starts: a checkpoint holds the options of its run.
+"""Keep the settings of a run over its starts: a checkpoint stores the options of its run.
 
-A resumed run takes the options of the checkpoint, except for options that the command line or a
-file of the command line names. All other differences between two starts are named, or refused.
+A resumed run uses the options of the checkpoint, except for options that are set on the command
+line or in a file named there. All other differences between two starts are logged, or refused.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mpikfac_apps.text import is_own
 OF_A_START = (
     *("run_dir", "resume", "max_steps", "max_time", "shrink", "trace_steps", "device", "threads"),
 )
-"""Options of a single start: a later start does not keep the values."""
+"""Options of a single start, whose values are not kept for a later start."""
 OF_CODE = ("model", "data.name", "metrics")
-"""Options whose values may name a file to execute."""
+"""Options whose values can name a file to execute."""
 
 PRECONDITIONER = "kfac.preconditioner.type"
 CHECKSUMS = "images", "pixels", "tests"
@@ -61,12 +61,12 @@ class RunSettings:
 def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     """Return the checked options of a start; a resumed run keeps what the command line leaves out.
 
-    A choice that was left open stays as the checkpoint's version chose, unless the choice follows
-    from an option that changes. With another preconditioner, the usual values of the preconditioner
-    before are left out, too.
+    A choice that was left open stays as the checkpoint's version made it, unless it follows from an
+    option that changes. If the preconditioner changes, the defaults of the former one are dropped
+    as well.
 
     Raises:
-        ValueError: an option is wrong; a single line names key, value and the allowed values.
+        ValueError: an option is wrong; the text is one line with key, value and allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     named = TRAIN.read(argv)
@@ -77,7 +77,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     left = ["batch"] if named.batch_per_rank else []  # see `follow`
     try:
         read = TRAIN.read(argv, kept_of(before.given, left))
-        _check_code(flat(read), flat(named))  # before all else: a check of options runs the files
+        _check_code(flat(read), flat(named))  # first, as checking options executes the files
         left += _usual_before(before, read, ranks)
         kept = kept_of(before.given, left)
         options = parse(argv, ranks, kept)
@@ -85,11 +85,11 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
         pinned = _pinned(before, kept, options, ranks)
         return parse(argv, ranks, kept | pinned) if pinned else options
     except ValueError as error:
-        raise ValueError(f"{error}; give other options than those of {path}") from error
+        raise ValueError(f"{error}; set other options than those of {path}") from error
 
 
 def _checkpoint(options: Options) -> Path | None:
-    """Return the newest checkpoint to resume from; the training checks all bytes later."""
+    """Return the newest checkpoint to resume from; the training checks its content later."""
     if options.resume == "auto":
         roots = root(options), Path(options.run_dir) / "group-0" / "checkpoints"
         return next(filter(None, map(mpikfac.checkpoint.latest_checkpoint, roots)), None)
@@ -99,7 +99,7 @@ def _checkpoint(options: Options) -> Path | None:
 
 
 def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options of a run that a start keeps, without the options of `left`."""
+    """Return the options of a run that a start keeps, without the options in `left`."""
     known = possible(Options)
     of_types = tuple(f"{leaf.name}." for leaf in known.values() if leaf.joint)
     gone = {*OF_A_START, *left}
@@ -126,18 +126,18 @@ def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str
 def _pinned(
     before: RunSettings, kept: Mapping[str, Any], options: Options, ranks: int
 ) -> dict[str, Any]:
-    """Return open choices of the checkpoint that this version would make otherwise.
+    """Return open choices of the checkpoint that this version would make differently.
 
-    Files of the checkpoint are not executed: options of code are those of this start.
+    Files of the checkpoint are not executed: options that name code are those of this start.
     """
     given = flat(options)
     code = {key: given[key] for key in OF_CODE}
     try:
         usual = flattened(resolved(parse([], ranks, {**kept, **code}), ranks))
-    except ValueError:  # this start mends what the ranks or the version refuse
+    except ValueError:  # this start corrects what the ranks or the version do not allow
         return {}
     now = flattened(resolved(options, ranks))
-    # Another type has options of its own.
+    # Another type has its own options.
     keys = before.resolved.keys() & kept.keys() & given.keys() & now.keys() & usual.keys()
     keys -= {*OF_CODE}
     return {
@@ -148,14 +148,14 @@ def _pinned(
 
 
 def _check_groups(before: RunSettings, options: Options) -> None:
-    """Refuse another number of groups: a group goes on with weights of the same peers."""
+    """Check that the number of groups is unchanged: a group continues with its peers' weights."""
     groups, saved = options.codistillation.groups, before.given.get("groups", 1)
     if groups != saved:
-        raise ValueError(f"groups={groups} must be {saved}, as in the run that goes on")
+        raise ValueError(f"groups={groups} must be {saved}, as in the run that is continued")
 
 
 def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
-    """Refuse to execute a file that the checkpoint names, and the command line does not."""
+    """Raise an error instead of executing a file that only the checkpoint names."""
     for key, value, file in code_of(options):
         if named[key] != value:
             raise ValueError(
@@ -165,7 +165,7 @@ def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
 
 
 def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield key and value of the options that name a file to execute, and the file."""
+    """Yield key, value and file of the options that name a file to execute."""
     for key in OF_CODE:
         value = options[key]
         for name in value if isinstance(value, list) else [value]:
@@ -174,14 +174,14 @@ def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def of_checkpoint(path: Path) -> RunSettings | None:
-    """Return the settings of a checkpoint's run; of a damaged checkpoint, of the run's config.yaml.
+    """Return the settings of a checkpoint's run; if it is damaged, those of the config.yaml.
 
     Returns:
-        None if the checkpoint cannot be read, and no config.yaml is there.
+        None if neither the checkpoint nor a config.yaml can be read.
     """
     try:
         saved = saved_run(mpikfac.checkpoint.read_checkpoint(path))
-    except (mpikfac.UserError, ValueError):  # the training names the damage, or goes back a step
+    except (mpikfac.UserError, ValueError):  # the training reports the damage, or goes back a step
         saved = {}
     return _settings(saved, path)
 
@@ -228,7 +228,7 @@ class Origin:
 
     Attributes:
         ranks: the number of ranks; a restart on other ranks keeps batch and rate.
-        images: the checksums of the images, as far as the checkpoint holds checksums.
+        images: the checksums of the images, as far as the checkpoint has them.
     """
 
     ranks: int
@@ -236,10 +236,10 @@ class Origin:
 
 
 def about_run(options: Options, ranks: int) -> dict[str, Any]:
-    """Return what a checkpoint says of the options of its run.
+    """Return the description of a run's options for its checkpoints.
 
     Args:
-        ranks: the ranks that train.
+        ranks: the number of ranks that train.
     """
     choices, given = flattened(resolved(options, ranks)), flat(options)
     of_run = {key: value for key, value in choices.items() if key not in OF_A_START}
@@ -252,7 +252,7 @@ def origin_of(
 ) -> tuple[Origin, Options]:
     """Return the first start of a run, and the options with the values that a restart must keep.
 
-    The log names all options that change.
+    All changed options are logged.
 
     Collective over: comm.
 
@@ -270,7 +270,7 @@ def origin_of(
         options = follow(options, saved, comm.size)
         origin = Origin(saved["ranks"], {key: saved[key] for key in CHECKSUMS if key in saved})
         if (threads := torch.get_num_threads()) != saved["threads"]:
-            log.info("begun with threads=%d, now %d: bits may differ", saved["threads"], threads)
+            log.info("started with threads=%d, now %d: bits may differ", saved["threads"], threads)
         _tell(checkpoint, _settings(saved, checkpoint.path), resolved(options, comm.size))
     return origin, options
 
@@ -280,9 +280,9 @@ def _tell(
 ) -> None:
     """Log what differs from the checkpoint: the version, and options."""
     if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
-        log.info("the checkpoint is of %s; this is %s", checkpoint.writer, version)
+        log.info("the checkpoint was written by %s; this is %s", checkpoint.writer, version)
     if before is None:
-        log.info("the checkpoint has no settings: options that are not given have usual values")
+        log.info("the checkpoint has no settings: options that are not set have their defaults")
     elif words := changes(before.resolved, flattened(now)):
         log.info("step %d: changed since the checkpoint: %s", checkpoint.step, words)
 
@@ -290,13 +290,7 @@ def _tell(
 def identity(options: Options) -> dict[str, Any]:
     """Return the options that define the meaning of step number and weights, fixed for restarts."""
     chosen = dataclasses.asdict(options.data)
-    for free in (
-        "path",
-        "test_images",
-        "workers",
-        "max_broken_images",
-        "cache",
-    ):  # may differ after a restart
+    for free in ("path", "test_images", "workers", "max_broken_images", "cache"):
         del chosen[free]
     return {
         "model": options.model,
@@ -309,7 +303,7 @@ def identity(options: Options) -> dict[str, Any]:
 
 
 def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
-    """Return what the checkpoint says about its run.
+    """Return the description of its run that a checkpoint contains.
 
     Raises:
         ValueError: the item has another form.
@@ -326,10 +320,10 @@ def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
 
 
 def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
-    """Refuse other training images than the images of the saved run, and name other test images.
+    """Check that training images are those of the saved run, and log changed test images.
 
     Args:
-        before: the checksums that the checkpoint holds; see `Dataset.checksums`.
+        before: the checksums in the checkpoint; see `Dataset.checksums`.
 
     Raises:
         ValueError: the checksums of training images differ.
@@ -338,11 +332,11 @@ def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
         if before[key] == now[key]:
             continue
         if key == "tests":
-            log.info("the test images differ from the test images of the checkpoint")
+            log.info("the test images differ from those of the checkpoint")
             continue
         raise ValueError(
-            f"the checkpoint is of other training images (checksum {before[key]} of {key}, now "
-            f"{now[key]}); give the same images, or begin a new run"
+            f"the checkpoint belongs to other training images (checksum {before[key]} of {key}, "
+            f"now {now[key]}); use the same images, or start a new run"
         )
 
 
@@ -365,17 +359,17 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
     common = math.gcd(*numbers_of(batch))
     if common % ranks and not options.shrink:
         raise ValueError(
-            f"it was saved with batch={batch}, no multiple of {ranks} ranks; "
+            f"it was saved with batch={batch}, not a multiple of {ranks} ranks; "
             f"start one of {mpikfac.plan.divisors(common)} ranks"
         )
     if requested_batch != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled for {began_on}" if options.scale_lr else ""
-        log.info("begun with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
+        log.info("started with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
     return options
 
 
 def in_words(batch: int | ByEpoch) -> int | str:
-    """Return a batch as a checkpoint holds the batch: a number, or the text of numbers by epoch."""
+    """Return a batch in the form stored in checkpoints: a number, or numbers by epoch as text."""
     return str(batch) if isinstance(batch, ByEpoch) else batch
 
 

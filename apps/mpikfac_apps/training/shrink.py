@@ -18,12 +18,12 @@ log = logging.getLogger("mpikfac.train")
 
 
 def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
-    """Return the ranks that are left, and the options for their new start.
+    """Return the remaining ranks, and the options for their new start.
 
-    The state in memory is written as a checkpoint if the state is complete. Otherwise the ranks
-    resume from the last checkpoint.
+    The state in memory is written as a checkpoint if it is complete. Otherwise the ranks resume
+    from the last checkpoint.
 
-    Collective over: the ranks that are left.
+    Collective over: the remaining ranks.
     """
     left = mpikfac.comm.survivors(run.comm, run.trainer.communicators)
     run.saver.abandon()
@@ -46,10 +46,10 @@ def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
 
 
 def save_what_is_left(run: Run) -> None:
-    """Write a checkpoint if the ranks that are left hold the complete state of a step.
+    """Write a checkpoint if the remaining ranks have the complete state of a step.
 
-    The oldest step of all ranks is written: ranks at a later step may have used the output of a
-    broken collective. Items held by several ranks are compared. A single surviving rank has no rank
+    The oldest step of all ranks is written, as ranks at a later step may have used the output of a
+    broken collective. Items that several ranks have are compared; a single surviving rank has none
     to compare with.
 
     Collective over: run.comm.
@@ -59,7 +59,7 @@ def save_what_is_left(run: Run) -> None:
     steps = comm.allgather(trainer.steps if trainer.is_consistent else math.inf)
     step, items = min(steps), dict[str, Any]()
     if steps[comm.rank] == step < math.inf:
-        run.set_rate(step)  # some ranks may have begun the next step
+        run.set_rate(step)  # some ranks may have started the next step
         items = run.state()
     names = {name for held in comm.allgather(list(items)) for name in held}
     lost = "no complete state is confirmed"

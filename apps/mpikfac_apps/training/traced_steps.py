@@ -1,4 +1,4 @@
-"""Record the stages of some steps of a run, and write the stages to files after the last step.
+"""Record the stages of some steps of a run, and write them to files after the last one.
 
 RUN/trace.json.gz opens in https://ui.perfetto.dev or chrome://tracing, RUN/stages.json has means.
 """
@@ -28,7 +28,7 @@ class Recording:
     """Record `trace_steps` steps after the first two steps of a start.
 
     Args:
-        last: steps of the whole run.
+        last: the number of steps of the whole run.
 
     Attributes:
         chosen: the steps to record.
@@ -62,7 +62,7 @@ class Recording:
         self._steps[step] = start, time.perf_counter()
 
     def write(self) -> None:
-        """Write the recorded steps, once, and send the step's messages alone for comparison.
+        """Write the recorded steps, once, and time the step's messages in isolation.
 
         Collective over: world.
         """
@@ -77,7 +77,7 @@ class Recording:
             self._write(ranks, isolated)
 
     def _isolated(self) -> dict[str, float]:
-        """Return the seconds of a step's messages alone, by stage."""
+        """Return the seconds of a step's messages in isolation, by stage."""
         grid, device = self.trainer.grid, next(self.trainer.model.parameters()).device
         plan = self.trainer.plan.of(grid.world.rank)
         return mpikfac.comm.isolated_seconds(grid, plan, device)
@@ -85,7 +85,7 @@ class Recording:
     def _write(
         self, ranks: list[mpikfac.timeline.Recorded], isolated: list[dict[str, float]]
     ) -> None:
-        """Print the tables, and write the files unless existing files hold more steps."""
+        """Print the tables, and write the files unless existing files contain more steps."""
         columns = self.trainer.plan.grid.columns
         means = mpikfac.timeline.stage_means(ranks, columns)
         means["collectives"] = mpikfac.timeline.collective_means(ranks, isolated)
@@ -96,7 +96,7 @@ class Recording:
             lines = table(mpikfac.timeline.collective_table(means["collectives"]))
             log.info("messages of these steps, in ms:\n%s", "\n".join(lines))
         if _steps(self.directory / "stages.json") > len(means["steps"]):
-            log.info("stages.json and trace.json.gz hold more steps of an earlier start: kept")
+            log.info("stages.json and trace.json.gz have more steps of an earlier start: kept")
             return
         picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, columns))
         try:
@@ -107,7 +107,7 @@ class Recording:
 
 
 def _steps(path: Path) -> int:
-    """Return the number of steps behind the means in a file; 0 without means."""
+    """Return the number of steps over which the means in a file were taken; 0 without means."""
     try:
         return len(files.read_json(path)["steps"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -2,7 +2,7 @@
 
     mpirun -n 4 mpikfac train --config jobs/configs/cifar10_resnet20_kfac.yaml
 
-Every option of `--help_all` may stand in the file or, as `--key value`, on the command line.
+Every option of `--help_all` can be set in the file or, as `--key value`, on the command line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
 
-PATIENCE = 10.0  # seconds until a thread that still runs at the end is named
+PATIENCE = 10.0  # seconds until a thread that still runs at the end is reported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell_of_threads(rank: int) -> None:
-    """Print a line if the process waits for a thread at its end: the whole job waits, too."""
+    """Print a line if the process waits for a thread at its end, as the whole job then waits."""
     main = threading.main_thread()
-    main.join(60)  # else a larger program goes on after the training
+    main.join(60)  # else a larger program continues after the training
     time.sleep(PATIENCE)
     others = [
         thread for thread in threading.enumerate() if not thread.daemon and thread is not main
@@ -70,7 +70,7 @@ def tell_of_threads(rank: int) -> None:
 def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
     """Train, or serve the ranks that train; return the exit code.
 
-    After a loss of ranks, the ranks that are left start again, if the options allow a new start.
+    After a loss of ranks, the remaining ranks start again, if the options allow it.
 
     Collective over: comm.
     """
@@ -94,7 +94,7 @@ def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
 
 
 def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
-    """Share the cores and GPUs of nodes among their ranks.
+    """Divide the cores and GPUs of nodes among their ranks.
 
     Collective over: comm.
     """
@@ -109,10 +109,10 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
 def assist(
     comm: mpikfac.comm.Comm, team: mpikfac.comm.SplitComm, options: Options, device: torch.device
 ) -> None:
-    """Decompose, or hold the weights, for the ranks that train, until these end the training.
+    """Decompose, or keep the weights, for the ranks that train, until these end the training.
 
-    The ranks that train run the watchdog and obey signals: a curvature server may have no work
-    for a long time.
+    The ranks that train run the watchdog and follow signals, as a curvature server can be idle for
+    a long time.
 
     Collective over: comm.
     """
@@ -136,13 +136,13 @@ def run_training(
     place: RankPlace,
     watchdog: Watchdog,
 ) -> tuple[int | None, mpikfac.comm.Comm, Options]:
-    """Train once; return None as exit code if ranks were lost.
+    """Train once; the exit code is None if ranks were lost.
 
     Args:
         world: all ranks, of all groups.
 
     Returns:
-        The exit code, the ranks that are left, and the options for their new start.
+        The exit code, the remaining ranks, and the options for their new start.
 
     Collective over: the team, and all curvature servers.
     """

@@ -41,7 +41,7 @@ OVERLAP = "transport.overlap"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the advice; return 0, or 2 after one line about wrong options."""
+    """Print the advice; return 0, or 2 after one line about invalid options."""
     return cli.run(ADVISE.program, lambda: advise(ADVISE.read(argv)))
 
 
@@ -76,12 +76,12 @@ def advise(options: AdviseOptions) -> int:
 
 
 def images_to_cover(messages: float, per_image: float) -> int:
-    """Return the least images per rank whose computing takes as long as messages, in seconds."""
+    """Return the minimum number of images per rank whose computation takes as long as messages."""
     return max(1, math.ceil(messages / per_image - 1e-9))
 
 
 def servers_to_hide(size: float, clients: int, bandwidth: float, computing: float) -> int:
-    """Return the least servers that take and give `size` bytes of all clients while these compute.
+    """Return the minimum number of servers that exchange `size` bytes while clients compute.
 
     Every client pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
     all servers. A server moves `bandwidth` bytes per second.
@@ -92,11 +92,11 @@ def servers_to_hide(size: float, clients: int, bandwidth: float, computing: floa
 def efficient(steps: Mapping[int, float], least: float) -> int:
     """Return the largest number of ranks whose efficiency is at least `least`.
 
-    The efficiency is the step of a single rank over the step of all ranks, with as many images per
-    rank: the share of a rank's images per second that is left.
+    The efficiency is the step time of a single rank divided by that of all ranks, with the same
+    number of images per rank: the fraction of a rank's images per second that is left.
 
     Args:
-        steps: the seconds of a step by number of ranks, of a single rank among them.
+        steps: the seconds of a step by number of ranks, including a single rank.
     """
     return max(ranks for ranks, seconds in steps.items() if steps[1] / seconds >= least)
 
@@ -109,7 +109,7 @@ def growing(options: AdviseOptions) -> tuple[str, ...]:
 
 
 def needs(row: Row, options: AdviseOptions) -> Row:
-    """Return the computing of an image and the images needed, for a predicted row."""
+    """Return the computing time per image and the images needed, for a predicted row."""
     if "left_out" in row:
         return {}
     stages = row["mean"]["stages"]
@@ -122,16 +122,16 @@ def needs(row: Row, options: AdviseOptions) -> Row:
 
 
 def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> Iterator[Row]:
-    """Yield rows of the strategies with other workers and levels, which train the same numbers."""
+    """Yield rows of the strategies with other workers and levels that compute the same results."""
     for row in variants(options, network_of(options), ranks, machine, {"": {}}):
         if row["change"]:
             yield row | needs(row, options)
 
 
 def best(rows: Sequence[Row], images: int) -> Row:
-    """Return the quickest strategy that `images` images cover, or the one that needs least images.
+    """Return the fastest strategy that `images` images cover, or that which needs the fewest.
 
-    Strategies with the numbers of one process come first, before strategies with another estimator
+    Strategies with the results of one process come first, before strategies with another estimator
     or with an upper bound as prediction, and these before training without K-FAC.
     """
     candidates = [row for row in rows if "left_out" not in row]
@@ -158,9 +158,9 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
         job_in_words(options),
         *machine_in_words(machine),
         "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",
-        "  further messages, which no batch hides; step, exposed: the step played by the model,",
+        "  other messages, which no batch hides; step, exposed: the step as simulated,",
         "  and the part in which a rank does nothing but communicate.",
-        "images: the least images per rank whose computing takes as long as overlapped messages",
+        "images: the minimum images per rank whose computing takes as long as overlapped messages",
     ]
 
 
@@ -197,7 +197,7 @@ def of_batch(row: Row, options: AdviseOptions) -> list[str]:
         f"{ms(row['per_image'], 3)} ms",
         f"  images >= overlapped messages / computing of an image = "
         f"{ms(step['overlapped'])} ms / {ms(row['per_image'], 3)} ms = {least:.1f}: {images}",
-        f"  Take {words_for(row, options)} --batch_per_rank {taken}",
+        f"  Use {words_for(row, options)} --batch_per_rank {taken}",
         f"  A step is then {ms(played['mean']['seconds'])} ms, of which "
         f"{ms(played['mean']['exposed'])} ms are exposed, {ms(blocking(played))} ms of blocking "
         f"messages among them",
@@ -247,7 +247,7 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
         f"  = 2 x {size / MIB:.2f} MiB x {ranks} / "
         f"({bandwidth / 1e9:.2f} GB/s x {ms(computing)} ms) = {least:.1f}: "
         f"{servers}",
-        f"  Take --strategy downpour --optimizer sgd --sync.servers {servers} on {ranks + servers} "
+        f"  Use --strategy downpour --optimizer sgd --sync.servers {servers} on {ranks + servers} "
         f"ranks",
     ]
 
@@ -268,12 +268,12 @@ def of_ranks(
     """Return the efficiency of a strategy on 1, 2, 4 ... ranks, and the largest efficient number.
 
     The strategy is the best one on the largest number of ranks, without the choices of the search,
-    which fit a single number of ranks.
+    which apply to a single number of ranks.
 
     Raises:
         ValueError: the strategy, or a choice of the options, does not fit a single rank.
     """
-    assert options.efficiency, "asked for"
+    assert options.efficiency, "it is set"
     named = [row for row in rows if "left_out" not in row and not row.get("change")]
     most = max(row["ranks"] for row in named)
     row = best([row for row in named if row["ranks"] == most], options.batch_per_rank)
@@ -292,7 +292,7 @@ def of_ranks(
         f"Ranks for an efficiency of {options.efficiency:g}, with {row['strategy']}",
         *table(lines),
         f"  efficiency = step of 1 rank / step; {options.batch_per_rank} images per rank",
-        f"  Take {words_for(row, options)} on {number(count, 'rank')}",
+        f"  Use {words_for(row, options)} on {number(count, 'rank')}",
     ]
 
 

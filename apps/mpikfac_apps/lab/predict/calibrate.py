@@ -1,11 +1,11 @@
-"""Measure messages and computations on the present machine, for `mpikfac simulate`.
+"""Measure messages and computations on this machine, for `mpikfac simulate`.
 
     mpirun -n 4 mpikfac calibrate --out machine.json --model resnet20
 
-During every measurement all ranks do the same work, as in training: ranks may share cores, and
-communicators may share the link of a node. Foreign work changes the measurement: use an idle
-machine. On GPUs, messages go as in training: directly if MPI takes device buffers, else through the
-host; MPIKFAC_CUDA_AWARE=0 measures the second way on any MPI.
+During every measurement all ranks do the same work, as in training: ranks can share cores, and
+communicators can share the link of a node. Other work on the machine distorts the measurement, so
+use an idle machine. On GPUs, messages are sent as in training: directly if MPI accepts device
+buffers, else through the host; MPIKFAC_CUDA_AWARE=0 measures the latter with any MPI.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
     "shampoo": lambda factor: mpikfac.preconditioners.Shampoo().decompose(factor, 1e-3, None),
 }
 CUBES = [2**k for k in range(4, 12)]  # orders of products
-LONGEST = 0.5  # seconds of the last message or factor: larger sizes are left out
+LONGEST = 0.5  # seconds of the last message or factor; larger sizes are left out
 BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
-TURNS, STEPS = 6, 4  # of overlapped and of plain steps: turns, and steps per turn
+TURNS, STEPS = 6, 4  # of overlapped and of plain steps: rounds, and steps per round
 STAGE = "calibrate"
 
 
@@ -68,13 +68,13 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     """
     options = CALIBRATE.read(argv)
     if options.out.is_dir():
-        raise ValueError(f"out={options.out} is a directory; give the name of a file")
+        raise ValueError(f"out={options.out} is a directory; use the name of a file")
     if not options.out.parent.is_dir():
-        raise ValueError(f"out={options.out}: {options.out.parent} is no directory")
+        raise ValueError(f"out={options.out}: {options.out.parent} is not a directory")
     if options.input is None and not all(models.network(name).image for name in options.model):
         raise ValueError("a model of your own needs --input, such as 3,32,32")
     if ranks == 1:
-        raise ValueError("1 rank sends no messages; start it under mpirun with 2 or more")
+        raise ValueError("1 rank sends no messages; start it under mpirun with at least 2")
     return options
 
 
@@ -156,7 +156,7 @@ def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
 def message_samples(
     comm: mpikfac.comm.Comm, device: torch.device, hosts: list[str], size: int, distance: int
 ) -> list[mpikfac.predict.Sample]:
-    """Return measurements of each collective, carried out by all groups of ranks at once.
+    """Return measurements of each collective, performed by all groups of ranks at once.
 
     A group has `size` ranks, `distance` apart.
 
@@ -187,7 +187,7 @@ def message_samples(
 
 
 def encoding(codec: str | None) -> mpikfac.plan.Codec | None:
-    """Return the codec, with error feedback if training has error feedback."""
+    """Return the codec, with error feedback if training uses it."""
     return None if codec is None else mpikfac.plan.Codec(codec, feedback=codec != "bfloat16")
 
 
@@ -221,19 +221,19 @@ def collective(
 ) -> tuple[int, Callable[[], object]]:
     """Return the bytes of a collective over about `elements` elements, and the collective.
 
-    The collective runs as in training. Members are roots in turn, because messages of a single root
-    would overtake one another.
+    It runs as in training. Members are roots in round-robin order, because messages of a single
+    root would overtake one another.
     """
     group, ranks = grid.world, grid.world.size
     part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
     flat = torch.zeros(part * ranks, device=device)
-    if primitive == "Send":  # such messages are of curvature servers, and go through the host
+    if primitive == "Send":  # such messages go to and from curvature servers, through the host
         host = flat.cpu().numpy()
         return flat.nbytes, lambda: there_and_back(group, host)
     spans = [(0, len(flat))]
     if primitive in ("Reduce_scatter", "Alltoall", "Allgatherv"):
         spans = [(part * rank, part * (rank + 1)) for rank in range(ranks)]
-    stage = f"{STAGE} {len(flat)}"  # each stage has its own residual of the encoding
+    stage = f"{STAGE} {len(flat)}"  # each stage has its own encoding residual
     roots = range(ranks) if primitive in ("Reduce", "Bcast") else range(-1, 0)
     messages = [
         mpikfac.plan.message(stage, primitive, "world", spans, ranks, 4, group.rank, root, codec)
@@ -256,10 +256,10 @@ def there_and_back(pair: mpikfac.comm.Comm, buffer: np.ndarray) -> None:
 def hidden_part(
     comm: mpikfac.comm.Comm, machine: mpikfac.predict.Machine, network: TimedNetwork
 ) -> float:
-    """Return the share of an overlapped message's seconds that does not lengthen a step.
+    """Return the fraction of an overlapped message's seconds that does not lengthen a step.
 
-    The share, from -10 to 1, is fitted: the model then has the measured difference between steps
-    with overlapped messages and steps that send the same messages in turn.
+    It is fitted, from -10 to 1, so that the model has the measured difference between steps with
+    overlapped messages and steps that send the same messages without overlap.
 
     Collective over: comm.
     """
@@ -267,7 +267,7 @@ def hidden_part(
     ways = [mpikfac.Strategy(transport=transport) for transport in transports]
     try:
         beside, in_turn = network.together(comm, ways)
-    except ValueError:  # threads may not call the MPI: no message is overlapped
+    except ValueError:  # MPI must not be called from threads, so no message is overlapped
         return 1.0
     layers, others = models.shapes_of(network.name)
     plans = [mpikfac.make_plan(layers, comm.size, way, others) for way in ways]
@@ -278,7 +278,7 @@ def hidden_part(
         steps = [mpikfac.predict.simulate(plan, chosen, job).factors.seconds for plan in plans]
         return steps[0] - steps[1]
 
-    low, high = -10.0, 1.0  # the difference falls from low to high
+    low, high = -10.0, 1.0  # the difference decreases from low to high
     while high - low > 0.01:
         middle = (low + high) / 2
         low, high = (middle, high) if difference(middle) > beside - in_turn else (low, middle)
@@ -314,7 +314,7 @@ def squared(matrix: Tensor) -> Tensor:
 
 
 def rates(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return orders and operations per second, of orders and seconds of products."""
+    """Convert orders and seconds of products to orders and operations per second."""
     return tuple((order, 2 * order**3 / seconds) for order, seconds in points)
 
 
@@ -329,7 +329,7 @@ def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
 
 
 class TimedNetwork:
-    """Times of a network's training steps; all ranks take the steps at once, each by itself.
+    """Times of a network's training steps, which all ranks take at once, each by itself.
 
     Attributes:
         orders: the orders of the network's factors.
@@ -346,7 +346,7 @@ class TimedNetwork:
         self.name, self.batch = name, batch
         usual = models.network(name)
         shape, words = inputs or usual.image, usual.tokens() if usual.image else tokens
-        assert shape, "`parse` asks for the shape"
+        assert shape, "`parse` requires the shape"
         torch.manual_seed(0)
         self._model = models.channels_last(models.build(name, channels=shape[0]))
         self._covered = mpikfac.Coverage(covers=usual.covers)
@@ -368,7 +368,7 @@ class TimedNetwork:
         }
 
     def look(self, comm: mpikfac.comm.Comm, preconditioner: str) -> None:
-        """Take some steps. Every second step takes new factors; the first step does not count.
+        """Take some steps. Every second step computes new factors; the first step does not count.
 
         Collective over: comm.
         """
@@ -385,14 +385,14 @@ class TimedNetwork:
         self._factors[preconditioner] += steps[2::2]
 
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
-        """Return seconds of a step with new factors by each strategy.
+        """Return the seconds of a step with new factors for each strategy.
 
-        Strategies take turns; the first turn does not count.
+        Strategies alternate; the first round does not count.
 
         Collective over: comm.
 
         Raises:
-            ValueError: a strategy is not possible with the present MPI.
+            ValueError: a strategy is impossible with the present MPI.
         """
         trainers = [self._trainer(comm, strategy=way) for way in ways]
         taken: list[list[float]] = [[] for _ in ways]
@@ -458,7 +458,7 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return seconds of the parts of a training step; "others": `KFAC.step` without two stages."""
+    """Return the seconds of a training step's parts; "others": `KFAC.step` without two stages."""
     kfac.trace.clear()
     kfac.optimizer.zero_grad()
     start = now(images.device)
@@ -474,21 +474,21 @@ def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, 
 
 
 def now(device: torch.device) -> float:
-    """Return the present second, after the device has finished all started work."""
+    """Return the present time in seconds, after the device has finished all started work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def _way(device: torch.device) -> dict[str, str]:
-    """Return how messages of a GPU went: directly, or through the host."""
+    """Return how messages of a GPU were sent: directly, or through the host."""
     if device.type == "cpu":
         return {}
     return {"device buffers": "direct" if mpikfac.comm.cuda_aware() else "staged"}
 
 
 def seconds_of(comm: mpikfac.comm.Comm, device: torch.device, work: Callable[[], object]) -> float:
-    """Return the median over repetitions of the slowest rank's seconds; ranks begin together.
+    """Return the median over repetitions of the slowest rank's seconds; ranks start together.
 
     Collective over: comm.
     """

@@ -27,7 +27,7 @@ from mpikfac_apps.planning.options import json_file
 from mpikfac_apps.text import counts
 
 STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
-SGD = "sgd:"  # before the name of a strategy for training without K-FAC
+SGD = "sgd:"  # prefix of the name of a strategy for training without K-FAC
 OWN = (
     "strategy",
     "preconditioner",
@@ -54,7 +54,7 @@ def strategy_names(text: str) -> tuple[str, ...]:
     """Return names of strategies from a text such as "sgd,comm-opt,sgd:local-sgd", or "all".
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     chosen = STRATEGIES if text == "all" else tuple(map(str.strip, text.split(",")))
     for name in chosen:
@@ -69,23 +69,23 @@ class PredictionOptions:
 
     Args:
         machine: the machine: a file of `mpikfac calibrate`, or a published machine.
-        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
-            network by name.
-        ranks: the numbers of ranks to predict for, with commas: 16,64,256.
-        classes: the number of classes; null for 1000 with most networks of timm and the networks of
-            ImageNet, for the number of a model of your own, and for 10 with all further networks.
-        strategy: the names of strategies, with commas: comm-opt,mem-opt. "all": all names that
-            `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd": training
-            without K-FAC under a strategy.
+        model: your own model, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a network by
+            name.
+        ranks: the numbers of ranks to predict for, separated by commas: 16,64,256.
+        classes: the number of classes; null for 1000 with most networks of timm and those for
+            ImageNet, for the number that your own model has, and for 10 with all other networks.
+        strategy: the names of strategies, separated by commas: comm-opt,mem-opt. "all": all names
+            that `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd":
+            training without K-FAC under a strategy.
         preconditioner: the preconditioner of every strategy with factors; a strategy with vectors
             keeps its own. null: the preconditioner with which each strategy was published.
         inv_update_steps: the number of steps between two decompositions of the factors. null: 50
-            with every strategy, or more to keep to the budget.
-        batch_per_rank: the number of images of a step on each rank.
-        stragglers: the spread of the computing times of ranks, as a standard deviation of the
+            with every strategy, or more to stay within the budget.
+        batch_per_rank: the number of images per step on each rank.
+        stragglers: the spread of the ranks' computing times, as a standard deviation of the
             logarithm; 0.05 for 5 %.
         json: a file to write the predictions to; null for none.
-        given: the values of options that a user gives, by key.
+        given: the values of options that a user sets, by key.
         distribution: the choices that replace those of each strategy.
     """
 
@@ -114,8 +114,8 @@ class SimulateOptions(PredictionOptions):
     """Predict step times of strategies on a machine, for any number of ranks. No MPI.
 
     Args:
-        search: print the choices that no other choice is better than: strategies, workers, two
-            levels, intervals and wires; see docs/extensions/search.md.
+        search: print the Pareto-optimal choices: strategies, workers, two levels, intervals and
+            compression; see docs/extensions/search.md.
         picture: a file to draw the choices of `search` into, .pdf, .png or .svg; null for none.
     """
 
@@ -128,8 +128,8 @@ class AdviseOptions(PredictionOptions):
     """Advise batch, servers and strategy that hide messages on a machine. No MPI.
 
     Args:
-        efficiency: the least efficiency, such as 0.8: print the largest number of ranks that has
-            the efficiency, up to the largest of `ranks`; null for none.
+        efficiency: the minimum efficiency, such as 0.8: print the largest number of ranks with this
+            efficiency, up to the largest of `ranks`; null for none.
     """
 
     efficiency: float | None = bounded(None, "> 0", "<= 1")
@@ -139,7 +139,7 @@ def model_names(text: str) -> tuple[str, ...]:
     """Return names of models from a text such as "resnet20,my_models.py:build".
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     names = tuple(text.split(","))
     if not set(names) <= set(MODELS):
@@ -152,18 +152,19 @@ def model_names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """Measure the present machine for `mpikfac simulate`; start the program under mpirun or srun.
+    """Measure this machine for `mpikfac simulate`; start the program under mpirun or srun.
 
     Args:
         out: the file to write, in JSON.
-        model: the models to measure, with commas: resnet20,timm:resnet18,my_models.py:build.
-        input: the shape of an example, such as 3,32,32, in the place of a network's usual shape. A
-            model of your own needs a shape.
-        tokens: the examples of a model of your own hold whole numbers below `tokens`; null for real
+        model: the models to measure, separated by commas:
+            resnet20,timm:resnet18,my_models.py:build.
+        input: the shape of an example, such as 3,32,32, instead of a network's default shape;
+            required for your own model.
+        tokens: the examples of your own model are whole numbers below `tokens`; null for real
             numbers.
-        batch_per_rank: the numbers of images of a step on each rank, with commas: 8,32,128.
-            Predictions for numbers in between lie on a line.
-        device: the device of each rank; "auto" takes a GPU if a GPU exists.
+        batch_per_rank: the numbers of images per step on each rank, separated by commas: 8,32,128.
+            Predictions for numbers in between are interpolated linearly.
+        device: the device of each rank; "auto" uses a GPU if there is one.
     """
 
     out: Path = required()
@@ -175,7 +176,7 @@ class CalibrateOptions:
 
 
 def first_preset(names: str) -> dict[str, Any]:
-    """Return the options of the first strategy of a text; of "sgd" and "all", of COMM-OPT."""
+    """Return the options of the first strategy of a text; for "sgd" and "all", of COMM-OPT."""
     return preset(names.partition(",")[0].strip().removeprefix(SGD)) or preset(COMM_OPT)
 
 

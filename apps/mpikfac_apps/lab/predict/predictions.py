@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
-    """Return a row for each strategy and number of ranks; without a prediction, the reason.
+    """Return a row for each strategy and number of ranks; the reason if there is no prediction.
 
     Raises:
         ValueError: no strategy can be predicted.
@@ -55,7 +55,7 @@ def predicted(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy; without a prediction, the reason."""
+    """Return the row of a strategy; the reason if there is no prediction."""
     row: Row = {"strategy": name, "ranks": ranks}
     try:
         run = foreseen_of(options, network, name, ranks, machine)
@@ -86,12 +86,12 @@ def job_of(
 
 @dataclass(frozen=True)
 class NetworkShapes:
-    """What predictions know of a network.
+    """What predictions need of a network.
 
     Attributes:
         covered: the shapes with K-FAC.
         bare: the shapes without K-FAC.
-        calls: of the covered layers in the pass of a rank.
+        calls: of the covered layers in a rank's pass.
     """
 
     covered: Shapes
@@ -120,12 +120,12 @@ def foreseen_of(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Foreseen:
-    """Return plan and intervals of a strategy by name, with messages chosen for the machine.
+    """Return plan and intervals of a named strategy, with messages chosen for the machine.
 
     Raises:
-        ValueError: choices do not fit together, or the machine does not know the network.
+        ValueError: choices do not fit together, or the machine has no times of the network.
     """
-    usual = options.inv_update_steps or BASIS_EVERY  # whatever the strategy takes
+    usual = options.inv_update_steps or BASIS_EVERY  # whatever the strategy sets
     kfac = replace(options.kfac, inv_update_steps=usual)
     first_order = name.startswith("sgd")
     shapes = network.bare if first_order else network.covered
@@ -147,7 +147,7 @@ def foreseen_of(
 
 
 def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions:
-    """Return a strategy by name with the choices that replace its own.
+    """Return a named strategy with the choices that replace its own.
 
     Raises:
         ValueError: the strategy has no such choice, or choices do not fit together.
@@ -159,12 +159,12 @@ def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions
 
 
 def without_factors(options: PredictionOptions) -> bool:
-    """Return whether the preconditioner of the options has no factors, and so no intervals."""
+    """Return whether the preconditioner has no factors, and therefore no intervals."""
     return options.preconditioner is not None and not options.preconditioner.form.blocks
 
 
 def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
-    """Return lines with the machine, and with its numbers that are estimates."""
+    """Return lines with the machine, and with those of its values that are estimates."""
     words = f"Estimated: {', '.join(machine.estimated)}" if machine.estimated else ""
     lines = textwrap.wrap(words, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return [f"Machine: {machine.name}; predicted, not measured", *lines]
@@ -179,12 +179,12 @@ def job_in_words(options: PredictionOptions) -> str:
         return f"{words}, without factors"
     given = options.kfac.factor_update_steps, options.inv_update_steps
     if given == (None, None):
-        return f"{words}, usual intervals"
+        return f"{words}, default intervals"
     return f"{words}, {in_words(options.kfac.lasting_factor_update_steps, given[1] or BASIS_EVERY)}"
 
 
 def in_words(factor_update_steps: int, inv_update_steps: int) -> str:
-    """Return the intervals of a run in words."""
+    """Describe the intervals of a run."""
     return f"factors every {number(factor_update_steps, 'step')}, bases every {inv_update_steps}"
 
 

@@ -1,8 +1,8 @@
-"""Search the choices of a strategy for those that no other choice is better than. No MPI.
+"""Search for the Pareto-optimal choices of a strategy. No MPI.
 
     mpikfac simulate --search true --model resnet50 --ranks 1024 --machine a100-hdr
 
-A choice is a strategy, a number of workers, one level or two levels of messages, wires and
+A choice is a strategy, a number of workers, one level or two levels of messages, compression and
 intervals.
 """
 
@@ -41,8 +41,8 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "bfloat16": _compressed("bfloat16", "bfloat16"),
     "int8": _compressed("int8", "bfloat16"),
 }
-"""The choices of wires by name, from the finest numbers to the coarsest."""
-STEP = 1.03  # from a number of a cost to the next; predictions are not more exact
+"""The choices of compression by name, from the most to the least precise."""
+STEP = 1.03  # from one value of a cost to the next, as predictions are not more exact
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
@@ -50,21 +50,20 @@ TRAINED = (
     "factor_update_steps",
     "inv_update_steps",
     "wires",
-)  # of a choice, what changes the numbers
+)  # the parts of a choice that change results
 
 
 def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
-    """Return all choices for each number of ranks, and which ones are the `best` to choose from.
+    """Return all choices for each number of ranks, and mark those that are the `best`.
 
-    Only choices that train the same numbers are compared, by seconds, bytes sent and memory.
+    Only choices that compute the same results are compared, by seconds, bytes sent and memory.
 
     Raises:
-        ValueError: no choice can be predicted, or strategies would have preconditioners of their
-            own.
+        ValueError: no choice can be predicted, or strategies would have different preconditioners.
     """
     if options.preconditioner is None:
         raise ValueError(
-            "search=true compares strategies of one preconditioner; give preconditioner, not null"
+            "search=true compares strategies of one preconditioner; set preconditioner, not null"
         )
     network, groups = network_of(options), dict[Hashable, list[Row]]()
     every = dict.fromkeys(options.ranks)
@@ -88,9 +87,10 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
 
 
 def front(points: Sequence[Sequence[float]]) -> set[int]:
-    """Return the places of points than which no other point is better; less is better.
+    """Return the indices of the Pareto-optimal points; less is better.
 
-    A point is better if it is as good everywhere, and either not equal or first among equals.
+    A point is better than another if it is at least as good everywhere, and either not equal or
+    the first of equal points.
     """
     kept: list[int] = []
     # A better point comes first in this order.
@@ -101,7 +101,7 @@ def front(points: Sequence[Sequence[float]]) -> set[int]:
 
 
 def costs(row: Row) -> tuple[int, ...]:
-    """Return seconds, bytes sent and bytes kept, each as a number of steps of `STEP`."""
+    """Return seconds, bytes sent and bytes kept, as rounded exponents of `STEP`."""
     return tuple(round(math.log(row[name] or 1, STEP)) for name in COST)
 
 
@@ -118,7 +118,7 @@ def variants(
     """Return the predicted rows of all variants of the strategies, with `change` and `wires`.
 
     Args:
-        wires: the wires to try, by name.
+        wires: the choices of compression to try, by name.
     """
     rows = []
     for name in filter(alike, dict.fromkeys(options.strategy)):
@@ -129,12 +129,12 @@ def variants(
 
 
 def changed(options: Options, change: Mapping[str, Any]) -> Options:
-    """Return options with further choices of a strategy."""
+    """Return options with additional choices of a strategy."""
     return replace(options, given={**options.given, **change})
 
 
 def alike(name: str) -> bool:
-    """Return whether a strategy trains like one process with the joined batch and usual timing."""
+    """Return whether a strategy trains like one process with the joined batch, synchronously."""
     way = mpikfac.plan.NAMED.get(name)
     return way is not None and way.same and way.strategy.refresh == mpikfac.Refresh()
 
@@ -146,9 +146,9 @@ def changes(
     machine: mpikfac.predict.Machine,
     wires: Mapping[str, Mapping[str, str]],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the wires and the choices of every variant of a strategy.
+    """Yield the compression and the choices of every variant of a strategy.
 
-    What the options choose stays.
+    What the options set is kept.
     """
     given, per_node = options.change, machine.ranks_per_node
     workers: list[dict[str, Any]] = [{}]
@@ -165,7 +165,7 @@ def changes(
 
 
 def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
-    """Yield the costs of a variant, and those with other intervals if the wires are as asked.
+    """Yield the costs of a variant, and with the requested compression also for other intervals.
 
     A variant without a prediction has no costs.
     """
@@ -194,9 +194,9 @@ def at_intervals(row: Row, options: PredictionOptions) -> Iterator[Row]:
 def intervals(
     factor_update_steps: int, inv_update_steps: int, stagger: int = 1
 ) -> list[tuple[int, int]]:
-    """Return the intervals of factors and of bases, and pairs with one of both halved or doubled.
+    """Return the intervals of factors and of bases, and pairs with one of them halved or doubled.
 
-    In a further pair, bases are always made with new factors.
+    In an additional pair, bases are always computed with new factors.
     """
     further = [
         *((factors, inv_update_steps) for factors in _around(factor_update_steps)),
@@ -207,12 +207,12 @@ def intervals(
 
 
 def _around(interval: int) -> list[int]:
-    """Return half of an interval, if that is a whole number, and twice the interval."""
+    """Return half of an interval, if it is a whole number, and twice the interval."""
     return [2 * interval] if interval % 2 else [interval // 2, 2 * interval]
 
 
 def mean(row: Row, parts: Mapping[tuple[bool, bool], float], name: str) -> float:
-    """Return the mean of a number over steps, from the shares of the kinds of steps."""
+    """Return the mean of a value over steps, from the fractions of the kinds of steps."""
     kinds = {(False, False): "ordinary", (True, False): "factors", (True, True): "refresh"}
     return sum(parts[kind] * float(row[step][name]) for kind, step in kinds.items())
 
@@ -225,10 +225,10 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
     return [
         job_in_words(options),
         *machine_in_words(machine),
-        "The choices that no other choice with the same intervals and wires is better than, in",
+        "The choices that no other choice with the same intervals and compression is better than:",
         "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
-        f"  numbers that differ by less than {STEP - 1:.0%} may count as equal",
-        "* trains other numbers than the options ask for; how well, no prediction says",
+        f"  values that differ by less than {STEP - 1:.0%} may count as equal",
+        "* computes other results than requested; predictions do not say how well it trains",
     ]
 
 
@@ -253,9 +253,9 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the best choices by MiB sent and milliseconds, a panel for each number of ranks.
+    """Draw the best choices by MiB sent and milliseconds, with a panel per number of ranks.
 
-    The area of a marker is in proportion to the memory. Choices that train other numbers are
+    The area of a marker is proportional to the memory. Choices that compute other results are
     hollow.
     """
     from matplotlib.figure import Figure
@@ -276,7 +276,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panel.set(title=number(count, "rank"), xlabel="MiB sent by a rank", ylabel="ms per step")
         panel.grid(alpha=0.3)
     keys = [Patch(color=f"C{place}") for place in range(len(names))]
-    words = "hollow: trains other numbers than asked for; area: memory of the fullest rank"
+    words = "hollow: computes other results than requested; area: memory of the fullest rank"
     figure.legend(keys, names, loc="outside lower center", ncols=5, title=words)
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=120)

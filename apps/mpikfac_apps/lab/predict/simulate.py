@@ -28,7 +28,7 @@ from mpikfac_apps.text import mib, number, show, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table for each number of ranks; return 0, or 2 after one line about wrong options."""
+    """Print a table per number of ranks; return 0, or 2 after one line about invalid options."""
     return cli.run(SIMULATE.program, lambda: predict(SIMULATE.read(argv)))
 
 
@@ -60,7 +60,7 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
         "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",
         "  rank does nothing but communicate, and wait, for slower ranks.",
-        "MiB kept by the fullest rank, without model, momenta and averages of lengths; MiB sent by",
+        "MiB kept by the fullest rank, without model, momenta and grafting; MiB sent by",
         "  a rank in a mean step",
         "* upper bounds: as if no core were free for the background and all factors had changed",
     ]

@@ -14,10 +14,10 @@ class StudyOptions:
     """Run a study, every combination of some options of the training program, and report on it.
 
     Args:
-        study: the file of the study, in YAML; docs/extensions/study.md describes the file.
+        study: the file of the study, in YAML; its format is in docs/extensions/study.md.
         run_dir: the directory of all runs and of the report; null for runs/NAME, with the name of
             the study.
-        report_only: the report is written from the existing files, and nothing runs.
+        report_only: write the report from existing files, without running anything.
     """
 
     study: Path = positional()

@@ -2,8 +2,8 @@
 
     mpikfac compare runs/a runs/b --target 0.97 --figure curves.svg --table table.tex
 
-Seconds count training steps only; evaluation and checkpoints are left out. Runs that differ by the
-seed alone are the seeds of a variant.
+Seconds include training steps only, not evaluation and checkpoints. Runs that differ only by the
+seed are the seeds of a variant.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from mpikfac_apps.text import as_csv, latex, listed, show, table
 UNITS = ("steps", "epochs", "seconds")
 """Units of the training until a test."""
 Variants = Mapping[str, Sequence[Curve]]
-"""The runs of each variant by the variant's name: a run for each seed."""
+"""The runs of each variant by its name: one run per seed."""
 
 
 def table_file(text: str) -> Path:
     """Return the path of a table.
 
     Raises:
-        ValueError: the file would be no table.
+        ValueError: the suffix is not that of a table.
     """
     return cli.path_of(text, ".csv", ".tex")
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Compare runs, also unfinished runs: a table, and curves by epoch and by seconds.
+    """Compare finished or running runs: a table, and curves by epoch and by seconds.
 
     Args:
-        runs: the directories of the runs; runs that differ by the seed alone are seeds of a
+        runs: the directories of the runs; runs that differ only by the seed are the seeds of a
             variant.
-        target: the test accuracy whose time is reported, in per cent (97) or as a share (0.97); of
-            autoencoders, the test error; of language models, bits per byte. null for no target.
+        target: the test accuracy for which times are reported, in per cent (97) or as a fraction
+            (0.97); for autoencoders, the test error; for language models, bits per byte. null for
+            no target.
         figure: a file to draw the curves into, .pdf, .png or .svg; null for none.
         png: another name of figure.
-        table: a file for the numbers: .csv with a line for each run, or .tex with a table in LaTeX,
-            of means if a variant has several seeds; null for none.
+        table: a file for the values: .csv with one line per run, or .tex with a table in LaTeX, of
+            means if a variant has several seeds; null for none.
     """
 
     runs: list[Path] = positional()
@@ -67,7 +68,7 @@ COMPARE = CommandLine("mpikfac compare", CompareOptions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and write the files; return 0, or 2 after one line about a wrong option."""
+    """Print the table and write the files; return 0, 2 after a line about an invalid option."""
     return cli.run(COMPARE.program, lambda: compare(COMPARE.read(argv)))
 
 
@@ -116,12 +117,12 @@ def curve_of(run: Path) -> Curve:
     """Return the curve of a run directory.
 
     Raises:
-        ValueError: the metrics hold no whole epoch, or a line is not JSON.
+        ValueError: the metrics contain no complete epoch, or a line is not JSON.
     """
     rows = curves.read(run)
     curve = curves.curve(rows, curves.measure_of(rows))
     if not curve.epochs:
-        raise ValueError(f"{run / 'metrics.jsonl'} holds no complete epoch yet")
+        raise ValueError(f"{run / 'metrics.jsonl'} has no complete epoch yet")
     return curve
 
 
@@ -144,7 +145,7 @@ def variants_of(run_curves: Mapping[str, Curve]) -> dict[str, list[Curve]]:
 
 
 def pattern(names: Sequence[str]) -> str:
-    """Return the only name, or the names as one pattern: * is the part in which they differ."""
+    """Return the only name, or a pattern for the names, where * is the part that differs."""
     if len(names) == 1:
         return names[0]
     start = shared_start(names)
@@ -153,7 +154,7 @@ def pattern(names: Sequence[str]) -> str:
 
 
 def shared_start(names: Sequence[str]) -> str:
-    """Return the longest text with which all names start."""
+    """Return the longest common prefix of the names."""
     equal = takewhile(lambda letters: len(set(letters)) == 1, zip(*names))
     return "".join(letters[0] for letters in equal)
 
@@ -211,7 +212,7 @@ def titles(measure: Measure, target: float) -> list[str]:
 
 
 def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -> str:
-    """Return the mean or range of the known numbers as text; the text tells if numbers lack."""
+    """Format the mean or range of the known values; the text says if some are missing."""
     mean = mean_of(numbers)
     if mean is None:
         return "never"
@@ -222,7 +223,7 @@ def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -
 def values(
     run_curves: Mapping[str, Curve], variants: Variants, target: float | None
 ) -> list[dict[str, Any]]:
-    """Return the plain values of each run: the end, the best test, and the way to the target."""
+    """Return the values of each run: the end, the best test, and the training to the target."""
     names = {id(curve): name for name, runs in variants.items() for curve in runs}
     plain = []
     for run, curve in run_curves.items():
@@ -239,12 +240,12 @@ def values(
 
 
 def brief(seconds: float) -> str:
-    """Return seconds with three digits at least."""
+    """Format seconds with at least three digits."""
     return f"{seconds:.{0 if seconds >= 100 else 1 if seconds >= 10 else 2}f}"
 
 
 def rounded(epochs: float) -> str:
-    """Return epochs to a hundredth."""
+    """Round epochs to a hundredth."""
     return f"{round(epochs, 2):g}"
 
 
@@ -252,9 +253,9 @@ def rounded(epochs: float) -> str:
 
 
 def sentences(variants: Variants, target: float) -> Iterator[str]:
-    """Return sentences about the first variant at the target: by epochs, and by seconds.
+    """Return sentences about the first variant to reach the target: by epochs, and by seconds.
 
-    A variant is at the target if all its seeds are.
+    A variant reaches the target if all of its seeds do.
     """
     measure = measure_of(variants)
     aim = measure.text(target)
@@ -284,7 +285,7 @@ def sentences(variants: Variants, target: float) -> Iterator[str]:
 
 
 def to_target(variants: Variants, target: float, unit: str) -> dict[str, SeedMean]:
-    """Return the mean training to the target by variant, the least first.
+    """Return the mean training to the target by variant, the shortest first.
 
     Variants with a seed that did not reach the target are left out.
     """
@@ -297,11 +298,11 @@ def to_target(variants: Variants, target: float, unit: str) -> dict[str, SeedMea
 
 
 def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
-    """Return a sentence about each run whose bound shortened nearly all steps."""
+    """Return a sentence about each run whose clip shortened nearly all steps."""
     for name, curve in zip(short_names(run_curves).values(), run_curves.values()):
         if curve.bound:
             yield (
-                f"The bound shortened the step in {curve.shortened} of {len(curve.scales)} lines "
+                f"The clip shortened the step in {curve.shortened} of {len(curve.scales)} lines "
                 f"of metrics of {name}: with kl_clip, the learning rate has no effect there."
             )
 
@@ -310,7 +311,7 @@ def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
 
 
 def draw(variants: Variants, target: float | None, kind: str) -> bytes:
-    """Return a figure of tests by epoch and by seconds, and of `kl_scale` if a bound acts.
+    """Return a figure of tests by epoch and by seconds, and of `kl_scale` if a clip is active.
 
     Args:
         kind: "pdf", "png" or "svg".
@@ -348,7 +349,7 @@ def draw(variants: Variants, target: float | None, kind: str) -> bytes:
         by_epoch.set(xlabel="epochs", ylabel=measure.axis)
         by_second.set(xlabel="seconds of training")
         for axes in third:
-            axes.set(xlabel="epochs", ylabel="kl_scale, the factor of the bound", ylim=(0, 1.05))
+            axes.set(xlabel="epochs", ylabel="kl_scale, the factor of the clip", ylim=(0, 1.05))
         aim = "" if target is None else f"; dotted: {measure.text(target)}"
         figure.suptitle(f"Test {measure.name} of {listed(styles)}{aim}")
         legend(figure, styles)

@@ -12,7 +12,7 @@ from mpikfac import files
 from mpikfac_apps.lab.study.measures import MEASURES, Measure
 
 LIMIT = 2**27
-"""Bytes of the largest metrics that are read: about a million lines."""
+"""Maximum size in bytes of metrics that are read: about a million lines."""
 FORM = {"step": int, "epoch": float, "seconds": float}
 NEARLY_ALL = 0.9
 POSITIVE = ("images_per_second", "seconds")
@@ -28,7 +28,7 @@ class Reached(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """The values of a run's tests after each epoch, and the steps and seconds until then.
+    """The results of a run's tests after each epoch, and the steps and seconds until then.
 
     Attributes:
         scales: the epoch and `kl_scale` of each line of metrics that has one.
@@ -43,12 +43,12 @@ class Curve:
 
     @property
     def shortened(self) -> int:
-        """The number of lines of metrics whose step was shortened by the bound."""
+        """The number of lines of metrics whose step was shortened by the clip."""
         return sum(scale < 1 for _, scale in self.scales)
 
     @property
     def bound(self) -> bool:
-        """Whether the bound shortened nearly all steps, as far as the metrics tell."""
+        """Whether the clip shortened nearly all steps, as far as the metrics show."""
         return self.shortened >= NEARLY_ALL * max(1, len(self.scales))
 
     @property
@@ -57,7 +57,7 @@ class Curve:
         return self.measure.best(self.values)
 
     def reached(self, target: float) -> Reached | None:
-        """Return the training until the first test as good as `target`; None if no test is."""
+        """Return the training until the first test as good as `target`; None if there is none."""
         for place, value in enumerate(self.values):
             if self.measure.reaches(value, target):
                 return Reached(self.epochs[place], self.seconds[place], self.steps[place])
@@ -68,7 +68,7 @@ def read(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl; an incomplete last line is left out.
 
     Raises:
-        ValueError: the file is missing, or a complete line is no line of metrics.
+        ValueError: the file is missing, or a complete line is not a line of metrics.
         OSError: the file cannot be read.
     """
     path = run / "metrics.jsonl"
@@ -87,18 +87,18 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (RecursionError, ValueError) as error:
-        reason = getattr(error, "msg", "it is no text of JSON")
-        raise ValueError(f"{where} is no JSON: {reason}") from error
+        reason = getattr(error, "msg", "it is not JSON text")
+        raise ValueError(f"{where} is not JSON: {reason}") from error
     if not files.has_form(row, FORM) or not all(map(_is_number, row.values())) or row["step"] < 1:
-        raise ValueError(f"{where} is no line of metrics")
+        raise ValueError(f"{where} is not a line of metrics")
     for key in POSITIVE:
         if key in row and not 0 < row[key] < files.HUGE:
-            raise ValueError(f"{where} is no line of metrics: {key} is {row[key]}")
+            raise ValueError(f"{where} is not a line of metrics: {key} is {row[key]}")
     return row
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a number; a run that diverges has NaN or infinity, too."""
+    """Return whether a value is a number, including NaN or infinity in a run that diverges."""
     return isinstance(value, float) or files.has_form(value, int)
 
 

@@ -1,4 +1,4 @@
-"""Run the cells of a study in turn, and note the end of each cell.
+"""Run the cells of a study one after another, and record the end of each cell.
 
 STUDY/cells/CELL/run/          the run directory of the training program
 STUDY/cells/CELL/output.txt    the output of the program
@@ -27,12 +27,12 @@ from mpikfac_apps.lab.study import curves
 from mpikfac_apps.lab.study.spec import STOPPED, Cell
 from mpikfac_apps.options.options import Options
 
-TICK = 0.1  # seconds between two looks at processes that have to end
-LOOK = 1.0  # seconds between two looks at a running job
-PATIENCE = 60.0  # seconds that a job may take to end
+TICK = 0.1  # seconds between two checks of processes that should end
+LOOK = 1.0  # seconds between two checks of a running job
+PATIENCE = 60.0  # seconds that a job can take to end
 CELLS = "MPIKFAC_CELLS"
 """The variable with the directory of the cells, in the processes of a job."""
-KILLED = 128  # is added to the number of the signal that has ended a rank
+KILLED = 128  # added to the number of the signal that has ended a rank
 NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)  # of a launcher of MPI
 FORM = {"code": int, "why": str, "seconds": float}  # of a result
 
@@ -42,12 +42,13 @@ class Result:
     """The end of a cell's last start.
 
     Attributes:
-        code: exit code; 0 when the run is complete.
-        why: of a failure, the most useful line of output.
-        seconds: from start to end of the job, start-up and evaluations included.
-        cores: cores that the study's own process could use; None for a job that Slurm queued.
-        others: share of the machine's cores that foreign work used during the job; None for a job
-            that Slurm queued.
+        code: the exit code; 0 if the run is complete.
+        why: for a failure, the most useful line of output.
+        seconds: from start to end of the job, including start-up and evaluations.
+        cores: the number of cores available to the study's own process; None for a job that Slurm
+            queued.
+        others: the fraction of the machine's cores that other work used during the job; None for a
+            job that Slurm queued.
     """
 
     code: int
@@ -74,9 +75,10 @@ def result(directory: Path) -> Result | None:
 def run(
     cell: Cell, directory: Path, launcher: str, watch: Callable[[], None] = lambda: None
 ) -> Result:
-    """Run a cell, from the newest checkpoint after an interruption, and note the result.
+    """Run a cell, from the newest checkpoint after an interruption, and record the result.
 
-    `watch` is called every second. Processes of this host that an earlier start has left are ended.
+    `watch` is called every second. Processes on this host that an earlier start has left behind are
+    ended.
 
     An interruption of the study's process also ends the job; the cell then has no result.
 
@@ -123,14 +125,14 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
 
 
 def _mpirun() -> tuple[str, list[str]]:
-    """Return launcher and flags: from the environment, or the mpirun beside Python or on PATH."""
+    """Return launcher and flags: from the environment, or the mpirun next to Python or on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     usual = str(beside) if beside.exists() else shutil.which("mpirun")
     launcher = os.environ.get("MPIRUN") or usual
     if not launcher:
-        raise ValueError("no mpirun is beside python or on PATH; load an MPI, or name it in MPIRUN")
+        raise ValueError("no mpirun is next to python or on PATH; load an MPI, or set MPIRUN")
     flags = os.environ.get("MPIRUN_FLAGS")
-    if flags is None:  # a study may have more ranks than the machine has cores
+    if flags is None:  # a study can have more ranks than the machine has cores
         version = subprocess.run(
             [launcher, "--version"], capture_output=True, text=True, check=False
         ).stdout
@@ -145,7 +147,7 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
         mark: a variable of the processes of the job.
     """
     defaults = {"OMP_NUM_THREADS": "1"}  # else every rank would start a thread per core
-    if os.geteuid() == 0:  # Open MPI asks for two variables
+    if os.geteuid() == 0:  # Open MPI requires two variables
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     queued, job = words[0] == "sbatch", None
     with files.writing(output) as file, ExitStack() as on_exit:
@@ -158,7 +160,7 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
                     stdout=subprocess.PIPE if queued else file,
                     stderr=file,
                     text=True,
-                    start_new_session=queued,  # or Ctrl-C ends sbatch without a number
+                    start_new_session=queued,  # or Ctrl-C ends sbatch before it prints a number
                 )
             on_exit.enter_context(job)
             while (code := _ended(job)) is None:
@@ -172,9 +174,9 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
 
 @contextmanager
 def _interruptions_later() -> Iterator[None]:
-    """Raise a KeyboardInterrupt of the block at the end of the block.
+    """Postpone a KeyboardInterrupt in the block to its end.
 
-    An interruption within `Popen` would leave a started job that nobody knows.
+    An interruption within `Popen` would leave behind an unknown job.
     """
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -197,7 +199,7 @@ def _ended(job: subprocess.Popen[str]) -> int | None:
 
 
 def _end(job: subprocess.Popen[str]) -> None:
-    """End a job, and wait for its end: the next start must not overlap with the job."""
+    """End a job, and wait for its end, as the next start must not overlap with it."""
     if job.stdout:  # sbatch prints "number" or "number;cluster", then waits for the job
         number, _, cluster = job.stdout.readline().strip().partition(";")
         of = [f"--clusters={cluster}"] if cluster else []
@@ -226,7 +228,7 @@ def _end_left(cells: Path) -> None:
 
 
 def _others_seconds() -> float:
-    """Return seconds of work of the machine's cores, without the ended jobs of this process."""
+    """Return the seconds of work of the machine's cores, without ended jobs of this process."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     times = os.times()
@@ -249,7 +251,7 @@ def _missing(run: Path, options: Options) -> str:
 
 
 def _why(output: Path, code: int) -> str:
-    """Return the program's last message, without notes of launchers, or the signal of its end."""
+    """Return the program's last message, without launchers' notes, or the signal that ended it."""
     if code == STOPPED:
         return "it was asked to stop before its end"
     with files.reading(output) as file:
@@ -259,9 +261,9 @@ def _why(output: Path, code: int) -> str:
     messages = [line for line in lines if line.startswith("mpikfac: ")]
     if not messages and (code < 0 or code > KILLED):
         number = code - KILLED if code > 0 else -code
-        memory = ", perhaps for want of memory" if number == signal.SIGKILL else ""
+        memory = ", perhaps for lack of memory" if number == signal.SIGKILL else ""
         return f"code {code}: ended by signal {number} ({signal.strsignal(number)}){memory}"
     messages = messages or list(filter(None, lines))
     if not messages:
-        return f"exit code {code}, without a word"
+        return f"exit code {code}, without a message"
     return messages[-1].removeprefix("mpikfac: ")

@@ -1,4 +1,4 @@
-"""Measures of a run's tests: which values are good, and how people write a value."""
+"""Measures of a run's tests: which values are good, and how they are written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Measure:
         name: the name in texts.
         best: returns the best of several values.
         worst: returns the worst of several values.
-        perfect: the value that no other value exceeds.
+        perfect: the best possible value.
         scale: the factor from values to the axis of a picture.
         axis: the title of the axis.
     """
@@ -54,10 +54,10 @@ class Measure:
         return low, high
 
     def target(self, value: float) -> float:
-        """Return the value that a user asks for; an accuracy is asked for also in per cent.
+        """Return the value of a target; an accuracy can also be given in per cent.
 
         Raises:
-            ValueError: an accuracy above 100 per cent.
+            ValueError: an accuracy is above 100 per cent.
         """
         if self.name != "accuracy":
             return value
@@ -66,7 +66,7 @@ class Measure:
         return share(value)
 
     def text(self, value: float | None, digits: int = 1) -> str:
-        """Return a value as text; an accuracy has `digits` behind the point."""
+        """Format a value; an accuracy with `digits` decimals."""
         return measured(self.name, value, digits)
 
 

@@ -15,17 +15,17 @@ from mpikfac_apps.lab.study.spec import Cell
 
 TAIL = 4096  # bytes at the end of metrics.jsonl; a line has about 200
 LINE_EVERY = 60.0  # seconds between two lines of progress in a log
-CLEAR = "\r\033[K"  # to the start of a terminal's line, and the line away
+CLEAR = "\r\033[K"  # to the start of a terminal's line, and clear it
 
 
 class StudyProgress:
     """The progress of a study: a line that changes on a terminal, otherwise a line per minute.
 
-    The time to the end is an estimate: cells that are still to run take the mean of the cells that
-    ended, and the running cell goes on at its pace.
+    The remaining time is an estimate: cells that are still to run take the mean of the ended cells,
+    and the running cell continues at its pace.
 
     Attributes:
-        seconds: seconds of ended cells, of earlier starts of the study, too.
+        seconds: seconds of ended cells, including earlier starts of the study.
     """
 
     def __init__(self, cells: Sequence[Cell], directory: Path) -> None:
@@ -56,7 +56,7 @@ class StudyProgress:
         sys.stdout.flush()
 
     def end(self, number: int, cell: Cell, how: str, seconds: float | None) -> None:
-        """Print the end of a cell; `seconds` of a complete run, which count for the estimate."""
+        """Print the end of a cell; `seconds` of a complete run are used for the estimate."""
         if seconds is not None:
             self.seconds.append(seconds)
         remaining = self._remaining(number, 0.0, 1.0)
@@ -68,7 +68,7 @@ class StudyProgress:
         return f"[{number}/{len(self.cells)}] {cell.label}"
 
     def _remaining(self, number: int, elapsed: float, done: float) -> str:
-        """Return the time to the end of the study in words; "" if unknown or nothing is left."""
+        """Describe the remaining time of the study; "" if it is unknown or nothing is left."""
         waiting = sum(not self._complete(cell) for cell in self.cells[number:])
         here = elapsed * (1 - done) / done if done else None
         per_cell = fmean(self.seconds) if self.seconds else elapsed / done if done else None
@@ -86,7 +86,7 @@ class StudyProgress:
 
 
 def done_part(run: Path, cell: Cell) -> float:
-    """Return the part of a run (0 to 1) that the last line of the metrics tells of."""
+    """Return the fraction of a run (0 to 1) that is complete according to its last metrics."""
     last = _last_line(run / "metrics.jsonl")
     options = cell.options
     parts = [last.get("epoch", 0) / options.epochs]

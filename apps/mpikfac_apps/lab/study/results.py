@@ -1,6 +1,7 @@
 """Read the measurements of a study's cells from their files, and compute the planned bytes.
 
-A run directory may be missing, or hold an interrupted run. Values without a file are None or empty.
+A run directory can be missing, or that of an interrupted run. Values without a file are None or
+empty.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ GROUPS = {
     ),
     "optimizer": (names.OPTIMIZER,),
 }
-"""Stages of a step by name in a report; all remaining stages are "other"."""
+"""Stages of a step by name in a report; all other stages are "other"."""
 WAITING, OTHER = "waiting", "other"
-# Options and choices of place, transport and records change no number, except by rounding. All
-# options and choices that are missing in the sets change numbers.
+# Options and choices of place, transport and records change no result, except by rounding. All
+# options and choices that are missing in the sets change results.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
     *("eval_every", "keep_best", "data.cache"),
 }
-# Options that a strategy is made of: `_numbers` looks at the strategy.
+# Options of which a strategy consists: `_numbers` uses the strategy.
 RESOLVED = {
     *(leaf.key for leaf in leaves(StrategyOptions)),
     *("kfac.preconditioner.type", "kfac.inv_update_steps"),
@@ -72,28 +73,29 @@ ENVIRONMENT = {"started": str, "ranks_per_host": {str: int}, "packages": {str: s
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell and the measurements of the cell.
+    """A cell and its measurements.
 
     Attributes:
         run: the run directory of the cell.
         result: the end of the run; None before the end.
-        environment: host, versions and command, as the run noted them; empty if the run noted
+        environment: host, versions and command, as recorded by the run; empty if it recorded
             nothing.
-        curve: the values of tests over time; empty before the first epoch has ended.
-        train_loss: mean over the first epoch, None before the first epoch has ended.
+        curve: the results of tests over time; empty before the first epoch has ended.
+        train_loss: the mean over the first epoch; None before it has ended.
         step_seconds: mean seconds per step of each interval between two lines of metrics.
-        communication: share of the time in collectives, waiting included; None if not measured.
+        communication: the fraction of the time in collectives, including waiting; None if it was
+            not measured.
         stages: means over the traced steps, by rank and stage; empty without a trace of whole
             intervals between two refreshes.
         traced_seconds: seconds of a traced step, the mean over steps and ranks; None without a
             trace.
-        counted: bytes that a rank handed to MPI in a traced step, the mean over ranks; None without
-            a trace of whole intervals, or if messages overlap the beginning or end of the trace.
-        interval: steps after which the sequence of messages repeats.
+        counted: bytes that a rank passed to MPI in a traced step, the mean over ranks; None without
+            a trace of whole intervals, or if messages overlap its beginning or end.
+        interval: the number of steps after which the sequence of messages repeats.
         wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
             over ranks and over `interval` steps.
-        handed: bytes that a rank hands to MPI per step, from the plan: the mean over ranks and over
-            `interval` steps.
+        handed: bytes that a rank passes to MPI per step, from the plan: the mean over ranks and
+            over `interval` steps.
         memory: bytes of arenas on the rank with the largest arenas, from the plan.
     """
 
@@ -115,12 +117,12 @@ class Measured:
 
     @property
     def complete(self) -> bool:
-        """True if the run has ended without an error."""
+        """Whether the run has ended without an error."""
         return self.result is not None and self.result.code == 0
 
     @property
     def pending(self) -> bool:
-        """True if the study will run the cell, or the rest of the cell."""
+        """Whether the study will run the cell, or the rest of it."""
         return self.state in ("begun", "not run")
 
     @property
@@ -142,12 +144,12 @@ class Measured:
 
     @property
     def final(self) -> float | None:
-        """The value of the last test; None before the first epoch has ended."""
+        """The result of the last test; None before the first epoch has ended."""
         return self.curve.values[-1] if self.curve.values else None
 
     @property
     def crowded(self) -> bool:
-        """True if ranks shared cores on the machine of the study."""
+        """Whether ranks shared cores on the machine of the study."""
         hosts = self.environment.get("ranks_per_host") or {}
         cores = self.result.cores if self.result else None
         return len(hosts) == 1 and cores is not None and self.cell.ranks > cores
@@ -201,7 +203,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
 
 
 def _json(path: Path, form: Any) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if the file is missing or was not written whole.
+    """Return the content of a JSON file; empty if the file is missing or incomplete.
 
     Raises:
         ValueError: the file has another form.
@@ -224,7 +226,7 @@ def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _counted(means: Mapping[str, Any], interval: int) -> float | None:
-    """Return bytes per traced step; None unless whole intervals hold whole messages."""
+    """Return bytes per traced step; None unless whole intervals contain whole messages."""
     ranks = means.get("ranks", ())
     # Overlapped messages cross the edges of traced steps.
     beside = (
@@ -240,10 +242,10 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 def best_variants(cells: Sequence[Measured]) -> set[tuple[str, int]]:
-    """Return the variant with the best mean end of each strategy and number of ranks.
+    """Return the variant with the best mean result for each strategy and number of ranks.
 
-    Only variants with the most complete seeds of a strategy count. A study whose strategies have
-    one variant each has no best variants.
+    Only variants with the most complete seeds of a strategy count. If each strategy has a single
+    variant, there are no best variants.
     """
     ends: dict[tuple[str, int], dict[str, list[float]]] = {}
     for cell in cells:
@@ -265,7 +267,7 @@ def best_variants(cells: Sequence[Measured]) -> set[tuple[str, int]]:
 
 
 def _planned(cell: Cell) -> dict[str, Any]:
-    """Return bytes per step and in memory; of a large job, only some ranks are computed."""
+    """Return bytes per step and in memory; for a large job, only some ranks are computed."""
     kfac, plan = cell.options.kfac, cell.plan
     intervals = kfac.lasting_factor_update_steps, inv_update_steps(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *intervals))
@@ -285,7 +287,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
 def _kinds(
     plan: mpikfac.plan.Plan, factor_update_steps: int, inv_update_steps: int
 ) -> Iterator[tuple[bool, bool, int | None]]:
-    """Return for each step: factors are due, a refresh is due, the share to refresh (or None)."""
+    """Return for each step whether factors and a refresh are due, and its slot (or None)."""
     stagger = plan.strategy.refresh.stagger
     turn = inv_update_steps // stagger
     for step in range(math.lcm(factor_update_steps, inv_update_steps)):
@@ -295,10 +297,9 @@ def _kinds(
 
 
 def estimators(cells: Sequence[Cell]) -> dict[str, str]:
-    """Return a letter for each variant; variants that compute the same numbers share a letter.
+    """Return a letter for each variant; variants that compute the same results share a letter.
 
-    Letters compare cells on the same number of ranks: statistics of BatchNorm depend on the number
-    of ranks.
+    Letters compare cells on the same number of ranks, as statistics of BatchNorm depend on it.
     """
     letters: dict[str, str] = {}
     kinds: dict[str, str] = {}
@@ -309,7 +310,7 @@ def estimators(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _numbers(cell: Cell) -> dict[str, Any]:
-    """Return the options that change a run's numbers, without the seed and the number of ranks."""
+    """Return the options that change a run's results, without the seed and the number of ranks."""
     values = flat(cell.options)
     numbers = {key: value for key, value in values.items() if not _of_no_number(key)}
     if numbers["batch_per_rank"]:
@@ -333,14 +334,14 @@ def _numbers(cell: Cell) -> dict[str, Any]:
 
 
 def _of_no_number(key: str) -> bool:
-    """Return whether an option changes no number, or is of the strategy."""
+    """Return whether an option changes no result, or belongs to the strategy."""
     return key in WRITTEN | RESOLVED or key.partition(".")[0] in JOINTS
 
 
 def other_estimator(options: Options) -> bool:
-    """Return whether the options ask for K-FAC with another estimator than COMM-OPT's."""
+    """Return whether the options select K-FAC with another estimator than COMM-OPT's."""
     distribution = options.distribution
-    named = mpikfac.plan.NAMED.get(distribution.strategy)  # "auto" chooses no different estimator
+    named = mpikfac.plan.NAMED.get(distribution.strategy)  # "auto" chooses the same estimator
     differs = named is not None and not named.same
     return options.optimizer == "kfac" and (
         differs or distribution.assignment.factor_reduction == "local"

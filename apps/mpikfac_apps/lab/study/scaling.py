@@ -1,8 +1,8 @@
-"""Predict the time to a target at many ranks: measured steps, times predicted seconds of a step.
+"""Predict the time to a target at many ranks: measured steps times predicted seconds per step.
 
-How many steps a batch of a size needs does not depend on the ranks that share the batch, so few
-ranks measure the steps. A machine file gives the seconds of a step at any number of ranks. Each
-optimizer takes the batch with the least time.
+The number of steps for a batch size does not depend on the ranks that share the batch, so it can be
+measured on few ranks. A machine file has the seconds of a step at any number of ranks. Each
+optimizer uses the batch with the shortest time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LEFT_OUT = ("stale-inverse", "event-driven", "curvature-servers")
 STRATEGIES = tuple(
     name for name, entry in mpikfac.plan.NAMED.items() if entry.same and name not in LEFT_OUT
 )
-"""Strategies that compute the numbers of COMM-OPT, so the measured steps hold for each of them."""
+"""Strategies with the results of COMM-OPT, for each of which the measured steps are valid."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that an optimizer takes to the target with batches of a size.
+    """The steps that an optimizer needs to reach the target with a batch size.
 
     Attributes:
-        cell: a cell of the variant that takes the fewest steps.
+        cell: a cell of the variant with the fewest steps.
         steps: over the seeds of the variant.
     """
 
@@ -46,14 +46,14 @@ class Steps:
 
     @property
     def kind(self) -> str:
-        """The optimizer, with the strategy if the strategy computes numbers of its own."""
+        """The optimizer, with the strategy if that changes results."""
         options = self.cell.cell.options
         label = f"kfac ({options.distribution.strategy})"
         return label if other_estimator(options) else self.optimizer
 
     @property
     def batch(self) -> int:
-        """Images of a step on all ranks."""
+        """Images per step on all ranks."""
         return self.cell.cell.options.step_batch
 
 
@@ -80,8 +80,8 @@ class Forecast:
 def steps_to_target(cells: Sequence[Measured], target: float) -> list[Steps]:
     """Return the fewest steps to the target by kind and batch, in the order of the cells.
 
-    A variant counts if all its seeds are complete and reached the target. Of the variants of a kind
-    and batch, only the variants with most seeds count.
+    A variant counts if all of its seeds are complete and reached the target. Of the variants with a
+    kind and batch, only those with the most seeds count.
     """
     variants: dict[str, list[Measured]] = {}
     for cell in cells:
@@ -104,9 +104,9 @@ def _order(steps: Steps) -> tuple[int, float]:
 
 
 def efficient_batches(steps: Sequence[Steps]) -> dict[str, int]:
-    """Return by kind the largest batch that takes at most twice the images of the best batch.
+    """Return, by kind, the largest batch that needs at most twice the images of the best batch.
 
-    Such a batch is the critical batch of [McCandlish et al. 2018]. A kind needs two batches.
+    This is the critical batch of [McCandlish et al. 2018]. A kind needs at least two batches.
     """
     images: dict[str, dict[int, float]] = {}
     for each in steps:
@@ -121,10 +121,10 @@ def efficient_batches(steps: Sequence[Steps]) -> dict[str, int]:
 def forecasts(
     machine: mpikfac.predict.Machine, ranks: Sequence[int], cells: Sequence[Measured], target: float
 ) -> list[Forecast]:
-    """Return the least predicted time to the target for each optimizer, strategy and rank count.
+    """Return the shortest predicted time to the target by optimizer, strategy and rank count.
 
-    Without a measured batch that the ranks can share, or without times of the network on the
-    machine, an entry is left out.
+    There is no entry without a measured batch that can be divided among the ranks, or without times
+    of the network on the machine.
     """
     best: dict[tuple[int, str], Forecast] = {}
     slower = optimizer_seconds(cells)
@@ -138,7 +138,7 @@ def forecasts(
 
 
 def optimizer_seconds(cells: Sequence[Measured]) -> dict[str, float]:
-    """Return seconds of the optimizer's own part of a step, by optimizer, where traces tell."""
+    """Return the seconds of the optimizer's own part of a step, by optimizer, from traces."""
     seconds: dict[str, list[float]] = {}
     for cell in cells:
         if cell.complete and cell.breakdown:

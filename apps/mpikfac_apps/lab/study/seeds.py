@@ -1,4 +1,4 @@
-"""Find runs that differ by the seed, and compute means with intervals or, of few runs, ranges."""
+"""Find runs that differ by the seed, and compute means with intervals or, for few runs, ranges."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
 OF_A_RUN = {"seed", "run_dir", "resume"}
 """Options that differ between the seeds of a variant."""
 LEAST = 3
-"""Seeds of an interval: of two seeds, Student's interval is 13 times as long as the range."""
+"""Minimum seeds for an interval: for two seeds, Student's interval is 13 times the range."""
 
 
 @dataclass(frozen=True)
 class SeedMean:
-    """The mean of several runs, the range of the runs, and the interval of 95 % around the mean.
+    """The mean of several runs, their range, and the interval of 95 % around the mean.
 
     Attributes:
         half: half the length of the interval; None for fewer runs than `LEAST`.
         count: the number of runs.
-        low: the least value of a run.
-        high: the largest value of a run.
+        low: the lowest value of a run.
+        high: the highest value of a run.
     """
 
     mean: float
@@ -48,19 +48,19 @@ class SeedMean:
         return self.mean - self.half, self.mean + self.half
 
     def overlaps(self, mean: SeedMean) -> bool:
-        """Return whether the intervals (or ranges) share a point; a single run overlaps with all.
+        """Return whether the intervals (or ranges) overlap; a single run overlaps with all.
 
-        A single run says nothing about further runs.
+        A single run says nothing about others.
         """
         if 1 in (self.count, mean.count):
             return True
         return self.ends[0] <= mean.ends[1] and mean.ends[0] <= self.ends[1]
 
     def text(self, show: Callable[[float], str]) -> str:
-        """Return mean and half of the interval, or the ends of the range, or the only value.
+        """Format mean and half of the interval, or the ends of the range, or the only value.
 
         Args:
-            show: returns a number as text.
+            show: formats a number.
         """
         if self.half is not None:
             return f"{show(self.mean)} \N{PLUS-MINUS SIGN} {show(self.half)}"
@@ -71,7 +71,7 @@ class SeedMean:
 def mean_of(values: Iterable[float | None]) -> SeedMean | None:
     """Return the mean and the interval of the known values; None if no value is known.
 
-    The interval is Student's: the values count as independent and normally distributed.
+    The interval is Student's, which assumes independent and normally distributed values.
     """
     numbers = [value for value in values if value is not None]
     if not numbers:
@@ -85,8 +85,7 @@ def mean_of(values: Iterable[float | None]) -> SeedMean | None:
 def student(freedom: int) -> float:
     """Return Student's t for an interval of 95 %, correct to 0.2 %.
 
-    Above the table, the function expands around the normal quantile (Abramowitz and Stegun,
-    26.7.5).
+    Beyond the table, it is expanded around the normal quantile (Abramowitz and Stegun, 26.7.5).
     """
     if freedom <= len(STUDENT):
         return STUDENT[freedom - 1]
@@ -96,7 +95,7 @@ def student(freedom: int) -> float:
 
 
 def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
-    """Return a sentence about means whose intervals over seeds meet the interval of the best."""
+    """Return a sentence about means whose intervals over seeds overlap that of the best."""
     least = means[best]
     if least is None or least.count == 1:
         return ""
@@ -104,22 +103,22 @@ def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
     if not near:
         return ""
     within = "the ranges of seeds" if least.half is None else "intervals of 95 % over seeds"
-    return f" Within {within}, {listed(near)} may be as quick as {best}."
+    return f" Within {within}, {listed(near)} may be as fast as {best}."
 
 
 # -- runs ----------------------------------------------------------------------------------------
 
 
 def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
-    """Return runs in groups: the runs of a group have equal options but for different seeds.
+    """Return runs in groups with equal options except for the seed.
 
-    A run without options that can be read is a group.
+    A run without readable options is a group.
     """
     groups: dict[str, list[Path]] = {}
     seen: Counter[str] = Counter()
     for run in runs:
         options, seed = _options(run)
-        seen[options + seed] += 1  # a repeated seed is no further seed
+        seen[options + seed] += 1  # a repeated seed is not another seed
         groups.setdefault(f"{options}, {seen[options + seed]}", []).append(run)
     return list(groups.values())
 

@@ -1,6 +1,6 @@
-"""Read a study from a file: list all runs of the study and check every option of the runs.
+"""Read a study from a file: list all of its runs, and check every option of the runs.
 
-Every combination of the values in a matrix is a cell. A cell is one run of the training program.
+Every combination of the values in a matrix is a cell, which is one run of the training program.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ KEYS = (
 )
 LAUNCHERS = ("mpirun", "slurm")
 OWN = ("run_dir", "resume", "exit_code")  # options that only the study itself sets
-LEAST_SHOWN = 10  # least number of steps for a line of metrics
-STOPPED = 75  # exit code of a run that was asked to stop before its end
+LEAST_SHOWN = 10  # minimum number of steps for a line of metrics
+STOPPED = 75  # exit code of a run that was requested to stop before its end
 
 INTERVALS = ("kfac.factor_update_steps", "kfac.inv_update_steps")
 
@@ -57,7 +57,7 @@ NAMED: dict[str, dict[str, Any]] = {
     **{name: {"strategy": name} for name in mpikfac.plan.NAMED},
     "downpour": {"strategy": "downpour", "optimizer": "sgd"},
 }
-"""Options of the strategies that a study may name without an entry in `strategies`."""
+"""Options of the strategies that a study can name without an entry in `strategies`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Cell:
     """One run of a study.
 
     Attributes:
-        axes: values of the matrix beside strategy and ranks, by option.
+        axes: values of the matrix other than strategy and ranks, by option.
         variant: the strategy, and the axes that differ within the study, without the seed.
         label: the cell's name in tables: variant, ranks and, in a study with several seeds, the
             seed.
@@ -92,11 +92,10 @@ class Cell:
 
     @property
     def directory(self) -> str:
-        """A name that changes with any option, so files in the directory belong to the cell alone.
+        """A name that changes with any option, so that its files belong to this cell only.
 
-        Cells without K-FAC that differ only in settings of K-FAC are the same run.
-        `kfac.inv_update_steps` is an exception: the intervals of the metrics depend on
-        `kfac.inv_update_steps`.
+        Cells without K-FAC that differ only in settings of K-FAC are the same run, except for
+        `kfac.inv_update_steps`, on which the intervals of the metrics depend.
         """
         values, usual = flat(self.options), flat(Options())
         unused = ("run_dir",) if self.options.optimizer == "kfac" else ("run_dir", "kfac.")
@@ -111,14 +110,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """A study as its file describes the study.
+    """A study as described by its file.
 
     Attributes:
         machine: the machine to predict step times for; None for no predictions.
         predict_ranks: the numbers of ranks to predict the time to the target for.
         measure: the measure of the tests of all cells.
-        target: the value of the test whose time is reported; None for the value that all complete
-            cells reached.
+        target: the result of the test for which times are reported; None for the value that all
+            complete cells reached.
         left_out: labels of combinations that cannot run on their number of ranks, and the reasons.
         text: the text of the file.
     """
@@ -138,7 +137,7 @@ def read(path: Path) -> Study:
     """Return the study that a file describes.
 
     Raises:
-        ValueError: the file is wrong; a single line names the wrong value and the place.
+        ValueError: the file is wrong; the text is one line with the wrong value and its place.
     """
     try:
         text = files.read_text(path, links=True)
@@ -165,7 +164,7 @@ def read(path: Path) -> Study:
 
 
 def slug(name: str) -> str:
-    """Return a name that can be a part of a path."""
+    """Return a name that can be part of a path."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "study"
 
 
@@ -173,7 +172,7 @@ def slug(name: str) -> str:
 
 
 def _checked(content: Any) -> dict[str, Any]:
-    """Return the content of the file with all keys and with values of the right kind."""
+    """Return the content of the file with all keys and with values of the right type."""
     if not isinstance(content, dict):
         raise ValueError("the file must have lines of the form `key: value`")
     for key in content:
@@ -190,7 +189,7 @@ def _checked(content: Any) -> dict[str, Any]:
     if target is not None and not (files.has_form(target, float) and target > 0):
         raise ValueError(f"target={target} must be a number above 0")
     if content["base"] is not None and not Path(str(content["base"])).is_file():
-        raise ValueError(f"base={content['base']} is no file")
+        raise ValueError(f"base={content['base']} is not a file")
     content["options"] = _options("options", content["options"])
     content["strategies"] = {
         str(name): _options(f"strategies.{name}", options or {})
@@ -216,7 +215,7 @@ def _options(where: str, options: Any) -> dict[str, Any]:
 
 def _check_option(where: str, key: str) -> None:
     if key in OWN:
-        raise ValueError(f"{where}{key} is given by the study itself; leave it out")
+        raise ValueError(f"{where}{key} is set by the study itself; leave it out")
     if key not in OPTIONS and str(key).partition(".")[0] not in JOINTS:  # these depend on types
         raise ValueError(f"{where}{unknown(str(key), OPTIONS)}")
 
@@ -231,7 +230,7 @@ def _check_predicted(ranks: Any, machine: Any) -> None:
 
 
 def _matrices(content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each matrix, and the matrix's name in messages."""
+    """Yield each matrix, and its name in messages."""
     matrices = content if isinstance(content, list) and content else [content]
     for place, matrix in enumerate(matrices, start=1):
         name = "matrix" if matrix is content else f"matrix {place}"
@@ -281,8 +280,8 @@ def _expanded(content: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, s
     """Return the cells, and the combinations that cannot run.
 
     Raises:
-        ValueError: no number of ranks in a matrix can use some options, or two matrices share a
-            cell's name.
+        ValueError: no number of ranks in a matrix can use some options, or two cells have the same
+            name.
     """
     cells: list[Cell] = []
     left_out: list[tuple[str, str]] = []
@@ -294,7 +293,7 @@ def _expanded(content: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, s
     labels = [cell.label for cell in cells]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ValueError(
-            f"matrix: two cells have the name {twice[0]!r}; leave one out, or give both all keys "
+            f"matrix: two cells have the name {twice[0]!r}; leave one out, or set in both all keys "
             "in which the cells differ"
         )
     return cells, left_out
@@ -327,7 +326,7 @@ def _cells_of(
 
 
 def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return each strategy with each combination of the axes beside the ranks."""
+    """Return each strategy with each combination of the axes other than ranks."""
     others = {key: values for key, values in matrix.items() if key not in ("strategy", "ranks")}
     for strategy, *values in itertools.product(matrix["strategy"], *others.values()):
         yield strategy, dict(zip(others, values))
@@ -348,20 +347,20 @@ def _run_of(
     growing = [key for key in INTERVALS if key in values and values[key] is None]
     arguments += _lasting_intervals(first, ranks, growing)
     interval = shown_interval(first, ranks)
-    traced = [] if growing else [f"--trace_steps={interval}"]  # a trace holds whole intervals
+    traced = [] if growing else [f"--trace_steps={interval}"]  # a trace covers whole intervals
     arguments = [f"--log_every={interval}", *traced, *arguments]
     options = parse(arguments, ranks)
-    options = replace(options, lr=options.rate)  # a report names the rate
+    options = replace(options, lr=options.rate)  # a report prints the rate
     if isinstance(options.batch, ByEpoch):
         raise ValueError(f"batch={options.batch} must be a single number: a study compares steps")
     return tuple(arguments), options, plan_of(options, ranks)
 
 
 def _lasting_intervals(options: Options, ranks: int, growing: Collection[str]) -> list[str]:
-    """Return arguments that give K-FAC's usual intervals their last numbers from the start.
+    """Return arguments that set K-FAC's default intervals to their final values from the start.
 
-    The first steps of a usual run have shorter intervals, and a study compares whole intervals,
-    but for the intervals `growing`.
+    By default, the first steps of a run have shorter intervals, and a study compares whole
+    intervals, except for those that are `growing`.
     """
     if options.optimizer != "kfac":
         return []
@@ -380,7 +379,7 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
         ValueError: no plan exists for the options.
     """
     channels, classes = datasets.form(options.data.name, options.data.path)
-    channels = channels or pixels(options.data) or 0  # of a text, the tokens of a window
+    channels = channels or pixels(options.data) or 0  # for a text, the tokens of a window
     model = models.skeleton(options.model, options.data.classes or classes, channels)
     if options.optimizer != "kfac":
         modules = [name for name, module in model.named_modules() if not any(module.children())]
@@ -404,7 +403,7 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
 
 
 def _image(options: Options) -> tuple[int, ...] | None:
-    """Return the shape of an image of the data, or of a window; None if nobody knows the shape."""
+    """Return the shape of an image of the data, or of a window; None if it is unknown."""
     usual, size = models.network(options.model).image, pixels(options.data)
     if usual is None or size is None:
         return usual
@@ -421,9 +420,9 @@ def shown_interval(options: Options, ranks: int) -> int:
 
 
 def inv_update_steps(options: Options, ranks: int) -> int:
-    """Return the steps between two refreshes: the option, or the strategy's or usual number.
+    """Return the steps between two refreshes: of the option, the strategy, or the default.
 
-    Of numbers by epoch, the number of epoch 0.
+    For numbers by epoch, that of epoch 0.
     """
     if options.optimizer != "kfac":
         return at_start(options.kfac.inv_update_steps) or BASIS_EVERY
@@ -437,7 +436,7 @@ def _word(value: Any) -> str:
 
 
 def _several(matrices: Sequence[Mapping[str, list[Any]]]) -> set[str]:
-    """Return the axes with several values in the study, or with values in a part of it only."""
+    """Return the axes with several values in the study, or with values in only a part of it."""
     values: dict[str, list[Any]] = {}
     for matrix in matrices:
         for key, entries in matrix.items():
@@ -461,5 +460,5 @@ def _labels(
 
 
 def short(key: str) -> str:
-    """Return an option's name without the group; of the name of a type, the joint's name."""
+    """Return an option's name without the group; for the name of a type, the joint's name."""
     return key.removesuffix(f".{TYPE}").rpartition(".")[2]

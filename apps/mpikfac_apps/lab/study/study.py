@@ -2,9 +2,9 @@
 
     mpikfac study jobs/studies/digits.yaml
 
-The cells run in turn. An interrupted study resumes with the interrupted cell. Complete cells do not
-run again, and a cell with changed options is a new cell. If a cell is asked to stop because the
-study's allocation ends soon, the study ends too.
+The cells run one after another. An interrupted study resumes with the interrupted cell. Complete
+cells do not run again, and a cell with changed options is a new cell. If a cell is requested to
+stop because the study's allocation ends soon, the study ends as well.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ def _run(study: Study, directory: Path) -> int:
         seconds = None if ended.code or again else ended.seconds
         progress.end(number, cell, how + again, seconds)
         if ended.code == STOPPED and study.launcher == "mpirun":
-            return STOPPED  # the next cells would be asked to stop, too
+            return STOPPED  # the next cells would be requested to stop as well
         code = 1 if ended.code else code
     return code

@@ -1,6 +1,6 @@
 """Read text files as bytes, the tokens of a language model, and cut the text into windows.
 
-The usual text is on every machine: the Python standard library of the running interpreter.
+The default text is available on every machine: the standard library of the running Python.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read(path: str | None = None) -> Corpus:
     """Return the text of a file, of a folder, or of the standard library if the path is None.
 
     Raises:
-        ValueError: the path does not exist, holds no text, or holds more than `LIMIT` bytes.
+        ValueError: the path does not exist, contains no text, or more than `LIMIT` bytes.
         OSError: a file cannot be read.
     """
     root = Path(sysconfig.get_path("stdlib") if path is None else path)
@@ -50,11 +50,13 @@ def read(path: str | None = None) -> Corpus:
         [root] if root.is_file() else files_below(root, LEFT_OUT if path is None else frozenset())
     )
     if (total := sum(file.stat().st_size for file in chosen)) > LIMIT:
-        raise ValueError(f"data.path={root} holds {total:,} bytes of text; the most is {LIMIT:,}")
+        raise ValueError(
+            f"data.path={root} has {total:,} bytes of text; at most {LIMIT:,} are read"
+        )
     text = bytearray().join(files.read_bytes(file, LIMIT, links=True) for file in chosen)
     if not text:
         kinds = " or ".join(f"*{ending}" for ending in ENDINGS)
-        raise ValueError(f"data.path={root} holds no text; give a file, or a folder of {kinds}")
+        raise ValueError(f"data.path={root} has no text; give a file, or a folder of {kinds}")
     origin = f"the library of Python {platform.python_version()}" if path is None else str(root)
     size = f"{len(chosen)} files, {len(text):,} bytes, CRC-32 {zlib.crc32(text):08x}"
     return Corpus(torch.frombuffer(text, dtype=torch.uint8), f"text of {origin}: {size}")
@@ -72,7 +74,7 @@ def files_below(folder: Path, left_out: frozenset[str]) -> list[Path]:
 def windows(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return windows `[n, size]` that do not overlap, and the next token of every token.
 
-    Both tensors are views of the text. Tokens that fill no window are left out.
+    Both tensors are views of the text. Tokens that do not fill a window are left out.
 
     Raises:
         ValueError: the text fills no window.

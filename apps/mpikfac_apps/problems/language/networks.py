@@ -1,7 +1,7 @@
 """Small language models: a transformer and an LSTM, from tokens to scores of the next token.
 
-Both networks take windows of tokens `[n, positions]` and return scores `[n, tokens, positions]`,
-as the cross entropy takes scores. The scores at a position depend on no later token.
+Both networks take windows of tokens `[n, positions]` and return scores `[n, tokens, positions]`, as
+the cross entropy expects them. The scores at a position depend on no later token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
         self.apply(draw)
-        for block in blocks:  # the sum of all shortcuts is no larger in a deeper network
+        for block in blocks:  # so that the sum of all shortcuts does not grow with depth
             for last in (block.attention.out, block.mlp2):
                 nn.init.normal_(last.weight, std=SCALE / math.sqrt(2 * depth))
 
@@ -52,7 +52,7 @@ def draw(module: nn.Module) -> None:
 
 
 class LSTM(nn.Module):
-    """A single layer of LSTM [Hochreiter & Schmidhuber 1997], whose state begins at 0.
+    """A single LSTM layer [Hochreiter & Schmidhuber 1997], whose state starts at 0.
 
     The layer is a cell that is called at every position, because K-FAC covers cells.
 

@@ -1,1 +1,1 @@
-"""Volumes in three dimensions: a brain cut into crops, and a network that names each voxel."""
+"""Three-dimensional volumes: a brain cut into crops, and a network that classifies each voxel."""

@@ -1,6 +1,6 @@
-"""Read a volume with a class for each voxel, and cut the volume into crops.
+"""Read a volume with a class for each voxel, and cut it into crops.
 
-The usual volume is the T1 image of the template MNI152, which comes with nilearn; the classes are
+The default volume is the T1 image of the template MNI152, which comes with nilearn; the classes are
 grey matter, white matter, and everything else. nibabel reads the files.
 """
 
@@ -22,7 +22,7 @@ from mpikfac_apps.problems import own
 LIMIT = 2**27  # voxels of a file, which every rank keeps in memory
 TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
 BRIGHT = 99.9  # the percentage of voxels that are not brighter than the largest byte
-ACROSS = 1  # the axis that the halves divide: of MNI152, from the back to the front
+ACROSS = 1  # the axis that the halves divide; in MNI152, from back to front
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Volume:
 
     Attributes:
         voxels: bytes `[depth, height, width]`.
-        classes: the class of each voxel, as `voxels`; 0 for everything that has no name.
+        classes: the class of each voxel, of the same shape; 0 for everything unnamed.
         about: the origin, the size and a checksum, for people who compare runs.
     """
 
@@ -40,13 +40,13 @@ class Volume:
     about: str
 
     def halves(self) -> tuple[Volume, Volume]:
-        """Return both halves of the volume, without a common voxel."""
+        """Return the halves of the volume, which share no voxel."""
         parts = (np.array_split(part, 2, ACROSS) for part in (self.voxels, self.classes))
         (first, second), classes = parts
         return Volume(first, classes[0], self.about), Volume(second, classes[1], self.about)
 
     def crops(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return the crops of `size` voxels a side with a named voxel, which do not overlap.
+        """Return the disjoint crops with a side of `size` voxels that contain a named voxel.
 
         Returns:
             Bytes `[crops, 1, size, size, size]`, and classes `[crops, size, size, size]`.
@@ -59,13 +59,13 @@ class Volume:
         if not named.any():
             raise ValueError(
                 f"data.size={size}: a half of {'x'.join(map(str, self.voxels.shape))} voxels has "
-                f"no crop with a class above 0; give a smaller size"
+                f"no crop with a class above 0; use a smaller size"
             )
         return voxels[named, None], classes[named]
 
 
 def cut(values: np.ndarray, size: int) -> np.ndarray:
-    """Return the cubes `[cubes, size, size, size]` of a grid; what fills no cube is left out."""
+    """Return the cubes `[cubes, size, size, size]` of a grid; incomplete cubes are left out."""
     d, h, w = (side // size for side in values.shape)
     whole = values[: d * size, : h * size, : w * size]
     grid = whole.reshape(d, size, h, size, w, size).transpose(0, 2, 4, 1, 3, 5)
@@ -76,7 +76,7 @@ def read(path: str | None = None) -> Volume:
     """Return the volume of a folder with image.nii.gz and labels.nii.gz, or of MNI152.
 
     Raises:
-        ValueError: a package is missing, or a file is no volume; one line names the remedy.
+        ValueError: a package is missing, or a file is not a volume; one line with the remedy.
     """
     if path is None:
         image, classes = template()
@@ -97,7 +97,7 @@ def read(path: str | None = None) -> Volume:
 def template() -> tuple[np.ndarray, np.ndarray]:
     """Return the T1 image of MNI152 and the classes: 1 for grey matter, 2 for white matter.
 
-    A voxel has the class whose share is above a half, and else 0.
+    A voxel has the class whose fraction is above a half, and else 0.
 
     Raises:
         ValueError: nilearn is not installed.
@@ -111,10 +111,10 @@ def template() -> tuple[np.ndarray, np.ndarray]:
 
 
 def array(file: Path) -> np.ndarray:
-    """Return the numbers of a NIfTI file of three dimensions.
+    """Return the values of a three-dimensional NIfTI file.
 
     Raises:
-        ValueError: nibabel is not installed, or the file is no volume.
+        ValueError: nibabel is not installed, or the file is not a volume.
     """
     try:
         import nibabel

@@ -15,7 +15,7 @@ def conv3d(inputs: int, outputs: int) -> nn.Conv3d:
 
 
 class ResidualBlock3d(nn.Module):
-    """Two convolutions, each behind a ReLU, beside the identity."""
+    """Two convolutions, each after a ReLU, with a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""How training images change from epoch to epoch: moves of images, and mixes of two images."""
+"""How training images change from epoch to epoch: shifts, mirroring, and mixes of two images."""

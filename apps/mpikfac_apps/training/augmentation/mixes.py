@@ -1,7 +1,7 @@
 """Mix the images of a batch in pairs: mixup [Zhang et al. 2018] and cutmix [Yun et al. 2019].
 
-A pair is the images at positions 2k and 2k + 1 of a batch. The order of images is random, so pairs
-are random. A rank with an even share of the batch holds both images of a pair.
+A pair consists of the images at positions 2k and 2k + 1 of a batch. The order of images is random,
+so pairs are random. A rank with an even number of images has both images of each pair.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mpikfac_apps.options.options import DataOptions
 
-UNIT = 2**16  # shares of mixup are multiples of 1/UNIT, so that means of bytes are exact in float32
-DRAW = 1  # keeps the numbers apart from the numbers of order, moves and dropout
+UNIT = 2**16  # weights of mixup are multiples of 1/UNIT, so means of bytes are exact in float32
+DRAW = 1  # separates these random numbers from those of order, moves and dropout
 
 Box = tuple[int, int, int, int]
 Mix = Callable[[Tensor, float, np.random.Generator], tuple[Tensor, float]]
@@ -27,12 +27,12 @@ Mix = Callable[[Tensor, float, np.random.Generator], tuple[Tensor, float]]
 class Mixes:
     """Mix the images of every step.
 
-    All numbers of a step follow from (seed, epoch, index), alike on all ranks. So mixed batches are
-    the same for every number of ranks.
+    All random numbers of a step depend only on (seed, epoch, index), and are equal on all ranks, so
+    mixed batches are the same for every number of ranks.
 
     Args:
-        mixup: alpha of the distribution Beta(alpha, alpha) of shares; None for no mixup.
-        cutmix: alpha for cutmix; None for no cutmix. With both, a step takes one of both at random.
+        mixup: alpha of the distribution Beta(alpha, alpha) of weights; None for no mixup.
+        cutmix: alpha for cutmix; None for no cutmix. With both, a step uses one of them at random.
         classes: the number of classes.
     """
 
@@ -43,7 +43,7 @@ class Mixes:
 
     @classmethod
     def of(cls, data: DataOptions, classes: int, seed: int) -> Mixes | None:
-        """Return the mixes that the options ask for; None for none."""
+        """Return the mixes that the options select; None for none."""
         if data.mixup is None and data.cutmix is None:
             return None
         return cls(data.mixup, data.cutmix, classes, seed)
@@ -51,7 +51,7 @@ class Mixes:
     def __call__(
         self, epoch: int, index: int, images: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the mixed images, and the shares of the classes in each image.
+        """Return the mixed images, and the weights of the classes in each image.
 
         Args:
             epoch, index: the epoch, and the position of the batch in the epoch.
@@ -70,12 +70,12 @@ class Mixes:
 
 
 def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tensor, float]:
-    """Return the means of the images of each pair in float32, and the share of an image.
+    """Return the means of the images of each pair in float32, and the weight of an image.
 
     Products of bytes and weights, and the sums of two products, have at most 24 bits.
 
     Args:
-        share: the weight of an image; the partner has the rest.
+        share: the weight of an image; its partner has the rest.
     """
     weight = round(share * UNIT)
     means = weight * images.int() + (UNIT - weight) * partners(images).int()
@@ -85,10 +85,10 @@ def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tens
 def cut_and_mixed(
     images: Tensor, share: float, generator: np.random.Generator
 ) -> tuple[Tensor, float]:
-    """Return the images with a box of the partner's pixels, and the share of an image's own pixels.
+    """Return the images with a box of the partner's pixels, and the fraction of own pixels.
 
     Args:
-        share: the share of an image's own pixels, if the whole box lies inside the image.
+        share: the fraction of own pixels if the whole box is inside the image.
     """
     height, width = images.shape[-2:]
     left, top, right, bottom = drawn_box(width, height, share, generator)
@@ -100,7 +100,7 @@ def cut_and_mixed(
 def drawn_box(width: int, height: int, share: float, generator: np.random.Generator) -> Box:
     """Return left, top, right and bottom of a box with `1 - share` of the area.
 
-    The middle of the box is any pixel, and parts of the box outside of the image are cut off.
+    The centre of the box is any pixel, and parts of the box outside of the image are cut off.
     """
     side = math.sqrt(1 - share)
     middle = int(generator.integers(width)), int(generator.integers(height))
@@ -111,12 +111,12 @@ def drawn_box(width: int, height: int, share: float, generator: np.random.Genera
 
 
 def shares(labels: Tensor, classes: int, share: float) -> Tensor:
-    """Return the shares of all classes in each mixed image, `[n, classes]`; a row has the sum 1.
+    """Return the weights of all classes in each mixed image, `[n, classes]`; rows sum to 1.
 
-    The cross entropy of such a row is the mean of the losses of both labels, weighted by shares.
+    The cross entropy of such a row is the weighted mean of the losses of both labels.
 
     Args:
-        share: the share of an image itself; the partner has the rest.
+        share: the weight of an image itself; its partner has the rest.
     """
     one_hot = F.one_hot(labels, classes).float()
     return share * one_hot + (1 - share) * partners(one_hot)

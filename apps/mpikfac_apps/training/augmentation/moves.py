@@ -1,4 +1,4 @@
-"""Move and mirror training images that lie in memory."""
+"""Shift and mirror training images in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Augmentation:
     """How training images change from epoch to epoch.
 
     Attributes:
-        shift: pixels by which an image moves at most, in both directions.
-        alternating: images are mirrored in every second epoch each, and not at random.
+        shift: the maximum number of pixels by which an image is shifted in each direction.
+        alternating: each image is mirrored in every second epoch, instead of at random.
     """
 
     shift: int = 4
@@ -25,7 +25,7 @@ class Augmentation:
 
     @classmethod
     def of(cls, options: DataOptions) -> Augmentation | None:
-        """Return the augmentation that the options ask for; None for none."""
+        """Return the augmentation that the options select; None for none."""
         if not options.augment:
             return None
         shift = cls.shift if options.shift is None else options.shift
@@ -33,7 +33,7 @@ class Augmentation:
 
 
 def augmented(images: Tensor, shift: int, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
-    """Move images by (`top`, `left`) - `shift` pixels, fill with black, and mirror if `mirror`."""
+    """Shift images by (`top`, `left`) - `shift` pixels, fill with black, and mirror if `mirror`."""
     n, _, height, width = images.shape
     padded = F.pad(images, (shift,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, ., ., h, w], not copied

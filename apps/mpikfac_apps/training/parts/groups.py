@@ -1,4 +1,4 @@
-"""Divide the ranks of a run into groups: each group trains a model in a directory of its own."""
+"""Divide the ranks of a run into groups, each of which trains a model in its own directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpikfac_apps.running import checkpoints
 def joined(comm: mpikfac.comm.Comm, options: Options) -> tuple[mpikfac.comm.Comm, Options]:
     """Return the ranks of the rank's group, and the options of the group's run.
 
-    Ranks of neighbouring numbers form a group, as in `mpikfac.lab.Codistillation`.
+    Consecutive ranks form a group, as in `mpikfac.lab.Codistillation`.
 
     Collective over: comm.
     """
@@ -37,7 +37,7 @@ def open_checkpoint(
 ) -> mpikfac.checkpoint.Checkpoint | None:
     """Return the checkpoint to resume from, of the same step in all groups; None to start anew.
 
-    A job may die when one group has written a checkpoint, and another group has not.
+    A job can die when one group has written a checkpoint, and another has not.
 
     Collective over: world.
 
@@ -67,5 +67,5 @@ def open_checkpoint(
 
 
 def writer(options: Options) -> str:
-    """Return the words that begin a line of the log on the screen, where several groups write."""
+    """Return the words that precede log lines on the screen if several groups write there."""
     return f"{Path(options.run_dir).name}: " if options.codistillation.groups > 1 else ""

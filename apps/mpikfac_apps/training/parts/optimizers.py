@@ -18,7 +18,7 @@ AVERAGED = "run/averaged"  # item of a checkpoint: steps in the average
 
 
 def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that the options name; for K-FAC, SGD takes the directions."""
+    """Return the optimizer that the options name; for K-FAC, SGD follows the directions."""
     parameters, lr, beta = model.parameters(), options.rate, options.momentum
     decay = options.weight_decay
     match options.optimizer:
@@ -37,8 +37,8 @@ def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 def _muon(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     """Return Muon for hidden matrices, and AdamW in the same class for all other parameters.
 
-    `use_adjusted_lr` scales an orthogonal step to the usual size of AdamW's step [Liu et al. 2025],
-    so a single learning rate serves both.
+    `use_adjusted_lr` scales an orthogonal step to the typical size of AdamW's step [Liu et al.
+    2025], so a single learning rate suits both.
     """
     from pytorch_optimizer import Muon
 
@@ -70,24 +70,24 @@ def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     decay = options.weight_decay
     if options.optimizer == "lars":
         return LARS(parameters, lr, weight_decay=decay, momentum=beta)
-    # Without adam_debias, the package divides a step of the right length by 1 - beta1^t once more.
+    # Without adam_debias, the package divides a correct step by 1 - beta1^t once more.
     return Lamb(parameters, lr, (beta, 0.999), weight_decay=decay, adam_debias=True)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Lay the state out as after a restart, so that a resumed run rounds alike."""
+    """Lay the state out as after a restart, so that a resumed run rounds in the same way."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value):
                 state[key] = laid_out(value, parameter)
-            elif isinstance(value, list):  # of matrices; an empty list stands for no matrix
+            elif isinstance(value, list):  # of matrices; an empty list means no matrix
                 state[key] = [m.contiguous() if torch.is_tensor(m) else m for m in value]
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """Return the weights of linear layers and convolutions, without the first and the last layer.
 
-    A filter counts as a matrix `[outputs, inputs x height x width]`. The first layer may be an
+    A filter counts as a matrix `[outputs, inputs x height x width]`. The first layer can be an
     embedding.
     """
     kinds = nn.Linear | nn.Embedding | _ConvNd
@@ -97,13 +97,13 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
 
 
 def decays_and_momenta(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Return weight decay and momentum of each parameter group; some groups have one of both."""
+    """Return weight decay and momentum of each parameter group, as far as it has them."""
     names = "weight_decay", "momentum"
     return [{n: group[n] for n in names if n in group} for group in optimizer.param_groups]
 
 
 def follow_options(optimizer: torch.optim.Optimizer, numbers: Sequence[dict[str, float]]) -> None:
-    """Give parameter groups the numbers that options ask for, after the load of a checkpoint."""
+    """Set the hyperparameters of groups to those of the options, after loading a checkpoint."""
     for group, group_numbers in zip(optimizer.param_groups, numbers):
         group.update(group_numbers)
 
@@ -125,16 +125,16 @@ class Frozen:
         self._layers = [p for module, p in named if p.requires_grad and module != self.last]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Freeze the layers, or unfreeze the layers after the first epochs."""
+        """Freeze the layers, or unfreeze them after the first epochs."""
         for parameter in self._layers:
             parameter.requires_grad_(epoch >= self._epochs)
 
 
 class Average:
-    """An exponential average of a model's weights over steps, alike on all ranks.
+    """An exponential average of a model's weights over steps, equal on all ranks.
 
     At step k of the average, `average <- xi average + (1 - xi) weights` with
-    `xi = min(1 - 1/k, decay)` [Martens & Grosse 2015]. So the average has no memory of the start.
+    `xi = min(1 - 1/k, decay)` [Martens & Grosse 2015], so it has no memory of the start.
 
     Collective over: none, as are all methods.
     """
@@ -143,14 +143,14 @@ class Average:
         self._averaged = AveragedModel(model, multi_avg_fn=_towards(decay))
 
     def add(self, model: nn.Module) -> None:
-        """Take the weights after a step into the average."""
+        """Add the weights after a step to the average."""
         self._averaged.update_parameters(model)
 
     def model(self, inputs: Iterable[Tensor]) -> nn.Module:
         """Return a model with the averages as weights.
 
-        Running statistics of BatchNorm are means over the batches of `inputs`, because statistics
-        belong to the weights with which the statistics were measured.
+        Running statistics of BatchNorm are means over the batches of `inputs`, as they belong to
+        the weights with which they were measured.
         """
         update_bn(inputs, self._averaged.module)
         return self._averaged.module

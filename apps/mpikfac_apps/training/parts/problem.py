@@ -24,7 +24,7 @@ from mpikfac_apps.text import measured, percent
 from mpikfac_apps.training import batches, settings
 from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
-# Training images that give averaged weights their statistics: all at once, and in a pass.
+# Training images from which averaged weights get their statistics: in total, and in a pass.
 SAMPLE, PASS = 1024, 128
 FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # in words, after the measure
 
@@ -32,10 +32,10 @@ log = logging.getLogger("mpikfac.train")
 
 
 def first_model(options: Options, classes: int, channels: int, device: torch.device) -> nn.Module:
-    """Return the model with its first weights.
+    """Return the model with its initial weights.
 
     Raises:
-        ValueError: the model cannot be made.
+        ValueError: the model cannot be created.
     """
     torch.manual_seed(options.seed)
     model = models.build(options.model, classes, channels)
@@ -45,10 +45,10 @@ def first_model(options: Options, classes: int, channels: int, device: torch.dev
 def build(
     options: Options, classes: int, channels: int, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model with its first weights, and the optimizer.
+    """Return the model with its initial weights, and the optimizer.
 
     Raises:
-        ValueError: the model cannot be made.
+        ValueError: the model cannot be created.
     """
     model = first_model(options, classes, channels, device)
     return model, make_optimizer(options, model)
@@ -70,7 +70,7 @@ def load_data(comm: mpikfac.comm.Comm, options: Options) -> datasets.Dataset | L
             raise ValueError(f"batch={largest} is more than the {len(data.train_images)} images")
     if options.data.cache is None:
         return data
-    assert isinstance(data, Listing), "only a packed file takes the option"
+    assert isinstance(data, Listing), "only a packed file has this option"
     return cache.on_nodes(comm, data, options.data.cache)
 
 
@@ -88,8 +88,8 @@ class Problem:
         batches: the images of the rank.
         checksums: of all images, by name; see `Dataset.checksums`.
         calendar: the steps of every epoch.
-        normalise: returns the inputs of the network for images as `batches` returns images.
-        loss: returns the mean loss in training, of outputs and targets.
+        normalise: converts images, as `batches` returns them, to inputs of the network.
+        loss: returns the mean training loss of outputs and targets.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class Problem:
             log.warning("%s", words)
 
     def _normalisation(self, white: int) -> Callable[[Tensor], Tensor]:
-        """Return the function that turns images into inputs of the network.
+        """Return the function that converts images to inputs of the network.
 
         Args:
-            white: the number of a white pixel.
+            white: the value of a white pixel.
         """
         if self.task.inputs == "tokens":
             return Tensor.long
@@ -134,13 +134,13 @@ class Problem:
             return batches.Normalise(self.batches.pixels(), self.device)
 
     def outputs(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a model's outputs for images, and the targets of the outputs; not collective."""
+        """Return a model's outputs for images, and the corresponding targets; not collective."""
         inputs, rounded = self.normalise(images), self.options.autocast is not None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=rounded):
             return model(inputs).float(), self.task.targets(inputs, labels)
 
     def check(self, model: nn.Module) -> None:
-        """Check that a network takes the images, and has an output for each class; warn of softmax.
+        """Check that a network accepts the images, and has one output per class; warn of softmax.
 
         Raises:
             ValueError: see `models.check`.
@@ -152,7 +152,7 @@ class Problem:
 
     def averaged_model(self, average: Average) -> nn.Module:
         """Return the model of averaged weights, with statistics of a sample of the images."""
-        torch.manual_seed(self.options.seed)  # dropout is alike on all ranks
+        torch.manual_seed(self.options.seed)  # dropout is equal on all ranks
         return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -173,6 +173,6 @@ class Problem:
 
 
 def words_of(tested: Mapping[str, float], measure: str) -> str:
-    """Return the measures of a test in words, without the loss."""
+    """Describe the measures of a test, without the loss."""
     further = (f", {words} {percent(tested[n], 2)}" for n, words in FURTHER.items() if n in tested)
     return f"{measure} {measured(measure, tested[measure])}{''.join(further)}"

@@ -1,4 +1,4 @@
-"""Make the network and the trainer of a run, as the options say."""
+"""Create the network and the trainer of a run from its options."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the network with its first weights, and the optimizer.
+    """Return the network with its initial weights, and the optimizer.
 
     Collective over: problem.comm.
 
@@ -55,19 +55,19 @@ def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.O
     if options.weights is not None and starts:
         load_weights(comm, model, Path(options.weights))
     elif options.weights is not None:
-        log.info("weights=%s is not read: the run goes on from a checkpoint", options.weights)
+        log.info("weights=%s is not read: the run continues from a checkpoint", options.weights)
     return model, optimizer
 
 
 def load_weights(comm: mpikfac.comm.Comm, model: nn.Module, file: Path) -> None:
-    """Load weights on rank 0; the trainer sends rank 0's weights to all ranks.
+    """Load weights on rank 0; the trainer broadcasts them.
 
     Collective over: comm.
     """
     with mpikfac.comm.together(comm, f"weights={file}"):
         if comm.rank == 0:
             left = ", ".join(weights.load(model, weights.read(file, model))) or "none"
-            log.info("weights of %s; tensors left at their first values: %s", file, left)
+            log.info("weights of %s; tensors that keep their initial values: %s", file, left)
 
 
 def frozen_layers(model: nn.Module, options: Options) -> Frozen | None:
@@ -82,7 +82,7 @@ def frozen_layers(model: nn.Module, options: Options) -> Frozen | None:
 def split_layers(
     problem: Problem, model: nn.Module, trace: mpikfac.Trace
 ) -> mpikfac.lab.SplitLayers | None:
-    """Deal out layers over groups of ranks, if the options say so.
+    """Split layers over groups of ranks, if the options require it.
 
     Collective over: problem.comm.
     """
@@ -111,7 +111,7 @@ def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
 
 
 def in_words(options: Options, preconditioner: mpikfac.preconditioners.Preconditioner) -> str:
-    """Return the numbers of a run with K-FAC or another preconditioner that matter most."""
+    """Describe the most important hyperparameters of a run with K-FAC or another preconditioner."""
     damping = options.kfac.damping
     relative = "relative " * damping.is_relative
     words = (

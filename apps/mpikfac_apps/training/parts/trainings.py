@@ -1,7 +1,7 @@
-"""The kinds of training: what a run asks of its trainer, and what each kind of trainer answers.
+"""The kinds of training: what a run needs of its trainer, and how each kind of trainer does it.
 
-A run makes the same calls for all kinds. A kind without work in a call inherits a call that does
-nothing.
+A run makes the same calls for all kinds. A kind that has nothing to do in a call inherits one that
+does nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Training:
     Collective over: world, unless a docstring says otherwise.
 
     Args:
-        problem: gives the loss, and the options of the run.
+        problem: has the loss, and the options of the run.
 
     Attributes:
         trainer: the trainer of the run.
         everyone: the ranks of the run, of all groups.
-        alone: whether a rank takes steps without the ranks of other clients.
-        tensors_per_weight: numbers in a checkpoint for each weight: the weight and the momentum.
+        alone: whether a rank steps independently of the ranks of other clients.
+        tensors_per_weight: values per weight in a checkpoint: the weight and the momentum.
     """
 
     alone = False
@@ -45,7 +45,7 @@ class Training:
         self._hears_loss = isinstance(trainer.plan.strategy.sync, LSGD)
 
     def record(self, outputs: Tensor) -> None:
-        """Take the outputs of a forward pass, before the backward pass; not collective."""
+        """Use the outputs of a forward pass, before the backward pass; not collective."""
 
     def objective(
         self,
@@ -53,14 +53,14 @@ class Training:
         outputs: Tensor,
         loss: Tensor,
     ) -> Tensor:
-        """Return what a step lowers, for the loss of a forward pass; not collective."""
+        """Return what a step minimises, for the loss of a forward pass; not collective."""
         return loss
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
         """Step the trainer after all passes.
 
         Args:
-            images: the rank's share of the batch, as `Batches.get` returns images.
+            images: the rank's part of the batch, as `Batches.get` returns images.
             mean_loss: the mean of the losses of all passes.
         """
         if self._hears_loss:
@@ -76,7 +76,7 @@ class Training:
         """
 
     def numbers(self) -> dict[str, float]:
-        """Return numbers of this kind for a line of metrics.jsonl; not collective."""
+        """Return values of this kind for a line of metrics.jsonl; not collective."""
         return {}
 
     def asked(self, votes: list[int]) -> list[int]:
@@ -88,21 +88,21 @@ class Training:
         return votes
 
     def call_meeting(self) -> None:
-        """Let votes of this rank reach all clients; not collective."""
+        """Send this rank's votes to all clients; not collective."""
 
     def events(self) -> list[Event]:
         """Return the recorded events, over the communicators of the whole run; not collective."""
         return self.trainer.trace.events
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the trainer's state; not collective."""
+        """Return what a checkpoint stores besides the trainer's state; not collective."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returns, from the items of a checkpoint."""
+        """Load the result of `state` from the items of a checkpoint."""
 
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
-        """Log numbers of this kind of the whole run.
+        """Log values of this kind about the whole run.
 
         Collective over: comm.
         """
@@ -119,7 +119,7 @@ class KfacTraining(Training):
         self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.grafting.by_adam
 
     def record(self, outputs: Tensor) -> None:
-        """Take the outputs for the factors."""
+        """Record the outputs for the factors."""
         self.trainer.record(outputs, self.problem.task.loss_name)
 
     def adapt(self, loss: Tensor, loss_after: Callable[[], float]) -> None:
@@ -138,7 +138,7 @@ class QuadraticTraining(KfacTraining):
     """Training by K-FAC, with length and momentum of a step from a quadratic model of the loss."""
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
-        """Step the trainer; the model takes the images that the factors are made of."""
+        """Step the trainer; the model uses the images from which the factors are estimated."""
         problem = self.problem
         subsample = problem.options.kfac.estimator.subsample or 1
         inputs = problem.normalise(images[::subsample])
@@ -158,7 +158,7 @@ class ClientTraining(Training):
         return {"staleness": mean_staleness(self.trainer.staleness)}
 
     def call_meeting(self) -> None:
-        """Ask all clients to meet after one of the next steps."""
+        """Request all clients to meet after one of the next steps."""
         self.trainer.call()
 
     def events(self) -> list[Event]:
@@ -191,11 +191,11 @@ class GroupTraining(Training):
         self.tensors_per_weight = training.tensors_per_weight
 
     def record(self, outputs: Tensor) -> None:
-        """Take the outputs for the trainer of the group."""
+        """Use the outputs for the trainer of the group."""
         self.training.record(outputs)
 
     def objective(self, images: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
-        """Return the loss plus the distance to the predictions of the other groups."""
+        """Return the loss plus the divergence from the predictions of the other groups."""
         return loss + self.codistillation.term(self.problem.normalise(images), outputs)
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
@@ -208,7 +208,7 @@ class GroupTraining(Training):
         return self.training.numbers()
 
     def asked(self, votes: list[int]) -> list[int]:
-        """Return the sums of votes over the ranks of all groups: groups stop and save together."""
+        """Return the sums of votes over the ranks of all groups, which stop and save together."""
         return [round(vote) for vote in mpikfac.comm.summed(self.everyone, votes)]
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Follow the tests of a run: keep the weights of the best test, and see when tests stay worse."""
+"""Follow the tests of a run: keep the weights of the best, and count those since then."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Best:
-    """The best test of a run so far; alike on all ranks, as are the results of tests.
+    """The best test of a run so far; equal on all ranks, as are the results of tests.
 
     Collective over: none, as are all methods.
 
     Attributes:
         value: the measure of the best test; NaN before the first test.
-        since: the tests since the best test.
+        since: the number of tests since the best test.
     """
 
     def __init__(self, task: Task) -> None:
@@ -35,7 +35,7 @@ class Best:
         self.value, self.since = math.nan, 0
 
     def follow(self, value: float) -> bool:
-        """Count a test; return whether the test is the best test so far."""
+        """Count a test; return whether it is the best so far."""
         better = self.task.better(value, self.value) or math.isnan(self.value)
         self.value, self.since = (value, 0) if better else (self.value, self.since + 1)
         return better
@@ -49,7 +49,7 @@ class Best:
         """Continue from a `state`.
 
         Raises:
-            ValueError: the items are no number and no count.
+            ValueError: the items are not a number and a count.
         """
         values = {name: items[name] for name in ITEMS if name in items}
         if not values:
@@ -69,6 +69,6 @@ def keep(model: nn.Module, run_dir: Path, result: str) -> None:
     try:
         export.write(run_dir / FILE, tensors)
     except ValueError as error:
-        log.warning("%s; training goes on, without the weights of the best test", error)
+        log.warning("%s; training continues, without the weights of the best test", error)
     else:
         log.info("wrote %s: %s", run_dir / FILE, result)

@@ -3,7 +3,7 @@
     mpikfac evaluate runs/a
     mpirun -n 4 mpikfac evaluate runs/a --weights runs/a/best.pt
 
-The test is the test of the training program: the same images, numbers and averages of weights.
+It is the same test as in the training program: the same images, measures and averages of weights.
 """
 
 from __future__ import annotations

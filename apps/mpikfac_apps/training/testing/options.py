@@ -15,14 +15,14 @@ class EvaluateOptions:
     """Test the network of a checkpoint on the test images of its run, on one or more ranks.
 
     Args:
-        path: the directory of a run, or of a checkpoint inside the directory of a run; of a run,
-            the newest checkpoint is taken.
-        weights: a file of weights to test in the place of the checkpoint's weights, such as
+        path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
+            directory of a run.
+        weights: a file of weights to test in place of the checkpoint's weights, such as
             RUN_DIR/best.pt; null for the checkpoint's weights, or the averages of a run with
             `average`.
-        trust: the files FILE.py of the run's `model` and `data.name` may be executed.
-        data_path: the directory of the data set; null for the directory of the run.
-        device: the device of each rank; "auto" takes a GPU if a GPU exists.
+        trust: allow executing the files FILE.py of the run's `model` and `data.name`.
+        data_path: the directory of the data set; null for that of the run.
+        device: the device of each rank; "auto" uses a GPU if there is one.
     """
 
     path: Path = positional()

@@ -49,7 +49,7 @@ class Section:
 
 
 def section(study: Study, cells: Sequence[Measured], target: float | None) -> Section:
-    """Return the part of the page about the numbers of ranks that the study asks for."""
+    """Return the part of the page about the numbers of ranks that the study selects."""
     if study.machine is None or not study.predict_ranks or target is None:
         return Section()
     forecasts = scaling.forecasts(study.machine, study.predict_ranks, cells, target)
@@ -66,7 +66,7 @@ def section(study: Study, cells: Sequence[Measured], target: float | None) -> Se
 
 
 def rows(forecasts: Sequence[Forecast]) -> list[Row]:
-    """Return a row for each forecast, by ranks, the quickest first."""
+    """Return a row for each forecast, by ranks, the fastest first."""
     forecast_rows = []
     for forecast in sorted(forecasts, key=lambda each: (each.ranks, each.seconds)):
         sgd = _of(forecasts, "sgd", forecast.ranks)
@@ -96,7 +96,7 @@ def columns() -> list[Column]:
 
 
 def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) -> Iterator[str]:
-    """Return a sentence about the most ranks that several optimizers can use."""
+    """Return a sentence about the largest number of ranks that several optimizers can use."""
     shared = [
         ranks
         for ranks in {forecast.ranks for forecast in forecasts}
@@ -118,7 +118,7 @@ def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) ->
 
 
 def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
-    """Return a sentence about the largest batches that are used well."""
+    """Return a sentence about the largest batches that are used efficiently."""
     if largest := scaling.efficient_batches(steps):
         batches = ", ".join(f"{batch:,} ({kind})" for kind, batch in largest.items())
         yield (
@@ -128,7 +128,7 @@ def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
 
 
 def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
-    """Draw steps by batch, and time by ranks: K-FAC's quickest strategy thick, the others thin."""
+    """Draw steps by batch, and time by ranks: K-FAC's fastest strategy thick, the others thin."""
     names = list(dict.fromkeys(each.kind for each in steps))
     styles = {name: variant_style(place) for place, name in enumerate(names)}
     with styled():
@@ -156,7 +156,7 @@ def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
 
 
 def _times(panel: Axes, forecasts: Sequence[Forecast], style: dict[str, Any]) -> None:
-    """Draw a thin line for each strategy, and a line through the quickest."""
+    """Draw a thin line for each strategy, and a line through the fastest."""
     by_name: dict[str, list[tuple[int, float]]] = {}
     best: dict[int, float] = {}
     for each in forecasts:

@@ -1,4 +1,4 @@
-"""Write the findings of a study: sentences about the numbers of complete cells."""
+"""Write the findings of a study: sentences about the results of complete cells."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpikfac_apps.lab.study.results import Measured, other_estimator
 from mpikfac_apps.lab.study.seeds import LEAST, SeedMean, doubt, mean_of
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
-BUSY = 0.1  # share of the cores that foreign work may use without a warning
-NAMED = 4  # cells in a sentence; a sentence about more cells counts the rest
+BUSY = 0.1  # fraction of the cores that other work can use without a warning
+NAMED = 4  # cells in a sentence; additional cells are counted
 
 
 def findings(
@@ -28,7 +28,7 @@ def findings(
     yield from _about_seeds(done)
     if bound := [cell.cell.label for cell in done if cell.curve.bound]:
         yield (
-            f"A bound shortened nearly all steps of {_labels(bound)}: the bound sets the length of "
+            f"A clip shortened nearly all steps of {_labels(bound)}: it sets the length of "
             "these steps."
         )
     if target:
@@ -42,7 +42,7 @@ def findings(
 
 
 def _compared(cells: Sequence[Measured]) -> list[Measured]:
-    """Return complete cells of K-FAC on most ranks; no cell while a cell on the ranks is to run."""
+    """Return complete K-FAC cells on most ranks; none while a cell on these ranks is pending."""
     waiting = {cell.cell.ranks for cell in cells if cell.pending}
     kfac = [c for c in cells if c.complete and c.step and c.cell.options.optimizer == "kfac"]
     kfac = [cell for cell in kfac if cell.cell.ranks not in waiting]
@@ -50,7 +50,7 @@ def _compared(cells: Sequence[Measured]) -> list[Measured]:
     return [cell for cell in kfac if cell.cell.ranks == most]
 
 
-# -- what weakens the numbers --------------------------------------------------------------------
+# -- what limits the results ---------------------------------------------------------------------
 
 
 def _about_missing(cells: Sequence[Measured], done: Sequence[Measured]) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _about_missing(cells: Sequence[Measured], done: Sequence[Measured]) -> Itera
         )
     if failed := [cell.cell.label for cell in cells if cell.state == "failed"]:
         count = number(len(failed), "cell")
-        yield f"{count} failed and count for nothing below: {_labels(failed)}."
+        yield f"{count} failed and are ignored below: {_labels(failed)}."
     if differing := [cell.cell.label for cell in done if _counts_differ(cell)]:
         yield (
             "Bytes counted in traced steps differ from the plan's bytes in "
@@ -94,7 +94,7 @@ def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
-    """Say which cells have no interval over seeds."""
+    """Yield sentences about cells that have no interval over seeds."""
     seeds = Counter((cell.cell.variant, cell.cell.ranks) for cell in done)
     once = sum(count == 1 for count in seeds.values())
     if once == len(seeds):
@@ -102,15 +102,15 @@ def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
     elif few := sum(count < LEAST for count in seeds.values()):
         yield (
             f"{few} of {len(seeds)} variants have fewer than {LEAST} complete seeds, and a range "
-            "in the place of an interval of 95 %."
+            "instead of an interval of 95 %."
         )
 
 
-# -- what the numbers say ------------------------------------------------------------------------
+# -- what the results show -----------------------------------------------------------------------
 
 
 def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
-    """Name the quickest and the slowest variant, by the median over seeds."""
+    """Name the fastest and the slowest variant, by the median over seeds."""
     paces: dict[str, list[float]] = {}
     for cell in kfac:
         paces.setdefault(cell.cell.variant, []).append(cell.step or 0.0)
@@ -120,7 +120,7 @@ def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[
     steps = [base.step for base in bases if base and base.step]
     ratio = f", {middle[quick] / median(steps):.2f} times SGD's" if steps else ""
     yield (
-        f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the quickest K-FAC step "
+        f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the fastest K-FAC step "
         f"({ms(middle[quick])} ms{ratio}) and {slow} the slowest ({ms(middle[slow])} ms)."
         f"{doubt(quick, {name: mean_of(steps) for name, steps in paces.items()})}"
     )
@@ -130,13 +130,13 @@ def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
     if kfac[0].cell.ranks > 1:
         least, most = (f(kfac, key=lambda cell: cell.wire) for f in (min, max))
         yield (
-            f"On these ranks, {least.cell.variant} sends least ({brief_mib(least.wire)} MiB per "
-            f"rank and step) and {most.cell.variant} most ({brief_mib(most.wire)} MiB)."
+            f"On these ranks, {least.cell.variant} sends the least ({brief_mib(least.wire)} MiB "
+            f"per rank and step) and {most.cell.variant} the most ({brief_mib(most.wire)} MiB)."
         )
         least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
         yield (
-            f"{least.cell.variant} holds least ({brief_mib(least.memory)} MiB on the fullest "
-            f"rank), {most.cell.variant} most ({brief_mib(most.memory)} MiB)."
+            f"{least.cell.variant} keeps the least ({brief_mib(least.memory)} MiB on the fullest "
+            f"rank), {most.cell.variant} the most ({brief_mib(most.memory)} MiB)."
         )
 
 
@@ -152,7 +152,7 @@ def _about_learning(
     if missing:
         yield f"{missing} of {len(done)} complete cells did not reach {measure.text(target)}."
     if any(cell.pending for cell in cells):
-        return  # a cell that is to run may be faster
+        return  # a pending cell may be faster
     times: dict[str, list[float | None]] = {}
     for cell in done:
         when = reached[cell.cell.label]
@@ -167,7 +167,7 @@ def _about_learning(
 def _first(
     order: Sequence[str], means: Mapping[str, SeedMean | None], sgd: Collection[str], target: str
 ) -> str:
-    """Name the variant that was first at the target, and the first of SGD."""
+    """Name the variant that reached the target first, and the first of SGD."""
 
     def after(name: str) -> str:
         mean = means[name]
@@ -192,7 +192,7 @@ def _is_sgd(cell: Measured) -> bool:
 
 
 def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iterator[str]:
-    """Compare the losses of cells that compute the same numbers."""
+    """Compare the losses of cells that compute the same results."""
     places: dict[Any, dict[str, float]] = {}
     for cell in done:
         if cell.train_loss is not None:
@@ -207,7 +207,7 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
         names = "; from ".join(f"{listed(names)} ({letter})" for letter, names in groups.items())
         apart = f"differ by at most {max(spreads):.0e} of their value"
         yield (
-            f"Except for rounding, the same numbers come from {names}. The mean training losses of "
+            f"Except for rounding, the same results come from {names}. The mean training losses of "
             f"the first epoch {apart if any(spreads) else 'are equal in all six saved digits'}. "
             f"{done[0].curve.measure.name.capitalize()} differs between groups by design."
         )
@@ -250,7 +250,7 @@ def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """Return the distinct values, of a dict the keys, separated by commas."""
+    """Join the distinct values, for a dict its keys, by commas."""
     flat: dict[str, None] = {}
     for value in values:
         for word in value if isinstance(value, dict) else [value]:

@@ -29,15 +29,15 @@ from mpikfac_apps.options.strategy import job_of, training_ranks
 from mpikfac_apps.text import as_csv
 
 KINDS = ("svg", "pdf")
-"""Kinds of files of each picture."""
+"""The file types of each picture."""
 
 
 class Picture(NamedTuple):
     """A picture of the report.
 
     Attributes:
-        figure: the picture; None if the cells have no data for the picture.
-        missing: the reason for a missing picture.
+        figure: the picture; None if the cells have no data for it.
+        missing: the reason why a picture is missing.
     """
 
     title: str
@@ -108,7 +108,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
 
 
 def _write(figures: Mapping[str, Figure | None], directory: Path) -> None:
-    """Write the files of all pictures, and remove the files of pictures that are missing now."""
+    """Write the files of all pictures, and remove those of pictures that are now missing."""
     directory.mkdir(exist_ok=True)
     for name, figure in figures.items():
         for kind in KINDS:
@@ -164,7 +164,7 @@ def _options_of(cell: Measured) -> dict[str, Any]:
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
-    """Return predicted seconds of a step by label, for cells whose times the machine file holds."""
+    """Return predicted seconds of a step by label, for cells whose times the machine file has."""
     seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
@@ -219,7 +219,7 @@ def _pictures(
     target: float | None,
     predictions: Mapping[str, float],
 ) -> Iterator[Picture]:
-    """Return all pictures of complete cells, also missing pictures.
+    """Return all pictures of complete cells, including missing ones.
 
     Args:
         best: the rows of the variants in the picture of learning; empty for all.
@@ -232,24 +232,24 @@ def _pictures(
 
 
 def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
-    traced = "no cell holds means of stages over whole intervals (stages.json, trace_steps)"
+    traced = "no cell has means of stages over whole intervals (stages.json, trace_steps)"
     return (
         Picture(
             "Where a step's time goes",
             pictures.breakdown(cells),
             "Means over ranks and over traced steps. The traced steps are whole intervals between "
             "two decompositions. Hatched parts are communication. Waiting is the time in a "
-            "collective until the last rank enters the collective; the bars of messages leave out "
+            "collective until the last rank enters it; the bars of messages exclude "
             "waiting.",
             traced,
         ),
         Picture(
             "One step, rank by rank",
             timeline(cells),
-            "Left: a step that only uses curvature or takes statistics. Right: a step that "
+            "Left: a step that only uses curvature or records statistics. Right: a step that "
             "refreshes curvature. Both steps have the same scale. A stage inside a longer stage is "
-            "drawn on top of the longer stage.",
-            "no cell holds a trace (trace.json.gz, written with trace_steps)",
+            "drawn on top of it.",
+            "no cell has a trace (trace.json.gz, written with trace_steps)",
         ),
     )
 
@@ -262,19 +262,19 @@ def _of_learning(
             f"{measure.name.capitalize()}, and the price in seconds and bytes",
             pictures.curves(cells, target),
             f"Test {measure.name} after each epoch. Seconds count training steps only. Bytes are "
-            "the bytes that a rank sends if collectives are rings. The dotted line is the target "
-            "of the table. Of a strategy with several variants, the picture shows the best. A line "
-            "is the mean over seeds. From three seeds on, a band is the interval of 95 %; of two "
-            "seeds, thin lines are the runs. Curves with the same letter are equal by epochs, and "
-            "differ by seconds and bytes only.",
+            "those that a rank sends if collectives are rings. The dotted line is the target "
+            "of the table. For a strategy with several variants, the picture shows the best. A "
+            "line is the mean over seeds. With three seeds or more, a band is the interval of "
+            "95 %; with two seeds, thin lines are the runs. Curves with the same letter are equal "
+            "by epochs, and differ only by seconds and bytes.",
             "no cell has completed an epoch",
         ),
         Picture(
-            "How much a bound shortens steps",
+            "How much a clip shortens steps",
             pictures.bounds(cells),
-            "The factor of the bound on the length of a step, by epochs. While kl_clip shortens "
+            "The factor by which the clip shortens a step, by epochs. While kl_clip shortens "
             "steps, the learning rate has no effect.",
-            "no bound shortened a step",
+            "no clip shortened a step",
         ),
     )
 
@@ -287,8 +287,8 @@ def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tup
         Picture(
             "More ranks",
             pictures.scaling(cells),
-            f"Images per second of all ranks together ({kind}), and images per second of a rank as "
-            "a share of the same figure on the fewest ranks.",
+            f"Images per second of all ranks together ({kind}), and images per second of a rank "
+            "relative to those on the fewest ranks.",
             "no variant was measured on two numbers of ranks",
         ),
         Picture(

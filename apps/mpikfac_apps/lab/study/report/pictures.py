@@ -1,7 +1,7 @@
 """Draw the pictures of a study's report, each as a figure.
 
-Every function takes complete cells, and leaves out cells without the data for the picture. A
-function returns None if no cell is left.
+Every function takes complete cells, ignores cells without the data for its picture, and returns
+None if no cell is left.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _bars(panel: Axes, cells: Sequence[Measured], variants: Sequence[str]) -> No
 
 
 def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None:
-    """Draw values of tests by epochs, seconds and bytes sent: a row for each number of ranks."""
+    """Draw results of tests by epochs, seconds and bytes sent: a row per number of ranks."""
     cells = [cell for cell in all_cells if cell.curve.steps]
     if not cells:
         return None
@@ -98,7 +98,7 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None
 
 
 def bounds(cells: Sequence[Measured]) -> Figure | None:
-    """Draw the factor by which a bound shortens steps, by epochs: a line for each run."""
+    """Draw the factor by which a clip shortens steps, by epochs: a line per run."""
     shortened = [cell for cell in cells if cell.curve.shortened]
     if not shortened:
         return None
@@ -129,12 +129,12 @@ def _three_curves(row: Sequence[Axes], seeds: Sequence[Measured], style: Mapping
 def line_of_seeds(
     panel: Axes, along: Sequence[float], runs: Sequence[Sequence[float]], style: Mapping[str, Any]
 ) -> None:
-    """Draw the mean over runs; of two runs also thin lines, of three and more a band.
+    """Draw the mean over runs; with two runs also thin lines, with three or more a band.
 
     The band is the interval of 95 %.
 
     Args:
-        along: places on the x-axis, the same for all runs.
+        along: positions on the x-axis, the same for all runs.
         runs: the values of each run.
     """
     means = [mean for values in zip(*runs) if (mean := mean_of(values))]

@@ -1,7 +1,7 @@
-"""Choose colours, markers, lines and ticks of pictures, and turn figures into files and pages.
+"""Choose colours, markers, lines and ticks of pictures, and convert figures to files and pages.
 
-A picture takes the page's colours of text, grid and paper, so a picture fits a light and a dark
-page. Text stays text: a reader can search, select and enlarge the words.
+A picture uses the page's colours of text, grid and paper, so that it fits a light and a dark page.
+Text stays text, which a reader can search, select and enlarge.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType
 
 WIDTH = 11.0  # inches, of every picture
-# Six of eight colours that readers with any colour vision tell apart (Okabe and Ito, 2008). Black
+# Six of eight colours that are distinguishable with any colour vision (Okabe and Ito, 2008). Black
 # is left out as the colour of text, yellow as pale on white paper.
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = "os^DvP<X>ph*8"  # no common divisor with the colours: 78 pairs of colour and marker
@@ -55,8 +55,8 @@ STYLE: dict[RcKeyType, Any] = {
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
     **{"figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False},
     **{"svg.fonttype": "none", "svg.hashsalt": "mpikfac"},
-    **{"pdf.fonttype": 42},  # TrueType: publishers refuse matplotlib's usual fonts
-    **{"text.parse_math": False},  # a name may hold dollar signs
+    **{"pdf.fonttype": 42},  # TrueType, as publishers reject matplotlib's default fonts
+    **{"text.parse_math": False},  # a name can contain dollar signs
 }
 
 
@@ -66,7 +66,7 @@ def styled() -> AbstractContextManager[None]:
 
 
 def variant_style(place: int) -> dict[str, Any]:
-    """Return colour, marker and line of the variant at a place of a study's list."""
+    """Return colour, marker and line of the variant at a position of a study's list."""
     return {
         "color": SERIES[place % len(SERIES)],
         "marker": MARKERS[place % len(MARKERS)],
@@ -92,13 +92,13 @@ def plain_ticks(axis: Axis) -> None:
 def legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], columns: int = 4) -> None:
     """Put a legend of variants below a figure."""
     keys = [Line2D([], [], **style) for style in styles.values()]
-    # matplotlib hides names that begin with a line below.
+    # matplotlib hides names that begin with an underscore.
     names = [f"\N{WORD JOINER}{name}" if name.startswith("_") else name for name in styles]
     figure.legend(keys, names, loc="outside lower center", ncols=columns, handlelength=3.5)
 
 
 def figure_file(figure: Figure, kind: str) -> bytes:
-    """Return a figure as a file of its own, on white paper; equal figures have equal files.
+    """Return a figure as a separate file, on white paper; equal figures have equal files.
 
     Args:
         kind: "pdf", "png" or "svg".
@@ -111,7 +111,7 @@ def figure_file(figure: Figure, kind: str) -> bytes:
 
 
 def inline_svg(figure: Figure, name: str, title: str) -> str:
-    """Return a figure as SVG for the inside of a page; `name` makes identifiers unique."""
+    """Return a figure as SVG for use inside a page; `name` makes identifiers unique."""
     file = io.StringIO()
     with styled():
         figure.savefig(file, format="svg", metadata={"Date": None})

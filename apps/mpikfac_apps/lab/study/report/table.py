@@ -1,6 +1,6 @@
-"""Lay out the numbers of a study's cells as tables: for the page, as CSV, JSON and LaTeX.
+"""Lay out the results of a study's cells as tables: for the page, as CSV, JSON and LaTeX.
 
-Rows hold plain values in seconds, bytes and shares. A `Column` makes the text for the page.
+Rows have plain values in seconds, bytes and fractions. A `Column` formats them for the page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Column:
     """A column of a table on the page.
 
     Attributes:
-        show: makes the text of a row.
+        show: formats a row.
         key: the value by which readers sort rows; "" for a column that is sorted by the text.
     """
 
@@ -79,7 +79,7 @@ def rows(
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
-    """Return the share of a step in collectives, and the share of waiting for further ranks."""
+    """Return the fraction of a step in collectives, and the fraction of waiting for other ranks."""
     parts, step = cell.breakdown, cell.traced_seconds
     if not parts or not step:
         return cell.communication, None
@@ -92,7 +92,7 @@ def means(
 ) -> tuple[list[Row], list[Row]]:
     """Return rows of means over seeds by variant and number of ranks, and the rows of the best.
 
-    Cells that are not complete do not count. A study without several seeds has no means.
+    Cells that are not complete are ignored. A study without several seeds has no means.
 
     Args:
         best: the variants and numbers of ranks that are the best.
@@ -213,7 +213,7 @@ def parts_of_means(rows: Sequence[Row]) -> list[Row]:
 
 
 def as_latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Return the texts of all rows in LaTeX, with the number of ranks behind the name."""
+    """Return the texts of all rows in LaTeX, with the number of ranks after the name."""
     name, *further = columns
     shown = [name, Column("ranks", lambda row: str(row["ranks"])), *further]
     lines = [[column.show(row) for column in shown] for row in rows]

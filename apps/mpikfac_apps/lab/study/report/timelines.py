@@ -26,7 +26,7 @@ GROUP_OF = {stage: group for group, stages in GROUPS.items() for stage in stages
 
 
 def timeline(all_cells: Sequence[Measured]) -> Figure | None:
-    """Draw a step with and a step without a refresh of cells on most ranks; a rank is a line."""
+    """Draw a step with and one without a refresh of cells on most ranks, with a line per rank."""
     shown = []
     for cell in _typical(all_cells):
         traced = _traced_steps(_trace(cell.run))
@@ -82,7 +82,7 @@ def _trace_file(run: Path) -> Path | None:
 
 
 def _trace(run: Path) -> list[dict[str, Any]]:
-    """Return slices of the run's timeline; nothing if the file is missing, damaged or too large."""
+    """Return slices of the run's timeline; none if the file is missing, damaged or too large."""
     path = _trace_file(run)
     if path is None:
         return []
@@ -90,7 +90,7 @@ def _trace(run: Path) -> list[dict[str, Any]]:
         content = files.read_bytes(path, files.LIMIT)
         if path.suffix == ".gz":
             with gzip.open(io.BytesIO(content)) as packed:
-                content = packed.read(files.LIMIT + 1)  # a small file may unpack to a huge one
+                content = packed.read(files.LIMIT + 1)  # a small file can expand to a huge one
         trace = files.json_of(content[: files.LIMIT])
     except (EOFError, OSError, ValueError, zlib.error):
         return []
@@ -103,7 +103,7 @@ def _trace(run: Path) -> list[dict[str, Any]]:
 
 
 def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the events of each step on all ranks; time 0 is the first begin of the step."""
+    """Return the events of each step on all ranks; time 0 is the first start of the step."""
     spans: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
         if event["name"].startswith("step "):
@@ -123,7 +123,7 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
 
 
 def _within(event: Mapping[str, Any], spans: Mapping[int, tuple[float, float]]) -> bool:
-    """Return whether an event's middle lies in its rank's step; rounding may move the ends."""
+    """Return whether an event's middle is in its rank's step, as rounding can shift the ends."""
     start, end = spans.get(event["pid"], (0.0, 0.0))
     return start <= event["ts"] + event["dur"] / 2 < end
 
