@@ -151,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         complete, so that rank 0's loads on all ranks, and on any number of ranks. This excludes
         preconditioners whose factors come from the averaged gradient, such as "shampoo" and "soap",
         and `Refresh(staleness=1)`: each rank stores the factors that it decomposes, or the pending
-        decompositions that it computed, and must load its own state.
+        decompositions that it computed, and must load its own state: rank 0's is refused.
 
         Collective over: see `KFAC.state_dict`.
         """
