@@ -151,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         ranks. The exceptions are preconditioners whose factors come from the averaged gradient,
         such as "shampoo" and "soap", and `Refresh(staleness=1)`: there, each rank stores only the
         factors that it decomposes, or the pending decompositions that it has computed, and must
-        load its own state.
+        load its own state; rank 0's is refused.
 
         Collective over: see `KFAC.state_dict`.
         """

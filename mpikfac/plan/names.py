@@ -83,6 +83,7 @@ VERSION = "asynchronous/version"
 
 # Of K-FAC, after `OF_KFAC`: a kind, and the name of a factor, block or layer.
 STARTED, PRECONDITIONER, DUE, DAMPING = "started", "preconditioner", "due", "damping"
+DUE_LAYERS = "due/"  # before the name of a layer whose decompositions are all pending
 LEARNED = "learned"
 SEEN = "seen"
 GRADIENT_FACTORS, GRADIENT_WEIGHTS = "gradient-factors/", "gradient-weights/"

@@ -20,7 +20,7 @@ from mpikfac.engine.part import Item, Part
 from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena, copy_all, together
 from mpikfac.plan import Factor, PlannedLayer, scales, stages
-from mpikfac.plan.names import BASES, DECOMPOSITIONS, DUE, PRECONDITIONER
+from mpikfac.plan.names import BASES, DECOMPOSITIONS, DUE, DUE_LAYERS, PRECONDITIONER
 from mpikfac.preconditioners import Held, Preconditioner
 
 Decomposer = Callable[[Site, Arena, Mapping[str, str]], AtOnce]
@@ -73,6 +73,7 @@ class Bases(Part):
         self.turn: int | None = None
         self._pending: Ready | None = None
         self._due = 0
+        self._due_layers: set[str] = set()  # whose factors all have pending decompositions
         self._damping = math.nan  # equal to no damping
 
     def _decomposition_of(self, factor: Factor) -> Decomposition:
@@ -120,6 +121,7 @@ class Bases(Part):
         """Forget all decompositions, also unfinished decompositions."""
         self.ready, self.turn = False, None
         self._pending, self._due = None, 0
+        self._due_layers = set()
         self._damping = math.nan
 
     # -- from factors to decompositions ----------------------------------------------------------
@@ -140,6 +142,9 @@ class Bases(Part):
         """
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
+        layers = (layer.name for layer in self.plan.layers if turn in (None, layer.turn))
+        # With a tolerance, factors that keep their decomposition have no pending one.
+        self._due_layers = set() if self.plan.strategy.refresh.tolerance else set(layers)
         decompositions = [d for d in self._decompositions if turn in (None, d.factor.turn)]
         forms = {d.factor.name: d.factor.preconditioner for d in decompositions}
         plain = [
@@ -251,6 +256,7 @@ class Bases(Part):
             self._pending = lambda: finished
             state |= {DECOMPOSITIONS + name: block for name, block in finished.blocks.items()}
             state[DUE] = self._due
+            state |= {DUE_LAYERS + name: 1 for name in self._due_layers}
         return state
 
     def complete(self, names: Collection[str]) -> set[str]:
@@ -267,8 +273,11 @@ class Bases(Part):
         """Return the items to load from a state with `names`, with values of the expected kind."""
         if PRECONDITIONER not in names:
             return {}
-        pending = {DECOMPOSITIONS + name: self.arena[name] for name in self._factor_of}
-        needed = super().needed(names) | {n: block for n, block in pending.items() if n in names}
+        needed = super().needed(names)
+        for d in self._decompositions:
+            due = DUE_LAYERS + d.factor.layer in names
+            pending = {DECOMPOSITIONS + b.name: self.arena[b.name] for b in d.factor.blocks}
+            needed |= {name: block for name, block in pending.items() if due or name in names}
         return needed | {PRECONDITIONER: ""} | ({DUE: 0} if DUE in names else {})
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
@@ -286,3 +295,4 @@ class Bases(Part):
             finished = self.decomposer.checked({n: state[DECOMPOSITIONS + n] for n in begun})
             self._pending = lambda: finished
             self._due = int(state[DUE])
+            self._due_layers = {x.name for x in self.plan.layers if DUE_LAYERS + x.name in names}
