@@ -53,13 +53,18 @@ def advise(options: AdviseOptions) -> int:
         OSError: a file cannot be read or written.
     """
     machine = mpikfac.predict.load_machine(options.machine)
-    options = replace(options, given={OVERLAP: True, **options.given})
-    rows = [row | needs(row, options) for row in predictions(options, machine)]
+    choices = overlap_choices(options)
+    rows = [
+        row | needs(row, choice) | {"overlap": choice.given[OVERLAP]}
+        for choice in choices
+        for row in predictions(choice, machine)
+    ]
     sections = [heading(options, machine)]
     for ranks in dict.fromkeys(options.ranks):
         candidates = [row for row in rows if row["ranks"] == ranks]
         if any("left_out" not in row for row in candidates):
-            row = best([*candidates, *further(ranks, options, machine)], options.batch_per_rank)
+            candidates += (row for choice in choices for row in further(ranks, choice, machine))
+            row = best(candidates)
             rows += [row] if row not in rows else []
             shown = [row for row in rows if row["ranks"] == ranks]
             sections += [overview(ranks, shown), of_batch(row, options)]
@@ -108,6 +113,12 @@ def growing(options: AdviseOptions) -> tuple[str, ...]:
     return PASSES if of_gradient else (*PASSES, "statistics")
 
 
+def overlap_choices(options: AdviseOptions) -> list[AdviseOptions]:
+    """Return the options with and without overlap, or as given."""
+    values = [options.given[OVERLAP]] if OVERLAP in options.given else [True, False]
+    return [replace(options, given={**options.given, OVERLAP: value}) for value in values]
+
+
 def needs(row: Row, options: AdviseOptions) -> Row:
     """Return the computing time per image and the images needed, for a predicted row."""
     if "left_out" in row:
@@ -125,11 +136,11 @@ def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine
     """Yield rows of the strategies with other workers and levels that compute the same results."""
     for row in variants(options, network_of(options), ranks, machine, {"": {}}):
         if row["change"]:
-            yield row | needs(row, options)
+            yield row | needs(row, options) | {"overlap": options.given[OVERLAP]}
 
 
-def best(rows: Sequence[Row], images: int) -> Row:
-    """Return the fastest strategy that `images` images cover, or that which needs the fewest.
+def best(rows: Sequence[Row]) -> Row:
+    """Return the fastest strategy.
 
     Strategies with the results of one process come first, before strategies with another estimator
     or with an upper bound as prediction, and these before training without K-FAC.
@@ -137,10 +148,7 @@ def best(rows: Sequence[Row], images: int) -> Row:
     candidates = [row for row in rows if "left_out" not in row]
     rank = min(_place(row["strategy"]) for row in candidates)
     candidates = [row for row in candidates if _place(row["strategy"]) == rank]
-    covered = [row for row in candidates if row["images"] <= images]
-    if covered:
-        return min(covered, key=lambda row: row["mean"]["seconds"])
-    return min(candidates, key=lambda row: (row["images"], row["mean"]["seconds"]))
+    return min(candidates, key=lambda row: float(row["mean"]["seconds"]))
 
 
 def _place(name: str) -> int:
@@ -160,6 +168,7 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
         "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",
         "  other messages, which no batch hides; step, exposed: the step as simulated,",
         "  and the part in which a rank does nothing but communicate.",
+        "overlap: whether messages are sent during the backward pass; the faster one is advised",
         "images: the minimum images per rank whose computing takes as long as overlapped messages",
     ]
 
@@ -167,15 +176,17 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
 def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
     """Return the table of all strategies for a number of ranks."""
     lines: list[tuple[str, ...]] = [
-        ("strategy", "overlapped", "blocking", "images", "step", "exposed")
+        ("strategy", "overlap", "overlapped", "blocking", "images", "step", "exposed")
     ]
     for row in rows:
         if "left_out" not in row:
             step = row["mean"]
             times = step["overlapped"], blocking(row), step["seconds"], step["exposed"]
             overlapped, blocked, *played = map(ms, times)
-            lines.append((label(row), overlapped, blocked, str(row["images"]), *played))
-    left_out = [row["strategy"] for row in rows if "left_out" in row]
+            overlap = "yes" if row["overlap"] else "no"
+            lines.append((label(row), overlap, overlapped, blocked, str(row["images"]), *played))
+    shown = {row["strategy"] for row in rows if "left_out" not in row}
+    left_out = dict.fromkeys(row["strategy"] for row in rows if row["strategy"] not in shown)
     words = f"Left out: {', '.join(left_out)}; mpikfac simulate --{OVERLAP} true says why"
     notes = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
     return [number(ranks, "rank"), *intervals_in_words(rows), *table(lines), *notes]
@@ -189,7 +200,8 @@ def of_batch(row: Row, options: AdviseOptions) -> list[str]:
     taken = max(images, batch)
     choice = {"strategy": (row["strategy"],), "ranks": (row["ranks"],), "batch_per_rank": taken}
     machine = mpikfac.predict.load_machine(options.machine)
-    chosen = changed(replace(options, **choice), row.get("change", {}))
+    change = {OVERLAP: row["overlap"], **row.get("change", {})}
+    chosen = changed(replace(options, **choice), change)
     played, *_ = predictions(chosen, machine)
     return [
         f"Batch per rank, with {label(row)}",
@@ -222,7 +234,7 @@ def words_for(row: Row, options: AdviseOptions) -> str:
     words += [f"--assignment.grad_workers {row['workers']}"] if name == "hybrid" else []
     change = row.get("change", {})
     words += [f"--{PER_NODE} {change[PER_NODE]}"] if PER_NODE in change else []
-    return " ".join([*words, f"--{OVERLAP} {str(options.given[OVERLAP]).lower()}"])
+    return " ".join([*words, f"--{OVERLAP} {str(row['overlap']).lower()}"])
 
 
 def words_of(preconditioner: Preconditioner) -> list[str]:
@@ -276,10 +288,10 @@ def of_ranks(
     assert options.efficiency, "it is set"
     named = [row for row in rows if "left_out" not in row and not row.get("change")]
     most = max(row["ranks"] for row in named)
-    row = best([row for row in named if row["ranks"] == most], options.batch_per_rank)
+    row = best([row for row in named if row["ranks"] == most])
     ranks = (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
     doubled = replace(options, strategy=(row["strategy"],), ranks=ranks)
-    found = predictions(doubled, machine)
+    found = predictions(changed(doubled, {OVERLAP: row["overlap"]}), machine)
     if "left_out" in found[0]:
         raise ValueError(
             f"efficiency={options.efficiency:g} compares with a single rank: {found[0]['left_out']}"
