@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,7 @@ from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.conflicts import check_pairs
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
-from mpikfac_apps.options.strategy import learning_rate
 from mpikfac_apps.place import RankPlace
-from mpikfac_apps.problems import airbench
 from mpikfac_apps.running import run_directory
 from mpikfac_apps.running.loop import Loop
 from mpikfac_apps.running.metrics import Meter
@@ -28,6 +24,7 @@ from mpikfac_apps.text import key_of, measured
 from mpikfac_apps.training import batches, carried, settings
 from mpikfac_apps.training.augmentation.mixes import Mixes
 from mpikfac_apps.training.parts import groups, trainers
+from mpikfac_apps.training.parts.model import PreparedModel
 from mpikfac_apps.training.parts.optimizers import (
     AVERAGED,
     Average,
@@ -35,7 +32,9 @@ from mpikfac_apps.training.parts.optimizers import (
     follow_options,
 )
 from mpikfac_apps.training.parts.problem import Problem, words_of
+from mpikfac_apps.training.restart import find_restart
 from mpikfac_apps.training.testing import best
+from mpikfac_apps.training.timetable import Timetable
 from mpikfac_apps.training.traced_steps import Recording
 
 GROWTH = 1000.0  # times the first loss: the training diverges
@@ -53,10 +52,11 @@ class Run(Loop):
         team: the ranks that train a network together.
 
     Attributes:
-        origin: the first start of the run.
+        begun_on: the ranks of the run's first start.
         problem: the data, the loss and the test.
-        frozen: the layers that are frozen in the first epochs, if the options name epochs.
-        split: the layers that groups of ranks share, if the options say so.
+        timetable: what is due at each step.
+        prepared: the network, with its frozen and split layers.
+        model: the network alone.
         training: the trainer, and what the run asks of the kind of trainer.
         average: the average of the network's weights, if tests take averages.
         best: the best test so far.
@@ -76,61 +76,50 @@ class Run(Loop):
     ) -> None:
         comm = team.trains
         early_log = run_directory.start_log(groups.writer(options)) if comm.rank == 0 else None
-        checkpoint = groups.open_checkpoint(world, comm, options)
-        self.origin, options = settings.origin_of(comm, options, checkpoint)
-        options = dataclasses.replace(options, batch_per_rank=None)
-        self.team, self.problem = team, Problem(comm, options, place.device, self.origin.images)
-        calendar = self.problem.calendar
+        restart = find_restart(world, comm, options)  # not kept: it holds the checkpoint's bytes
+        options, self.begun_on = restart.options, restart.ranks
+        self.team = team
+        self.problem = problem = Problem(comm, options, place.device, restart.images)
         with mpikfac.comm.together(comm, "options"):
             check_pairs(options, comm.size)  # a restart may have another number of ranks
-        self.mixes = Mixes.of(options.data, self.problem.classes, options.seed)
-        self.model, optimizer = trainers.make_model(self.problem, starts=checkpoint is None)
-        self.frozen = trainers.frozen_layers(self.model, options)
-        done = 0 if checkpoint is None else checkpoint.step
-        self._begin_epoch(calendar.place(max(0, done - 1))[0])  # as at the last step
-        trace = mpikfac.Trace()
-        self.split = trainers.split_layers(self.problem, self.model, trace)
-        self.training = trainers.make_training(
-            self.problem, team, world, self.model, optimizer, trace
-        )
-        trainers.give_feedback(self.problem, self.training.trainer)
+        self.mixes = Mixes.of(options.data, problem.classes, options.seed)
+        self.timetable = Timetable(problem.calendar, options, self.begun_on)
+        epoch, _ = self.timetable.place(restart.last_step)
+        self.prepared = PreparedModel(problem, restart.checkpoint is None, epoch)
+        self.model = self.prepared.model
+        made = self.model, self.prepared.optimizer, self.prepared.trace
+        self.training = trainers.make_training(problem, team, world, *made)
+        trainers.give_feedback(problem, self.training.trainer)
         self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
-        self.best = best.Best(self.problem.task)
+        self.best = best.Best(problem.task)
         self._first_loss = math.nan  # of this rank, since this start
-        rate = learning_rate(options, calendar.at(0).steps, self.origin.ranks)
-        numbers = self.problem.task.numbers(self.problem.classes)  # of a measure
+        numbers = problem.task.numbers(problem.classes)  # of a measure
         super().__init__(
             *(comm, options, guard, self.training.trainer),
-            steps=min(calendar.first(options.epochs), options.max_steps or sys.maxsize),
+            steps=self.timetable.steps,
             meter=Meter(comm, place.device, self.training.alone, numbers),
-            lr=lambda step: rate(calendar.clock(step)),
+            lr=self.timetable.rate,
             rate=options.rate,
         )
-        kept = self.restore(checkpoint)
+        kept = self.restore(restart.checkpoint)
+        restart.report_carried(comm, self.trainer)
         self.open_record(early_log, place, resolved(options, comm.size), *kept)
         self.recording = Recording(comm, options, self.training, self.steps)
-
-    def _begin_epoch(self, epoch: int) -> None:
-        """Freeze or unfreeze layers for an epoch; the trainer takes up changes at the next step."""
-        if isinstance(self.model, airbench.Airbench):
-            self.model.begin_epoch(epoch)
-        if self.frozen:
-            self.frozen.begin_epoch(epoch)
 
     # -- training --------------------------------------------------------------------------------
 
     def take(self, step: int) -> None:
         """Take the step of the calendar; ranks have one model where a test or a meeting is due."""
-        epoch, index = self.problem.calendar.place(step)
-        batch = self.problem.calendar.at(epoch).batch
-        self._begin_epoch(epoch)
-        with self.speed.step(batch), self.recording.step(step):
+        epoch, index = self.timetable.place(step)
+        self.prepared.begin_epoch(epoch)
+        with self.speed.step(self.timetable.batch(step)), self.recording.step(step):
             with self.trainer.trace.stage("data"):
                 images, labels = self.problem.batches.get(epoch, index)
                 if self.mixes:
                     images, labels = self.mixes(epoch, index, images, labels)
             self.step(step, images, labels)
-            if self.test_due(step + 1) or self._meets(step + 1):
+            meets = self.training.alone and self.timetable.meeting_due(step + 1)
+            if meets or self.test_due(step + 1):
                 self.trainer.average_replicas()  # a test is of one model, and so is a checkpoint
         if step + 1 == self.recording.chosen.stop:
             self.recording.write()
@@ -188,14 +177,9 @@ class Run(Loop):
             self.meter.add(loss, problem.task.measured(outputs, targets), len(outputs))
         return loss.detach()
 
-    def _meets(self, steps: int) -> bool:
-        """Return whether asynchronous clients meet after so many steps, for a checkpoint."""
-        interval = self.options.checkpoint_every
-        return interval is not None and steps % interval == 0 and self.training.alone
-
     def epochs(self, steps: int) -> float:
         """Return the epochs after so many steps; not collective."""
-        return self.problem.calendar.epochs(steps)
+        return self.timetable.epochs(steps)
 
     def call_meeting(self) -> None:
         """Let votes of this rank reach all clients; not collective."""
@@ -215,8 +199,7 @@ class Run(Loop):
         self.recording.write()
         self.training.log_end(self.comm)
         super().close()
-        if self.split:
-            self.split.detach()
+        self.prepared.detach()
 
     # -- records ---------------------------------------------------------------------------------
 
@@ -237,19 +220,15 @@ class Run(Loop):
 
     def test_due(self, steps: int) -> bool:
         """Return whether an epoch ends after so many steps, or the options ask for a test."""
-        interval = self.options.eval_steps
-        return self._ends_epoch(steps) or (interval is not None and steps % interval == 0)
-
-    def _ends_epoch(self, steps: int) -> bool:
-        epoch, index = self.problem.calendar.place(steps - 1)
-        return index + 1 == self.problem.calendar.at(epoch).steps
+        return self.timetable.test_due(steps)
 
     def test_after(self, steps: int) -> None:
         """Test the network at the end of an epoch, or within an epoch."""
-        if self._ends_epoch(steps):
-            self._end_epoch(self.problem.calendar.place(steps - 1)[0] + 1)
-        else:
+        epochs = self.timetable.ended_epoch(steps)
+        if epochs is None:
             self._test(f"step {steps}:")
+        else:
+            self._end_epoch(epochs)
 
     def _end_epoch(self, epoch: int) -> None:
         measure = self.problem.task.measure
@@ -258,7 +237,7 @@ class Run(Loop):
         self._compare_with_first(loss)
         numbers = {"train_loss": loss, f"train_{key_of(measure)}": value}
         text = f"epoch {epoch}: loss {loss:.4f}, train {measure} {measured(measure, value)},"
-        if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
+        if self.timetable.test_of_epoch_due(epoch):
             self._test(text, **numbers)
         else:
             self.row(**numbers)
@@ -307,13 +286,12 @@ class Run(Loop):
         link = self.team.intercomm
         tensors = self.training.tensors_per_weight + (self.average is not None)
         size = carried.megabytes(self.trainer.plan, tensors)
-        per_epoch = ", then ".join(str(span.steps) for span in self.problem.calendar.spans)
         use = "as servers" if self.training.alone else "for curvature"
         spared = f" and {link.remote_size} {use}" if link else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
             f"ranks {self.comm.size}{spared}, batch {options.batch}, "
-            f"steps {self.trainer.steps} to {self.steps}, {per_epoch} per epoch; "
+            f"steps {self.trainer.steps} to {self.steps}, {self.timetable.words()} per epoch; "
             f"a checkpoint takes about {size:,.1f} MB"
         )
 
@@ -327,7 +305,7 @@ class Run(Loop):
     def about(self) -> dict[str, Any]:
         """Return the options of the run, its first start, and the checksums of the images."""
         about = settings.about_run(self.options, self.comm.size)
-        about |= {"ranks": self.origin.ranks, "threads": torch.get_num_threads()}
+        about |= {"ranks": self.begun_on, "threads": torch.get_num_threads()}
         return about | self.problem.checksums
 
     def of_records(self) -> dict[str, Any]:
@@ -348,16 +326,3 @@ class Run(Loop):
             log.info("the checkpoint has no average of the weights; the average begins now")
         if self.options.resume == "auto":
             self.best.load(items)
-
-    def restore(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> tuple[int, str]:
-        """Restore the state, and say what another preconditioner takes over; see `Loop.restore`."""
-        kept = super().restore(checkpoint)
-        if checkpoint is not None and isinstance(self.trainer, mpikfac.KFAC):
-            before = settings.saved_run(checkpoint).get("settings", {})
-            now = settings.about_run(self.options, self.comm.size)["settings"]
-            if before.get(settings.PRECONDITIONER) != now[settings.PRECONDITIONER]:
-                parts = carried.carried(self.comm, self.trainer, checkpoint)
-                log.info(
-                    "another preconditioner: goes on: %s; starts anew: %s; left out: %s", *parts
-                )
-        return kept

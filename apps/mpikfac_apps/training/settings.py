@@ -12,12 +12,9 @@ import logging
 import math
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import mpikfac
 from mpikfac import files
@@ -40,7 +37,6 @@ OF_CODE = ("model", "data.name", "metrics")
 """Options whose values can name a file to execute."""
 
 PRECONDITIONER = "kfac.preconditioner.type"
-CHECKSUMS = "images", "pixels", "tests"
 
 log = logging.getLogger("mpikfac.train")
 
@@ -183,10 +179,11 @@ def of_checkpoint(path: Path) -> RunSettings | None:
         saved = saved_run(mpikfac.checkpoint.read_checkpoint(path))
     except (mpikfac.UserError, ValueError):  # the training reports the damage, or goes back a step
         saved = {}
-    return _settings(saved, path)
+    return of_saved(saved, path)
 
 
-def _settings(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
+def of_saved(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
+    """Return the settings of a run: as saved in its checkpoint, or else of its config.yaml."""
     if "settings" in saved:
         of_run = dict(saved["settings"])
         return RunSettings(_given(of_run, saved["open"]), of_run)
@@ -222,19 +219,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 # -- what a checkpoint says of its run -------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The first start of a run.
-
-    Attributes:
-        ranks: the number of ranks; a restart on other ranks keeps batch and rate.
-        images: the checksums of the images, as far as the checkpoint has them.
-    """
-
-    ranks: int
-    images: Mapping[str, Any] = field(default_factory=dict)
-
-
 def about_run(options: Options, ranks: int) -> dict[str, Any]:
     """Return the description of a run's options for its checkpoints.
 
@@ -245,46 +229,6 @@ def about_run(options: Options, ranks: int) -> dict[str, Any]:
     of_run = {key: value for key, value in choices.items() if key not in OF_A_START}
     left_open = {key: None for key in of_run if key in given and given[key] != of_run[key]}
     return identity(options) | {"settings": of_run, "open": left_open}
-
-
-def origin_of(
-    comm: mpikfac.comm.Comm, options: Options, checkpoint: mpikfac.checkpoint.Checkpoint | None
-) -> tuple[Origin, Options]:
-    """Return the first start of a run, and the options with the values that a restart must keep.
-
-    All changed options are logged.
-
-    Collective over: comm.
-
-    Args:
-        checkpoint: the checkpoint to resume from; None if the run starts now.
-
-    Raises:
-        UserError: the checkpoint is damaged, or its run had other options; see `follow`.
-    """
-    if checkpoint is None:
-        return Origin(comm.size), options
-    doing = f"reading checkpoint {checkpoint.path}"
-    with mpikfac.comm.together(comm, doing, untrusted=True):
-        saved = saved_run(checkpoint)
-        options = follow(options, saved, comm.size)
-        origin = Origin(saved["ranks"], {key: saved[key] for key in CHECKSUMS if key in saved})
-        if (threads := torch.get_num_threads()) != saved["threads"]:
-            log.info("started with threads=%d, now %d: bits may differ", saved["threads"], threads)
-        _tell(checkpoint, _settings(saved, checkpoint.path), resolved(options, comm.size))
-    return origin, options
-
-
-def _tell(
-    checkpoint: mpikfac.checkpoint.Checkpoint, before: RunSettings | None, now: Mapping[str, Any]
-) -> None:
-    """Log what differs from the checkpoint: the version, and options."""
-    if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
-        log.info("the checkpoint was written by %s; this is %s", checkpoint.writer, version)
-    if before is None:
-        log.info("the checkpoint has no settings: options that are not set have their defaults")
-    elif words := changes(before.resolved, flattened(now)):
-        log.info("step %d: changed since the checkpoint: %s", checkpoint.step, words)
 
 
 def identity(options: Options) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""Where a start of a run begins: at step 0, or at a checkpoint, whose run goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+
+import mpikfac
+from mpikfac_apps.options.documents import flattened
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.parse import resolved
+from mpikfac_apps.training import carried, settings
+from mpikfac_apps.training.parts import groups
+
+CHECKSUMS = "images", "pixels", "tests"
+
+log = logging.getLogger("mpikfac.train")
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Where a start of a run begins, and what a restart keeps of the first start.
+
+    Attributes:
+        options: of this start, with the values that a restart must keep.
+        ranks: of the first start; a restart on other ranks keeps batch and rate.
+        checkpoint: the checkpoint to go on from; None at step 0.
+        images: the checksums of the images, as far as the checkpoint holds checksums.
+    """
+
+    options: Options
+    ranks: int
+    checkpoint: mpikfac.checkpoint.Checkpoint | None = None
+    images: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was taken; 0 also before the first step."""
+        return max(0, self.checkpoint.step - 1) if self.checkpoint else 0
+
+    def report_carried(self, comm: mpikfac.comm.Comm, trainer: object) -> None:
+        """Log what goes on of the state of another preconditioner, once the trainer has loaded it.
+
+        Collective over: comm.
+        """
+        if self.checkpoint is None or not isinstance(trainer, mpikfac.KFAC):
+            return
+        before = settings.saved_run(self.checkpoint).get("settings", {})
+        now = settings.about_run(self.options, comm.size)["settings"]
+        if before.get(settings.PRECONDITIONER) != now[settings.PRECONDITIONER]:
+            log.info(
+                "another preconditioner: goes on: %s; starts anew: %s; left out: %s",
+                *carried.carried(comm, trainer, self.checkpoint),
+            )
+
+
+def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Options) -> Restart:
+    """Return where the run begins, with the options that a restart must keep.
+
+    The log names all options that change.
+
+    Collective over: world.
+
+    Args:
+        world: the ranks of all groups.
+        comm: the ranks that train a network together.
+
+    Raises:
+        UserError: the checkpoint is damaged, or its run had other options; see `settings.follow`.
+    """
+    checkpoint = groups.open_checkpoint(world, comm, options)
+    if checkpoint is None:
+        return Restart(replace(options, batch_per_rank=None), comm.size)
+    doing = f"reading checkpoint {checkpoint.path}"
+    with mpikfac.comm.together(comm, doing, untrusted=True):
+        saved = settings.saved_run(checkpoint)
+        options = settings.follow(options, saved, comm.size)
+        images = {key: saved[key] for key in CHECKSUMS if key in saved}
+        if (threads := torch.get_num_threads()) != saved["threads"]:
+            log.info("begun with threads=%d, now %d: bits may differ", saved["threads"], threads)
+        before = settings.of_saved(saved, checkpoint.path)
+        _report(checkpoint, before, resolved(options, comm.size))
+    return Restart(replace(options, batch_per_rank=None), saved["ranks"], checkpoint, images)
+
+
+def _report(
+    checkpoint: mpikfac.checkpoint.Checkpoint,
+    before: settings.RunSettings | None,
+    now: Mapping[str, Any],
+) -> None:
+    """Log what differs from the checkpoint: the version, and options."""
+    if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
+        log.info("the checkpoint is of %s; this is %s", checkpoint.writer, version)
+    if before is None:
+        log.info("the checkpoint has no settings: options that are not given have usual values")
+    elif words := settings.changes(before.resolved, flattened(now)):
+        log.info("step %d: changed since the checkpoint: %s", checkpoint.step, words)
