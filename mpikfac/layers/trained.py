@@ -42,7 +42,20 @@ class Hook(partial[None]):
     """A hook of a trainer on a model; in a copied or saved model the hook does nothing."""
 
     def __reduce__(self) -> Any:
-        return partial, (_nothing,)
+        return Hook, (_nothing,)
+
+    @property
+    def __name__(self) -> str:
+        """The name that `torch.jit.script` reads before it compiles a hook.
+
+        Raises:
+            AttributeError: the model still has hooks.
+        """
+        raise AttributeError(
+            "the model has hooks of mpikfac, which torch.jit.script cannot compile: call close() "
+            "of the trainer before torch.jit.script(model), or script a new model with the "
+            "weights of model.state_dict()"
+        )
 
 
 def _nothing(*_: Any) -> None:

@@ -678,3 +678,69 @@ def test_other_lengths_need_no_rate(settings):
         learn(kfac)
         weights.append(nn.utils.parameters_to_vector(model.parameters()))
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_global_hook_that_replaces_outputs_changes_no_factor(when):
+    """Oracle: the hook as a module of the model, behind the layer that it changes."""
+
+    class Tenfold(nn.Module):
+        def forward(self, x):
+            return 10 * x
+
+    expected = trainer(nn.Sequential(*network(), Tenfold()).double())
+    learn(expected)
+    model = network()
+    last = model[2]
+
+    def tenfold(module, _, output):
+        return 10 * output if module is last else None
+
+    kfac = trainer(model) if when == "before" else None
+    handle = nn.modules.module.register_module_forward_hook(tenfold)
+    kfac = kfac or trainer(model)
+    learn(kfac)
+    handle.remove()
+    for mine, theirs in zip(averages(kfac), averages(expected), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    kfac.close()
+    assert not nn.modules.module._global_forward_hooks
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that does not call the constructor of its base, as many do."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.state, self.param_groups = base, base.state, base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("make", [KFAC, FirstOrderTrainer])
+def test_a_wrapping_optimizer_steps(make):
+    """Oracle: the wrapped optimizer alone, to the last bit; a second step is refused."""
+    weights = []
+    for wrap in (lambda base: base, Lookahead):
+        model = network()
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        trained = make(model, optimizer, COMM)
+        for seed in range(3):
+            learn(trained, seed=seed)
+        weights.append(nn.utils.parameters_to_vector(model.parameters()))
+        with pytest.raises(ValueError, match="steps the optimizer itself"):
+            optimizer.step()
+    assert torch.equal(*weights)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_with_hooks_is_not_scripted():
+    """Oracle: the line, and after `close` the outputs of the scripted model."""
+    kfac = trainer(network())
+    learn(kfac)
+    for model in (kfac.model, copy.deepcopy(kfac.model).eval()):
+        with pytest.raises(AttributeError, match=r"call close\(\) of the trainer before"):
+            torch.jit.script(model)
+    kfac.close()
+    x, _ = batch()
+    torch.testing.assert_close(torch.jit.script(kfac.model)(x), kfac.model(x))

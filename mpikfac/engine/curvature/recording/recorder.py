@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mpikfac.engine.curvature.eager import Eagerly
 from mpikfac.engine.curvature.factors import Factors
+from mpikfac.engine.curvature.recording.own_outputs import OwnOutputs
 from mpikfac.engine.part import Part, PreconditionerPart
 from mpikfac.layers import SIDE_BY_SIDE, Attached, Hook, Layer
 from mpikfac.numerics import (
@@ -231,6 +232,8 @@ class Recorder(Part):
         self._held: dict[str, Held] = {}  # gradients of recorded layers after a pass
         self._thrown_away_told = self.plan.rank > 0
         self._turn: Turn | None = None
+        modules = (module for sums in self._sums() for module in sums.layer.modules)
+        self._outputs = OwnOutputs(modules)
         self._hooks: list[Attached] = []
         finalize(self, _remove, self._hooks)
         self._stage: Callable[[], AbstractContextManager[None]]  # of a call
@@ -242,7 +245,12 @@ class Recorder(Part):
             return
         self.recording = True
         own = ref(self)  # a model may outlive the recorder
-        self._hooks += [Eagerly(), self._model.register_forward_pre_hook(Hook(self._on_pass, own))]
+        self._outputs.come_first()
+        self._hooks += [
+            Eagerly(),
+            self._outputs,
+            self._model.register_forward_pre_hook(Hook(self._on_pass, own)),
+        ]
         for sums in self._sums():
             hook = Hook(self._on_forward, own, sums.layer)
             for module in sums.layer.modules:
@@ -406,12 +414,17 @@ class Recorder(Part):
     @staticmethod
     def _on_pass(own: ref[Recorder], *_: object) -> None:
         self = own()
+        if self is not None:
+            self._outputs.come_first()
         if self is not None and not self.paused and torch.is_grad_enabled():
             self._passes, self._between = self._passes + 1, False
 
     @staticmethod
     def _on_forward(own: ref[Recorder], layer: Layer, module: nn.Module, *called: Any) -> None:
         self = own()
+        if self is not None:
+            *inputs, output = called
+            called = *inputs, self._outputs.take(module, output)
         trained = any(parameter.requires_grad for parameter in layer.parameters)
         if not (module.training and trained) or self is None or self.paused:
             return
