@@ -259,7 +259,7 @@ def _finish(comm: Comm, begun: _Begun, write: Callable[[], dict[str, Any] | None
     final = begun.final
     try:
         with together(comm, begun.doing), _naming(begun.space):
-            shard = write()
+            shard = _written(write)
         written = comm.gather((shard, begun.sums)) or []
         with together(comm, begun.doing), _naming(begun.space):
             if comm.rank == 0:
@@ -356,6 +356,18 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
         load[writer] += size[name]
         shares[writer].append(name)
     return shares
+
+
+def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return what `write` returns; a lack of memory is also an error that all ranks are told.
+
+    Raises:
+        UserError: memory or HDF5 failed.
+    """
+    try:
+        return write()
+    except (MemoryError, LookupError, RuntimeError) as error:
+        raise UserError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _compare(sums: Sequence[Mapping[str, int]]) -> None:

@@ -448,3 +448,16 @@ def test_holders_that_differ_are_named() -> None:
         RanksDifferError, match=r"item 'a' is .*\[5\].* on rank 1 but .*\[6\].* on rank 2"
     ):
         _assign([held(b=1), held(a=5), held(a=6)])
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("name"), RuntimeError("HDF5")])
+def test_a_write_that_fails_otherwise_is_an_error_of_all_ranks(comm, tmp_path, monkeypatch, error):
+    """Oracle: the text; an error of files was the only one before."""
+
+    def failing(*_):
+        raise error
+
+    monkeypatch.setattr(mpikfac.checkpoint.checkpoint, "write_shard", failing)
+    with pytest.raises(mpikfac.UserError, match=f"writing checkpoint .*{type(error).__name__}: "):
+        mpikfac.save_checkpoint(comm, tmp_path, {"a": 1}, 3)
+    assert not list(tmp_path.glob("step-*"))
