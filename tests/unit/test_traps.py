@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from functools import partial
 
 import pytest
@@ -744,3 +745,59 @@ def test_a_model_with_hooks_is_not_scripted():
     kfac.close()
     x, _ = batch()
     torch.testing.assert_close(torch.jit.script(kfac.model)(x), kfac.model(x))
+
+
+def test_a_thread_that_tests_the_model_interrupts_nothing(caplog):
+    """Oracle: a trainer without the thread; the log has no line about an interruption."""
+    found = []
+    for tests in (True, False):
+        kfac = trainer(network())
+        x, y = batch()
+
+        def test(_, kfac=kfac, x=x):
+            with torch.no_grad():
+                kfac.model(x)
+
+        def in_thread(_, test=test):
+            thread = threading.Thread(target=test, args=(None,))
+            thread.start()
+            thread.join()
+
+        hidden = kfac.model[1](kfac.model[0](x))
+        if tests:
+            hidden.register_hook(in_thread)
+        F.cross_entropy(kfac.model[2](hidden), y).backward()
+        kfac.step()
+        found.append(averages(kfac))
+    assert all(map(torch.equal, *found))
+    assert "interrupted" not in caplog.text
+
+
+def test_a_complex_parameter_is_refused_with_a_remedy():
+    """Oracle: the line."""
+    model = network()
+    model.wave = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    for parameter in model[:3].parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"wave is torch.complex64; .*view_as_real.*or freeze it"):
+        FirstOrderTrainer(model, torch.optim.SGD([model.wave], lr=0.1), COMM)
+
+
+def test_layers_of_two_dtypes_are_refused_with_a_remedy():
+    """Oracle: the line."""
+    model = network()
+    model[2].float()
+    with pytest.raises(ValueError, match=r"convert all by model.to\(...\), .*or freeze 2"):
+        trainer(model)
+
+
+def test_two_trainers_of_shared_parameters_are_told(caplog):
+    """Oracle: the log; no line once a trainer is detached, or for models that share nothing."""
+    model = network()
+    whole = trainer(model)
+    part = trainer(model[0])
+    assert caplog.text.count("each of the two trainers steps them") == 1
+    whole.detach()
+    part.detach()
+    kept = [trainer(model[2]), trainer(network())]
+    assert caplog.text.count("each of the two trainers steps them") == 1 and len(kept) == 2

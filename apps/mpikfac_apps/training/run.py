@@ -355,7 +355,7 @@ class Run(Loop):
         if checkpoint is not None and isinstance(self.trainer, mpikfac.KFAC):
             before = settings.saved_run(checkpoint).get("settings", {})
             now = settings.about_run(self.options, self.comm.size)["settings"]
-            if before.get(settings.PRECONDITIONER) != now[settings.PRECONDITIONER]:
+            if before.get(settings.PRECONDITIONER, ...) not in (..., now[settings.PRECONDITIONER]):
                 parts = carried.carried(self.comm, self.trainer, checkpoint)
                 log.info(
                     "another preconditioner: goes on: %s; starts anew: %s; left out: %s", *parts

@@ -429,8 +429,9 @@ class Recorder(Part):
         if not (module.training and trained) or self is None or self.paused:
             return
         if (self._between or self._running) and not in_backward():
-            self._interrupted |= self._running
-            self._running = self._followed = False
+            if torch.is_grad_enabled():  # else a thread tests the model during a backward pass
+                self._interrupted |= self._running
+                self._running = self._followed = False
             if self._between:  # parts of the model are called, not the model
                 self._passes, self._between = self._passes + 1, False
         call = layer.watch(*called)
@@ -646,8 +647,9 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
         "layers saw different numbers of examples of one batch: %s. The first dimension of a "
         "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
         "depends on the number of ranks; take batch_first=True, or name such layers in "
-        "coverage=mpikfac.Coverage(skip=[...]) (boxes and the like in own_examples=[...], experts "
-        "and the like in part_of_batch=[...])",
+        "coverage=mpikfac.Coverage(skip=[...]); name layers of experts, or of nodes of graphs, in "
+        "part_of_batch=[...] (the loss is a mean over the batch), and layers of boxes in "
+        "own_examples=[...] (the loss is a mean over the boxes)",
         "; ".join(seen),
     )
 
