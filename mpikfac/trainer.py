@@ -33,7 +33,8 @@ from mpikfac.engine import (
     check_weighable,
     usable_scaler,
 )
-from mpikfac.layers import Layer, Other, Votes, take_model
+from mpikfac.errors import RanksDifferError
+from mpikfac.layers import Layer, Other, Votes, leave_model, take_model
 from mpikfac.model import (
     Descent,
     StepGuard,
@@ -49,6 +50,7 @@ from mpikfac.model import (
     checksums,
     common_type,
     describe,
+    describe_tensors,
     fitting,
     group_settings,
     hand_over_state,
@@ -470,7 +472,11 @@ class Trainer:
         choices = factory.choices()
         strategy = {"strategy": plan.strategy} if choices else {}  # else the plan says all
         digest = {"plan": plan.digest()}
-        agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
+        try:
+            agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
+        except RanksDifferError:
+            agree(comm, describe_tensors(model))  # of a model that differs, name the tensor
+            raise
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
         grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.tp_plan)
@@ -511,6 +517,7 @@ class Trainer:
     def detach(self) -> None:
         """Remove the hooks; the model is as before, except for the weights."""
         self._guard.remove()
+        leave_model(self.model, self)
         self._detach_parts()
 
     def _detach_parts(self) -> None:

@@ -52,11 +52,11 @@ def save_checkpoint(
     Collective over: comm.
 
     Raises:
-        ValueError: `step` is negative or `keep` is below 1.
+        ValueError: `root` is not a path, `step` is negative or `keep` is below 1.
         UserError: writing failed on some rank, or an item cannot be stored.
         RanksDifferError: ranks disagree on `root`, `step` or `keep`, or on an item.
     """
-    begun = _begin(comm, Path(root), items, step, keep)
+    begun = _begin(comm, durable.directory_of(root), items, step, keep)
     share = {name: items[name] for name in begun.names}
     final = _finish(comm, begun, lambda: _write(begun, comm.rank, share))
     if comm.rank == 0:
@@ -72,7 +72,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, comm: Comm, root: str | Path, keep: int = 2) -> None:
-        self.comm, self.root, self.keep = comm, Path(root), keep
+        self.comm, self.root, self.keep = comm, durable.directory_of(root), keep
         self._thread = ThreadPoolExecutor(1, "mpikfac-checkpoint")
         self._copies: dict[str, Tensor] = {}
         self._begun: _Begun | None = None
@@ -96,7 +96,7 @@ class CheckpointWriter:
         Collective over: comm.
 
         Raises:
-            ValueError: `step` is negative or `keep` is below 1.
+            ValueError: `root` is not a path, `step` is negative or `keep` is below 1.
             UserError: as `save_checkpoint`; or the pending checkpoint failed, and no new one was
                 begun.
         """
@@ -164,7 +164,7 @@ def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
     checkpoint = None
     with together(comm, f"reading checkpoint {path}", untrusted=True):
         if comm.rank == 0:
-            checkpoint = read_checkpoint(path)
+            checkpoint = read_checkpoint(durable.directory_of(path))
     return cast(Checkpoint, comm.bcast(checkpoint))
 
 
@@ -187,7 +187,9 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
     named: list[Path] = []
     with together(comm, f"looking for checkpoints in {root}"):
         if comm.rank == 0:
-            named = [path for path in durable.named(Path(root)) if path.name not in skip]
+            named = [
+                path for path in durable.named(durable.directory_of(root)) if path.name not in skip
+            ]
     paths = comm.bcast(named[::-1])
     _wait_for_files(comm, paths)
     skipped: list[str] = []
@@ -207,7 +209,7 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
     if tried:
         return _chosen(comm, tried[0], skipped)
     if comm.rank == 0:
-        tell_of_renamed(Path(root), -1)
+        tell_of_renamed(durable.directory_of(root), -1)
     if skipped:
         raise UserError(f"no checkpoint in {root} can be read: {'; '.join(skipped)}")
     return None
@@ -259,7 +261,7 @@ def _finish(comm: Comm, begun: _Begun, write: Callable[[], dict[str, Any] | None
     final = begun.final
     try:
         with together(comm, begun.doing), _naming(begun.space):
-            shard = write()
+            shard = _written(write)
         written = comm.gather((shard, begun.sums)) or []
         with together(comm, begun.doing), _naming(begun.space):
             if comm.rank == 0:
@@ -356,6 +358,18 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
         load[writer] += size[name]
         shares[writer].append(name)
     return shares
+
+
+def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return what `write` returns; a lack of memory is also an error that all ranks are told.
+
+    Raises:
+        UserError: memory or HDF5 failed.
+    """
+    try:
+        return write()
+    except (MemoryError, LookupError, RuntimeError) as error:
+        raise UserError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _compare(sums: Sequence[Mapping[str, int]]) -> None:

@@ -24,12 +24,28 @@ REPLACED = ".replaced"
 AHEAD = 2**23  # bytes after which the system is asked to begin to write to the disk
 
 
+def directory_of(path: object) -> Path:
+    """Return a user's path, with the home directory in the place of "~".
+
+    Raises:
+        ValueError: it is not a path.
+    """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"the path of checkpoints must be a str or a pathlib.Path, not {path!r}")
+    return Path(path).expanduser()
+
+
 def begin(final: Path) -> None:
     """Create the temporary directory of `final`, and remove the leftovers of killed runs."""
     for leftover in final.parent.glob(".step-*.partial"):
         _delete(leftover)
     missing = [path for path in final.parents if not path.exists()]
     for directory in reversed(missing):
+        if directory.is_symlink():
+            raise FileNotFoundError(
+                f"{directory} is a link to {directory.readlink()}, which does not exist; make that "
+                f"directory, or remove the link"
+            )
         directory.mkdir(exist_ok=True)
         _sync(directory.parent)
     partial(final).mkdir()

@@ -43,12 +43,12 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
     Collective over: none.
     """
-    for path in reversed(durable.named(Path(root))):
+    for path in reversed(durable.named(durable.directory_of(root))):
         if (path / durable.MANIFEST).is_file():
             tell_of_renamed(path.parent, durable.step_of(path) or 0)
             return path
         log.warning("%s is passed over: %s is missing", path, durable.MANIFEST)
-    tell_of_renamed(Path(root), -1)
+    tell_of_renamed(durable.directory_of(root), -1)
     return None
 
 

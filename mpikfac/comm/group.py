@@ -16,6 +16,8 @@ from mpikfac.errors import UserError
 from mpikfac.trace import Trace
 
 Call = Callable[[Any, Any], None]
+FIRST = 16
+"""The exchanges of rows of a group that compare whether rows require gradients."""
 
 
 class Group:
@@ -36,6 +38,7 @@ class Group:
         self._comm = cast(MPI.Intracomm, comm.Split(color, comm.rank))
         self._comm.name = name
         self.size, self.member, self.trace = self._comm.size, self._comm.rank, trace
+        self._compared = 0  # exchanges whose gradients were compared
         self._buffers = Buffers(trace, cuda_aware())
 
     def free(self) -> None:
@@ -62,6 +65,25 @@ class Group:
                     f"{list(shape)} {dtype} on member 0, layer {other_name!r} gets "
                     f"{list(other_shape)} {other_dtype} on member {member}"
                 )
+
+    def check_gradients(self, x: Tensor) -> None:
+        """Check, in the first exchanges, that tensors of all members require gradients, or none.
+
+        Collective over: group.
+
+        Raises:
+            UserError: on some members alone; the backward pass of these would wait forever.
+        """
+        if self.size == 1 or self._compared == FIRST:
+            return
+        self._compared += 1
+        required = self._comm.allgather(x.requires_grad and torch.is_grad_enabled())
+        if len(set(required)) > 1:
+            raise UserError(
+                f"rows require gradients on member {required.index(True)} and not on member "
+                f"{required.index(False)}: call rows.requires_grad_() on all members, also for 0 "
+                f"rows, or rows.detach() on all"
+            )
 
     def gather(self, x: Tensor, dim: int, stage: str) -> Tensor:
         """Return the tensors of all members, joined along `dim`.

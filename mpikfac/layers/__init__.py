@@ -25,6 +25,7 @@ from mpikfac.layers.normalization import NormLayer as NormLayer
 from mpikfac.layers.refusals import Refused as Refused
 from mpikfac.layers.trained import Hook as Hook
 from mpikfac.layers.trained import Trained as Trained
+from mpikfac.layers.trained import leave_model as leave_model
 from mpikfac.layers.trained import take_model as take_model
 from mpikfac.layers.trained import trainer_of as trainer_of
 from mpikfac.layers.transposed import TransposedLayer as TransposedLayer

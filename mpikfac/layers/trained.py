@@ -29,7 +29,22 @@ def take_model(model: nn.Module, trainer: Trainer) -> None:
     if older is not None and (present := older()) is not None and present is not trainer:
         present.detach()
         log.warning("the model's older %s is detached", type(present).__name__)
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for other, reference in list(TRAINERS.items()):
+        alive = None if other is model else reference()
+        if alive is not None and not own.isdisjoint(map(id, other.parameters())):
+            log.warning(
+                "the model has parameters of another model with a %s: each of the two trainers "
+                "steps them; freeze them in one of the models, or call detach() of one trainer",
+                type(alive).__name__,
+            )
     TRAINERS[model] = ref(trainer)
+
+
+def leave_model(model: nn.Module, trainer: Trainer) -> None:
+    """Note that `trainer` does not train the model any more."""
+    if trainer_of(model) is trainer:
+        del TRAINERS[model]
 
 
 def trainer_of(model: nn.Module) -> Trainer | None:
@@ -42,7 +57,20 @@ class Hook(partial[None]):
     """A hook of a trainer on a model, which does nothing in a copied or saved model."""
 
     def __reduce__(self) -> Any:
-        return partial, (_nothing,)
+        return Hook, (_nothing,)
+
+    @property
+    def __name__(self) -> str:
+        """The name that `torch.jit.script` reads before it compiles a hook.
+
+        Raises:
+            AttributeError: the model still has hooks.
+        """
+        raise AttributeError(
+            "the model has hooks of mpikfac, which torch.jit.script cannot compile: call close() "
+            "of the trainer before torch.jit.script(model), or script a new model with the "
+            "weights of model.state_dict()"
+        )
 
 
 def _nothing(*_: Any) -> None:

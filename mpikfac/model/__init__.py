@@ -15,6 +15,7 @@ from mpikfac.model.checks import check_synchronous as check_synchronous
 from mpikfac.model.checks import check_tensors as check_tensors
 from mpikfac.model.checks import common_type as common_type
 from mpikfac.model.checks import describe as describe
+from mpikfac.model.checks import describe_tensors as describe_tensors
 from mpikfac.model.checks import groups_of as groups_of
 from mpikfac.model.checks import members as members
 from mpikfac.model.checks import report_uncovered as report_uncovered

@@ -48,12 +48,23 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
     dtype = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
     if dtype not in SUMMABLE:
         allowed = " or ".join(map(str, (torch.bfloat16, *SUMMABLE)))
-        raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
+        remedy = (
+            "register the real tensor torch.view_as_real(parameter), and call view_as_complex in "
+            "forward"
+            if first.is_complex()
+            else "convert the model by to(torch.float32)"
+        )
+        raise ValueError(
+            f"{name} is {first.dtype}; trained parameters must be {allowed}: {remedy}, or freeze "
+            f"it by requires_grad_(False)"
+        )
     for different, tensor in tensors:
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
                 f"{different} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
-                f"{first.device}; all trained parameters and buffers must share both"
+                f"{first.device}; trained parameters and running statistics must share both: "
+                f"convert all by model.to(...), with passes under torch.autocast for 16 bits, or "
+                f"freeze {different}"
             )
     return dtype, first.device
 
@@ -80,8 +91,7 @@ def check_tensors(model: nn.Module) -> None:
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """Summarise versions, model and optimizer, for ranks to compare."""
     names = {id(p): name for name, p in model.named_parameters()}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    shapes = [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors]
+    shapes = describe_tensors(model)
     groups = [
         [names.get(id(p), "a parameter of another model") for p in group["params"]]
         for group in optimizer.param_groups
@@ -91,9 +101,17 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
         "mpikfac version": mpikfac.__version__,
         "mpikfac's code": _digest([path.read_bytes() for path in sorted(LIBRARY.rglob("*.py"))]),
         "torch version": torch.__version__,
-        "model": _digest(shapes),
+        "model": _digest([*shapes.items()]),
         "optimizer": f"{type(optimizer).__name__} {numbers}",
         "optimizer's parameters": _digest(groups),
+    }
+
+
+def describe_tensors(model: nn.Module) -> dict[str, str]:
+    """Return shape and dtype of each parameter and buffer in words, and whether it is trained."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {
+        f"tensor {n!r}": f"{[*t.shape]} {t.dtype}{' trained' * t.requires_grad}" for n, t in tensors
     }
 
 

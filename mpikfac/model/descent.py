@@ -81,6 +81,10 @@ class StepGuard:
                 )
             self._allowed.discard(stepped)
 
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            # A wrapper without super().__init__(): torch prepares it as it does unpickled ones.
+            vars(optimizer).setdefault("defaults", {})
+            Optimizer.__setstate__(optimizer, {})
         self._hook = optimizer.register_step_pre_hook(check)
 
     @contextmanager

@@ -204,7 +204,7 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
         (
             ("--kfac.momentum_of=gradients",),
             ("--kfac.momentum_of=directions",),
-            "continue with optimizer=kfac, kfac.momentum_of=gradients and momentum above 0",
+            "give optimizer=kfac, kfac.momentum_of=gradients and momentum above 0 as before",
         ),
         (
             ("--optimizer=sgd",),

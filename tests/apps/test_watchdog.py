@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mpikfac_apps.guard.reports import set_aside, summary
+from mpikfac_apps.guard.reports import Reports, set_aside, summary
+from mpikfac_apps.guard.watchdog import Watchdog
 from support.launch import launch
 from support.pace import PACE, paced
 
@@ -399,3 +400,13 @@ def test_reports_of_an_earlier_start_are_set_aside_if_there_are_any(tmp_path):
         assert len(list(tmp_path.glob("hang-*"))) == kept
     set_aside(hang)
     assert [path.read_text() for path in tmp_path.glob("hang-*/*")] == ["stack"]
+
+
+def test_a_watchdog_that_fails_says_so(tmp_path, caplog):
+    """Oracle: the line of the log."""
+    watchdog = Watchdog(Reports(tmp_path, 0, 1), None)
+    clock, watchdog.clock = watchdog.clock, None
+    watchdog._thread.join(paced(5))
+    watchdog.clock = clock
+    watchdog.close()
+    assert "the watchdog ends by AttributeError, so a hang has no limit" in caplog.text

@@ -262,6 +262,17 @@ def test_a_new_layer_is_trained_from_the_next_step_on(comm):
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
+def test_models_that_differ_between_ranks_are_refused_by_a_tensors_name(comm):
+    """Oracle: the same text on all ranks, with the first tensor that differs."""
+    model = network()
+    if comm.rank == 1:
+        model[2] = nn.Linear(8, 8, bias=False).double()
+    with pytest.raises(mpikfac.RanksDifferError, match="disagree on tensor '2.bias': ") as caught:
+        FirstOrderTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_bound_that_differs_between_ranks_is_refused(comm, parts):
     """Oracle: the same text on all ranks, in the first step whose bounds differ."""

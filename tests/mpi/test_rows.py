@@ -96,6 +96,15 @@ def test_bytes_of_trace_and_plan_are_equal(comm):
     assert all(event.over == "world" for event in group.trace.events)
 
 
+@pytest.mark.skipif(mpikfac.world().size == 1, reason="one rank agrees with itself")
+def test_rows_that_require_gradients_on_some_ranks_are_refused(comm):
+    """Oracle: the same text on all ranks; without it, one rank waits in its backward pass."""
+    right = [2] * comm.size
+    some = torch.zeros(2 * comm.size, 3, device=DEVICE, requires_grad=comm.rank == 0)
+    with pytest.raises(mpikfac.UserError, match="on member 0 and not on member 1: call rows"):
+        mpikfac.lab.exchange_rows(some, group_of(comm), right, right)
+
+
 def test_counts_that_do_not_fit_are_refused(comm):
     """Oracle: the error's text; no rank communicates."""
     group, some = group_of(comm), torch.zeros(2 * comm.size, 3, device=DEVICE)

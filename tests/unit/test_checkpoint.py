@@ -448,3 +448,43 @@ def test_holders_that_differ_are_named() -> None:
         RanksDifferError, match=r"item 'a' is .*\[5\].* on rank 1 but .*\[6\].* on rank 2"
     ):
         _assign([held(b=1), held(a=5), held(a=6)])
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("name"), RuntimeError("HDF5")])
+def test_a_write_that_fails_otherwise_is_an_error_of_all_ranks(comm, tmp_path, monkeypatch, error):
+    """Oracle: the text; an error of files was the only one before."""
+
+    def failing(*_):
+        raise error
+
+    monkeypatch.setattr(mpikfac.checkpoint.checkpoint, "write_shard", failing)
+    with pytest.raises(mpikfac.UserError, match=f"writing checkpoint .*{type(error).__name__}: "):
+        mpikfac.save_checkpoint(comm, tmp_path, {"a": 1}, 3)
+    assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize("path", [None, b"runs", 3])
+def test_what_is_no_path_is_refused(comm, path):
+    """Oracle: the line."""
+    for use in (
+        lambda: mpikfac.save_checkpoint(comm, path, {"a": 1}, 3),
+        lambda: mpikfac.load_checkpoint(comm, path),
+        lambda: mpikfac.find_checkpoint(comm, path),
+    ):
+        with pytest.raises(
+            (ValueError, mpikfac.UserError), match="must be a str or a pathlib.Path"
+        ):
+            use()
+
+
+def test_the_home_directory_and_links_are_followed(comm, tmp_path, monkeypatch):
+    """Oracle: the place of the files, and the line about a link to nothing."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = mpikfac.save_checkpoint(comm, "~/runs", {"a": 1}, 3)
+    assert path.parent == tmp_path / "runs" and path.is_dir()
+    assert mpikfac.find_checkpoint(comm, "~/runs").path == path
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(
+        mpikfac.UserError, match="link is a link to .*nothing, which does not exist"
+    ):
+        mpikfac.save_checkpoint(comm, tmp_path / "link", {"a": 1}, 3)

@@ -139,7 +139,7 @@ def test_numbers_of_parameter_groups_are_restored_as_they_were(comm):
 
 def test_float16_is_refused(comm):
     model = nn.Sequential(nn.Linear(2, 2)).half()
-    with pytest.raises(ValueError, match="0.weight is torch.float16; parameters must be"):
+    with pytest.raises(ValueError, match="0.weight is torch.float16; trained parameters must be"):
         mpikfac.FirstOrderTrainer(model, torch.optim.SGD(model.parameters()), comm)
 
 

@@ -323,5 +323,5 @@ def test_a_model_that_ddp_has_averaged_is_preconditioned(comm, tmp_path):
 def test_models_in_half_precision_are_refused_by_name(comm):
     model = network().half()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match=r"front.0 is torch.float16; parameters must be"):
+    with pytest.raises(ValueError, match=r"front.0 is torch.float16; trained parameters must be"):
         mpikfac.KFAC(model, optimizer, comm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from functools import partial
 
 import pytest
@@ -678,3 +679,125 @@ def test_other_lengths_need_no_rate(settings):
         learn(kfac)
         weights.append(nn.utils.parameters_to_vector(model.parameters()))
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_global_hook_that_replaces_outputs_changes_no_factor(when):
+    """Oracle: the hook as a module of the model, behind the layer that it changes."""
+
+    class Tenfold(nn.Module):
+        def forward(self, x):
+            return 10 * x
+
+    expected = trainer(nn.Sequential(*network(), Tenfold()).double())
+    learn(expected)
+    model = network()
+    last = model[2]
+
+    def tenfold(module, _, output):
+        return 10 * output if module is last else None
+
+    kfac = trainer(model) if when == "before" else None
+    handle = nn.modules.module.register_module_forward_hook(tenfold)
+    kfac = kfac or trainer(model)
+    learn(kfac)
+    handle.remove()
+    for mine, theirs in zip(averages(kfac), averages(expected), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    kfac.close()
+    assert not nn.modules.module._global_forward_hooks
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that does not call the constructor of its base, as many do."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.state, self.param_groups = base, base.state, base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("make", [KFAC, FirstOrderTrainer])
+def test_a_wrapping_optimizer_steps(make):
+    """Oracle: the wrapped optimizer alone, to the last bit; a second step is refused."""
+    weights = []
+    for wrap in (lambda base: base, Lookahead):
+        model = network()
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        trained = make(model, optimizer, COMM)
+        for seed in range(3):
+            learn(trained, seed=seed)
+        weights.append(nn.utils.parameters_to_vector(model.parameters()))
+        with pytest.raises(ValueError, match="steps the optimizer itself"):
+            optimizer.step()
+    assert torch.equal(*weights)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_with_hooks_is_not_scripted():
+    """Oracle: the line, and after `close` the outputs of the scripted model."""
+    kfac = trainer(network())
+    learn(kfac)
+    for model in (kfac.model, copy.deepcopy(kfac.model).eval()):
+        with pytest.raises(AttributeError, match=r"call close\(\) of the trainer before"):
+            torch.jit.script(model)
+    kfac.close()
+    x, _ = batch()
+    torch.testing.assert_close(torch.jit.script(kfac.model)(x), kfac.model(x))
+
+
+def test_a_thread_that_tests_the_model_interrupts_nothing(caplog):
+    """Oracle: a trainer without the thread; the log has no line about an interruption."""
+    found = []
+    for tests in (True, False):
+        kfac = trainer(network())
+        x, y = batch()
+
+        def test(_, kfac=kfac, x=x):
+            with torch.no_grad():
+                kfac.model(x)
+
+        def in_thread(_, test=test):
+            thread = threading.Thread(target=test, args=(None,))
+            thread.start()
+            thread.join()
+
+        hidden = kfac.model[1](kfac.model[0](x))
+        if tests:
+            hidden.register_hook(in_thread)
+        F.cross_entropy(kfac.model[2](hidden), y).backward()
+        kfac.step()
+        found.append(averages(kfac))
+    assert all(map(torch.equal, *found))
+    assert "interrupted" not in caplog.text
+
+
+def test_a_complex_parameter_is_refused_with_a_remedy():
+    """Oracle: the line."""
+    model = network()
+    model.wave = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    for parameter in model[:3].parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"wave is torch.complex64; .*view_as_real.*or freeze it"):
+        FirstOrderTrainer(model, torch.optim.SGD([model.wave], lr=0.1), COMM)
+
+
+def test_layers_of_two_dtypes_are_refused_with_a_remedy():
+    """Oracle: the line."""
+    model = network()
+    model[2].float()
+    with pytest.raises(ValueError, match=r"convert all by model.to\(...\), .*or freeze 2"):
+        trainer(model)
+
+
+def test_two_trainers_of_shared_parameters_are_told(caplog):
+    """Oracle: the log; no line once a trainer is detached, or for models that share nothing."""
+    model = network()
+    whole = trainer(model)
+    part = trainer(model[0])
+    assert caplog.text.count("each of the two trainers steps them") == 1
+    whole.detach()
+    part.detach()
+    kept = [trainer(model[2]), trainer(network())]
+    assert caplog.text.count("each of the two trainers steps them") == 1 and len(kept) == 2

@@ -128,6 +128,12 @@ class Watchdog:
             self.clock.alarm(min(self._deadline, self._write_deadline))
 
     def _watch(self) -> None:
+        try:
+            self._look_until_closed()
+        except Exception as error:
+            log.exception("the watchdog ends by %s, so a hang has no limit", type(error).__name__)
+
+    def _look_until_closed(self) -> None:
         told, counts = 0.0, True
         while not self._closed.wait(TICK):
             if self.clock.stopped - told > TOLD:

@@ -5,6 +5,7 @@ mpikfac plan --model resnet50 --ranks 64 --assignment hybrid-opt --assignment.gr
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from mpikfac_apps.text import in_lines, mib, number, show, table
 
 WIDTH = 96
 EXCHANGES = (names.EXCHANGE_WEIGHTS, names.EXCHANGE_IN_NODE)
+SLOW = 20_000  # ranks
 TABLE = 60  # layers; for larger models, a line names several layers
 
 Kind = tuple[str, str, str]
@@ -52,6 +54,8 @@ def print_plan(options: PlanOptions) -> int:
     Raises:
         ValueError: options do not fit together.
     """
+    if options.ranks > SLOW:
+        print(f"planning {options.ranks} ranks takes minutes", file=sys.stderr, flush=True)
     run = foreseen_of(options)
     plan = run.plan
     sections = [[*heading(options.model, plan), *filter(None, [run.line])], grid(plan)]

@@ -79,8 +79,9 @@ def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
     now = options.momentum if options.momentum_of_gradients else 0.0
     if not now and any(name.startswith(MOMENTA) for name in items):
         raise ValueError(
-            "it has momenta of gradients, but no momentum of directions; continue with "
-            "optimizer=kfac, kfac.momentum_of=gradients and momentum above 0"
+            f"it has momenta of gradients, which optimizer={options.optimizer} does not continue; "
+            f"give optimizer=kfac, kfac.momentum_of=gradients and momentum above 0 as before, or "
+            f"start a new run with resume=never in another run_dir"
         )
     for name in items:
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")

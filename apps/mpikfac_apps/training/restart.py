@@ -52,7 +52,7 @@ class Restart:
             return
         before = settings.saved_run(self.checkpoint).get("settings", {})
         now = settings.about_run(self.options, comm.size)["settings"]
-        if before.get(settings.PRECONDITIONER) != now[settings.PRECONDITIONER]:
+        if before.get(settings.PRECONDITIONER, ...) not in (..., now[settings.PRECONDITIONER]):
             log.info(
                 "another preconditioner: goes on: %s; starts anew: %s; left out: %s",
                 *carried.carried(comm, trainer, self.checkpoint),

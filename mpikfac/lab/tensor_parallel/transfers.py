@@ -98,6 +98,7 @@ def exchange_rows(
     Raises:
         ValueError: counts do not fit the group or the rows.
         TypeError: a count is not a whole number.
+        UserError: rows require gradients on some members only; compared in the first exchanges.
     """
     counts_out, counts_in = ([*map(index, counts)] for counts in (counts_out, counts_in))
     for name, counts in (("counts_out", counts_out), ("counts_in", counts_in)):
@@ -108,6 +109,7 @@ def exchange_rows(
             f"counts_out={counts_out} and counts_in={counts_in} must fit {len(rows)} rows on "
             f"member {group.member}"
         )
+    group.check_gradients(rows)
     exchange = partial(group.pass_rows, counts_out=counts_out, counts_in=counts_in)
     transposed = partial(group.pass_rows, counts_out=counts_in, counts_in=counts_out)
     return _linear(rows, exchange, transposed, stages)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mpikfac.engine.curvature.eager import Eagerly
 from mpikfac.engine.curvature.recording.moments import Moments
+from mpikfac.engine.curvature.recording.own_outputs import OwnOutputs
 from mpikfac.engine.curvature.recording.retained import RetainedGradients
 from mpikfac.engine.curvature.recording.sums import changed_in_place
 from mpikfac.engine.part import Part
@@ -58,6 +59,7 @@ class RecordingHooks(Part):
         self._retained = RetainedGradients(moments.parameters)
         self._removed_told = self.plan.rank > 0
         self._turn: Turn | None = None
+        self._outputs = OwnOutputs(module for layer in moments.layers for module in layer.modules)
         self._hooks: list[Attached] = []
         finalize(self, _remove, self._hooks)
 
@@ -70,7 +72,9 @@ class RecordingHooks(Part):
         if not layers:
             return
         own = ref(self)  # a model may outlive the trainer
-        self._hooks += [Eagerly(), self._model.register_forward_pre_hook(Hook(self._on_pass, own))]
+        self._outputs.come_first()
+        on_pass = self._model.register_forward_pre_hook(Hook(self._on_pass, own))
+        self._hooks += [Eagerly(), self._outputs, on_pass]
         for layer in layers:
             hook = Hook(self._on_forward, own, layer)
             for module in layer.modules:
@@ -126,7 +130,10 @@ class RecordingHooks(Part):
     @staticmethod
     def _on_pass(own: ref[RecordingHooks], *_: object) -> None:
         self = own()
-        if self is not None and not self.paused and torch.is_grad_enabled():
+        if self is None:
+            return
+        self._outputs.come_first()
+        if not self.paused and torch.is_grad_enabled():
             self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -137,8 +144,12 @@ class RecordingHooks(Part):
         own: ref[RecordingHooks], layer: Layer, module: nn.Module, *called: Any
     ) -> None:
         self = own()
+        if self is None:
+            return
+        *inputs, output = called
+        called = *inputs, self._outputs.take(module, output)
         trained = any(parameter.requires_grad for parameter in layer.parameters)
-        if not (module.training and trained) or self is None or self.paused:
+        if not (module.training and trained) or self.paused:
             return
         if not in_backward():
             self._note_forward()
@@ -150,8 +161,9 @@ class RecordingHooks(Part):
 
     def _note_forward(self) -> None:
         """Note a call of a layer outside of backward passes: the pass before has ended."""
-        self._interrupted |= self._running
-        self._running = self._followed = False
+        if torch.is_grad_enabled():  # else a thread tests the model during a backward pass
+            self._interrupted |= self._running
+            self._running = self._followed = False
         if self._between:  # parts of the model are called, not the model
             self._begin_pass()
 

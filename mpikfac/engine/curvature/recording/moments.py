@@ -301,8 +301,9 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
         "layers saw different numbers of examples of one batch: %s. The first dimension of a "
         "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
         "depends on the number of ranks; take batch_first=True, or name such layers in "
-        "coverage=mpikfac.Coverage(skip=[...]) (boxes and the like in own_examples=[...], experts "
-        "and the like in part_of_batch=[...])",
+        "coverage=mpikfac.Coverage(skip=[...]); name layers of experts, or of nodes of graphs, in "
+        "part_of_batch=[...] (the loss is a mean over the batch), and layers of boxes in "
+        "own_examples=[...] (the loss is a mean over the boxes)",
         "; ".join(seen),
     )
 
