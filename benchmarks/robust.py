@@ -12,8 +12,8 @@ accuracy of three seeds, by rule and attack.
 300 steps. Prints, for each noise and safeguard, in how many of 20 seeds right ranks were excluded
 permanently, and the largest fraction of the ranks' vectors that did not count.
 
-`floors`: both for values of `Safeguard.floor`. Prints the lowest test accuracy of nine seeds by attack,
-and in how many of 100 seeds right ranks were excluded permanently under noise of rank 1.
+`floors`: both for values of `Safeguard.floor`. Prints the lowest test accuracy of nine seeds by
+attack, and in how many of 100 seeds right ranks were excluded permanently under noise of rank 1.
 
 Results are kept in `results/robust.json`.
 """
