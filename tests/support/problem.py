@@ -119,7 +119,7 @@ def network() -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with momentum and weight decay, and a separate learning rate for the last layer."""
+    """Return SGD with momentum and weight decay; the last layer has its own learning rate."""
     groups = [{"params": model[:4].parameters()}, {"params": model[5].parameters(), "lr": 0.03}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
