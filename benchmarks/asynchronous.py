@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 mpirun --oversubscribe -n 5 python -m mpi4py benchmarks/asynchronous.py
 
-A small network learns handwritten digits, 16 images a step on each rank that trains. An update of
-c synchronous ranks is of 16 c images, with c times the learning rate; an update of a client is of
-16 images. The weights are tested after every 640 images of all ranks together. With a straggler,
-the last rank that trains is slower by 50 ms in each step. Each cell is a median over seeds.
+A small network learns handwritten digits, 16 images per step on each rank that trains. An update of
+c synchronous ranks uses 16 c images, with c times the learning rate; an update of a client uses 16
+images. The weights are tested after every 640 images of all ranks together. With a straggler, the
+last rank that trains is slower by 50 ms in each step. Each cell is a median over seeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The cost of a run until the target, and how the run ended."""
+    """The cost of a run until the target, and its final result."""
 
     updates: float
     images: float
@@ -128,7 +128,7 @@ def synchronous(
 def asynchronous(
     comm: Any, model: nn.Module, optimizer: Any, data: Problem, epochs: int, delay: float, seed: int
 ) -> Found | None:
-    """Train with a server: each client takes steps until all clients together have taken enough."""
+    """Train with a server: clients take steps until all of them together have taken enough."""
     strategy = Strategy(MemOpt(), sync=ParameterServer())
     team = mpikfac.split_comm(comm, 1)
     if team.comm is None:

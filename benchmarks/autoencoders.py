@@ -2,13 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py digits patches --data DIR
 
-SGD takes 5,000 updates, AdamW, Muon and SOAP 1,500, and K-FAC 330 and 660. Every optimizer has
-three learning rates, which fall linearly to 0. "K-FAC, quadratic" takes length and momentum of 330
-steps from the quadratic model, and has three dampings at the start. The best value with seed 0 then
-gets two further seeds. The measure is the error of the training images, as in the literature, or
-with `--measure test_error` the error of the test images. Errors, by updates and seconds, are kept
-in `results/autoencoders.json`. Runs in the file are not repeated. `--known` prints the
-table of the known runs. `--seconds ROUNDS` times steps of all `--ways` by turns on an idle machine.
+SGD takes 5,000 updates, AdamW, Muon and SOAP 1,500, and K-FAC 330 and 660. Three learning rates,
+which decay linearly to 0, are tried for every optimizer. "K-FAC, quadratic" takes length and
+momentum of 330 steps from the quadratic model, and three initial dampings are tried. The best value
+with seed 0 is repeated with two more seeds. The measure is the error of the training images, as in
+the literature, or with `--measure test_error` the error of the test images. Errors, by updates and
+seconds, are kept in `results/autoencoders.json`. Runs in the file are not repeated. `--known`
+prints the table of the known runs. `--seconds ROUNDS` times steps of all `--ways` alternately, on
+an idle machine.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def main() -> int:
 def lines_of(
     options: argparse.Namespace, problem: str, way: str, value: str, seed: int
 ) -> list[Line]:
-    """Return updates, seconds and errors of a run; train only if the run is missing."""
+    """Return updates, seconds and errors of a run, which is trained only if it is missing."""
     known, tuned = read(), WAYS[way][2]
     name = f"{problem}, {way}, {tuned.removeprefix('kfac.')} {value}, seed {seed}"
     if name not in known and not options.known:
@@ -126,7 +127,7 @@ def read() -> dict[str, dict[str, list[float]]]:
 
 
 def tests(metrics: Path) -> Iterator[Line]:
-    """Yield the lines of a metrics file that hold a test error."""
+    """Yield the lines of a metrics file that have a test error."""
     for text in metrics.read_text().splitlines():
         line: dict[str, Any] = json.loads(text)
         if "test_error" in line:
@@ -139,7 +140,7 @@ def error_of(metrics: Path) -> str:
 
 
 def best_value(options: argparse.Namespace, problem: str, way: str) -> str:
-    """Return the value of the tuned option with the least final error of the first seed."""
+    """Return the value of the tuned option with the lowest final error of the first seed."""
     finals = {}
     for value in WAYS[way][3]:
         if lines := lines_of(options, problem, way, value, SEEDS[0]):

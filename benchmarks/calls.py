@@ -2,10 +2,10 @@
 
     mpirun -n 4 python -m mpi4py benchmarks/calls.py [linear|conv] [inverse|eigen|eva] [--list]
 
-Counts the Python functions of mpikfac, in all rooms, that a training step with new factors and
-bases enters, and the changes of file between consecutive functions. The step is the second step,
-after everything is bound. Every further layer is the difference between models of 3 layers and of 2
-layers: on the rank that owns the layer, and the largest count on the remaining ranks.
+Counts the Python functions of mpikfac, in all packages, that a training step with new factors and
+bases enters, and the changes of file between consecutive functions. The step is the second one,
+after everything is bound. The cost of an additional layer is the difference between models with 3
+and 2 layers: on the rank that owns the layer, and the largest count on the other ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call = tuple[str, str]
 
 
 def main() -> None:
-    """Print the counts on rank 0; with --list, also the functions of a further layer."""
+    """Print the counts on rank 0; with --list, also the functions of an additional layer."""
     words = [word for word in sys.argv[1:] if word[0] != "-"]
     kind, preconditioner = words + ["conv", "inverse"][len(words) :]
     comm = mpikfac.world()
@@ -64,7 +64,7 @@ def entered(kind: str, layers: int, preconditioner: str) -> tuple[list[Call], in
         model, optimizer, comm, strategy, inv_update_steps=1, preconditioner=preconditioner
     )
     calls: list[Call] = []
-    begun: set[types.FrameType] = set()  # a generator goes on in the frame that it began in
+    begun: set[types.FrameType] = set()  # a generator continues in the frame in which it began
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -72,7 +72,7 @@ def entered(kind: str, layers: int, preconditioner: str) -> tuple[list[Call], in
             return
         if code.co_flags & inspect.CO_GENERATOR:
             begun.add(frame)
-        if code.co_name[0] != "<":  # readers do not go to comprehensions and lambdas
+        if code.co_name[0] != "<":  # readers do not follow comprehensions and lambdas
             calls.append((str(Path(code.co_filename).relative_to(LIBRARY)), code.co_name))
 
     x = torch.randn(4, 8, 6, 8)

@@ -4,11 +4,10 @@
 
 Every case trains a small network for some steps: all named strategies, with each preconditioner and
 without, and many combinations of choices. Each checkout runs the cases of its own copy of this
-file, in its own words, at each number of ranks; then digests of weights after every step and of all
-items of the state, the messages in order (stage, primitive, communicator, bytes), the bytes that
-the trace has counted, and the texts of refusals are compared, case by case.
-A case that restarts writes its state in OLD, and NEW goes on from that state.
-The exit code is 1 if anything differs.
+file, with its own names, at each number of ranks. Then digests of weights after every step and of
+all items of the state, the messages in order (stage, primitive, communicator, bytes), the bytes
+counted by the trace, and the texts of errors are compared, case by case. A case that restarts
+writes its state in OLD, and NEW continues from that state. The exit code is 1 if anything differs.
 
 --keep keeps the records of OLD in a folder, where the next comparison finds them. `NAMES` maps the
 names of OLD, in records and in states, to those of NEW.
@@ -98,7 +97,7 @@ NAMES = {
     "top_momentum=0.9": "compression.gradients.momentum=0.9",
     "ValueError: ranks_per_node": "ValueError: transport.ranks_per_node",
 }
-"""Names in an older checkout's records, and the names that have taken their place."""
+"""Names in an older checkout's records, and the names that have replaced them."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ UNSPLIT = "unsplit-inverse"
 WITH_MOMENTUM = "soap", "muon", "normuon", "newton-muon"
 """Preconditioners by whose defaults the momentum is taken before gradients are preconditioned."""
 SERVED = "eigen", "ekfac", "inverse", "unsplit-inverse"
-"""Preconditioners that curvature servers know; servers of another, refused run would wait."""
+"""Preconditioners that curvature servers support; with others, servers would wait forever."""
 LENGTHS: dict[str, dict[str, Any]] = {
     "orthogonal": {"grafting": AdamGrafting()},
     "adam": {"grafting": AdamGrafting(orthogonalize=False)},
@@ -159,7 +158,7 @@ SHORTER: dict[str, dict[str, Any]] = {
     "krum": {"sync.aggregation.num_byzantine": 0},
     "hybrid": {"assignment": HybridOpt(grad_workers=1)},
 }
-"""Choices in the place of those of named strategies, so that seven steps show all of a strategy."""
+"""Choices that replace those of named strategies, so that seven steps cover all of a strategy."""
 OF_NODES = {"sync.sync_every": 3, "sync.replicas": "node", "transport.ranks_per_node": 2}
 FURTHER: dict[str, dict[str, dict[str, Any]]] = {
     "dgc": {
@@ -189,7 +188,7 @@ FURTHER: dict[str, dict[str, dict[str, Any]]] = {
     },
     "staggered": {"tolerance": {"refresh.tolerance": 0.2}},
 }
-"""Further choices of named strategies."""
+"""Additional choices of named strategies."""
 STEPPED = {"assignment": MemOpt(shard_optimizer=True)}
 SHARDED = MemOpt(factor_reduction="reduce_scatter", shard_optimizer=True)
 TRANSPORTS: dict[str, dict[str, Any]] = {
@@ -256,7 +255,7 @@ def named_cases() -> Iterator[Case]:
 
 
 def preconditioned_cases() -> Iterator[Case]:
-    """Yield all named strategies with each preconditioner, and further choices of some of them."""
+    """Yield all named strategies with each preconditioner, and additional choices of some."""
 
     def settings(name: str, **more: Any) -> dict[str, Any]:
         return more | {"inv_update_steps": 5 if name == "staggered" else 3}
@@ -358,7 +357,7 @@ def setting_cases() -> Iterator[Case]:
 
 
 def program_cases() -> Iterator[Case]:
-    """Yield split layers, codistillation, and what a program may do between steps."""
+    """Yield split layers, codistillation, and what a program can do between steps."""
     everyone, eigen = functools.partial(Case, workers="all"), {"preconditioner": "eigen"}
     yield everyone("split", program="split")
     yield Case("split first-order", trainer="FirstOrderTrainer", program="split")
@@ -383,7 +382,7 @@ class Recorder:
         self.record: Record = {"messages": [], "weights": [], "states": [], "notes": []}
 
     def listen(self) -> None:
-        """From now on, note every message that a grid sends."""
+        """Record every message that a grid sends from now on."""
         exchange, in_order, overlapped = Grid.exchange, Grid.sum_in_order, Grid.overlapped
 
         def note(kind: str, messages: Sequence[Any], flat: Any) -> None:
@@ -441,7 +440,7 @@ def network(dtype: str, width: int) -> Any:
 
 
 def batch(step: int, comm: Any, dtype: str) -> Any:
-    """Return the rank's share of the images and labels of a step."""
+    """Return the rank's shard of the images and labels of a step."""
     generator = torch.Generator().manual_seed(100 + step)
     images = torch.randn(EXAMPLES, 2, 8, 8, generator=generator).to(getattr(torch, dtype))
     labels = torch.randint(0, 5, (EXAMPLES,), generator=generator)
@@ -577,7 +576,7 @@ class Run:
         trainer.close()
 
     def _prepare(self, step: int) -> None:
-        """Freeze a layer, restart, or waste a pass, as the program says."""
+        """Freeze a layer, restart, or discard a pass, as the program requires."""
         program = self.case.program
         if program == "frozen" and step in (3, 5):
             self.model[3].requires_grad_(step == 5)
@@ -591,7 +590,7 @@ class Run:
             self.trainer.optimizer.zero_grad()
 
     def _restart(self) -> None:
-        """Go on with another trainer, from the state of all ranks."""
+        """Continue with another trainer, from the state of all ranks."""
         trainer, record, case = self.trainer, self.recorder.record, self.case
         trainer.average_replicas()
         state = trainer.state_dict()

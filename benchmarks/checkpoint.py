@@ -1,12 +1,12 @@
-"""Time checkpoints of ResNet-50 with factors and inverses, against plain writes and copies.
+"""Time checkpoints of ResNet-50 with factors and inverses, compared to plain writes and copies.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python -m mpi4py benchmarks/checkpoint.py --root DIRECTORY
 
-A plain write is a rank's share of the bytes as a single `write` and `fsync`, on all ranks at once,
-to a new file; then the file before is deleted, as `save_checkpoint` with `keep=1` deletes the
-checkpoint before. So both find the same free memory for the system's cache. Training means steps
-without refreshes. The cost to training is the extra time of the same number of steps while a
-checkpoint is written. Seconds are seconds of the slowest rank, medians over the repetitions.
+A plain write is a rank's part of the bytes as a single `write` and `fsync` to a new file, on all
+ranks at once; then the previous file is deleted, as `save_checkpoint` with `keep=1` deletes the
+previous checkpoint. Both therefore find the same free memory for the system's cache. Training means
+steps without refreshes. The cost to training is the additional time of the same number of steps
+while a checkpoint is written. Seconds are those of the slowest rank, medians over the repetitions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def make_training(options: argparse.Namespace, comm: MPI.Intracomm) -> tuple[mpi
 
 
 def measure_saving(comm: MPI.Intracomm, items: Any, root: Path, repeat: int) -> int:
-    """Print `save_checkpoint` against plain writes; return the bytes of this rank's share.
+    """Print `save_checkpoint` compared to plain writes; return the bytes of this rank's part.
 
     Collective over: comm.
     """
@@ -145,7 +145,7 @@ def resume(comm: MPI.Intracomm, trainer: Any, root: Path) -> None:
 
 
 def write_new(path: Path, content: Any) -> None:
-    """Write and fsync a new file beside the file before, and replace the file before."""
+    """Write and fsync a new file, and replace the previous one by it."""
     new = path.with_suffix(".new")
     with open(new, "wb", buffering=0) as file:
         done = 0

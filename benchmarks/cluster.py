@@ -1,4 +1,4 @@
-"""Measure step times of all strategies on the present network, and print predictions beside.
+"""Measure step times of all strategies on the present network, and compare predictions.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
     bash jobs/emulated_cluster.sh run mpikfac calibrate --out 1gbit.json \
@@ -6,16 +6,16 @@
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/cluster.py --machine 1gbit.json \
         --model resnet20 --data DIRECTORY --json cluster.json
 
-"shampoo:mem-opt" is a preconditioner under a strategy, with the settings that the preconditioner
-takes by itself; strategies without a preconditioner have inverses and a damping of 0.03.
+"shampoo:mem-opt" is a preconditioner under a strategy, with the preconditioner's default settings;
+strategies without a preconditioner have inverses and a damping of 0.03.
 
-A round is a refresh interval of each strategy in turn. A strategy's step is the mean over an
+In a round, each strategy runs for one refresh interval. A strategy's step is the mean over an
 interval, the median over rounds. Communication is the time in communication stages on the rank that
-comes last to each stage. The communication of K-FAC is a strategy's surplus over plain SGD in the
-same round. Predictions take messages and decompositions from the machine file. The network's
-computing time is measured between the rounds, because the speed of a shared machine changes.
-Strategies with curvature servers are left out, because fewer ranks train; `exchange.py` measures
-the strategies that exchange weights, and gradients with momentum of their own.
+comes last to each stage. The communication of K-FAC is the difference between a strategy and plain
+SGD in the same round. Predictions take messages and decompositions from the machine file. The
+network's computing time is measured between the rounds, because the speed of a shared machine
+changes. Strategies with curvature servers are left out, because fewer ranks train; `exchange.py`
+measures the strategies that exchange weights, and gradients with their own momentum.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 class Images:
-    """The rank's shards of CIFAR-10, one after the other."""
+    """The rank's shards of CIFAR-10, one after another."""
 
     def __init__(self, comm: Any, options: argparse.Namespace) -> None:
         found = datasets.load("cifar10", options.data, 4096)
@@ -117,7 +117,7 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
     job = job_of(name, options)
     asked, _, name = name.rpartition(":")
-    momentum = 0.0 if asked else 0.9  # else the preconditioner takes the momentum it likes
+    momentum = 0.0 if asked else 0.9  # else the preconditioner uses its default momentum
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum, weight_decay=5e-4)
     machine = mpikfac.predict.load_machine(options.machine)
     trainer: Any

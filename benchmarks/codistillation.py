@@ -1,13 +1,13 @@
-"""Compare groups that learn from each other's predictions with groups that train apart.
+"""Compare groups that learn from each other's predictions with groups that train independently.
 
     mpirun -n 2 python -m mpi4py benchmarks/codistillation.py
 
-Two groups learn handwritten digits, each 64 images a step, in an order of its own, from first
-weights of its own; with `--data halves`, each from a half of the training images. The learning rate
-falls to 0 in 264 steps. The test images give steps to 97 %, the accuracy at the end, and churn: the
-share of test images whose predicted class differs between two trainings with different seeds, and
-the mean absolute difference of the probabilities [Anil et al. 2018]. Results are kept in
-`results/codistillation.json`.
+Two groups learn handwritten digits, with 64 images per group and step, in different orders and from
+different initial weights; with `--data halves`, each from a half of the training images. The
+learning rate decays to 0 in 264 steps. Results on the test images are steps to 97 %, the final
+accuracy, and churn: the fraction of test images whose predicted class differs between two trainings
+with different seeds, and the mean absolute difference of the probabilities [Anil et al. 2018].
+Results are kept in `results/codistillation.json`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def name_of(data: str, optimizer: str, weight: float, burn_in: int, every: int) 
 def trained(
     comm: Any, data: str, optimizer: str, rule: dict[str, Any], seed: int
 ) -> list[dict[str, Any]]:
-    """Train both groups; return of each group steps to the target, accuracy and probabilities.
+    """Train both groups; return steps to the target, accuracy and probabilities of each group.
 
     Collective over: comm.
     """

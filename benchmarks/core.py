@@ -1,12 +1,12 @@
-"""Count what a reader of a default step has to read: lines, functions and files of the library.
+"""Count what a reader of a default step must read: lines, functions and files of the library.
 
     mpirun -n 4 python -m mpi4py benchmarks/core.py          # a step
     mpirun -n 4 python -m mpi4py benchmarks/core.py --all    # the construction of KFAC, and steps
-    python -m mpi4py benchmarks/core.py --sizes              # lines of the rooms and of the core
+    python -m mpi4py benchmarks/core.py --sizes              # lines of the packages and of the core
 
 A convolution and a linear layer are trained with K-FAC by default. Rank 0 counts the lines that the
 steps have executed (`executed`), and the lines of the functions that the steps have entered, with
-signatures and docstrings (`entered`). The reading path leaves out `numerics` and `trace`.
+signatures and docstrings (`entered`). The reading path excludes `numerics` and `trace`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def counted(steps: Steps) -> dict[str, int]:
 
 
 def sizes() -> dict[str, tuple[int, int]]:
-    """Return lines and files of each room, of the core, and of the library."""
+    """Return lines and files of each package, of the core, and of the library."""
     rooms: dict[str, list[int]] = collections.defaultdict(list)
     for path in LIBRARY.rglob("*.py"):
         name = str(path.relative_to(LIBRARY))

@@ -1,14 +1,14 @@
-"""Count the bytes that MPI sends for the messages of a plan, beside the bytes of the plan.
+"""Count the bytes that MPI sends for the messages of a plan, and compare them with the plan.
 
     unset OMPI_MCA_pml
     export OMPI_MCA_pml_monitoring_enable=1
     mpirun -n 16 python -m mpi4py benchmarks/counters.py --model resnet20 --append FILE
 
-The counters are those of Open MPI (pml/monitoring): all bytes that a rank gives to the network or
-to shared memory, in collectives too. A line sums up the messages of a stage with the same
-primitive, in a step with new factors and bases: the bytes of the busiest rank and of all ranks, as
-the plan says (`Message.wire`, a ring) and as counted. Overlapped sums come with the agreements of
-the ranks. A file gets a line of JSON for each line of the table.
+The counters are those of Open MPI (pml/monitoring): all bytes that a rank passes to the network or
+to shared memory, including collectives. A line is the total over the messages of a stage with the
+same primitive, in a step with new factors and bases: the bytes of the busiest rank and of all
+ranks, as planned (`Message.wire`, a ring) and as counted. Overlapped reductions include the
+agreements of the ranks. A file gets a line of JSON for each line of the table.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def counted(
 
 
 def send(grid: Grid, plan: mpikfac.plan.RankPlan, message: Message) -> None:
-    """Send a message of zeros, on the thread of overlapped sums if the strategy overlaps the stage.
+    """Send a message of zeros, on the thread of overlapped messages if the stage is overlapped.
 
     Collective over: world.
     """

@@ -1,8 +1,8 @@
-"""Compare options of K-FAC: test accuracy within a small budget, all tuned alike.
+"""Compare options of K-FAC: test accuracy within a small budget, all tuned in the same way.
 
     OMP_NUM_THREADS=1 python benchmarks/curvature.py vit_small --data DIR --out runs/curvature
 
-Every way to train a network is tried with three settings and seed 0; the best setting then gets
+Three settings of each method are tried for a network with seed 0; the best setting is repeated with
 seeds 1 and 2. Results are kept in `results/curvature_NETWORK.json`. Runs with results in the file
 are not repeated. `--table` prints the existing results.
 """

@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/default_cost.py [--rounds 5] [--networks NAME ...]
 
-SGD, Muon and K-FAC take blocks of 50 steps by turns, on the networks and batches of `defaults.py`
-with random inputs. A block holds all that K-FAC does in 50 steps at its usual intervals: 50 new
-directions, 5 updates of the factors and 1 update of the decompositions. Numbers are CPU seconds of
-a block over SGD's: medians over rounds, and in brackets the lowest and the highest. A first block
-does not count.
+SGD, Muon and K-FAC run alternating blocks of 50 steps, on the networks and batches of `defaults.py`
+with random inputs. A block contains everything that K-FAC does in 50 steps at its default
+intervals: 50 new directions, 5 updates of the factors and 1 update of the decompositions. Results
+are CPU seconds of a block relative to SGD's: medians over rounds, and in brackets minimum and
+maximum. The first block does not count.
 """
 
 from __future__ import annotations

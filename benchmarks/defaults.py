@@ -1,14 +1,14 @@
-"""Choose the defaults of K-FAC by ten networks, by the worst of the ten.
+"""Choose the defaults of K-FAC on ten networks, by the worst result of the ten.
 
     OMP_NUM_THREADS=1 python benchmarks/defaults.py --data DIR --workers 2
     python benchmarks/defaults.py --known
 
 Ten networks train for 234 to 300 steps with the training program: with SGD, AdamW, Muon and SOAP at
-five learning rates each, and with K-FAC. Rates fall linearly to 0; all further options are the
-program's defaults. Results are kept in `results/defaults.jsonl` beside this file, a line for each
-run, and are not repeated: several sittings, or machines, can share the work. `--known` prints the
-tables of the known runs: K-FAC by default beside the best other optimizer at its usual rate and at
-the best rate, and the candidates for the defaults by their largest loss.
+five learning rates each, and with K-FAC. Rates decay linearly to 0; all other options are the
+program's defaults. Results are kept in `results/defaults.jsonl` next to this file, one line per
+run, and are not repeated, so several sessions or machines can share the work. `--known` prints the
+tables of the known runs: K-FAC by default compared to the best other optimizer at its default rate
+and at the best rate, and the candidates for the defaults by their largest loss.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LONGER = {
     "resnet20, all images": CIFAR
     | {"model": "resnet20", "epochs": "7", "data.train_images": "50000"},
 }
-"""Further tasks, on which `time_to_accuracy.py` has tuned the other optimizers."""
+"""Additional tasks, on which `time_to_accuracy.py` has tuned the other optimizers."""
 TASKS = NETWORKS | LONGER
 RATES = {
     "sgd": ("0.01", "0.03", "0.1", "0.3", "1"),
@@ -66,10 +66,10 @@ RATES = {
     "soap": ("0.0003", "0.001", "0.003", "0.01", "0.03"),
 }
 USUAL = {"sgd": "lr=0.1", "adamw": "lr=0.001", "muon": "lr=0.0025", "soap": "lr=0.003"}
-"""The rates that the program takes by default; of Muon's 0.003, the nearest rate tried."""
+"""The program's default rates; for Muon's 0.003, the nearest rate tried."""
 BY_DEFAULT = ""
 MEASURES = {"test_accuracy": 100.0, "test_error": -1.0, "test_bits_per_byte": -1.0}
-"""Measures, and the factor to a number that is good if it is large."""
+"""Measures, and the factor to a value that is good if it is large."""
 SEEDS = (0, 1, 2)
 
 
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """Yield the runs that are asked for."""
+    """Yield the selected runs."""
     for seed, optimizer in itertools.product(options.seeds, options.optimizers):
         rates = [f"lr={rate}" for rate in RATES.get(optimizer, ())]
         settings = options.settings or rates or [BY_DEFAULT]
@@ -109,7 +109,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Run jobs until no job is left; a folder claims a job."""
+    """Run jobs until none is left; a folder claims a job."""
     for job in jobs(options):
         claim = options.out / "claims" / "+".join(map(str, job)).replace("/", "-")
         if job in known():
@@ -165,7 +165,7 @@ def known() -> dict[Job, dict[str, float]]:
 
 
 def report(results: Mapping[Job, Mapping[str, float]]) -> None:
-    """Print K-FAC by default beside the other optimizers, and the candidates."""
+    """Print K-FAC by default compared to the other optimizers, and the candidates."""
     rows = [("network", "K-FAC by default", "best at usual rates", "best of five rates")]
     for network in NETWORKS:
         others = [job for job in results if job[0] == network and job[1] in RATES]
@@ -182,7 +182,7 @@ def report(results: Mapping[Job, Mapping[str, float]]) -> None:
 
 
 def good(result: Mapping[str, float]) -> float:
-    """Return the measure of a result, as a number that is good if it is large."""
+    """Return the measure of a result, as a value that is good if it is large."""
     numbers = (factor * result[name] for name, factor in MEASURES.items() if name in result)
     return next(numbers, -math.inf)
 
@@ -206,7 +206,7 @@ def cell(results: Mapping[Job, Mapping[str, float]], tried: Sequence[Job]) -> st
 def candidates(
     results: Mapping[Job, Mapping[str, float]],
 ) -> Iterator[tuple[str, list[float]]]:
-    """Yield settings of K-FAC with the loss by network against the best run of the others, in %."""
+    """Yield settings of K-FAC with their loss by network to the best run of the others, in %."""
     for setting in dict.fromkeys(job[2] for job in results if job[1] == "kfac"):
         loss = []
         for network in NETWORKS:

@@ -1,4 +1,4 @@
-"""Time two ways to the input factor of a depthwise convolution, and the layer's own passes.
+"""Time two algorithms for the input factor of a depthwise convolution, and the layer's own passes.
 
 OMP_NUM_THREADS=1 python benchmarks/depthwise.py
 """

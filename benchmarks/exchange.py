@@ -1,4 +1,4 @@
-"""Compare ways to exchange gradients and weights: epochs, bytes and seconds to a target.
+"""Compare exchanges of gradients and weights: epochs, bytes and seconds to a target.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
     bash jobs/emulated_cluster.sh run -n 4 mpikfac calibrate --out 1gbit.json \
@@ -6,11 +6,11 @@
     bash jobs/emulated_cluster.sh run -n 4 python -m mpi4py benchmarks/exchange.py --network 1gbit \
         --machine 1gbit.json --out runs/exchange
 
-A small network learns handwritten digits, 64 images a step on all ranks together, with three seeds
-for each way; or with `--images cifar10 --path DIR`, 10,000 images of CIFAR-10, 128 a step.
-`--straggler 0.02` makes the last rank slower by 20 ms in each step. Bytes are those passed to MPI
-by a rank. Predictions of a step take messages from the machine file, and the network's computing
-times after the run, because the speed of a shared machine changes. Results are kept in
+A small network learns handwritten digits, 64 images per step on all ranks together, with three
+seeds for each method; or with `--images cifar10 --path DIR`, 10,000 images of CIFAR-10, 128 per
+step. `--straggler 0.02` makes the last rank slower by 20 ms in each step. Bytes are those that a
+rank passes to MPI. Predictions of a step take messages from the machine file, and the network's
+computing times after the run, because the speed of a shared machine changes. Results are kept in
 `results/exchange.json`; runs in the file are not repeated.
 """
 
@@ -52,7 +52,7 @@ IMAGES = {
 }
 """Options, the test accuracy to reach, and the shape of an image."""
 SGD = ("--optimizer=sgd", "--lr=0.05", "--weight_decay=0.005")
-BARE = (*SGD, "--momentum=0")  # the messages bring momentum
+BARE = (*SGD, "--momentum=0")  # momentum is applied to the messages
 ADAMW = ("--optimizer=adamw", "--lr=0.003")
 KFAC = (
     "--kfac.factor_update_steps=5",
@@ -92,7 +92,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 class Watched(Run):
-    """A run that leaves its trainer behind, and whose last rank may be slow."""
+    """A run that leaves its trainer behind, and whose last rank can be slow."""
 
     last: Run
     straggler = 0.0  # seconds in a step

@@ -4,8 +4,9 @@
     export PYTHONPATH=tests
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/feedback.py --data DIRECTORY
 
-Optimizers are SGD and K-FAC without G, whose bases stay; factors are made in every step. Groups of
-steps of all ways take turns; times are medians over rounds, as in `benchmarks/overlap.py`.
+Optimizers are SGD and K-FAC without G, whose bases do not change; factors are updated in every
+step. Groups of steps of all methods alternate; times are medians over rounds, as in
+`benchmarks/overlap.py`.
 """
 
 from __future__ import annotations

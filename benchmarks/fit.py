@@ -4,7 +4,7 @@
     python benchmarks/fit.py
 
 Prints a row per order: milliseconds, medians on one thread, of the check in
-`Refresh(tolerance=...)`, and of the whole residual, which the library does not compute.
+`Refresh(tolerance=...)`, and of the full residual, which the library does not compute.
 """
 
 from __future__ import annotations

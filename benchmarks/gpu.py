@@ -4,11 +4,11 @@
     TRIAL=1 python benchmarks/gpu.py FOLDER         tiny sizes, for any device: all parts run
     python benchmarks/gpu.py FOLDER --table         prints the results in FOLDER as Markdown
 
-A part writes its result to FOLDER/PART.json and what it prints to FOLDER/PART.txt. A part that
-fails or passes its limit writes no result and says so in one line, and the other parts go on.
-SGD and K-FAC are measured by turns in each part. Nothing is needed beside the library: the parts
-leave out kfac-pytorch if Python finds no package `kfac`, and the part `before` if the variable BASE
-names no older checkout. MPIRUN and MPIRUN_FLAGS set the launcher of the parts with two ranks.
+A part writes its result to FOLDER/PART.json and its output to FOLDER/PART.txt. A part that fails or
+exceeds its limit writes no result and reports this in one line, and the other parts continue. SGD
+and K-FAC are measured alternately in each part. Only the library is needed: the parts leave out
+kfac-pytorch if Python finds no package `kfac`, and the part `before` if the variable BASE names no
+older checkout. MPIRUN and MPIRUN_FLAGS set the launcher of the parts with two ranks.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TRIAL = bool(os.environ.get("TRIAL"))
-SLOW = 10  # times longer a trial may take: the machine may be any
+SLOW = 10  # times longer that a trial can take, as it can run on any machine
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 REASON = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")  # the last line of a traceback
 
 
 class Part(NamedTuple):
-    """A measurement: a function of gpu_parts.py, with a process or a job of its own.
+    """A measurement: a function of gpu_parts.py, in a separate process or job.
 
     Attributes:
         name: of the part and its result.
-        seconds: that the part may take.
+        seconds: the time limit of the part.
         measures: the function.
         ranks: of the job; 0 for a process without MPI's launcher.
         checkout: the library and the programs that are measured; None if there is no such checkout.
@@ -140,7 +140,7 @@ def measured(part: Part, folder: Path) -> tuple[str, bool]:
 
 
 def beside_python(program: str) -> str:
-    """Return the program beside Python, or the one on PATH."""
+    """Return the program next to Python, or the one on PATH."""
     beside = Path(sys.executable).with_name(program)
     return str(beside) if beside.exists() else program
 

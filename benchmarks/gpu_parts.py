@@ -1,9 +1,9 @@
-"""The measurements of gpu.py: a function for each part, with a process or a job of its own.
+"""The measurements of gpu.py: a function for each part, which runs in a separate process or job.
 
     python benchmarks/gpu_parts.py FUNCTION FILE
 
-A function returns rows; `timing.timed` makes most of them. A row with `missing` tells what a case
-needs that is not here, such as an argument of `KFAC` that an older library does not have.
+A function returns rows, most of which `timing.timed` creates. A row with `missing` says what a case
+needs that is not available, such as an argument of `KFAC` that an older library does not have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpikfac_apps import place
 from mpikfac_apps.problems import models
 
 NEVER = 10**9
-Choices = Callable[[], dict[str, Any]]  # makes arguments of KFAC; the library may not have them
+Choices = Callable[[], dict[str, Any]]  # returns arguments of KFAC; the library may lack them
 KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "decompositions": (1, 1)}
 PRECISIONS: dict[str, Choices] = {
     f"K-FAC, {precision}": lambda precision=precision: {"matmul_precision": precision}
@@ -61,11 +61,11 @@ class Scale(NamedTuple):
     """The sizes of all parts.
 
     Attributes:
-        tasks: the small network, and the large network with a small, the usual and a large batch.
+        tasks: the small network, and the large network with a small, a medium and a large batch.
         rounds: samples of each case.
         lengths: steps of a block by kind.
-        intervals: of the final table; the first two are also measured whole.
-        orders: of factors, taken one at a time; `beside` are those beside SGD.
+        intervals: of the final table; the first two are also measured as a whole.
+        orders: of factors, taken one at a time; `beside` are those measured during SGD.
         backend: of torch.compile.
     """
 
@@ -349,7 +349,7 @@ def graphs_and_breaks(name: str) -> Row:
 
 
 def eager() -> list[Row]:
-    """Time all kinds of steps of the library in use: gpu.py also takes an older library."""
+    """Time all kinds of steps of the library in use, which can be an older one."""
     cases = [
         case
         for task in each(USUAL, SMALL)
@@ -429,7 +429,7 @@ def factors() -> list[Row]:
 
 
 def orders() -> list[Row]:
-    """Time refreshes: a factor at a time, all of an order, beside SGD, and by the library."""
+    """Time refreshes: one factor at a time, all of an order, during SGD, and by the library."""
     training = Training(USUAL)
     plan = training.kfac(NEVER, NEVER).plan
     counts = Counter(factor.order for factor in plan.of(0).owned)
@@ -528,7 +528,7 @@ def beside(order: int) -> Callable[[], Step]:
 
 
 def peer() -> list[Row]:
-    """Time kfac-pytorch beside, on the same networks in float32 and NCHW, which it needs.
+    """Time kfac-pytorch for comparison, on the same networks in float32 and NCHW, which it needs.
 
     "as published" is K-FAC with all that kfac-pytorch computes, and nothing else.
     """
@@ -633,7 +633,7 @@ def together(name: str, base: str, kinds: Sequence[Row], every: tuple[int, int])
 
 
 def ranks() -> list[Row]:
-    """Time steps of ranks that share the GPU, by the way of messages, and tell the stages.
+    """Time steps of ranks that share the GPU, by the route of messages, and report the stages.
 
     Collective over: world.
     """

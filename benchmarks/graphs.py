@@ -7,13 +7,13 @@
         --machine 100mbit.json --json graphs.json
 
 The first ranks of the job train, with each number of ranks in turn, while the others sleep. An
-epoch is a step on all nodes. Bytes are those of rows for other ranks, on the rank that sends most:
-planned from the partition, and counted by the trace. Seconds of an epoch are the median.
+epoch is a step on all nodes. Bytes are those of rows for other ranks, on the rank that sends the
+most: planned from the partition, and counted by the trace. Seconds of an epoch are the median.
 Communication is the time in communication stages on the rank that comes last to each stage; the
 predicted communication takes messages from the machine file. The predicted epoch is the predicted
-communication and the measured computing time, because the speed of a shared machine changes.
-Without a machine file, nothing is predicted. The accuracy is of the nodes whose classes are not
-known in training.
+communication plus the measured computing time, because the speed of a shared machine changes.
+Without a machine file, nothing is predicted. The accuracy is that of the nodes whose classes are
+not known in training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpikfac_apps.graphs.data import Planted
 from mpikfac_apps.graphs.train import GraphOptions, GraphWork
 from mpikfac_apps.text import ms, table
 
-NAP = 0.02  # seconds between looks of a rank that waits
+NAP = 0.02  # seconds between checks of a rank that waits
 FREE = mpikfac.predict.Network("graph", 1, *[0.0] * 5)  # computes in no time
 
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def rest(comm: Any) -> None:
-    """Wait for all ranks, without a use of the core.
+    """Wait for all ranks, without using the core.
 
     Collective over: world.
     """

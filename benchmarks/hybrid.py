@@ -3,8 +3,8 @@
     mpirun --oversubscribe -n 2 python -m mpi4py benchmarks/hybrid.py --widths 2048 2048 2048
     ... benchmarks/hybrid.py --latency 5e-5 --bandwidth 1.2e8      # with predicted seconds
 
-A network of linear layers with ReLU in between is trained by SGD. All distributions take turns in
-each repetition. Seconds are medians over repetitions, of the slowest rank; waiting is included.
+A network of linear layers with ReLU in between is trained by SGD. All distributions alternate in
+each repetition. Seconds are medians over repetitions, of the slowest rank; they include waiting.
 """
 
 from __future__ import annotations

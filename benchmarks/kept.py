@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/kept.py --data DIR --steps 60
 
-ResNet-20 is trained on CIFAR-10. K-FAC with further dtypes sees the same batches and weights at
-every step. Errors are relative errors of directions before any bound, medians over layers and over
-the last refresh's steps.
+ResNet-20 is trained on CIFAR-10. K-FAC with other dtypes gets the same batches and weights at every
+step. Errors are relative errors of directions before any clip, medians over layers and over the
+last refresh's steps.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmarks/language.py
 
-`gpt_small` passes once over 3,840 windows of 64 bytes, 16 windows a step, as in
-`jobs/configs/text_kfac.yaml`. Every optimizer has three learning rates. Seed 0 chooses the
-rate by the bits of the last 60 training steps, on text that the network sees for the first time.
-Seeds 1, 2 and 3 then give the bits of the test text, of the last tenth of the library.
+`gpt_small` passes once over 3,840 windows of 64 bytes, 16 windows per step, as in
+`jobs/configs/text_kfac.yaml`. Three learning rates are tried for every optimizer. With seed 0, the
+rate is chosen by the bits of the last 60 training steps, on text that the network sees for the
+first time. Seeds 1, 2 and 3 then give the bits of the test text, the last tenth of the library.
 
-Runs are kept in `results/language.json` and are not repeated. CPU seconds of a step are
-measured with all optimizers in turn, and kept too. `--known` prints the table of the known runs and
-draws `results/language.png`.
+Runs are kept in `results/language.json` and are not repeated. CPU seconds of a step are measured
+with all optimizers alternating, and are kept as well. `--known` prints the table of the known runs
+and draws `results/language.png`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESULTS = Path(__file__).parent / "results" / "language.json"
 PICTURE = RESULTS.with_suffix(".png")
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "text_kfac.yaml"
 COMMON = "--warmup_epochs=0.1", "--weight_decay=0"
-KFAC = (  # of the kept runs; today's defaults are others
+KFAC = (  # of the kept runs; today's defaults are different
     *("--optimizer=kfac", "--kfac.relative_damping=0.1", "--kfac.fisher_type=mc"),
     *(
         "--kfac.factor_update_steps=10",

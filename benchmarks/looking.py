@@ -1,4 +1,4 @@
-"""Measure the seconds that a step takes to compare the model with the known model.
+"""Measure how long a step takes to check whether the model has changed.
 
 PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/looking.py --model resnet50
 """
@@ -17,7 +17,7 @@ from support import inside
 
 
 def main() -> None:
-    """Print medians over repetitions, and the share of a step of SGD."""
+    """Print medians over repetitions, and the fraction of a step of SGD."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--batch", type=int, default=8)

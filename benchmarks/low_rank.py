@@ -1,13 +1,13 @@
-"""Time leading eigenvectors by iteration against `eigh`, and measure the errors of low rank.
+"""Time leading eigenvectors by iteration compared to `eigh`, and measure the errors of low rank.
 
     export OMP_NUM_THREADS=1 PYTHONPATH=tests
-    python benchmarks/low_rank.py                        # spectra that fall as 1 / i and 1 / i^2
+    python benchmarks/low_rank.py                        # spectra that decay as 1 / i and 1 / i^2
     python benchmarks/low_rank.py --data DIR --steps 20  # input factors of a ResNet-18 in training
 
 For each factor and rank, prints milliseconds of `eigh` and of the iteration, medians of interleaved
-calls. Prints also relative errors of directions, in float32, against the direction with the whole
-factor in float64: with the leading eigenvectors from `eigh`, and with the iterated eigenvectors.
-The second factor is the identity, and damping is relative to the mean eigenvalue.
+calls. Also prints relative errors of directions, in float32, compared to the direction with the
+full factor in float64: with the leading eigenvectors from `eigh`, and with the iterated ones. The
+other factor is the identity, and damping is relative to the mean eigenvalue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpikfac_apps.training.augmentation.moves import Augmentation
 from support import inside
 
 ORDERS = (1152, 2304)  # of spectra that follow a law
-SHARES = (16, 8, 4)  # of the order
+SHARES = (16, 8, 4)  # rank as a fraction 1 / n of the order
 DAMPINGS = (1.0, 0.1)  # in units of the mean eigenvalue
 LAYERS = {f"layer{n}.1.conv2" for n in (2, 3, 4)}  # of ResNet-18: 1152, 2304 and 4608 inputs
 COLUMNS = ("factor", "rank", "eigh, ms", "iteration", "ratio")

@@ -6,8 +6,8 @@ Every kind runs in separate processes and takes two steps with new factors and b
 peak is the peak of the resident set; on a GPU, also the peak of torch's allocations. Plain SGD
 averages gradients in place, and therefore needs only model, optimizer and activations.
 
-kfac-pytorch is measured if Python finds the package `kfac`, with the package's own communication
-over gloo. MPIRUN and MPIRUN_FLAGS set the launcher.
+kfac-pytorch is measured if Python finds the package `kfac`, with its own communication over gloo.
+MPIRUN and MPIRUN_FLAGS set the launcher.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Networks for images of 32x32 beside those of the program, with torch's first weights.
+"""Networks for images of 32x32, in addition to those of the program, with torch's initial weights.
 
 mpikfac train --model benchmarks/networks.py:plain --data.name cifar10 --data.path DIR
 """
@@ -20,7 +20,7 @@ def plain(classes: int = 10) -> nn.Module:
 
 
 class Shortcut(nn.Module):
-    """Modules beside a shortcut."""
+    """Modules with a shortcut."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 def convnext(classes: int = 10) -> nn.Module:
-    """Return depthwise 5x5 convolutions and two 1x1 convolutions beside shortcuts [Liu et al.]."""
+    """Return depthwise 5x5 convolutions and two 1x1 convolutions with shortcuts [Liu et al.]."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 2, 2), ChannelNorm(64)]
     for inputs, outputs in ((64, 64), (64, 128)):
         if inputs != outputs:
@@ -70,7 +70,7 @@ def convnext(classes: int = 10) -> nn.Module:
 
 
 def block(width: int) -> nn.Module:
-    """Return a depthwise and two 1x1 convolutions with a normalisation, beside a shortcut."""
+    """Return a depthwise and two 1x1 convolutions with a normalisation and a shortcut."""
     return Shortcut(
         nn.Conv2d(width, width, 5, padding=2, groups=width),
         ChannelNorm(width),

@@ -1,12 +1,12 @@
-"""Measure what layer-wise norms cost, and what dealing them out over ranks would cost.
+"""Measure what layer-wise norms cost, and what distributing them over ranks would cost.
 
     mpirun -n 2 python -m mpi4py benchmarks/norms.py
 
-LARS and LAMB need two norms of every tensor in a step: of the weights and of the update. Every rank
-takes all norms, or the norms of the rank's share of the layers and one small Allreduce of all
-norms. Both ways take turns; times are medians over rounds, of the slowest rank.
+LARS and LAMB need two norms of every tensor per step: of the weights and of the update. Every rank
+computes all norms, or the norms of its part of the layers, followed by one small Allreduce of all
+norms. Both alternate; times are medians over rounds, of the slowest rank.
 
-A second table has the same numbers for published machines. The norms read weights and updates once:
+A second table has the same results for published machines. The norms read weights and updates once:
 2 of the 5 passes over the weights of the machine's optimizer.
 """
 

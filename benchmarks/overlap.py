@@ -1,12 +1,12 @@
-"""Measure the time that overlapped messages hide: in turn, overlapped, and in order of arrival.
+"""Measure the time that overlapped messages hide: without overlap, with it, in order of arrival.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
     export PYTHONPATH=tests
     bash jobs/emulated_cluster.sh run -n 2 python -m mpi4py benchmarks/overlap.py --data DIRECTORY
 
-The steps have new factors and old bases. Groups of steps of all ways take turns; times are medians
-over rounds. On arrival, gradients do not overtake statistics, nor early layers late ones. The time
-of a stage is the waiting time of training in the stage, on the rank that comes last to the stage.
+The steps have new factors and old bases. Groups of steps of all methods alternate; times are
+medians over rounds. In order of arrival, gradients do not overtake statistics, nor early layers
+late ones. The time of a stage is the waiting time of training in it, on the rank that comes last.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Compare the CPU time, wall time and peak memory of a training step of two checkouts, by turns.
+"""Compare CPU time, wall time and peak memory of a training step between two checkouts.
 
     python benchmarks/paired.py OLD NEW [--rounds 7] [--ranks 1]
 
-Each turn is a job of its own with the library of one checkout: ResNet-20 with K-FAC takes 2 steps
-that do not count, then `--steps` steps with new factors at each step and new bases at each 10th.
-On emulated hosts (jobs/emulated_cluster.sh), with overlapped sums:
+The checkouts alternate, each in a separate job with its library: ResNet-20 with K-FAC takes 2 steps
+that do not count, then `--steps` steps with new factors at each step and new bases at every 10th.
+On emulated hosts (jobs/emulated_cluster.sh), with overlapped messages:
 
     export MPIRUN=env MPIRUN_FLAGS="-u MPIRUN bash $PWD/jobs/emulated_cluster.sh run"
     python benchmarks/paired.py OLD NEW --ranks 4 --strategy spd-kfac --batch 32
 
-Numbers are of the highest rank: CPU time and wall time of a mean step, and the largest resident set
-of the process. The ratio is the median over rounds, and in brackets the lowest and the highest.
+Results are those of the rank with the most: CPU time and wall time of a mean step, and the largest
+resident set of the process. The ratio is the median over rounds, and in brackets minimum and
+maximum.
 """
 
 from __future__ import annotations

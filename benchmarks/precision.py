@@ -1,19 +1,19 @@
-"""Measure what float32, TF32 and bfloat16 leave of the directions of K-FAC, on a CPU that rounds.
+"""Measure the effect of float32, TF32 and bfloat16 on directions of K-FAC, on a CPU that rounds.
 
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/precision.py --data DIR
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/precision.py --made
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/precision.py --data DIR --train
 
 ResNet-20 and vit_small learn CIFAR-10 for some steps of K-FAC by default. Gradients and
-decompositions of a further batch are computed in float64, and rounded to float32; directions in
-each precision are then compared with directions in float64. A row has the median and the least
-cosine over the layers, and the least cosine's layer: of directions as preconditioned, and of
-directions whose singular values are equal. The rows "another batch" are directions in float64 of a
-second batch's gradients. The rows of `--made` are matrices of a known rank.
+decompositions of one more batch are computed in float64, and rounded to float32; directions in each
+precision are then compared with directions in float64. A row has the median and the minimum cosine
+over the layers, and the layer of the minimum: of directions as preconditioned, and of directions
+whose singular values are equal. The rows "another batch" are directions in float64 for the
+gradients of a different batch. The rows of `--made` are matrices of a known rank.
 
 `--train` trains both networks with the training program in each precision, with three seeds; all
-further options are the program's defaults. Runs are kept in `results/precision_runs.json`, and are
-not repeated: several sittings, or machines, can share the work.
+other options are the program's defaults. Runs are kept in `results/precision_runs.json`, and are
+not repeated, so several sessions or machines can share the work.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@
     done
     python benchmarks/preconditioners.py
 
-The program takes the runs of the studies into `results/preconditioners.json`, prints the rates,
-writes the table of `results/preconditioners.md` and draws the picture; `--known` reads no runs.
-Each method has its rates with seed 0. The rate with the best end then has seeds 1 and 2: `--further
-PROBLEM` prints the lines that the study's file lacks. The target is AdamW's end, the mean over
-seeds; steps are those until the mean over a method's seeds is there. `--seconds ROUNDS` times steps
-of all methods by turns, on an idle machine.
+The program copies the runs of the studies to `results/preconditioners.json`, prints the rates,
+writes the table of `results/preconditioners.md` and draws the picture; `--known` reads no runs. The
+rates of each method are tried with seed 0. The rate with the best final result is repeated with
+seeds 1 and 2: `--further PROBLEM` prints the lines that the study's file lacks. The target is
+AdamW's final result, the mean over seeds; steps are those until the mean over a method's seeds
+reaches it. `--seconds ROUNDS` times steps of all methods alternately, on an idle machine.
 """
 
 from __future__ import annotations

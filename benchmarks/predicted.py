@@ -1,11 +1,11 @@
-"""Predict K-FAC's step of ResNet-50 over a step of SGD on the published machines. No MPI, no GPU.
+"""Predict K-FAC's step of ResNet-50 relative to SGD's on the published machines. No MPI, no GPU.
 
     python benchmarks/predicted.py
 
 The machines' times of statistics come from published code, which copies patches and multiplies them
 (im2col). The library sums products of shifted images (autocorrelations) where that is less work.
-Both ways are counted in operations, on tensors without content; the published seconds are then
-scaled by the ratio: as if both ways ran at the same rate.
+Both are counted in operations, on tensors without content; the published seconds are then scaled by
+the ratio, as if both ran at the same rate.
 """
 
 from __future__ import annotations

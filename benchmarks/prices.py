@@ -1,9 +1,9 @@
-"""Predict what preconditioners send, keep and take, each under its best strategy. No MPI, no GPU.
+"""Predict what preconditioners send, keep and cost, each under its best strategy. No MPI, no GPU.
 
     PYTHONPATH=tests python benchmarks/prices.py         # ResNet-50, ViT-B/16, GPT-2 small
     PYTHONPATH=tests python benchmarks/prices.py --json prices.json --picture prices.svg
 
-timm and transformers have to be installed; networks are without weights. A published machine knows
+timm and transformers must be installed; networks have no weights. A published machine has times of
 ResNet-50. The seconds of other networks are scaled from ResNet-50's: passes by operations of
 products and convolutions, statistics by the operations of sums of outer products, gradients and
 optimizer by the number of parameters. AdamW passes over seven vectors, SGD with momentum over five.

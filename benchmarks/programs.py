@@ -2,9 +2,9 @@
 
     python benchmarks/programs.py detection --out runs/programs
 
-Each optimizer has its rates with seed 0. The rate with the best last test then has the further
-seeds. The program prints the table, and writes all runs into `results/PROBLEM.json`. A run that was
-stopped goes on.
+The rates of each optimizer are tried with seed 0. The rate with the best last test is repeated with
+the other seeds. The program prints the table, and writes all runs into `results/PROBLEM.json`. A
+run that was stopped is continued.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/recommendation.py \
         --machine 1gbit.json --json recommendation.json
 
-Clicks are drawn, in Criteo's format. SGD and K-FAC train the layers by turns. A step is the mean
-over an interval of a refresh, the median over rounds; so is a stage, of the rank that comes last.
-A prediction adds the messages of the trainer's plan and those of the tables to the seconds in
-which each rank trains alone on its share, all ranks at once: hosts share the cores of this machine.
-Alone, a rank owns all tables, and decomposes all factors.
+Clicks are generated, in Criteo's format. SGD and K-FAC train the layers alternately. A step is the
+mean over an interval of a refresh, the median over rounds; so is a stage, of the rank that comes
+last. A prediction adds the messages of the trainer's plan and those of the tables to the seconds in
+which each rank trains independently on its shard, all ranks at once, as hosts share the cores of
+this machine. A rank that trains independently owns all tables, and decomposes all factors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Time ways to sum and gather a buffer over ranks: the library's ways, and further ways of MPI.
+"""Time reductions and gathers of a buffer over ranks: those of the library, and others of MPI.
 
     mpirun --oversubscribe -n 2 python -m mpi4py benchmarks/reductions.py --elements 1024 76000000
     mpirun -n 16 ... benchmarks/reductions.py --elements 4000000 --ranks_per_node 4
 
-All ways take turns in each repetition. Milliseconds are medians over repetitions, of the slowest
+All variants alternate in each repetition. Milliseconds are medians over repetitions, of the slowest
 rank.
 """
 

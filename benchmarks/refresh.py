@@ -11,15 +11,16 @@
     PYTHONPATH=tests python benchmarks/refresh.py orders --out runs/refresh
 
 `record` trains, and keeps gradients and the factors' running averages of the last step and of 10
-steps before. At the earlier step, all factors were decomposed exactly. `record` also keeps the
-exact directions, in float64. `time` sums over factors the median seconds of each candidate.
-`errors` prints relative errors of the direction over layers. This file holds the candidates that
-gained too little for a place in the library.
+steps earlier. At the earlier step, all factors were decomposed exactly. `record` also keeps the
+exact directions, in float64. `time` prints the total over factors of the median seconds of each
+candidate. `errors` prints relative errors of the direction over layers. This file contains the
+candidates that gained too little to be included in the library.
 
-`along` trains with `eigen` at the default intervals. At every refresh it renews eigenvectors of its
-own by orthogonal iterations, from the first decomposition on, and prints the misfit and the cosine
-with the exact direction over layers. `curves` prints the loss of whole runs by preconditioner and
-seed, and goes on where it was stopped. `orders` times an iteration and eigh for a single factor.
+`along` trains with `eigen` at the default intervals. At every refresh it renews separate
+eigenvectors by orthogonal iterations, starting from the first decomposition, and prints the misfit
+and the cosine with the exact direction over layers. `curves` prints the loss of whole runs by
+preconditioner and seed, and continues where it was stopped. `orders` times an iteration and eigh
+for a single factor.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     python benchmarks/regression.py --known
 
 Three networks solve differential equations (PINNs), and one learns a function with its slopes:
-their losses hold derivatives of the network in its inputs. Two learn by values alone. Batches are
-whole, rates fall linearly to 0, and all further options are the library's defaults. Results are
-kept in `results/regression.jsonl` beside this file, a line for each run, and are not repeated.
-`--known` prints the tables of the known runs: the loss at the end, the error against the exact
-function, and CPU seconds of the process.
+their losses contain derivatives of the network with respect to its inputs. Two learn by values
+alone. Batches are full, rates decay linearly to 0, and all other options are the library's
+defaults. Results are kept in `results/regression.jsonl` next to this file, one line per run, and
+are not repeated. `--known` prints the tables of the known runs: the final loss, the error compared
+to the exact function, and CPU seconds of the process.
 """
 
 from __future__ import annotations

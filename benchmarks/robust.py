@@ -4,16 +4,16 @@
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/robust.py campaign
     PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/robust.py floors
 
-`attacks`: five ranks train, two of which send the numbers of an attack. One process computes the
-gradients of all ranks and combines the gradients by the functions of the library. Prints the median
-test accuracy of three seeds, rule by rule and attack by attack.
+`attacks`: five ranks train, two of which send the vectors of an attack. One process computes the
+gradients of all ranks and combines them by the functions of the library. Prints the median test
+accuracy of three seeds, by rule and attack.
 
 `campaign`: the vectors of five right ranks differ by strong noise of a low rank, for two windows of
-300 steps. Prints for each noise and safeguard in how many of 20 seeds right ranks were dropped for
-good, and the largest share of the ranks' vectors that did not count.
+300 steps. Prints, for each noise and safeguard, in how many of 20 seeds right ranks were excluded
+permanently, and the largest fraction of the ranks' vectors that did not count.
 
-`floors`: both for values of `safe_floor`. Prints the least test accuracy of nine seeds attack by
-attack, and in how many of 100 seeds right ranks were dropped for good under noise of rank 1.
+`floors`: both for values of `Safeguard.floor`. Prints the lowest test accuracy of nine seeds by
+attack, and in how many of 100 seeds right ranks were excluded permanently under noise of rank 1.
 
 Results are kept in `results/robust.json`.
 """

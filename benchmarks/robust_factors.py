@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 mpirun --oversubscribe -n 5 python -m mpi4py benchmarks/robust_factors.py
 
 The inputs of the last rank are noise, a thousand times as large. Prints the median test accuracy of
-three seeds for each way to combine gradients and factors.
+three seeds for each combination of rules for gradients and factors.
 """
 
 from __future__ import annotations

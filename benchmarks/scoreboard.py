@@ -2,7 +2,7 @@
 
     python benchmarks/scoreboard.py > docs/extensions/scoreboard.md
 
-Predictions are computed again, except those of measured steps, which were made with the steps.
+Predictions are computed again, except for those of measured steps, which were made with the steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run a public script in this process, with another optimizer or rate, and watch the training.
 
-The process is used up afterwards: modules of torch stay patched.
+The process cannot be used afterwards, as modules of torch stay patched.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch.optim import Optimizer
 import mpikfac
 
 CLASSES = "Adadelta", "Adam", "AdamW", "RMSprop", "SGD"
-"""The optimizers of torch that scripts make."""
+"""The optimizers of torch that scripts create."""
 OPTIMIZERS: dict[str, Callable[[Optimizer], Optimizer]] = {
     "own": lambda own: own,
     "adam": lambda own: torch.optim.Adam(parameters(own)),
     "kfac": lambda own: mpikfac.KFACOptimizer(model_of(own)),
 }
-"""What takes the place of a script's own optimizer."""
+"""The replacements of a script's own optimizer."""
 SEED_OF_SCRIPTS = 10_000
 
 
@@ -43,7 +43,7 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def model_of(optimizer: Optimizer) -> nn.Module:
-    """Return the module that has all parameters of an optimizer, and that no other module holds."""
+    """Return the outermost module that has all parameters of an optimizer."""
     trained = {id(parameter) for parameter in parameters(optimizer)}
     modules = [thing for thing in gc.get_objects() if isinstance(thing, nn.Module)]
     having = [module for module in modules if trained <= {id(p) for p in module.parameters()}]
@@ -53,16 +53,17 @@ def model_of(optimizer: Optimizer) -> nn.Module:
 class Training(io.TextIOBase):
     """The training of a script: sets rates, counts steps and CPU seconds, reads printed scores.
 
-    Seconds begin when the script makes its optimizer, and stand still while the model is in
+    Seconds begin when the script creates its optimizer, and are not counted while the model is in
     evaluation mode.
 
     Args:
         optimizer: a name in `OPTIMIZERS`.
-        setting: words: "rate=FACTOR" multiplies the script's rate; "falling" lets the first rate
-            fall linearly to 0, in the place of the script's schedule.
+        setting: words: "rate=FACTOR" multiplies the script's rate; "falling" lets the initial rate
+            decay linearly to 0, instead of the script's schedule.
         steps: steps until the rate is 0.
         score: regular expression of a printed test with a group "score".
-        pause: called with the steps and seconds after the optimizer is made, and after each step.
+        pause: called with the steps and seconds after the optimizer is created, and after each
+            step.
 
     Attributes:
         tests: steps, seconds and the groups of `score` of each test.
@@ -96,13 +97,13 @@ class Training(io.TextIOBase):
         return self.spent + (time.process_time() - self.since if self.runs else 0)
 
     def clock(self, runs: bool) -> None:
-        """Let the clock run, or stand still."""
+        """Start or stop the clock."""
         self.spent, self.since, self.runs = self.seconds, time.process_time(), runs
 
     # -- the optimizer -----------------------------------------------------------------------------
 
     def patch(self) -> None:
-        """Let torch ask this object for the optimizer, and tell it of modes of the model."""
+        """Let torch get the optimizer from this object, and notify it of the model's modes."""
         classes = {name: getattr(torch.optim, name) for name in CLASSES}
 
         def optimizer(name: str, *arguments: Any, **options: Any) -> Optimizer:
@@ -135,7 +136,7 @@ class Training(io.TextIOBase):
             group["lr"] = self.factor * rate
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
-        """Give the rates back to the script's schedule, and count the step."""
+        """Return the rates to the script's schedule, and count the step."""
         for group, rate in zip(optimizer.param_groups, self.rates):
             group["lr"] = rate
         self.steps, self.seconds_of_steps = self.steps + 1, self.seconds

@@ -1,21 +1,21 @@
-"""Put K-FAC into scripts that people bring, and compare it with the scripts' own optimizers.
+"""Replace the optimizers of public scripts by K-FAC, and compare the results.
 
     OMP_NUM_THREADS=1 python benchmarks/scripts.py --scripts DIR
     python benchmarks/scripts.py --known
 
-DIR holds public repositories, by the names in `SCRIPTS`; none of their lines is kept here. A script
-runs in a copy of its repository, with small data of `script_data.py`, in a process and a thread of
-its own. `torch.optim` is patched: the line of the script that makes its optimizer makes
-`mpikfac.KFACOptimizer(model)`, and all further lines stay. K-FAC runs by default, its rate falling
-linearly to 0. The own optimizer runs by default, and at five rates, with the script's schedule and
-falling linearly to 0. Runs of several lengths, as multiples of the script's, tell what is reached
-in equal CPU seconds: those of training, without imports and tests.
+DIR contains public repositories, by the names in `SCRIPTS`; none of their lines is kept here. A
+script runs in a copy of its repository, with small data of `script_data.py`, in a separate process
+and thread. `torch.optim` is patched: the line of the script that creates its optimizer creates
+`mpikfac.KFACOptimizer(model)`, and all other lines stay unchanged. K-FAC runs by default, with its
+rate decaying linearly to 0. The script's own optimizer runs by default, and at five rates, with the
+script's schedule and decaying linearly to 0. Runs of several lengths, as multiples of the script's,
+show the results at equal CPU seconds: those of training, without imports and tests.
 
-"cost" is the price of a step over that of Adam: two processes take turns, `BLOCK` steps each; a
+"cost" is the cost of a step relative to Adam's: two processes alternate, with `BLOCK` steps each; a
 seed is a round.
 
-Results are kept in `results/scripts.jsonl` beside this file, a line for each run, and are not
-repeated; `--again` forgets those that are asked for. `--known` prints the tables.
+Results are kept in `results/scripts.jsonl` next to this file, one line per run, and are not
+repeated; `--again` forgets the selected ones. `--known` prints the tables.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Script:
     """A public script, and what makes it short.
 
     Attributes:
-        path: the script in the folder of repositories; `{length}` in further texts is the number
-            of epochs or iterations.
+        path: the script in the folder of repositories; `{length}` in other texts is the number of
+            epochs or iterations.
         arguments: of the command line.
         length: epochs or iterations of the script.
-        steps: optimizer steps of an epoch or iteration.
+        steps: optimizer steps per epoch or iteration.
         score: regular expression of a printed test, with a group "score".
         better: `max` or `min`, of scores.
         edits: file, regular expression and replacement of each change of the copy.
-        data: the place of the data in the repository, and what writes the data.
+        data: the location of the data in the repository, and the function that writes them.
         counted: tests at the end of a run whose mean is the run's score.
     """
 
@@ -172,7 +172,7 @@ FURTHER = {
         ),
     ),
 }
-"""Scripts that run with their own optimizers alone."""
+"""Scripts that run only with their own optimizers."""
 SCRIPTS = COMPARED | FURTHER
 
 
@@ -220,7 +220,7 @@ def jobs(name: str, optimizer: str, seeds: Sequence[int]) -> Iterator[Job]:
 
 
 class Worker:
-    """A process that runs a script, and that pauses if asked to.
+    """A process that runs a script, and that pauses if requested.
 
     Args:
         job: the run.
@@ -238,7 +238,7 @@ class Worker:
         other.close()
 
     def ask(self) -> Any:
-        """Let the process go on; return what the process sends next."""
+        """Let the process continue; return what it sends next."""
         self.pipe.send(None)
         return self.pipe.recv()
 
@@ -275,7 +275,7 @@ def trained(job: Job, options: argparse.Namespace) -> Result:
 
 
 def cost(job: Job, options: argparse.Namespace) -> Result:
-    """Return the CPU seconds of blocks of Adam's and K-FAC's steps; both take turns."""
+    """Return the CPU seconds of alternating blocks of Adam's and K-FAC's steps."""
     name, _, _, length, seed = job
     pauses = range(0, LAST + 1, BLOCK)
     workers = {
@@ -296,7 +296,7 @@ def cost(job: Job, options: argparse.Namespace) -> Result:
 
 
 def forget(names: Sequence[str], optimizers: Sequence[str], seeds: Sequence[int]) -> None:
-    """Take results out of the file."""
+    """Remove results from the file."""
     results = known()
     RESULTS.write_text("")
     for job, result in results.items():
@@ -388,7 +388,7 @@ def curve(
 
 
 def at(seconds: float, points: Iterable[Point]) -> float:
-    """Return the score at a number of seconds, between the nearest lengths; else not a number."""
+    """Return the score at a number of seconds, interpolated between lengths; else NaN."""
     for before, after in itertools.pairwise(points):
         if before.seconds <= seconds <= after.seconds:
             part = (seconds - before.seconds) / (after.seconds - before.seconds)
@@ -397,7 +397,7 @@ def at(seconds: float, points: Iterable[Point]) -> float:
 
 
 def ratio(rounds: Sequence[Result], start: int, stop: int) -> str:
-    """Return K-FAC's seconds over Adam's between two steps: the median of rounds, and the range."""
+    """Return K-FAC's seconds relative to Adam's between two steps: the median, and the range."""
     first, last = start // BLOCK, stop // BLOCK
     spent = [{kind: marks[last] - marks[first] for kind, marks in each.items()} for each in rounds]
     ratios = sorted(seconds["kfac"] / seconds["adam"] for seconds in spent)

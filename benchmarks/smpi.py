@@ -5,9 +5,9 @@
 
 ResNet-50, factors every 10 steps, bases every 100: milliseconds of the messages of a mean step.
 Computation is not simulated, so overlapped messages count as if nothing hid them, in pieces as they
-are sent; agreements of ranks go beside messages, and count as nothing. "In parts" is without
+are sent; agreements of ranks are concurrent with messages, and do not count. "In parts" is without
 shards, "on nodes" in two levels. Rows are kept in `results/smpi.json`; a row in the file is not
-simulated again, unless --again. `--predict` only predicts the rows of the file again.
+simulated again, unless --again is given. `--predict` only predicts the rows of the file again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STRATEGIES = (
     *("balanced-shards", "spd-kfac"),
 )
 SHARES = {(False, False): 0.9, (True, False): 0.09, (True, True): 0.01}
-"""The share of steps by kind: with new factors or not, with new bases or not."""
+"""The fraction of steps by kind: with or without new factors, and new bases."""
 LIMIT = 900  # real seconds of the simulation of an algorithm
 
 
@@ -78,7 +78,7 @@ def write(rows: dict[tuple[str, int, str], dict[str, Any]]) -> None:
 def simulation(
     machine: str, ranks: int, strategy: str, known: dict[smpi.Replayed, float]
 ) -> dict[str, Any]:
-    """Return a row with the simulated milliseconds of a mean step; without them, the reason.
+    """Return a row with the simulated milliseconds of a mean step, or the reason if there are none.
 
     Args:
         known: the seconds of messages of earlier strategies; the new messages are added.
@@ -116,7 +116,7 @@ def prediction(machine: str, ranks: int, strategy: str) -> dict[str, Any]:
 
 
 def add(means: dict[str, float], stages: dict[str, float], share: float) -> None:
-    """Add a share of seconds by stage to means."""
+    """Add a fraction of seconds by stage to means."""
     for stage, seconds in stages.items():
         means[stage] = means.get(stage, 0.0) + share * seconds
 

@@ -4,8 +4,8 @@
 
 The floor of a stage is the longer of two times, layer by layer: the time of the necessary
 arithmetic at the best measured rate of a matrix product, and the time of the necessary bytes at the
-measured bandwidth of a copy. The benchmark runs on the CPU. Seconds are medians over steps, in turn
-with plain PyTorch SGD, of the slowest rank. Models are in channels-last format.
+measured bandwidth of a copy. The benchmark runs on the CPU. Seconds are medians over steps that
+alternate with plain PyTorch SGD, of the slowest rank. Models are in channels-last format.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def fastest(work: Callable[..., object], *arguments: Tensor) -> float:
 
 
 def floor(parts: Iterable[Work], machine: Machine) -> float:
-    """Return a lower bound of the seconds of the parts, one after the other."""
+    """Return a lower bound of the seconds of the parts, one after another."""
     rate = max(machine.mm, machine.onednn)
     return sum(max(part.flops / rate, part.bytes / machine.copied) for part in parts)
 
@@ -255,7 +255,7 @@ def report(
     seconds: dict[str, float],
     floors: dict[str, float],
 ) -> None:
-    """Print milliseconds, share of SGD's step, floor, and the floor's share of the time."""
+    """Print milliseconds, fraction of SGD's step, floor, and the floor's fraction of the time."""
     print(
         f"{options.model}, {options.size}x{options.size}, batch {options.batch} per rank, {ranks} "
         f"ranks, {torch.get_num_threads()} thread(s) each; torch {torch.__version__}\n"

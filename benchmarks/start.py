@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests mpirun --oversubscribe -n 32 python -m mpi4py benchmarks/start.py
 
-The start is the construction of the trainer. The memory of a rank is that of the plan, that of
-the trainer's arenas after a step with new factors and bases, and the process's resident set, which
-also holds torch, MPI, the model, and what an earlier strategy has left.
+The start is the construction of the trainer. The memory of a rank is that of the plan, that of the
+trainer's arenas after a step with new factors and bases, and the process's resident set, which also
+includes torch, MPI, the model, and what an earlier strategy has left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STRATEGIES = "comm-opt,mem-opt,deferred-sharded"
 
 
 def main() -> None:
-    """Print a table of all strategies; the numbers are those of the slowest or fullest rank.
+    """Print a table of all strategies, with the results of the slowest or fullest rank.
 
     Collective over: world.
     """

@@ -1,15 +1,15 @@
-"""Time a training step by kind, against plain PyTorch SGD in the same run.
+"""Time a training step by kind, relative to plain PyTorch SGD in the same run.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python -m mpi4py benchmarks/step_time.py --model resnet20
 
-Every repetition runs a step of each kind in turn: a change of the machine's speed then affects all
-kinds alike. Medians are over repetitions, of the slowest rank. Averages over intervals combine the
-kinds: with (factor_update_steps, inv_update_steps) = (1, 10), nine factor steps and one refresh.
-"Preconditioning" is the stage's mean time in ordinary steps. All models are in channels-last format
-unless `--contiguous` is given.
+Every repetition runs one step of each kind, so that a change of the machine's speed affects all
+kinds equally. Medians are over repetitions, of the slowest rank. Averages over intervals combine
+the kinds: with (factor_update_steps, inv_update_steps) = (1, 10), nine factor steps and one
+refresh. "Preconditioning" is the stage's mean time in ordinary steps. All models are in
+channels-last format unless `--contiguous` is given.
 
-At one rank and with `--contiguous`, kfac-pytorch is timed in turn with the library's kinds if
-Python finds the package `kfac`. kfac-pytorch takes contiguous images only.
+At one rank and with `--contiguous`, kfac-pytorch is timed alternately with the library's kinds if
+Python finds the package `kfac`. It supports contiguous images only.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@
     PYTHONPATH=tests:tests/emulated OMP_NUM_THREADS=1 python benchmarks/tf32.py --preconditioner
     inverse
 
-TF32 rounds the operands of products to mantissas of 10 bits, and adds up in float32. The emulated
-GPU runs the kernels that a GPU would run; here the operands of some kernels are rounded before.
+TF32 rounds the operands of products to mantissas of 10 bits, and accumulates in float32. The
+emulated GPU runs the kernels that a GPU would run; here the operands of some kernels are rounded
+first.
 
-The network learns 8x8 digits, enlarged to 32x32, for some steps in float32. The numbers of a
-further batch are then compared with float64: the averages of the factors, the damped inverses (or
-eigenvectors) turned into inverses, and the directions of the exact gradient.
+The network learns 8x8 digits, enlarged to 32x32, for some steps in float32. Results for one more
+batch are then compared with float64: the averages of the factors, the damped inverses (or
+eigenvectors converted to inverses), and the directions of the exact gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Numbers = dict[str, dict[str, Tensor]]
 
 
 class Rounding(TorchDispatchMode):
-    """Inside, the operands of some operators are rounded to TF32."""
+    """Round the operands of some operators to TF32 inside."""
 
     def __init__(self, operators: tuple[str, ...]) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ def rounded(x: Tensor) -> Tensor:
 
 @contextmanager
 def in_statistics(operators: tuple[str, ...]) -> Iterator[None]:
-    """Inside, the operands of the operators are rounded in autocorrelations of input factors."""
+    """Round the operands of operators in autocorrelations of input factors inside."""
     exact = autocorrelation._correlate
 
     def correlate(*args: Any, **kwargs: Any) -> Tensor:
@@ -83,7 +84,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 
 
 def main() -> None:
-    """Print a row for each way and damping."""
+    """Print a row for each method and damping."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preconditioner", default="inverse", choices=("inverse", "eigen"))
     parser.add_argument("--model", default="resnet20")
@@ -148,7 +149,7 @@ def numbers(
     """Return factors, inverses and directions by layer, in the model's dtype, as float64.
 
     Args:
-        gradients: turned into directions; None for the gradients of the batch.
+        gradients: converted to directions; None for the gradients of the batch.
     """
     model = copy.deepcopy(model)
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
@@ -182,7 +183,7 @@ def numbers(
 
 
 def inverse(kinds: Any, damping: float) -> Tensor:
-    """Return a damped inverse; of eigenvectors, with the damping relative to the mean value."""
+    """Return a damped inverse; for eigenvectors, with the damping relative to the mean value."""
     if "inverse" in kinds:
         return kinds["inverse"][0]
     values, vectors = kinds["values"][0].double(), kinds["vectors"][0].double()

@@ -1,18 +1,17 @@
-"""Compare test accuracies of optimizers within budgets of epochs on real CIFAR-10, tuned alike.
+"""Compare test accuracies of optimizers within budgets of epochs on CIFAR-10, tuned equally.
 
     OMP_NUM_THREADS=1 python benchmarks/time_to_accuracy.py --data DIR --out runs/time_to_accuracy
 
-On 10,000 images, every optimizer has 5 settings and 5 epochs, and K-FAC a further setting with
-momentum before preconditioning; the best setting then has 15 epochs, too. On all 50,000 images,
+On 10,000 images, every optimizer has 5 settings and 5 epochs, and K-FAC one more setting with
+momentum before preconditioning; the best setting then also has 15 epochs. On all 50,000 images,
 first-order optimizers have 15 epochs and K-FAC has 7, and 12 with the best setting. Each learning
-rate falls linearly to 0 within the run's own budget. All settings of an optimizer run with seed 0,
-then the best setting with further seeds. Test accuracies by epoch are kept in
-`results/time_to_accuracy.json`. Runs in the file are not repeated: several sittings, or
-machines, can share the work. `--known` prints the table of the known runs, and `--picture FILE`
-draws the known runs.
+rate decays linearly to 0 within the run's own budget. All settings of an optimizer run with seed 0,
+then the best setting with more seeds. Test accuracies by epoch are kept in
+`results/time_to_accuracy.json`. Runs in the file are not repeated, so several sessions or machines
+can share the work. `--known` prints the table of the known runs, and `--picture FILE` draws them.
 
-Seconds follow from the epochs and from `--seconds ROUNDS`, which times short runs of the best known
-setting of each of `--optimizers` by turns: run this mode on an idle machine.
+Seconds follow from the epochs and from `--seconds ROUNDS`, which alternately times short runs of
+the best known setting of each of `--optimizers`: run this mode on an idle machine.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ def runs_of(images: str, optimizer: str, choice: dict[str, str]) -> Iterator[lis
 
 
 def rank(images: str, optimizer: str, choice: dict[str, str]) -> tuple[int, float]:
-    """Return the number of seeds of a setting, and the mean of the seeds' ends."""
+    """Return the number of seeds of a setting, and the mean of their final results."""
     ends = [run[-1] for run in runs_of(images, optimizer, choice)]
     return len(ends), statistics.mean(ends or [0.0])
 

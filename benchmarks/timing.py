@@ -1,4 +1,4 @@
-"""Time training steps by turns: wall time, the device's time, kernels, waits and memory."""
+"""Time alternating training steps: wall time, the device's time, kernels, waits and memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Row = dict[str, Any]
 
 
 class Missing(Exception):
-    """A case needs what is not here; the text says what."""
+    """A case needs what is not available; the text says what."""
 
 
 class Case(NamedTuple):
     """A kind of step to be timed.
 
     Attributes:
-        make: makes the step. Raises `Missing` if a step of the kind cannot be made.
+        make: creates the step. Raises `Missing` if a step of the kind cannot be created.
         base: the name of the case to compare with; "" for none.
         steps: of a block. The host does not wait inside of a block.
-        profiled: whether a single step tells all about the case.
+        profiled: whether a single step represents the case.
         shared: whether the case shares memory with others, so that its own memory is unknown.
     """
 
@@ -47,10 +47,10 @@ class Case(NamedTuple):
 
 
 def timed(cases: Iterable[Case], rounds: int) -> list[Row]:
-    """Return a row for each case; in each round, every case takes a block of steps.
+    """Return a row for each case; in each round, every case runs a block of steps.
 
     A sample is the mean step of a block in ms, of the slowest rank. The memory is what the case
-    needs beside the cases before.
+    needs in addition to the previous cases.
 
     Collective over: world.
     """
@@ -87,7 +87,7 @@ def block(step: Step, steps: int, beside: bool = False) -> float:
     Collective over: world.
 
     Args:
-        beside: work on other streams may go on.
+        beside: work on other streams can continue.
     """
     stream = torch.accelerator.current_stream()
     wait = stream.synchronize if beside else torch.accelerator.synchronize

@@ -1,10 +1,10 @@
-"""Time the recording of events: training steps with and without, in turn, and a stage by itself.
+"""Time the recording of events: alternating training steps with and without, and a single stage.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python -m mpi4py benchmarks/trace_cost.py
 
-Steps are K-FAC's steps with new factors and bases, the steps with most stages. The order within a
-pair of steps alternates. The difference of a pair is smaller than the noise of a step. The better
-number is therefore the cost of a stage by itself, times the stages in a step.
+Steps are K-FAC's steps with new factors and bases, which have the most stages. The order within a
+pair of steps alternates. The difference of a pair is smaller than the noise of a step, so the cost
+of a single stage, times the number of stages in a step, is the better estimate.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python tests/emulated/build.py
     PYTHONPATH=tests/emulated OMP_NUM_THREADS=1 python benchmarks/waits.py resnet20 inverse eigen
 
-On the emulated GPU, the lines also tell where the host waits. On a real GPU (without `PYTHONPATH`),
+On the emulated GPU, the lines also show where the host waits. On a real GPU (without `PYTHONPATH`),
 torch's profiler counts the calls of the driver.
 """
 

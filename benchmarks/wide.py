@@ -1,4 +1,4 @@
-"""Compare forms of wide factors: loss, CPU seconds of a step, and the price of a refresh.
+"""Compare forms of wide factors: loss, CPU seconds of a step, and the cost of a refresh.
 
     OMP_NUM_THREADS=1 python benchmarks/wide.py learn [--seeds 0 1 2]
     OMP_NUM_THREADS=1 python benchmarks/wide.py refresh
@@ -6,9 +6,9 @@
 
 `learn` trains two networks on enlarged digits with K-FAC: a convolutional network whose head has
 9,216 inputs (batch 64, 48 steps), and a variational autoencoder with layers of 784 and 400 (batch
-128, 240 steps). The forms apply to factors of more rows than a batch has vectors. Rates fall
-linearly to 0; everything else is a default. `refresh` times decompositions of the head of VGG-16
-and of AlexNet against a forward and backward pass of the head. Results are kept in
+128, 240 steps). The forms apply to factors with more rows than a batch has vectors. Rates decay
+linearly to 0; everything else is a default. `refresh` times decompositions of the heads of VGG-16
+and AlexNet compared to a forward and backward pass of the head. Results are kept in
 `results/wide.jsonl`, and are not repeated.
 """
 
@@ -68,7 +68,7 @@ class Convolutional(nn.Module):
 
 
 class Variational(nn.Module):
-    """A variational autoencoder with 20 numbers between layers of 400."""
+    """A variational autoencoder with 20 units between layers of 400."""
 
     batch, epochs = 128, 20
 

@@ -1,7 +1,7 @@
-"""Spoil a file at random: bytes, values of JSON and YAML, and what stands in the file's place.
+"""Damage a file at random: its bytes, values of JSON and YAML, or the kind of file.
 
-An attack is a function of a path and a random generator; the function returns what was done. The
-same seed makes the same attack.
+An attack is a function of a path and a random generator that returns what was done. The same seed
+gives the same attack.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def blank(path: Path, chance: random.Random) -> str:
 
 
 def noise(path: Path, chance: random.Random) -> str:
-    """Put random bytes in a place, or in the place of the file."""
+    """Write random bytes somewhere in the file, or replace the file by them."""
     content = path.read_bytes()
     start = chance.randrange(len(content))
     stop = chance.choice([start, start + 1, start + 16, len(content)])
@@ -87,7 +87,7 @@ def repeat(path: Path, chance: random.Random) -> str:
 
 
 def token(path: Path, chance: random.Random) -> str:
-    """Put a token of a text format into the file."""
+    """Insert a token of a text format into the file."""
     content = path.read_bytes()
     word, place = chance.choice(TOKENS), chance.randrange(len(content) + 1)
     path.write_bytes(content[:place] + word + content[place:])
@@ -152,7 +152,7 @@ def change_yaml(path: Path, chance: random.Random) -> str:
 
 
 def change_manifest(path: Path, chance: random.Random) -> str:
-    """Change a value of a manifest, and give the manifest a right digest."""
+    """Change a value of a manifest, and give the manifest a matching digest."""
     content, done = change_value(manifest_of(path.parent), chance)
     if not isinstance(content, dict):
         path.write_text(json.dumps(content))
@@ -162,7 +162,7 @@ def change_manifest(path: Path, chance: random.Random) -> str:
 
 
 def change_shard(path: Path, chance: random.Random) -> str:
-    """Spoil a shard, and give the manifest the digest of the spoiled shard."""
+    """Damage a shard, and give the manifest the digest of the damaged shard."""
     done = chance.choice([flip, blank, noise, repeat, cut])(path, chance)
     manifest, content = manifest_of(path.parent), path.read_bytes()
     digest = blake3(content).hexdigest()
@@ -194,7 +194,7 @@ def holes(path: Path, size: int) -> None:
 
 
 def replace(path: Path, chance: random.Random) -> str:
-    """Put a link, a pipe, a folder or something else in the place of a file."""
+    """Replace a file by a link, a pipe, a folder or something else."""
     outside = next((up / "outside" for up in path.parents if (up / "outside").exists()), "x")
     kinds: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,

@@ -1,6 +1,6 @@
 """Vectors and moments of a layer by brute force: a call of autograd for every output.
 
-The module takes only the layout of parameters and outputs from the library.
+The module uses only the layout of parameters and outputs from the library.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 from torch import Tensor
 
-SHRINK = 0.5  # of "inner product": short vectors are near the right ranks' vectors
+SHRINK = 0.5  # of "inner product": short vectors are close to those of the right ranks
 RESCALED = 0.6  # of "rescaled": short enough to stay below a safeguard's threshold for long
 DELAY = 100  # of "delayed", in steps
 
@@ -23,9 +23,9 @@ def sign_flip(right: Tensor, wrong: int) -> Tensor:
 
 
 def little_is_enough(right: Tensor, wrong: int) -> Tensor:
-    """Return vectors inside the spread of the right ranks, as far off as goes [Baruch et al. 2019].
+    """Return vectors as far off as possible inside the right ranks' spread [Baruch et al. 2019].
 
-    So many right ranks are farther from the mean that they and the wrong ranks are most ranks.
+    Enough right ranks are farther from the mean that they and the wrong ranks form a majority.
     """
     ranks = len(right) + wrong
     needed = ranks // 2 + 1 - wrong
@@ -44,7 +44,7 @@ def delayed(own: Sequence[Tensor]) -> Tensor:
 
 
 def rescaled(own: Sequence[Tensor]) -> Tensor:
-    """Return the wrong ranks' own vectors, shorter and turned around [Allen-Zhu et al. 2021]."""
+    """Return the wrong ranks' own vectors, shortened and reversed [Allen-Zhu et al. 2021]."""
     return -RESCALED * own[-1]
 
 

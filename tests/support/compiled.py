@@ -1,4 +1,4 @@
-"""Train networks of `torch.compile`, and count what the compiler makes and runs."""
+"""Train networks of `torch.compile`, and count what the compiler creates and runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORDINARY = sum(step % EVERY > 0 for step in range(STEPS))
 
 
 class Problem(NamedTuple):
-    """A network with a batch; `draw` makes the network, always with the same weights."""
+    """A network with a batch; `draw` creates the network, always with the same weights."""
 
     draw: Callable[[], nn.Module]
     inputs: Tensor
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
 
 class Counter:
-    """A backend that counts graphs, operations and runs, and leaves the work to another backend."""
+    """A backend that counts graphs, operations and runs, and delegates to another backend."""
 
     def __init__(self, backend: str) -> None:
         self.backend = lookup_backend(backend)
@@ -80,7 +80,7 @@ class Counter:
 def fresh(backend: str = "eager") -> Counter:
     """Return a counter of a compiler that has compiled nothing so far.
 
-    Trainers that other tests have dropped may wait for Python's garbage collector, and until then
+    Trainers that other tests have dropped can wait for Python's garbage collector, and until then
     keep compiled models from running.
     """
     gc.collect()
@@ -97,7 +97,7 @@ def weights(network: nn.Module) -> Tensor:
 def alone(problem: Problem, backend: str) -> Tensor:
     """Return the weights after training, with gradients of a copy that no trainer has seen.
 
-    In steps without new factors, the compiled copy makes gradients and buffers in the place of the
+    In steps without new factors, the compiled copy computes gradients and buffers instead of the
     network, which is never compiled.
     """
     network, other = problem.made(), problem.made()
@@ -124,8 +124,8 @@ def check(problem: Problem, backend: str) -> Tensor:
     """Compare a compiled training by K-FAC with one by SGD, and with `alone`; return weights.
 
     Raises:
-        AssertionError: the compiler does other things than with SGD, an ordinary step does not run
-            the compiled graphs, or weights differ in a bit.
+        AssertionError: the compiler behaves differently from SGD, an ordinary step does not run the
+            compiled graphs, or weights differ in a bit.
     """
     counter, network = fresh(backend), problem.made()
     compiled = torch.compile(network, backend=counter)

@@ -1,4 +1,4 @@
-"""Least squares that differ by rank, and trainers whose ranks step copies of the model."""
+"""Least squares that differ by rank, and trainers whose ranks step replicas of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A preconditioner of no library: the diagonals of A and G alone, and a dense oracle."""
+"""A preconditioner that no library has: only the diagonals of A and G, and a dense oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Change a checkpoint's manifest, and give the changed manifest a right digest."""
+"""Change a checkpoint's manifest, and give the changed manifest a matching digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
 
 
 def seal(path: Path, manifest: dict[str, Any]) -> None:
-    """Write a manifest with a right digest."""
+    """Write a manifest with a matching digest."""
     manifest.pop("digest", None)
     text = json.dumps(manifest | {"digest": _digest(manifest)})
     (path / "manifest.json").write_text(text)

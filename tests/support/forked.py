@@ -66,7 +66,7 @@ def start(ranks: int, body: Callable[[Comm], None]) -> list[BaseProcess]:
     def run(rank: int) -> None:
         mine = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
         for end in (end for pair in pairs for end in pair if end not in mine):
-            end.close()  # otherwise nobody sees a dead owner
+            end.close()  # otherwise nobody notices a dead owner
         body(Comm(rank, ranks, [end.makefile("rwb") for end in mine]))
 
     processes = [FORK.Process(target=run, args=(rank,)) for rank in range(ranks)]

@@ -17,7 +17,7 @@ Matrix = np.ndarray
 
 
 class Attending(nn.Module):
-    """An attention over 5 positions of 4 numbers, and a linear layer."""
+    """An attention over 5 positions of width 4, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def convolutional() -> nn.Module:
 
 
 def narrow() -> nn.Module:
-    """Return a convolution of each channel alone, and layers of one row and of one column."""
+    """Return a depthwise convolution, and layers with one row and with one column."""
     return nn.Sequential(
         *(nn.Conv2d(2, 2, 3, stride=2, groups=2), nn.Tanh(), nn.Flatten()),
         *(nn.Linear(18, 1), nn.Linear(1, 3, bias=False)),
@@ -57,18 +57,18 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attending,
 }
 FACTORED = NETWORKS | {"narrow": narrow}
-"""Also with layers without a polar factor, which have factors."""
+"""With additional layers without a polar factor, which have factors."""
 
 
 def network(kind: str) -> nn.Module:
     """Return a network in float64, the same at every call."""
     torch.manual_seed(3)
-    with torch.device("cpu"):  # the same numbers on any device
+    with torch.device("cpu"):  # the same values on any device
         return FACTORED[kind]().double().to(problem.DEVICE)
 
 
 def batch(kind: str, step: int) -> tuple[Tensor, Tensor]:
-    """Return 12 inputs and labels; equal labels at step 3, so that gradients are of low rank."""
+    """Return 12 inputs and labels; equal labels at step 3, so that gradients have low rank."""
     generator = torch.Generator().manual_seed(step)
     with torch.device("cpu"):
         inputs = torch.randn(12, *INPUTS[kind], generator=generator).double().to(problem.DEVICE)
@@ -103,7 +103,7 @@ def in_groups(direction: Callable[[str, Matrix], Matrix]) -> Callable[[str, Matr
 
 
 class Momenta:
-    """Nesterov's momenta of matrices, by name: `(1 - mu) g + mu M` with means M from 0 on."""
+    """Nesterov momenta of matrices, by name: `(1 - mu) g + mu M` with means M that start at 0."""
 
     def __init__(self, momentum: float) -> None:
         self.momentum, self.means = momentum, {}
@@ -124,9 +124,9 @@ def polar(matrix: Matrix) -> Matrix:
 
 
 class OfAdamsLength:
-    """Directions of layers as long as Adam's step of the gradient.
+    """Directions of layers with the length of Adam's step for the gradient.
 
-    Groups of a layer are matrices of their own; the length is of the layer, and so of all groups.
+    Groups of a layer are separate matrices; the length is that of the layer, and so of all groups.
 
     Args:
         direction: of a matrix, by name.
@@ -201,7 +201,7 @@ def rows(model: nn.Module, x: Tensor) -> dict[str, Matrix]:
 
 
 def train(kfac: KFAC, kind: str, steps: range, comm) -> None:
-    """Train on the rank's shares of the batches."""
+    """Train on the rank's shards of the batches."""
     for step in steps:
         inputs, labels = (part.chunk(comm.size)[comm.rank] for part in batch(kind, step))
         kfac.optimizer.zero_grad()

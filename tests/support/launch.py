@@ -1,4 +1,4 @@
-"""Starts programs under MPI for tests, as `jobs/common.sh` does."""
+"""Start programs under MPI for tests, as `jobs/common.sh` does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 from support.pace import paced
 
-LIMIT = 240  # seconds at pace 1, for hangs alone: jobs take less than 30 on an idle machine
+LIMIT = 240  # seconds at pace 1, only for hangs: jobs take less than 30 on an idle machine
 PROGRAMS = Path(__file__).parents[1] / "programs"
 NOT_STARTED = "The PMIx server's listener thread failed to start."
 """What Open MPI's launcher prints when it gives up before any rank starts, once in thousands."""
@@ -29,8 +29,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Return the end of `mpirun -n ranks python -m mpi4py args...`, with the job's output.
 
-    A launcher that has started no rank starts a second time. MPIRUN and MPIRUN_FLAGS name the
-    launcher and the launcher's options. `env` is added to the environment.
+    A launcher that has started no rank is started once more. MPIRUN and MPIRUN_FLAGS name the
+    launcher and its options. `env` is added to the environment.
 
     Raises:
         subprocess.TimeoutExpired: after `timeout` seconds at the machine's pace; no process of the
@@ -52,18 +52,18 @@ def _ended(
             output, errors = job.communicate()
             expired.add_note(f"{output}\n{errors}")
             raise
-    # Open MPI ends its own notes with a NUL byte, which may come before a rank's line.
+    # Open MPI ends its own notes with a NUL byte, which can come before a rank's line.
     texts = (text.replace("\0", "") for text in (output, errors))
     return subprocess.CompletedProcess(job.args, job.returncode, *texts)
 
 
 def run_each(runs: Sequence[tuple[int, Sequence[str]]], root: Path, timeout: float = LIMIT) -> None:
-    """Run the training program on so many ranks with such options, one run after the other.
+    """Run the training program several times, one run after another.
 
-    All runs share one job: most of the time of a short run is the start of its ranks.
+    All runs share one job, as most of the time of a short run is the start of its ranks.
 
     Args:
-        runs: the ranks and the options of each run.
+        runs: the number of ranks and the options of each run.
         root: a directory for the list of the runs.
     """
     program, file = str(PROGRAMS / "several.py"), root / "runs.json"
@@ -95,7 +95,7 @@ def processes(job: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def kill(job: subprocess.Popen[str]) -> None:
     """End the job with all ranks."""
-    # Open MPI gives every rank an own process group: killing the launcher's group would miss ranks.
+    # Open MPI gives every rank its own process group, so killing the launcher's would miss ranks.
     family = psutil.Process(job.pid).children(recursive=True)
     for process in [psutil.Process(job.pid), *family]:
         with suppress(psutil.NoSuchProcess):
@@ -104,14 +104,14 @@ def kill(job: subprocess.Popen[str]) -> None:
 
 
 def launcher() -> tuple[str, list[str]]:
-    """Return the mpirun of the tests, and mpirun's options."""
+    """Return the mpirun of the tests, and its options."""
     beside_python = Path(sys.executable).with_name("mpirun")
     mpirun = os.environ.get("MPIRUN") or str(beside_python if beside_python.exists() else "mpirun")
     return mpirun, os.environ.get("MPIRUN_FLAGS", "--oversubscribe").split()
 
 
 def environment() -> dict[str, str]:
-    """Return the defaults of jobs/common.sh, for tests started without jobs/common.sh."""
+    """Return the defaults of jobs/common.sh, for tests started without it."""
     defaults = {
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

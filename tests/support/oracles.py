@@ -67,7 +67,7 @@ def calls(
     def keep(name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         output.retain_grad()
         outputs.setdefault(name, []).append((input_vectors(module, inputs[0].detach()), output))
-        return output.clone()  # in-place activations behind the layer keep the kept output
+        return output.clone()  # in-place activations after the layer must not change it
 
     modules = kfac_modules(model)
     hooks = [m.register_forward_hook(partial(keep, name)) for name, m in modules.items()]
@@ -93,7 +93,7 @@ def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, T
 
 
 def vectors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
-    """Return Eva's vectors of every layer, as the means of inputs and of examples' own gradients.
+    """Return Eva's vectors of every layer: means of inputs and of the gradients of examples.
 
     Gradients are multiplied by the root of an example's number of positions; G is multiplied by the
     number of positions.
@@ -107,7 +107,7 @@ def vectors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, T
 
 
 def running_average(history: Sequence[Tensor], decay: float, start: str = "first") -> Tensor:
-    """Return the weighted mean of all factors so far; the weight falls by `decay` per factor."""
+    """Return the weighted mean of all factors so far; weights decrease by `decay` per factor."""
     terms = [(decay**age, factor) for age, factor in enumerate(reversed(history))]
     if start == "identity":
         eye = torch.eye(len(history[0]), dtype=history[0].dtype)

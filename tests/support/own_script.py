@@ -1,4 +1,4 @@
-"""The programs of docs/guide/own_script.md, with data before and oracles behind."""
+"""The programs of docs/guide/own_script.md, preceded by data and followed by oracles."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(
     """Return the end of a job with the page's first two programs, and more programs of the page.
 
     Args:
-        parts: a word of a program, and a program with the oracle to run behind.
+        parts: a word of a program, and a program with the oracle to run after it.
         choices: see `launch`; `changed` are texts to change in the page's programs.
     """
     changed = choices.pop("changed", {})

@@ -1,4 +1,4 @@
-"""Folders of little images, for tests."""
+"""Folders of small images, for tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The tests' small training problem, in float64: about 12 images of 2 x 8 x 8 at every step.
 
-The problem lies on the device that MPIKFAC_TEST_DEVICE names, by default on the CPU.
+The problem is on the device named by MPIKFAC_TEST_DEVICE, by default on the CPU.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ BY_ADAM = (
 
 
 def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
-    """Return a `KFAC` for settings by name, without the values that group settings.
+    """Return a `KFAC` for settings by name, which are grouped here.
 
-    Directions keep the length that preconditioning gives, if no `grafting` is given.
+    Directions keep the length that preconditioning gives, unless `grafting` is given.
     """
     values = {}
     if "basis_dtype" in settings:
@@ -103,7 +103,7 @@ def train_on_shards(kfac, comm, ranks, batches) -> None:
 def network() -> nn.Module:
     """Return Conv - fixed BatchNorm - in-place ReLU - strided Conv - Linear."""
     torch.manual_seed(1)
-    with torch.device("cpu"):  # the same numbers on any device
+    with torch.device("cpu"):  # the same values on any device
         norm = nn.BatchNorm2d(9)
         norm.running_mean.uniform_(-0.5, 0.5)
         norm.running_var.uniform_(0.5, 2.0)
@@ -119,7 +119,7 @@ def network() -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with momentum and weight decay, and an own learning rate for the last layer."""
+    """Return SGD with momentum and weight decay; the last layer has its own learning rate."""
     groups = [{"params": model[:4].parameters()}, {"params": model[5].parameters(), "lr": 0.03}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
@@ -148,7 +148,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """Return `batch(step)`, dealt out to ranks."""
+    """Return `batch(step)`, divided among ranks."""
     images, labels = batch(step)
     return list(zip(images.tensor_split(ranks), labels.tensor_split(ranks)))
 
@@ -156,7 +156,7 @@ def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
 def strategies(
     ranks: int, reductions: Sequence[str] = ("allreduce", "reduce_scatter", "local")
 ) -> list[Strategy]:
-    """Return all ways to distribute K-FAC over `ranks` ranks."""
+    """Return all strategies of distributing K-FAC over `ranks` ranks."""
     choices = itertools.product(divisors(ranks), reductions, (False, True), (True, False))
     return [
         Strategy(
@@ -187,13 +187,13 @@ def label(value: object) -> str | None:
 
 
 def whole_state(trainer, comm) -> dict[str, Any]:
-    """Return the shares of all ranks as a single state, on the host."""
+    """Return the parts of all ranks as a single state, on the host."""
     mine = {n: v.cpu() if torch.is_tensor(v) else v for n, v in trainer.state_dict().items()}
     return {n: value for share in comm.allgather(mine) for n, value in share.items()}
 
 
 def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
-    """Train on the rank's shards; return the model's whole state as a vector."""
+    """Train on the rank's shards; return the model's full state as a vector."""
     for step in steps:
         images, labels = shards(step, comm.size)[comm.rank]
         trainer.optimizer.zero_grad()
@@ -204,7 +204,7 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
 
 
 def take_step(trainer, loss: Tensor | float) -> None:
-    """Take a step; a rule of exchanges that asks for the rank's loss takes `loss`."""
+    """Take a step; if the sync needs the rank's loss, report `loss`."""
     if isinstance(trainer.plan.strategy.sync, LSGD):
         trainer.exchange.report_loss(loss)
     trainer.step()
@@ -213,7 +213,7 @@ def take_step(trainer, loss: Tensor | float) -> None:
 def by_one_process(train: Callable[..., Any]) -> Callable[..., Any]:
     """Return what `train(comm, ...)` returns on one rank, for all ranks.
 
-    Rank 0 trains while the remaining ranks wait. Equal arguments train once.
+    Rank 0 trains while the other ranks wait. Equal arguments train once.
     """
 
     @functools.cache

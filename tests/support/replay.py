@@ -1,6 +1,6 @@
-"""Record the operators of a function once, and start the same operators again: a graph on a CPU.
+"""Record the operators of a function once, and run the same operators again: a graph on a CPU.
 
-As in a CUDA graph, a replay has the addresses and the numbers of the host of the recording.
+As in a CUDA graph, a replay has the addresses and the host's values of the recording.
 """
 
 from __future__ import annotations

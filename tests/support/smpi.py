@@ -1,8 +1,8 @@
 """Replay the messages of a plan in SimGrid's SMPI, which simulates MPI on a network.
 
-A file has the messages of a step of all ranks, and tests/smpi/replay.c carries the messages out.
-Computation takes no time. Bytes and bandwidths are both divided by `SCALE`, so that the ranks of a
-large job fit in memory; the seconds stay the same. The algorithms are those that Open MPI takes.
+A file has the messages of a step of all ranks, which tests/smpi/replay.c executes. Computation
+takes no time. Bytes and bandwidths are both divided by `SCALE`, so that the ranks of a large job
+fit in memory; the seconds stay the same. The algorithms are those that Open MPI chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).parents[1] / "smpi" / "replay.c"
 SCALE = 256
 WORD = 4  # bytes of an element of the C program
 OF_PARTS = ("Reduce_scatter", "Allgatherv", "Alltoall")
-IN_PARTS, ON_NODES = " in parts", " on nodes"  # behind a strategy: no shards; two levels
+IN_PARTS, ON_NODES = " in parts", " on nodes"  # after a strategy: no shards; two levels
 NAMES = {
     "Allreduce": {"doubling": "rdb", "rabenseifner": "rab_rdb", "ring": "lr"},
     "Reduce": {"binomial": "binomial", "linear": "flat_tree"},
@@ -54,10 +54,10 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Call:
-    """Describe a call of MPI by a team.
+    """A call of MPI by a team.
 
     Attributes:
-        numbers: the numbers of the call in the file, see replay.c.
+        numbers: the numbers of the call in the file; see replay.c.
         elements: elements of every member's part, or of the whole buffer, before the scaling.
     """
 
@@ -67,7 +67,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Describe a message as all ranks send the message: a part of the ranks in each team."""
+    """A message as all ranks send it: the ranks in each team have parts of it."""
 
     primitive: str
     algorithm: str
@@ -126,7 +126,7 @@ def of_teams(plan: Plan, teams: dict[range, Message]) -> Replayed:
 
 
 def chosen(message: Message, call: Call, team: range, plan: Plan) -> str:
-    """Return the algorithm that Open MPI takes for a call of a message."""
+    """Return the algorithm that Open MPI chooses for a call of a message."""
     primitive = "Iallreduce" if overlapped(message, plan) else message.primitive
     sizes: list[float] = [count * WORD for count in call.elements]
     if message.primitive not in OF_PARTS:
