@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mpikfac.engine.curvature.eager import Eagerly
 from mpikfac.engine.curvature.factors import Factors
+from mpikfac.engine.curvature.recording.comparison import Comparison
 from mpikfac.engine.curvature.recording.own_outputs import OwnOutputs
 from mpikfac.engine.part import Part, PreconditionerPart
 from mpikfac.layers import SIDE_BY_SIDE, Attached, Hook, Layer
@@ -217,7 +218,9 @@ class Recorder(Part):
         self._model, self._detached = model, False
         self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
         self.statistics, self._observers = factors.statistics, observers
+        layers = list(layers)
         self._layers = _bound_layers(layers, factors, estimator)
+        self._comparison = Comparison(layers, self._of_loss and self.plan.rank == 0)
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
@@ -449,6 +452,7 @@ class Recorder(Part):
         if self._followed:
             return
         self._followed = True
+        self._comparison.begin()
         at_end_of_backward(partial(self._note_gradients, self._turn is None))
         gone = [name for name, held in self._held.items() if self._are_gone(name, held)]
         counts = self._of_loss or self._turn is not None
@@ -462,6 +466,7 @@ class Recorder(Part):
         """Note the gradients that passes of losses have left in the model."""
         self._followed = False
         with torch.no_grad():
+            self._comparison.end()
             for name in self._recorded if of_loss else ():
                 if gradients := self._gradients(name):
                     versions = [(id(g), g._version) for g in gradients]
@@ -552,11 +557,12 @@ class Recorder(Part):
 
     def _add(self, sums: LayerSums, x: Tensor, g: Tensor, forward_pass: int) -> None:
         """Add one call's moments to the sums of a layer."""
-        layer, turn = sums.layer, self._turn or Turn()
+        layer, turn, rounded = sums.layer, self._turn or Turn(), g.dtype
         dtype = g.dtype if g.dtype in sums.rounded else self.site.dtype
         if x.is_floating_point():  # under autocast, the layer multiplied rounded inputs
             x = x.to(g.dtype).to(dtype)
         g = g.to(dtype)
+        self._comparison.add(layer, x, g, rounded)
         vectors, prepared = layer.positions(g), layer.prepared(x, g)
         of_layer = 0 if layer.group else vectors  # the first group stands for all
         if turn.first:
