@@ -801,3 +801,29 @@ def test_two_trainers_of_shared_parameters_are_told(caplog):
     part.detach()
     kept = [trainer(model[2]), trainer(network())]
     assert caplog.text.count("each of the two trainers steps them") == 1 and len(kept) == 2
+
+
+PENALTIES = {
+    "none": lambda model, x: 0.0,
+    "of weights": lambda model, x: 0.5 * model[0].weight.square().sum(),
+    "of orthogonality": lambda model, x: (model[0].weight @ model[0].weight.T).square().sum(),
+    "of products": lambda model, x: F.linear(x, model[0].weight).square().mean(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_gradient_that_no_call_makes_is_told_once(penalty, dtype, caplog):
+    """Oracle: the log; no line for the loss alone, in any dtype, nor for micro-batches."""
+    model = network().to(dtype)
+    kfac = trainer(model)
+    for seed in range(5):
+        x, y = batch(count=64, seed=seed)
+        kfac.optimizer.zero_grad()
+        for some, labels in zip(x.to(dtype).chunk(2), y.chunk(2)):
+            loss = F.cross_entropy(model(some), labels) + PENALTIES[penalty](model, some)
+            (loss / 2).backward()
+        kfac.step()
+    told = [r.getMessage() for r in caplog.records if "not that of the module's calls" in r.msg]
+    assert len(told) == (penalty != "none")
+    assert all(line.startswith("layer '0': ") for line in told)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mpikfac.engine.curvature.eager import Eagerly
+from mpikfac.engine.curvature.recording.comparison import Comparison
 from mpikfac.engine.curvature.recording.moments import Moments
 from mpikfac.engine.curvature.recording.own_outputs import OwnOutputs
 from mpikfac.engine.curvature.recording.retained import RetainedGradients
@@ -58,6 +59,7 @@ class RecordingHooks(Part):
         self._followed = False  # whether the end of the backward pass notes gradients
         self._retained = RetainedGradients(moments.parameters)
         self._removed_told = self.plan.rank > 0
+        self._comparison = Comparison(moments.layers, moments.of_loss and self.plan.rank == 0)
         self._turn: Turn | None = None
         self._outputs = OwnOutputs(module for layer in moments.layers for module in layer.modules)
         self._hooks: list[Attached] = []
@@ -188,6 +190,7 @@ class RecordingHooks(Part):
         if version >= 0 and x._version != version and not layer.bias_alone:
             raise changed_in_place(layer, "the input", "backward")
         self._note_backward()
+        self._comparison.add(layer, x, g)
         self._moments.add(layer, x, g, forward_pass, self._turn)
 
     def _follow_gradients(self) -> None:
@@ -195,6 +198,7 @@ class RecordingHooks(Part):
         if self._followed:
             return
         self._followed = True
+        self._comparison.begin()
         at_end_of_backward(partial(self._note_gradients, self._turn is None))
         removed = self._retained.removed()
         counts = self._moments.of_loss or self._turn is not None
@@ -208,6 +212,7 @@ class RecordingHooks(Part):
     def _note_gradients(self, of_loss: bool) -> None:
         """Note the gradients that a pass of the loss has left in the model."""
         self._followed = False
+        self._comparison.end()
         if of_loss:
             self._retained.note(self._moments.recorded)
 
