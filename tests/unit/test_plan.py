@@ -25,7 +25,7 @@ from mpikfac import (
 from mpikfac.lab import CurvatureServers, LocalSGD, TopK
 from mpikfac.plan import PASSED, divisors, lay_out, stages
 from mpikfac.plan.messages import in_shards, sums
-from mpikfac.plan.roles import apart, diagonally
+from mpikfac.plan.roles import apart, diagonally, in_messages
 from mpikfac_apps.problems import models
 from support.problem import strategies
 from support.strategies import assigned, changed, strategy_of
@@ -662,3 +662,33 @@ def test_turns_share_resnet50_evenly_as_far_as_layers_allow(stagger):
     total = sum(work.values())
     assert max(turns) <= 1.001 * max(total / stagger, *work.values())
     assert max(work.values()) / total == pytest.approx(0.216, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "messages"),
+    [
+        ([], []),
+        ([1], [0]),
+        ([9, 9, 9], [0, 0, 0]),  # none is full
+        ([9, 9, 2**18], [0, 0, 1]),  # the first bucket, of the last layer, is full
+        ([9, 2**18 - 9, 9, 2**18 - 9], [0, 0, 1, 1]),
+        ([9, 25 * 2**18, 2**18, 9], [0, 1, 2, 2]),  # the second one takes more
+        ([2**30, 2**30], [0, 1]),
+    ],
+)
+def test_overlapped_messages_are_buckets(sizes, messages):
+    """Oracle: by hand: a bucket is full from 1 MiB on, all others from 25 MiB on."""
+    assert in_messages(sizes, Transport(overlap=True)) == messages
+    assert in_messages(sizes, Transport()) == [0] * len(sizes)
+    assert in_messages(sizes, Transport(overlap=True, fusion=1)) == [*range(len(sizes))]
+
+
+def test_gradients_without_kfac_are_buckets():
+    """Oracle: by hand: parameters of 2 MiB, the last of which is ready first."""
+    trained = [(f"{n}.weight", (512, 1024)) for n in range(3)]
+    for overlap, count in ((True, 2), (False, 1)):
+        strategy = Strategy(MemOpt(), transport=Transport(overlap=overlap))
+        plan = make_plan([], 4, strategy, trained)
+        sent = [m for m in plan.messages(0, False, False, True) if m.stage == "reduce gradients"]
+        assert len(sent) == count
+        assert sum(message.size for message in sent) == 3 * 2**21
