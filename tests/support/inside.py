@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from mpikfac import KFAC, FirstOrderTrainer
+from mpikfac import KFAC, FirstOrderTrainer, trainer
 from mpikfac.comm import Grid
 from mpikfac.comm.messages import overlap
 from mpikfac.comm.messages.outbox import Outbox, Piece
@@ -41,6 +41,7 @@ __all__ = [
     "Nonfinite",
     "bases",
     "clip_scale",
+    "compare_every",
     "damping",
     "decompositions",
     "directions",
@@ -325,6 +326,11 @@ def stack(monkeypatch: MonkeyPatch) -> None:
 def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:
     """Let calls of at most so many bytes wait for the end of a backward pass."""
     monkeypatch.setattr(together, "MOST_BYTES", most)
+
+
+def compare_every(monkeypatch: MonkeyPatch, steps: int) -> None:
+    """Let ranks compare weights and buffers every so many steps."""
+    monkeypatch.setattr(trainer, "COMPARE_EVERY", steps)
 
 
 def waiting(kfac: KFAC) -> int:

@@ -466,7 +466,8 @@ class Recorder(Part):
         """Note the gradients that passes of losses have left in the model."""
         self._followed = False
         with torch.no_grad():
-            self._comparison.end()
+            if not self._derivatives_told:  # which explains another gradient
+                self._comparison.end()
             for name in self._recorded if of_loss else ():
                 if gradients := self._gradients(name):
                     versions = [(id(g), g._version) for g in gradients]
