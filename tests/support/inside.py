@@ -41,6 +41,7 @@ __all__ = [
     "Nonfinite",
     "bases",
     "clip_scale",
+    "compare_every",
     "damping",
     "decompositions",
     "directions",
@@ -327,11 +328,11 @@ def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(deferred, "MOST_BYTES", most)
 
 
+def compare_every(monkeypatch: MonkeyPatch, steps: int) -> None:
+    """Let ranks compare weights and buffers every so many steps."""
+    monkeypatch.setattr(trainer, "COMPARE_EVERY", steps)
+
+
 def waiting(kfac: KFAC) -> int:
     """Return the number of moments that wait."""
     return len(getattr(kfac.preconditioner.moments, "_waiting", ()))
-
-
-def compare_tensors_every(monkeypatch: MonkeyPatch, steps: int) -> None:
-    """Let trainers compare the weights and buffers of all ranks every so many steps."""
-    monkeypatch.setattr(trainer, "COMPARE_EVERY", steps)

@@ -26,6 +26,30 @@ class Mistake(NamedTuple):
 
 
 TABLE = (
+    # -- passes, arguments and tensors that ranks compare
+    Mistake(
+        "factors: passes whose gradients are gone stay in the sums",
+        "engine/curvature/recording/hooks.py",
+        "for name in removed if counts else ():",
+        "for name in ():",
+        "tests/unit/test_thrown_away.py",
+    ),
+    Mistake(
+        "votes: max_norm is not compared",
+        "trainer.py",
+        '"max_norm": None if max_norm is None else float(max_norm),',
+        '"max_norm": None,',
+        "tests/mpi/test_changes.py",
+        ranks=3,
+    ),
+    Mistake(
+        "votes: weights are not compared",
+        "trainer.py",
+        'return {"tensors": checksums(self.model, self._own_tensors())}',
+        "return {}",
+        "tests/mpi/test_equality.py",
+        ranks=3,
+    ),
     # -- optimizers of a preconditioner by name
     Mistake(
         "optimizers by name: nobody is told of Shampoo's own length",
@@ -1076,7 +1100,7 @@ TABLE = (
     Mistake(
         "hooks: the hook of a copied model still runs",
         "layers/trained.py",
-        "return partial, (_nothing,)",
+        "return Hook, (_nothing,)",
         "return partial, (self.func, *self.args)",
         "tests/unit/test_statistics.py",
     ),

@@ -98,7 +98,7 @@ def test_nothing_to_train_is_refused(comm):
 def test_mixed_dtypes_are_refused_by_name(comm, make):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     optimizer = torch.optim.SGD(model.parameters())
-    text = r"1(.weight)? is torch.float64 on cpu but 0(.weight)? is torch.float32 on cpu; all trai"
+    text = r"1(.weight)? is torch.float64 on cpu but 0(.weight)? is torch.float32 on cpu; trained p"
     with pytest.raises(ValueError, match=text):
         make(model, optimizer, comm)
 

@@ -212,7 +212,8 @@ class RecordingHooks(Part):
     def _note_gradients(self, of_loss: bool) -> None:
         """Note the gradients that a pass of the loss has left in the model."""
         self._followed = False
-        self._comparison.end()
+        if not self._derivatives_told:  # which explains another gradient
+            self._comparison.end()
         if of_loss:
             self._retained.note(self._moments.recorded)
 
