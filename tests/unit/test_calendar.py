@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mpikfac_apps.options.by_epoch import read
+from mpikfac_apps.options.options import Options
 from mpikfac_apps.training.calendar import Calendar
+from mpikfac_apps.training.timetable import Timetable
 
 IMAGES, EPOCHS = 50, 9
 BATCHES = {
@@ -54,3 +58,23 @@ def test_the_clock_shows_the_same_age_in_epochs(calendar):
         if calendar.batch == 12:
             assert calendar.clock(step) == step
             assert calendar.epochs(step) == step / 4
+
+
+def test_what_is_due_follows_the_epochs(calendar):
+    """Oracle: the list of all steps; an epoch ends where the next step has another epoch."""
+    options = Options(epochs=EPOCHS, eval_steps=5, eval_every=4, checkpoint_every=3)
+    timetable = Timetable(calendar, options, ranks=1)
+    places = listed(calendar)
+    ends = {
+        steps: places[steps - 1][0] + 1
+        for steps in range(1, len(places) + 1)
+        if steps == len(places) or places[steps][1] == 0
+    }
+    assert timetable.steps == len(places)
+    for steps in range(1, len(places) + 1):
+        assert timetable.ended_epoch(steps) == ends.get(steps)
+        assert timetable.test_due(steps) == (steps in ends or steps % 5 == 0)
+        assert timetable.meeting_due(steps) == (steps % 3 == 0)
+    assert [n for n in range(1, EPOCHS + 1) if timetable.test_of_epoch_due(n)] == [4, 8, 9]
+    shorter = replace(options, max_steps=3)
+    assert Timetable(calendar, shorter, ranks=1).steps == 3
