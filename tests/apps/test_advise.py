@@ -177,7 +177,7 @@ def test_the_training_program_takes_the_advice(given, taken, capsys):
     asked = f"--machine v100-edr --model resnet50 --ranks 8 --strategy {given}".split()
     assert advise.main(asked) == 0
     (line,) = (one for one in capsys.readouterr().out.splitlines() if "per_rank" in one)
-    words = line.split("Take ")[1]
+    words = line.split("Use ")[1]
     assert words.startswith(taken)
     assert parse(["--model=resnet50", "--data.name=cifar10", "--data.path=.", *words.split()], 8)
 
