@@ -1,4 +1,4 @@
-"""Files of CIFAR-10 as the official archives have them."""
+"""CIFAR-10 files with the format of the official archives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def python2_pickle(labels: np.ndarray, pixels: np.ndarray, key: bytes = b"labels") -> bytes:
-    """Return the opcodes that Python 2 wrote into the official files."""
+    """Return a pickle with the opcodes that Python 2 wrote in the official files."""
 
     def text(raw: bytes) -> bytes:
         return b"U" + bytes([len(raw)]) + raw

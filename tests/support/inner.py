@@ -1,4 +1,4 @@
-"""Attentions and recurrent cells, by torch's modules or by linear layers with the same weights."""
+"""Attention and recurrent cells: torch's modules, and linear layers with the same weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH, CLASSES = 4, 5
 
 
 class LinearAttention(nn.Module):
-    """The computation of a `MultiheadAttention`, batch first, by linear layers."""
+    """Compute what a batch-first `MultiheadAttention` computes, with linear layers."""
 
     def __init__(self, of: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LinearAttention(nn.Module):
 
 
 class LinearCell(nn.Module):
-    """The computation of a cell by two linear layers."""
+    """Compute what a recurrent cell computes, with two linear layers."""
 
     def __init__(self, of: nn.RNNCellBase) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class LinearCell(nn.Module):
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a linear layer with copies of weight and bias."""
+    """Return a linear layer with copies of `weight` and `bias`."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None).to(weight)
     made.weight.data = weight.detach().clone()
     if bias is not None:
@@ -67,14 +67,14 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def shift(bias: Tensor) -> nn.Linear:
-    """Return a linear layer that adds a bias: the weight is the identity, and frozen."""
+    """Return a linear layer that adds a bias; its weight is the identity, and frozen."""
     made = linear(torch.eye(len(bias)).to(bias), bias)
     made.weight.requires_grad_(False)
     return made
 
 
 class Attends(nn.Module):
-    """Tokens of an image attend to tokens of the same image: the same, others, or two others."""
+    """Let tokens of an image attend to the same tokens, to others, or to two sets of others."""
 
     def __init__(self, attention: nn.Module, to: str, sequence_first: bool = False) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Attends(nn.Module):
             "apart": (other, other * other),
             "sizes": (other[..., :3], other[..., 1:3]),
         }[self.to]
-        given = {id(one): one for one in (x, key, value)}  # an argument given twice stays the same
+        given = {id(one): one for one in (x, key, value)}  # keep equal arguments the same object
         if self.sequence_first:
             given = {name: one.transpose(0, 1) for name, one in given.items()}
         y = self.attention(*(given[id(one)] for one in (x, key, value)), need_weights=False)[0]
@@ -97,7 +97,7 @@ class Attends(nn.Module):
 
 
 class Repeats(nn.Module):
-    """A cell over the rows of an image."""
+    """Run a cell over the rows of an image."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ TO = ("itself", "others", "apart", "sizes")
 
 
 def pair(kind: str, bias: bool = True, sequence_first: bool = False) -> tuple[nn.Module, nn.Module]:
-    """Return a network with torch's module, and the same network of linear layers, in float64."""
+    """Return a network with torch's module and the same network of linear layers, in float64."""
     torch.manual_seed(1)
     if kind in CELLS:
         cell = CELLS[kind](8, WIDTH, bias=bias)
@@ -125,7 +125,7 @@ def pair(kind: str, bias: bool = True, sequence_first: bool = False) -> tuple[nn
         attention = nn.MultiheadAttention(
             WIDTH, 2, bias=bias, batch_first=not sequence_first, **sizes
         )
-        for parameter in attention.parameters():  # biases are 0 at first
+        for parameter in attention.parameters():  # biases start at 0
             nn.init.normal_(parameter, std=0.7)
         networks = (
             Attends(attention, kind, sequence_first),
@@ -136,7 +136,7 @@ def pair(kind: str, bias: bool = True, sequence_first: bool = False) -> tuple[nn
 
 
 def weights(network: nn.Module) -> Tensor:
-    """Return all trained numbers of a network of a pair, in the same order for both."""
+    """Return all trained parameters of a pair's network as a vector, in the same order for both."""
     inner = network.attention if isinstance(network, Attends) else network.cell
     groups = [network.head.weight, network.head.bias]
     if isinstance(inner, nn.MultiheadAttention):

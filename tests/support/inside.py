@@ -1,7 +1,7 @@
-"""The parts of trainers, for tests and benchmarks: no other file of tests knows the parts.
+"""Access to the inner parts of trainers, for tests and benchmarks; no other test file imports them.
 
-A part that moves changes this file alone. `tests/test_house.py` holds this. Tests ask the public
-interface first: states, messages, plans, refusals.
+If a part moves, only this file changes; `tests/test_house.py` enforces this. Tests should first use
+the public interface: states, messages, plans, errors.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ __all__ = [
 
 Trainer: TypeAlias = KFAC | FirstOrderTrainer | AsyncSGD
 
-# Where a function or a number can be replaced, as in `monkeypatch.setattr(*PLACES[...], other)`:
-# the owner and the name. A method is replaced for all trainers.
+# Where a function or a value can be replaced, as in `monkeypatch.setattr(*PLACES[...], other)`:
+# the owner and the name. Replacing a method affects all trainers.
 PLACES: dict[str, tuple[Any, str]] = {
     "reduce gradients": (Gradients, "average"),
     "decompose": (Bases, "decompose"),
@@ -88,26 +88,26 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-# -- numbers as the parts hold them: changes of tensors change the parts ---------------------------
+# -- values as the parts hold them: changing a tensor changes the part -----------------------------
 
 
 def factors(kfac: KFAC) -> Arena:
-    """Return the rank's running averages of factors by name, as packed triangles or vectors."""
+    """Return this rank's running averages of factors by name, as packed triangles or vectors."""
     return kfac.preconditioner.factors.averages
 
 
 def weights(kfac: KFAC) -> dict[str, Tensor]:
-    """Return the weights of the rank's running averages, each `[1]`, by the factor's name."""
+    """Return the weights of this rank's running averages, each `[1]`, by the factor's name."""
     return kfac.preconditioner.factors.weights
 
 
 def statistics(kfac: KFAC) -> Arena:
-    """Return the sums of the passes since the last step, by the factor's name, with counts."""
+    """Return the sums over the passes since the last step, by the factor's name, with counts."""
     return kfac.preconditioner.factors.statistics
 
 
 def bases(kfac: KFAC) -> Arena:
-    """Return the rank's decompositions in use, by the names of the state."""
+    """Return this rank's decompositions in use, by the names of the state."""
     return kfac.preconditioner.bases.arena
 
 
@@ -122,7 +122,7 @@ def scale_weights(kfac: KFAC) -> dict[str, Tensor]:
 
 
 def scale_sums(kfac: KFAC) -> Arena:
-    """Return the sums of squares of the passes since the last step, by layer, with counts."""
+    """Return the sums of squares over the passes since the last step, by layer, with counts."""
     return _scales(kfac).sums
 
 
@@ -132,17 +132,17 @@ def gradients(trainer: Trainer) -> Arena:
 
 
 def directions(kfac: KFAC) -> Arena:
-    """Return the directions of the last step that the rank holds, by layer."""
+    """Return the directions of the last step that this rank holds, by layer."""
     return kfac.preconditioner.directions.arena
 
 
 def predicted_change(kfac: KFAC) -> Tensor:
-    """Return the change of the loss that the quadratic model predicts of the last step, `[1]`."""
+    """Return the change of the loss that the quadratic model predicts for the last step, `[1]`."""
     return kfac.preconditioner.directions.expected
 
 
 def memory_of_grafting(kfac: KFAC) -> dict[str, int]:
-    """Return the bytes that lengths by Adam keep, by the names of `plan.memory_of_grafting`."""
+    """Return the bytes kept for grafting, by the names of `plan.memory_of_grafting`."""
     graft: Any = kfac.grafting
     further = [*getattr(graft, "_sizes", ()), *getattr(graft, "_squares", {}).values()]
     flats = {x.untyped_storage().data_ptr(): x for x in [*graft._adam._averages, *further]}
@@ -154,7 +154,7 @@ def memory_of_grafting(kfac: KFAC) -> dict[str, int]:
 def memory(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of all buffers, by the names of `plan.memory`.
 
-    "parts" and "wires" are there if something is kept for parts of a batch and for encodings.
+    "parts" and "wires" are present only if something is kept for parts of a batch or for encodings.
     """
     built = trainer.built
     rule = getattr(built.exchange, "rule", None)
@@ -184,13 +184,13 @@ def memory(trainer: Trainer) -> dict[str, int]:
 
 
 def _scales(kfac: KFAC) -> Scales:
-    """Return the part of EKFAC's scales."""
+    """Return the part that keeps EKFAC's scales."""
     (scales,) = kfac.preconditioner.of_preconditioner
     return scales
 
 
 def _arenas(value: object) -> list[Arena]:
-    """Return the arenas of an attribute: an arena, or arenas in a list."""
+    """Return the arenas of an attribute, which is an arena or a list of arenas."""
     values = value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, Arena)]
 
@@ -199,36 +199,36 @@ def _bytes(arenas: Sequence[Arena]) -> int:
     return sum(arena.flat.nbytes for arena in arenas)
 
 
-# -- parts, and what parts do ----------------------------------------------------------------------
+# -- parts, and what they do -----------------------------------------------------------------------
 
 
 def grid(trainer: Trainer) -> Grid:
-    """Return the grid of ranks, with its communicators."""
+    """Return the grid of ranks with its communicators."""
     return trainer.grid
 
 
 def layers(kfac: KFAC) -> Sequence[Layer]:
-    """Return the covered layers, in the order of the plan."""
+    """Return the covered layers in the order of the plan."""
     return kfac.layers
 
 
 def settings(kfac: KFAC) -> Settings:
-    """Return the choices of K-FAC: `damping`, `grafting`, `clip` and more."""
+    """Return the settings of K-FAC: `damping`, `grafting`, `clip` and others."""
     return kfac.settings
 
 
 def estimator(kfac: KFAC) -> Estimator:
-    """Return how factors are estimated."""
+    """Return the estimator of factors."""
     return kfac.estimator
 
 
 def damping(kfac: KFAC, step: int) -> float:
-    """Return the damping in force at a step."""
+    """Return the damping used at a step."""
     return kfac.settings.at(step).damping
 
 
 def due(kfac: KFAC, step: int) -> tuple[bool, bool, int | None]:
-    """Return whether a step makes new factors and decompositions, and of which share; None: all."""
+    """Return whether a step computes factors and decompositions, and of which group (None: all)."""
     stagger = kfac.plan.strategy.refresh.stagger
     numbers = kfac.settings.at(step, stagger)
     due = kfac.settings.due("factor_update_steps", step)
@@ -236,37 +236,37 @@ def due(kfac: KFAC, step: int) -> tuple[bool, bool, int | None]:
 
 
 def records_scales(kfac: KFAC) -> bool:
-    """Return whether the hooks of layers record EKFAC's scales."""
+    """Return whether the layers' hooks record EKFAC's scales."""
     return bool(kfac.preconditioner.of_preconditioner)
 
 
 def decompositions(kfac: KFAC) -> Bases:
-    """Return the part that decomposes: `sides` and `decompose`."""
+    """Return the part that decomposes factors: `sides` and `decompose`."""
     return kfac.preconditioner.bases
 
 
 def held(kfac: KFAC) -> dict[str, tuple[Preconditioner, Held]]:
-    """Return preconditioner and decompositions of every layer to precondition on the rank."""
+    """Return preconditioner and decompositions of every layer that this rank preconditions."""
     bases = decompositions(kfac)
     layers = bases.plan.preconditioned
     return {x.name: (bases.preconditioners[x.preconditioner.name], bases.hold([x])) for x in layers}
 
 
 def replicas(trainer: Trainer) -> Copies:
-    """Return the part that keeps copies of the model, with the `rule` that merges copies."""
+    """Return the part that keeps copies of the model, and the `rule` that merges them."""
     return trainer.built.exchange
 
 
 def whole_factors(kfac: KFAC) -> Mapping[str, Tensor]:
     """Return the factors to decompose by name, packed.
 
-    With `reduce_factors_at="inverses"`, they are reduced now.
+    With `reduce_factors_at="inverses"`, this reduces them first.
     """
     return kfac.preconditioner.factors.whole(None)
 
 
 def settle(kfac: KFAC) -> None:
-    """Wait for statistics that are on their way, and average them.
+    """Wait for statistics that are still being sent, and average them.
 
     Collective over: world with `overlap`, else none.
     """
@@ -274,15 +274,15 @@ def settle(kfac: KFAC) -> None:
 
 
 def settled(kfac: KFAC) -> bool:
-    """Return whether no statistics are on their way."""
+    """Return whether no statistics are being sent."""
     return kfac.preconditioner.factors.settled
 
 
 @contextmanager
 def sent_on_arrival() -> Iterator[None]:
-    """Let trainers made meanwhile send overlapped messages in the order in which they are ready.
+    """Return a context in which new trainers send overlapped messages in the order they are ready.
 
-    The order must be the same on all ranks, as in a backward pass on a thread.
+    The order must be the same on all ranks, as in a backward pass on a single thread.
     """
 
     class OnArrival(Outbox):
@@ -297,7 +297,7 @@ def sent_on_arrival() -> Iterator[None]:
 
 
 def look(trainer: Trainer) -> None:
-    """Compare the trained parameters of the model with those of the last step."""
+    """Compare the model's trained parameters with those of the last step."""
     numbers = trainer.built.method.numbers(trainer.steps)
     trainer.built.gradients.look(trainer._compared(numbers))
 
@@ -312,7 +312,7 @@ def record(monkeypatch: MonkeyPatch, way: str) -> None:
 
 
 def stack(monkeypatch: MonkeyPatch) -> None:
-    """Let equal layers be preconditioned together, also on a CPU."""
+    """Make trainers precondition equal layers together, also on a CPU."""
 
     def alike(bases: Bases) -> list[list[PlannedLayer]]:
         kinds: dict[Hashable, list[PlannedLayer]] = {}

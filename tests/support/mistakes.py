@@ -1,4 +1,4 @@
-"""Wrong lines of the library, and the test that has to see each of the wrong lines."""
+"""Wrong lines for the library, and the test that must detect each of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class Mistake(NamedTuple):
     """A wrong line.
 
     Attributes:
-        what: the mistake in words.
+        what: a description of the mistake.
         file: the file in `mpikfac/`.
-        old: a text that the file has once.
-        new: the text in the place of `old`.
-        target: a file of tests, or a test.
-        ranks: the ranks that run the target.
+        old: text that occurs exactly once in the file.
+        new: the replacement of `old`.
+        target: a test file, or a test.
+        ranks: number of ranks that run the target.
     """
 
     what: str
@@ -52,7 +52,7 @@ TABLE = (
     ),
     # -- optimizers of a preconditioner by name
     Mistake(
-        "optimizers by name: nobody is told of Shampoo's own length",
+        "optimizers by name: Shampoo's own step length gives no warning",
         "model/checks.py",
         'if unbounded and preconditioner.of == "gradient":',
         'if unbounded and preconditioner.of == "nothing":',
@@ -73,7 +73,7 @@ TABLE = (
         "tests/unit/test_kfac_optimizer.py",
     ),
     Mistake(
-        "optimizers by name: a method's address stands in the place of the momentum",
+        "optimizers by name: an error prints a method's address instead of the momentum",
         "optimizer.py",
         "grafting = grafting.with_momentum(momentum)  # an error prints the number",
         "pass",
@@ -133,7 +133,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "factors of the gradient: averages do not travel in a checkpoint",
+        "factors of the gradient: averages are not in a checkpoint",
         "engine/curvature/gradient_factors.py",
         "return self.plan.factors if LEARNED in names else ()",
         "return ()",
@@ -148,7 +148,7 @@ TABLE = (
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
-        "Shampoo: a relative damping is taken as it is",
+        "Shampoo: a relative damping is used as an absolute one",
         "preconditioners/gradient/shampoo.py",
         "unit = damping_unit(means.factor) if relative else",
         "unit =",
@@ -219,7 +219,7 @@ TABLE = (
         "tests/unit/test_shampoo.py",
     ),
     Mistake(
-        "KL-Shampoo: moments are no means over the opposite side",
+        "KL-Shampoo: moments are not means over the opposite side",
         "preconditioners/gradient/kl_shampoo.py",
         "y.to(gradient.dtype) / math.sqrt(inputs)",
         "y.to(gradient.dtype)",
@@ -268,7 +268,7 @@ TABLE = (
         "tests/unit/test_soap.py",
     ),
     Mistake(
-        "SOAP: numbers of bases that are not there enter the averages",
+        "SOAP: values of missing bases enter the averages",
         "engine/curvature/eigenbases.py",
         "torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)",
         "out.copy_(source)",
@@ -317,7 +317,7 @@ TABLE = (
         "tests/unit/test_normuon.py",
     ),
     Mistake(
-        "NorMuon: averages of rows do not travel in a checkpoint",
+        "NorMuon: averages of rows are not in a checkpoint",
         "engine/curvature/rows.py",
         "if layer.shape.maps_vectors:",
         "if not layer.shape:",
@@ -325,7 +325,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "NorMuon: copies of the model go on with the rows of the first copy",
+        "NorMuon: copies of the model continue with the rows of the first copy",
         "plan/names.py",
         "OF_LENGTHS = GRAFT, MOMENTUM, ROWS, ROTATED",
         "OF_LENGTHS = GRAFT, MOMENTUM",
@@ -417,7 +417,7 @@ TABLE = (
         "tests/unit/test_costs_of_collectives.py",
     ),
     Mistake(
-        "prediction: every member has a link of its own between nodes",
+        "prediction: every member has its own link between nodes",
         "predict/algorithms.py",
         "size * together if distance",
         "size if distance",
@@ -438,7 +438,7 @@ TABLE = (
         "tests/unit/test_costmodel.py",
     ),
     Mistake(
-        "prediction: an overlapped sum is a single message",
+        "prediction: an overlapped reduction is a single message",
         "predict/costs.py",
         "PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)",
         "PIECES |= dict.fromkeys(BLOCKING, CHAINED)",
@@ -468,7 +468,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "plan: rows of the length are numbers for each column",
+        "plan: rows of the length count an element per column",
         "plan/extensions/grafting.py",
         "[(name, shape[:-1]) for",
         "[(name, shape[1:]) for",
@@ -513,7 +513,7 @@ TABLE = (
         "tests/unit/test_adaptation.py",
     ),
     Mistake(
-        "state: ranks that average gradients take copies of their own",
+        "state: ranks that average gradients keep separate copies",
         "engine/extension.py",
         """Return the part of a state for the rank's copy of the model."""
         + '"""\n        return state',
@@ -554,7 +554,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "reduce: sums go over the column instead of the world",
+        "reduce: reductions are over the column instead of the world",
         "plan/messages/messages.py",
         'primitive, "world", parts, ranks, itemsize, 0, root, codec)',
         'primitive, "column", parts, ranks, itemsize, 0, root, codec)',
@@ -586,7 +586,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "reduce: averages of a rank alone are decomposed, as late factors are not added up",
+        "reduce: local averages are decomposed, as delayed factors are not reduced",
         "engine/curvature/factors.py",
         "self.sender.add_up(turn)",
         "pass",
@@ -674,7 +674,7 @@ TABLE = (
         "tests/unit/test_plan.py",
     ),
     Mistake(
-        "shards: numbers between parts pass through shards, too",
+        "shards: elements between parts pass through shards, too",
         "plan/messages/shards.py",
         "for start, stop in whole.spans) == last - first",
         "for start, stop in whole.spans) <= last - first",
@@ -696,7 +696,7 @@ TABLE = (
         3,
     ),
     Mistake(
-        "Reduce_scatter: every turn takes the first share of every part",
+        "Reduce_scatter: every piece is the first piece of every part",
         "comm/messages/collectives.py",
         "return start + size * turn // turns, ",
         "return start, ",
@@ -719,7 +719,7 @@ TABLE = (
         "tests/unit/test_outbox.py",
     ),
     Mistake(
-        "overlap: a rank without other messages does not ask beside a batch",
+        "overlap: a rank without messages does not join the agreement during a batch",
         "comm/messages/outbox.py",
         "common = self._ask(list(waiting))",
         "common = self._ask(list(waiting)) if waiting or not batch else list",
@@ -733,7 +733,7 @@ TABLE = (
         "tests/unit/test_outbox.py",
     ),
     Mistake(
-        "overlap: sums in place, of which a rank of Open MPI sends the bytes log2(ranks) times",
+        "overlap: reductions in place, whose bytes a rank of Open MPI sends log2(ranks) times",
         "comm/messages/patient.py",
         "sent = np.asarray(received).copy()",
         "pass",
@@ -748,7 +748,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "codecs: numbers are rounded towards 0",
+        "codecs: values are rounded towards 0",
         "numerics/messages/codecs.py",
         ".round_().clamp_(-127, 127)",
         ".trunc_().clamp_(-127, 127)",
@@ -778,7 +778,7 @@ TABLE = (
         "tests/unit/test_precision.py",
     ),
     Mistake(
-        "precision: TF32 is cut off in the place of rounded",
+        "precision: TF32 is truncated instead of rounded",
         "numerics/products.py",
         "(bits + 0x1000)",
         "bits",
@@ -807,7 +807,7 @@ TABLE = (
         "tests/unit/test_bases.py",
     ),
     Mistake(
-        "stagger: a step refreshes the share of the next turn",
+        "stagger: a step refreshes the next group of layers",
         "settings/settings.py",
         'return step // self._between("inv_update_steps", step, turns) % turns',
         'return (step // self._between("inv_update_steps", step, turns) + 1) % turns',
@@ -815,7 +815,7 @@ TABLE = (
         3,
     ),
     Mistake(
-        "tolerance: a fitting decomposition is made anew, a misfitting decomposition is kept",
+        "tolerance: a decomposition that fits is recomputed, one that does not fit is kept",
         "engine/curvature/decomposers.py",
         "misfit <= self._tolerance",
         "misfit >= self._tolerance",
@@ -866,7 +866,7 @@ TABLE = (
         "tests/unit/test_kron.py",
     ),
     Mistake(
-        "grafting: a direction keeps a length of its own",
+        "grafting: a direction keeps its own length",
         "engine/curvature/grafting.py",
         "scales = lengths / norms.clamp_min(torch.finfo(norms.dtype).tiny ** 0.5)",
         "scales = torch.ones_like(norms)",
@@ -937,7 +937,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "start at the identity: all ranks begin averages anew after a checkpoint",
+        "start at the identity: all ranks restart averages after a checkpoint",
         "engine/curvature/factors.py",
         "self._at_identity = list(saved)",
         "list(saved)",
@@ -983,7 +983,7 @@ TABLE = (
         "tests/unit/test_convolution.py",
     ),
     Mistake(
-        "convolution: channels are dealt to groups in turn",
+        "convolution: channels are assigned to groups cyclically",
         "layers/convolution/autocorrelation.py",
         "x.unflatten(1, (groups, channels)).permute(1, 2, 0, 3, 4)",
         "x.unflatten(1, (channels, groups)).permute(2, 1, 0, 3, 4)",
@@ -1084,7 +1084,7 @@ TABLE = (
         ranks=2,
     ),
     Mistake(
-        "cell: the search for products goes on to earlier calls",
+        "cell: the search for products continues to earlier calls",
         "layers/inner/product.py",
         "seen = {value.grad_fn for value in inputs}",
         "seen = set()",
@@ -1157,7 +1157,7 @@ TABLE = (
     ),
     # -- clients and servers
     Mistake(
-        "asynchronous: a server does not note the version that a client fetches",
+        "asynchronous: a server does not record the version that a client fetches",
         "lab/parameter_server/server.py",
         "        self._fetched[client] = self.version\n",
         "",
@@ -1173,7 +1173,7 @@ TABLE = (
         3,
     ),
     Mistake(
-        "asynchronous: clients hear of a meeting one step too early",
+        "asynchronous: clients learn of a meeting one step too early",
         "lab/parameter_server/server.py",
         "max(self._steps.values()) + self._asked.push_interval",
         "min(self._steps.values())",
@@ -1238,7 +1238,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "exchange: votes of a rank alone count at an exchange",
+        "exchange: a rank's local votes count at an exchange",
         "lab/local_sgd/replicas.py",
         "            self._votes.heard = []  # heard of the rank alone\n",
         "",
@@ -1278,7 +1278,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "exchange: all copies go on with the outer momentum of one",
+        "exchange: all copies continue with the outer momentum of one",
         "lab/local_sgd/replicas.py",
         "    OF_EXCHANGE + OWN_MOMENTUM,\n",
         "",
@@ -1286,7 +1286,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "robust: the sums of a safeguard never begin anew",
+        "robust: the sums of a safeguard are never reset",
         "lab/robust/shards.py",
         "of_window.zero_()",
         "pass",
@@ -1368,7 +1368,7 @@ TABLE = (
         2,
     ),
     Mistake(
-        "graphs: late rows are in use before their time",
+        "graphs: delayed rows are used too early",
         "../apps/mpikfac_apps/graphs/aggregates.py",
         "return self.rows[0].clone()",
         "return self.rows[1].clone()",
@@ -1391,9 +1391,9 @@ TABLE = (
         "tests/mpi/test_graphs.py",
         3,
     ),
-    # -- gradients: the largest numbers, with warm-up and clipping
+    # -- gradients: the largest elements, with warm-up and clipping
     Mistake(
-        "largest: padding has a share of the sent numbers",
+        "largest: padding counts as sent elements",
         "plan/codec.py",
         "(elements - sum(stop - start for start, stop in self.padding))",
         "elements",
@@ -1432,7 +1432,7 @@ TABLE = (
         "tests/mpi/test_direct_feedback.py",
     ),
     Mistake(
-        "feedback: an error grows with the numbers of a block",
+        "feedback: an error grows with the size of a block",
         "lab/direct_feedback/feedback.py",
         " / math.sqrt(signs.shape[1])",
         "",
@@ -1453,7 +1453,7 @@ TABLE = (
         "tests/mpi/test_direct_feedback.py",
     ),
     Mistake(
-        "robust: a memory with a gap goes on",
+        "robust: a memory with a gap is still used",
         "lab/robust/memory.py",
         "items if all(item.name in names for item in items) else []",
         "[item for item in items if item.name in names]",

@@ -1,8 +1,8 @@
 """Replay the messages of a plan in SimGrid's SMPI, which simulates MPI on a network.
 
-A file has the messages of a step of all ranks, which tests/smpi/replay.c executes. Computation
-takes no time. Bytes and bandwidths are both divided by `SCALE`, so that the ranks of a large job
-fit in memory; the seconds stay the same. The algorithms are those that Open MPI chooses.
+A file contains the messages that all ranks send in a step, and tests/smpi/replay.c executes it.
+Computation takes no time. Bytes and bandwidths are both divided by `SCALE`, so that the ranks of a
+large job fit in memory; the times do not change. The algorithms are those that Open MPI chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).parents[1] / "smpi" / "replay.c"
 SCALE = 256
 WORD = 4  # bytes of an element of the C program
 OF_PARTS = ("Reduce_scatter", "Allgatherv", "Alltoall")
-IN_PARTS, ON_NODES = " in parts", " on nodes"  # after a strategy: no shards; two levels
+IN_PARTS, ON_NODES = " in parts", " on nodes"  # suffixes of strategies: no shards; two levels
 NAMES = {
     "Allreduce": {"doubling": "rdb", "rabenseifner": "rab_rdb", "ring": "lr"},
     "Reduce": {"binomial": "binomial", "linear": "flat_tree"},
@@ -54,11 +54,11 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call of MPI by a team.
+    """An MPI call of a team.
 
     Attributes:
-        numbers: the numbers of the call in the file; see replay.c.
-        elements: elements of every member's part, or of the whole buffer, before the scaling.
+        numbers: the call's arguments in the file; see replay.c.
+        elements: elements of every member's part, or of the whole buffer, before scaling.
     """
 
     numbers: tuple[int, ...]
@@ -67,14 +67,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A message as all ranks send it: the ranks in each team have parts of it."""
+    """A message as all ranks send it; the ranks of each team have parts of it."""
 
     primitive: str
     algorithm: str
     teams: tuple[tuple[range, tuple[Call, ...]], ...]
 
     def text(self) -> str:
-        """Return the lines of the message in the file."""
+        """Return the message's lines in the file."""
         own = NAMES.get(self.primitive, {}).get(self.algorithm) == ""
         name = f"{self.primitive},{self.algorithm}" if own else self.primitive.replace(" ", "")
         lines = [f"{name} {len(self.teams)}"]
@@ -94,7 +94,7 @@ def missing() -> str:
 
 
 def replayed(plan: Plan, statistics: bool, refresh: bool) -> list[tuple[str, Replayed]]:
-    """Return stage and message of a step, in order, with the teams of all ranks.
+    """Return stage and message of a step's messages in order, with the teams of all ranks.
 
     Raises:
         ValueError: a message cannot be replayed.
@@ -126,7 +126,7 @@ def of_teams(plan: Plan, teams: dict[range, Message]) -> Replayed:
 
 
 def chosen(message: Message, call: Call, team: range, plan: Plan) -> str:
-    """Return the algorithm that Open MPI chooses for a call of a message."""
+    """Return the algorithm that Open MPI chooses for a call."""
     primitive = "Iallreduce" if overlapped(message, plan) else message.primitive
     sizes: list[float] = [count * WORD for count in call.elements]
     if message.primitive not in OF_PARTS:
@@ -135,16 +135,16 @@ def chosen(message: Message, call: Call, team: range, plan: Plan) -> str:
 
 
 def overlapped(message: Message, plan: Plan) -> bool:
-    """Return whether the message is sent beside the computation."""
+    """Return whether the message is sent during the computation."""
     stages = (names.REDUCE_GRADIENTS, names.REDUCE_STATISTICS)
     return plan.strategy.transport.overlap and message.stage in stages
 
 
 def calls_of(message: Message, team: range, plan: Plan) -> list[Call]:
-    """Return the calls of MPI that carry out a message, in turn.
+    """Return the MPI calls that carry out a message, in order.
 
     Raises:
-        ValueError: the message is encoded, or combined by a rule, or no single collective.
+        ValueError: the message is encoded, is combined by a rule, or is not a single collective.
     """
     if message.codec or message.rule or message.primitive not in (*NAMES, PASSED):
         raise ValueError(f"{message.primitive} of {message.stage!r} is not replayed")
@@ -169,9 +169,9 @@ def calls_of(message: Message, team: range, plan: Plan) -> list[Call]:
 
 
 def pieces(counts: Sequence[int], piece: int, primitive: str) -> Iterator[list[int]]:
-    """Yield the elements of every part that a call sends.
+    """Yield the elements of every part that each call sends.
 
-    Sums are cut in pieces of about `piece` elements. Each piece of several parts has the same share
+    Reductions are cut into pieces of about `piece` elements; each piece contains the same fraction
     of every part. A gather is not cut.
     """
     if primitive == "Allgatherv":
@@ -189,7 +189,7 @@ def pieces(counts: Sequence[int], piece: int, primitive: str) -> Iterator[list[i
 def transfers(
     before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield source, destination and elements of what a member has of another member's new part."""
+    """Yield source, destination and elements that a member holds of another member's new part."""
     for source, (start, stop) in enumerate(before):
         for to, (first, last) in enumerate(after):
             count = min(stop, last) - max(start, first)
@@ -198,7 +198,7 @@ def transfers(
 
 
 def scaled(count: int, words: float) -> int:
-    """Return the elements in the file; 0 only for none."""
+    """Return the number of elements in the file; it is 0 only if `count` is 0."""
     return max(1, round(count * words / SCALE)) if count else 0
 
 
@@ -208,10 +208,10 @@ def scaled(count: int, words: float) -> int:
 def simulated(
     messages: Iterable[Replayed], machine: Machine, ranks: int, folder: Path, limit: float
 ) -> dict[Replayed, float]:
-    """Return the seconds of each message, simulated on a machine; writes files in `folder`.
+    """Return the simulated seconds of each message on a machine; write files in `folder`.
 
     Args:
-        limit: the real seconds that the simulation of an algorithm may take.
+        limit: the real seconds that the simulation of one algorithm can take.
 
     Raises:
         subprocess.TimeoutExpired: the simulation took longer.
@@ -240,9 +240,9 @@ def simulated(
 
 
 def collective(primitive: str, algorithm: str) -> dict[str, str]:
-    """Return the options of SMPI that choose the algorithm of a primitive.
+    """Return the SMPI options that choose the algorithm of a primitive.
 
-    A binomial sum everywhere is a sum on a rank and a broadcast, each along a tree.
+    A binomial allreduce is a reduction to one rank and a broadcast, each along a tree.
     """
     if (primitive, algorithm) == ("Allreduce", "binomial"):
         tree = {"smpi/reduce": "binomial", "smpi/bcast": "binomial_tree"}
@@ -254,7 +254,7 @@ def collective(primitive: str, algorithm: str) -> dict[str, str]:
 
 
 def platform_of(machine: Machine, ranks: int) -> str:
-    """Return the network as SimGrid's XML: each rank and each node has a link in each direction."""
+    """Return the network as SimGrid XML; each rank and each node has one link in each direction."""
     per_node = min(machine.ranks_per_node or ranks, ranks)
     inside, between = machine.inside, machine.between or machine.inside
     nodes = range(-(-ranks // per_node))
@@ -290,11 +290,11 @@ def platform_of(machine: Machine, ranks: int) -> str:
 
 @cache
 def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Plan:
-    """Return the plan of a strategy that `mpikfac simulate` makes for a machine.
+    """Return the plan that `mpikfac simulate` makes of a strategy for a machine.
 
     Args:
-        name: the name of a strategy; behind it "in parts" is without shards, and "on nodes" in two
-            levels.
+        name: the name of a strategy, optionally with the suffix " in parts" (without shards) or
+            " on nodes" (two levels).
     """
     strategy, network = name.removesuffix(IN_PARTS).removesuffix(ON_NODES), load_machine(machine)
     options = SIMULATE.read(
@@ -313,7 +313,7 @@ def plan_of(name: str, ranks: int, machine: str, model: str = "resnet50") -> Pla
 
 
 def predicted(plan: Plan, machine: Machine, statistics: bool, refresh: bool) -> dict[str, float]:
-    """Return the predicted seconds of a step's messages by stage, of the slowest rank."""
+    """Return the predicted seconds of a step's messages by stage, for the slowest rank."""
     return max(
         (
             by_stage(
@@ -334,7 +334,7 @@ def seconds_of(message: Message, plan: Plan, rank: int, machine: Machine) -> flo
 
 
 def by_stage(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the sums of seconds by stage."""
+    """Return the sum of the seconds of each stage."""
     stages: dict[str, float] = {}
     for stage, of_message in seconds:
         stages[stage] = stages.get(stage, 0.0) + of_message

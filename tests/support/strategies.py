@@ -1,4 +1,4 @@
-"""Strategies from tables: a value by its dotted name, such as "transport.overlap"."""
+"""Build strategies from tables that map dotted names, such as "transport.overlap", to values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Value = TypeVar("Value")
 
 
 def strategy_of(*tables: Mapping[str, Any]) -> Strategy:
-    """Return the strategy of dotted names; without "assignment", MEM-OPT."""
+    """Return the strategy of dotted names; the assignment is MEM-OPT unless a table sets it."""
     return changed(Strategy(MemOpt()), *tables)
 
 
 def changed(value: Value, *tables: Mapping[str, Any]) -> Value:
-    """Return a frozen dataclass with other values, by dotted name; later tables win.
+    """Return a copy of a frozen dataclass with other values by dotted name; later tables win.
 
-    A value of a whole part, such as "sync", is set before values inside of the part.
+    The value of a whole part, such as "sync", is set before values inside it.
     """
     parts: dict[str, dict[str, Any]] = {}
     for table in tables:
@@ -31,14 +31,14 @@ def changed(value: Value, *tables: Mapping[str, Any]) -> Value:
 
 
 def _part(value: Any, head: str, inside: Mapping[str, Any]) -> Any:
-    """Return the new value of a field; the name "" stands for the whole field."""
+    """Return the new value of a field; the name "" means the whole field."""
     part = inside[""] if "" in inside else getattr(value, head)
     deeper = {name: inner for name, inner in inside.items() if name}
     return changed(part, deeper) if deeper else part
 
 
 def assigned(workers: int, ranks: int, **fields: Any) -> CommOpt | MemOpt | HybridOpt:
-    """Return the assignment with so many gradient workers a layer."""
+    """Return the assignment with `workers` gradient workers for each layer."""
     if workers == ranks:
         return CommOpt(**fields)
     return MemOpt(**fields) if workers == 1 else HybridOpt(grad_workers=workers, **fields)

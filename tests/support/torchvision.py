@@ -1,6 +1,6 @@
-"""Stand in for torchvision while timm is imported: timm's networks need torchvision's names alone.
+"""Replace torchvision during the import of timm, which needs only the names of torchvision.
 
-torchvision itself would bring a torch of its own.
+The real torchvision would install another version of torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "torchvision"
 
 
 class _Named(type):
-    """A class in which every public name is a text: the name itself, as for members of an enum."""
+    """A class whose public attributes are their own names as strings, like an enum's members."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("_"):
@@ -27,7 +27,7 @@ class _Named(type):
 
 
 class _StandIn(ModuleType):
-    """A package in which every public name is an empty class."""
+    """A package whose public names are all empty classes."""
 
     __path__: Sequence[str] = []
 
@@ -38,25 +38,25 @@ class _StandIn(ModuleType):
 
 
 class _Finder:
-    """Find a stand-in for every module of torchvision."""
+    """Find a replacement for every module of torchvision."""
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        """Return the spec of a stand-in; None for modules outside of torchvision."""
+        """Return the spec of a replacement; None for modules outside torchvision."""
         if name.partition(".")[0] != NAME:
             return None
         return importlib.util.spec_from_loader(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stand-in."""
+        """Return the replacement."""
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the stand-in as it is."""
+        """Leave the replacement unchanged."""
 
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Inside, torchvision can be imported even if torchvision is not installed."""
+    """Return a context in which torchvision can be imported even if it is not installed."""
     if importlib.util.find_spec(NAME):
         yield
         return

@@ -1,4 +1,4 @@
-"""Networks of timm and transformers, small and without weights: models that nobody here wrote."""
+"""Small networks of timm and transformers with random weights: models written by others."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Entry:
     Attributes:
         build: returns the network, with random weights.
         inputs: shape of an example.
-        tokens: examples are whole numbers below `tokens`; None for real numbers.
-        positions: layers to skip, whose input has a row for each position and not for each example.
+        tokens: examples are integers below `tokens`; None for real inputs.
+        positions: layers to skip; their input has a row per position instead of per example.
     """
 
     build: Callable[[], nn.Module]
@@ -43,25 +43,25 @@ class Entry:
 
 
 class Adapted(nn.Module):
-    """A network of transformers that takes a single tensor and returns `[batch, classes, ...]`."""
+    """Wrap a network of transformers: take one tensor and return `[batch, classes, ...]`."""
 
     def __init__(self, network: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.network, self.run = network, run
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the network's outputs, with classes behind the batch."""
+        """Return the network's outputs, with the classes in dimension 1."""
         y = self.run(self.network, x)
         return y if y.dim() == 2 else y.movedim(-1, 1)
 
 
 def missing() -> list[str]:
-    """Return the names of packages that the zoo needs and that are not installed."""
+    """Return the packages that the zoo needs and that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def asked(name: str) -> Subject:
-    """Return a network of the zoo as `mpikfac check` takes networks, without positions."""
+    """Return a network of the zoo as a subject of `mpikfac check` that skips its `positions`."""
     entry = ZOO[name]
     torch.manual_seed(0)
     found = subject_of(entry.build(), mpikfac.KINDS, entry.inputs, entry.tokens)
@@ -71,14 +71,14 @@ def asked(name: str) -> Subject:
 
 @cache
 def timm() -> Any:
-    """Return timm, with or without torchvision."""
+    """Return timm, whether or not torchvision is installed."""
     with stand_in():
         return importlib.import_module("timm")
 
 
 @cache
 def transformers() -> Any:
-    """Return transformers, without questions to a server and without advice."""
+    """Return transformers, set to contact no server and to print no advice."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     found = importlib.import_module("transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -89,7 +89,7 @@ def transformers() -> Any:
 
 
 def of_timm(name: str, **options: Any) -> Entry:
-    """Return the entry of a network of timm, made smaller by `options`."""
+    """Return the entry of a timm network, made smaller by `options`."""
     return Entry(lambda: timm().create_model(name, num_classes=CLASSES, **options))
 
 
@@ -101,7 +101,7 @@ def regnet() -> nn.Module:
 
 
 def mobilenetv3() -> nn.Module:
-    """Return a MobileNetV3 of every kind of block once."""
+    """Return a MobileNetV3 with one block of every kind."""
     blocks = [["ds_r1_k3_s2_e1_c8_se0.25_nre"], ["ir_r1_k5_s2_e2_c16_se0.25"], ["cn_r1_k1_s1_c24"]]
     made = timm().models._efficientnet_builder.decode_arch_def(blocks)
     options = {"num_features": 32, "stem_size": 8, "num_classes": CLASSES}
@@ -109,13 +109,13 @@ def mobilenetv3() -> nn.Module:
 
 
 def mixer() -> nn.Module:
-    """Return an MLP-Mixer; its head is initialised to zero."""
+    """Return an MLP-Mixer; its head is initialized to zero."""
     options = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_blocks": 2}
     return timm().models.mlp_mixer.MlpMixer(num_classes=CLASSES, **options)
 
 
 def levit() -> nn.Module:
-    """Return a LeViT that looks up biases in every pass: eval() would keep biases with a graph."""
+    """Return a LeViT that looks up its biases in every pass, as eval() would keep a graph."""
 
     def look_up(attention: Any, device: object) -> Tensor:
         return attention.attention_biases[:, attention.attention_bias_idxs]
@@ -162,7 +162,7 @@ BOTH_SIDES = {
 
 
 def of_words(kind: str, head: str = "CausalLM", **options: Any) -> Entry:
-    """Return the entry of a network that takes words."""
+    """Return the entry of a network that takes tokens."""
 
     def build() -> nn.Module:
         made = transformers().AutoConfig.for_model(kind, vocab_size=WORDS, **options)
@@ -173,12 +173,12 @@ def of_words(kind: str, head: str = "CausalLM", **options: Any) -> Entry:
 
 
 def classifying(kind: str, **options: Any) -> Entry:
-    """Return the entry of a network that takes words and returns a class."""
+    """Return the entry of a network that takes tokens and returns a class."""
     return of_words(kind, "SequenceClassification", num_labels=CLASSES, **options)
 
 
 def translating(kind: str, **options: Any) -> Entry:
-    """Return the entry of an encoder and a decoder; the decoder gets the words in reverse."""
+    """Return the entry of an encoder-decoder; the decoder takes the tokens in reverse order."""
 
     def build() -> nn.Module:
         made = transformers().AutoConfig.for_model(kind, vocab_size=WORDS, **options)
@@ -195,7 +195,7 @@ def vit() -> nn.Module:
 
 
 def clip() -> nn.Module:
-    """Return a CLIP that multiplies an image's features by the features of words of the image."""
+    """Return a CLIP that multiplies an image's features by those of tokens made from the image."""
     words = {**SMALL, "vocab_size": WORDS}
     image = {**SMALL, "image_size": 32, "patch_size": 8}
     made = transformers().CLIPConfig(text_config=words, vision_config=image, projection_dim=8)
@@ -208,7 +208,7 @@ def clip() -> nn.Module:
 
 
 def whisper() -> nn.Module:
-    """Return a Whisper that transcribes noise to words of the noise."""
+    """Return a Whisper that transcribes noise into tokens made from the noise."""
     options = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 8}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     made = transformers().WhisperConfig(vocab_size=WORDS, **BOTH_SIDES, **options, **tokens)
@@ -220,7 +220,7 @@ def whisper() -> nn.Module:
 
 
 def words_of(x: Tensor) -> Tensor:
-    """Return words that depend on numbers."""
+    """Return tokens that depend on real inputs."""
     return (7 * x).abs().long() % WORDS
 
 

@@ -101,7 +101,7 @@ def read(argv: Sequence[str]) -> RankProgram:
         raise ValueError(f"-n {count} must be a whole number, 1 to 99999, the number of ranks")
     if name not in PROGRAMS and not Path(name).is_file():
         nearest = get_close_matches(name, [n for n, p in PROGRAMS.items() if p.ranks], n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        hint = f"; did you mean {nearest[0]}?" if nearest else "; see mpikfac --help"
         raise ValueError(f"{name} is neither a file nor a program of mpikfac{hint}")
     if name in PROGRAMS and not PROGRAMS[name].ranks:
         raise ValueError(f"{name} needs no ranks; start mpikfac {name}")
