@@ -1149,10 +1149,10 @@ TABLE = (
         "tests/unit/test_simulator.py",
     ),
     Mistake(
-        "tuning: messages within the latency are not merged",
+        "tuning: merged messages save no latency",
         "predict/tuning.py",
-        "at <= start or at - start < latency",
-        "at <= start",
+        "sent = [0.0, *itertools.accumulate(alone - latency for alone in reversed(seconds))]",
+        "sent = [0.0, *itertools.accumulate(reversed(seconds))]",
         "tests/unit/test_tuning.py",
     ),
     # -- clients and servers
