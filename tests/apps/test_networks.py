@@ -360,7 +360,7 @@ class Harm:
         (None, "cannot be read: No such file or directory"),
         (b"text", "is not a file of weights: "),
         ({"weight": Harm()}, "is not a file of weights: "),
-        ({"epoch": 3}, "must contain a state_dict: tensors by name, and nothingse"),
+        ({"epoch": 3}, "must contain a state_dict: tensors by name, and nothing else"),
         ([torch.ones(2)], "must contain a state_dict"),
     ],
 )
