@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-REMEDY = (
-    "K-FAC needs whole weights on every rank: create the optimizer from the plain model, which "
-    "`mpirun` or `mpikfac launch` replicates"
-)
 FSDP = "FullyShardedDataParallel"
 
 
@@ -21,9 +17,16 @@ def check_unsharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         # By name: importing the class takes longer than importing all of this library.
         if any(kind.__name__ == FSDP for kind in type(module).__mro__):
-            raise ValueError(f"{name or 'the model'} is wrapped in {FSDP}; {REMEDY}")
+            raise _refusal(f"{name or 'the model'} is wrapped in {FSDP}")
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
-            raise ValueError(f"{name} is a DTensor, as fully_shard creates; {REMEDY}")
+            raise _refusal(f"{name} is a DTensor, as fully_shard creates")
         if hasattr(parameter, "ds_id"):
-            raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; {REMEDY}")
+            raise _refusal(f"{name} is partitioned by DeepSpeed's ZeRO-3")
+
+
+def _refusal(what: str) -> ValueError:
+    return ValueError(
+        f"{what}; use the plain model, which `mpirun` or `mpikfac launch` replicates: K-FAC needs "
+        f"whole weights on every rank"
+    )

@@ -72,6 +72,7 @@ from mpikfac.plan.codec import IN_SHARDS as IN_SHARDS
 from mpikfac.plan.codec import IN_TWO_SUMS as IN_TWO_SUMS
 from mpikfac.plan.codec import PLACE as PLACE
 from mpikfac.plan.codec import Codec as Codec
+from mpikfac.plan.codec import CustomCodec as CustomCodec
 from mpikfac.plan.codec import Matrix as Matrix
 from mpikfac.plan.codec import matrix as matrix
 from mpikfac.plan.extensions import curvature_servers as curvature_servers

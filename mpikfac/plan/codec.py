@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpikfac.plan.layout import ALIGNMENT, Shape
 
 PLACE = 4  # bytes of the index of a value
 # How ranks sum what MPI cannot. PowerSGD needs two small sums, one after the other.
 IN_SHARDS, IN_TWO_SUMS = "Alltoall, Allgather", "Allreduce, Allreduce"
+CODECS = ("bfloat16", "int8", "top-k", "power-sgd")
 EVERYWHERE = {"int8": IN_SHARDS, "top-k": "Allgather", "power-sgd": IN_TWO_SUMS}
 
 
@@ -68,6 +69,13 @@ class Codec:
     matrices: tuple[Matrix, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        if type(self) is Codec and self.name not in CODECS:
+            raise ValueError(
+                f"codec {self.name!r} must be one of {', '.join(CODECS)}; derive your own encoding "
+                f"from mpikfac.plan.CustomCodec"
+            )
+
     @property
     def summable(self) -> bool:
         """Whether MPI can reduce encoded values, by a function of the library."""
@@ -115,3 +123,32 @@ class Codec:
     def arenas(self) -> int:
         """The number of values kept from step to step for each value of an arena."""
         return self.feedback + (self.momentum > 0)
+
+
+@dataclass(frozen=True)
+class CustomCodec(Codec):
+    """The base of encodings defined by users.
+
+    All ranks gather the encoded values of all ranks, and sum the decoded values in rank order.
+    """
+
+    @property
+    def everywhere(self) -> str:
+        """The collective that computes sums on all ranks."""
+        return "Allgather"
+
+    def size(self, elements: int, itemsize: int) -> int:
+        """Return the size in bytes of `elements` encoded values.
+
+        Args:
+            itemsize: the bytes of a value.
+        """
+        raise NotImplementedError
+
+    def encode(self, values: Any) -> Any:
+        """Return `values`, a tensor `[n]`, as a tensor of bytes `[size(n)]`."""
+        raise NotImplementedError
+
+    def add_decoded(self, total: Any, encoded: Any, weight: int) -> None:
+        """Add the decoded values, times `weight`, to `total` `[n]`, in place."""
+        raise NotImplementedError

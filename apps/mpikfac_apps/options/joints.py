@@ -35,6 +35,12 @@ def base_of(hint: Any) -> type[Choice] | None:
     return None
 
 
+def fields_of(options: type[Any]) -> set[str]:
+    """Return the names of the joints among the fields of a dataclass of options."""
+    hints = typing.get_type_hints(options)
+    return {name for name, hint in hints.items() if base_of(hint) is not None}
+
+
 def allowed(base: type[Choice]) -> str:
     """Return a description of the types of a joint."""
     return f"one of {', '.join([*named_types(base), OWN])}"
@@ -74,4 +80,6 @@ def _own_type(joint: str, base: type[C], name: str) -> type[C]:
 
 def name_of(value: Choice | None) -> str | None:
     """Return the name of a value's type, as a user wrote it."""
-    return None if value is None else _spelled.get(type(value)) or value.name
+    if value is None:
+        return None
+    return _spelled.get(type(value)) or getattr(value, "name", type(value).__name__)

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from mpikfac.plan import ALIGNMENT, PLACE, Codec, Matrix
+from mpikfac.plan import ALIGNMENT, PLACE, Codec, CustomCodec, Matrix
 
 NOT_FINITE = -128  # among 8-bit numbers, which otherwise go from -127 to 127
 
@@ -32,11 +32,11 @@ def encode(
             and becomes 0 where values are sent [DGC, Lin et al. 2018].
     """
     if residual is None:
-        return ENCODERS[codec.name](values, codec)
+        return _encode(values, codec)
     if velocity is not None:
         values = velocity.mul_(codec.momentum).add_(values)
     residual += values
-    encoded = ENCODERS[codec.name](residual, codec)
+    encoded = _encode(residual, codec)
     add_decoded(residual, encoded, codec, -1)
     residual.nan_to_num_(0.0, 0.0, 0.0)
     if velocity is not None:
@@ -47,7 +47,17 @@ def encode(
 
 def add_decoded(total: Tensor, encoded: Tensor, codec: Codec, weight: int = 1) -> None:
     """Add the decoded values, times `weight`, to `total` `[n]`."""
-    ADDERS[codec.name](total, encoded, weight)
+    if isinstance(codec, CustomCodec):
+        codec.add_decoded(total, encoded, weight)
+    else:
+        ADDERS[codec.name](total, encoded, weight)
+
+
+def _encode(values: Tensor, codec: Codec) -> Tensor:
+    if not isinstance(codec, CustomCodec):
+        return ENCODERS[codec.name](values, codec)
+    encoded: Tensor = codec.encode(values)
+    return encoded
 
 
 def _to_bfloat16(values: Tensor, _: Codec) -> Tensor:

@@ -48,6 +48,7 @@ GROUPS = {
 WAITING, OTHER = "waiting", "other"
 # Options and choices of place, transport and records change no result, except by rounding. All
 # options and choices that are missing in the sets change results.
+EXCHANGES = (mpikfac.plan.names.EXCHANGE_WEIGHTS, mpikfac.plan.names.EXCHANGE_IN_NODE)
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
@@ -271,17 +272,19 @@ def _planned(cell: Cell) -> dict[str, Any]:
     kfac, plan = cell.options.kfac, cell.plan
     intervals = kfac.lasting_factor_update_steps, inv_update_steps(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *intervals))
-    period, ranks = kinds.total(), looked_at(plan)
+    period, ranks, sync = kinds.total(), looked_at(plan), plan.strategy.sync
+    part = {stage: sync.share_of_steps(stage) for stage in EXCHANGES}
     wire = handed = 0.0
     for rank in ranks:
         for (statistics, refresh, share), count in kinds.items():
             clip = kfac.clip is not None
             messages = plan.messages(rank, statistics, refresh, clip, share)
             weight = count / period / len(ranks)
-            wire += weight * sum(message.wire for message in messages)
-            handed += weight * sum(message.bytes for message in messages)
+            wire += weight * sum(m.wire * part.get(m.stage, 1) for m in messages)
+            handed += weight * sum(m.bytes * part.get(m.stage, 1) for m in messages)
     memory = max(sum(plan.memory(rank).values()) for rank in ranks)
-    return {"interval": period, "wire": wire, "handed": handed, "memory": memory}
+    interval = math.lcm(period, sync.sync_every) if sync.local_steps else period
+    return {"interval": interval, "wire": wire, "handed": handed, "memory": memory}
 
 
 def _kinds(
@@ -304,7 +307,7 @@ def estimators(cells: Sequence[Cell]) -> dict[str, str]:
     letters: dict[str, str] = {}
     kinds: dict[str, str] = {}
     for cell in cells:
-        kind = json.dumps(_numbers(cell), sort_keys=True)
+        kind = json.dumps(_numbers(cell), sort_keys=True, default=repr)
         letters.setdefault(cell.variant, kinds.setdefault(kind, _letter(len(kinds))))
     return letters
 

@@ -20,11 +20,12 @@ import mpikfac
 from mpikfac import files
 from mpikfac.plan import BASIS_EVERY
 from mpikfac_apps.lab.study.measures import MEASURES, Measure, common
+from mpikfac_apps.options import joints
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.conflicts import pixels
 from mpikfac_apps.options.documents import flattened, loaded, unknown
 from mpikfac_apps.options.fields import TYPE, flat, possible
-from mpikfac_apps.options.options import JOINTS, Options
+from mpikfac_apps.options.options import JOINTS, KfacOptions, Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import (
     coverage,
@@ -52,6 +53,7 @@ STOPPED = 75  # exit code of a run that was requested to stop before its end
 INTERVALS = ("kfac.factor_update_steps", "kfac.inv_update_steps")
 
 OPTIONS = possible(Options)
+OF_KFAC = joints.fields_of(KfacOptions)
 NAMED: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
     **{name: {"strategy": name} for name in mpikfac.plan.NAMED},
@@ -216,7 +218,9 @@ def _options(where: str, options: Any) -> dict[str, Any]:
 def _check_option(where: str, key: str) -> None:
     if key in OWN:
         raise ValueError(f"{where}{key} is set by the study itself; leave it out")
-    if key not in OPTIONS and str(key).partition(".")[0] not in JOINTS:  # these depend on types
+    chosen = str(key).split(".")
+    of_type = chosen[0] in JOINTS or (chosen[0] == "kfac" and chosen[1:2] and chosen[1] in OF_KFAC)
+    if key not in OPTIONS and not of_type:  # the other keys depend on types
         raise ValueError(f"{where}{unknown(str(key), OPTIONS)}")
 
 
