@@ -61,7 +61,7 @@ class Grid:
         except MPI.Exception as error:
             why = str(error).splitlines()[-1]
             raise UserError(
-                f"MPI makes no communicator: {why}; "
+                f"MPI cannot create a communicator: {why}; "
                 "call close() of trainers that take no more steps"
             ) from error
         self.world, self.column, self.row = (self._teams[n] for n in ("world", "column", "row"))

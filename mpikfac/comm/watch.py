@@ -211,7 +211,7 @@ class Watch:
             self._told = True
             _print(
                 f"rank {rank} has waited in {place} for {WAIT:g} s, and rank {previous} has not "
-                f"come to it; if rank {previous} waits elsewhere, call the same methods on all "
+                f"reached it; if rank {previous} waits elsewhere, call the same methods on all "
                 f"ranks; {TIMEOUT}=600 ends such a job with the stacks of all ranks"
             )
 

@@ -313,7 +313,7 @@ class Gradients:
             self.broken = not_finite({name: self.arena[name] for name in stepped})
         alone, updaters, rank = self.sender.alone, self.plan.updaters, self.plan.rank
         answered = [name for name in self.broken if alone or updaters[name] == rank]
-        self.site.nonfinite.note("gradient", answered, step, "left as they are in this step")
+        self.site.nonfinite.note("gradient", answered, step, "not changed in this step")
 
     def write(self, slots: Iterable[Slot]) -> None:
         """Set the gradients of the blocks that the rank steps to the values of `slots`."""

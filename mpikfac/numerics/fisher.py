@@ -113,7 +113,7 @@ def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
     rows = [len(outputs) if outputs.dim() else 0 for outputs in heads]
     if len(losses) != len(heads) or len(set(rows)) != 1:
         raise ValueError(
-            f"record() needs a loss for each head, and as many rows in all heads; it has "
+            f"record() needs a loss for each head, and equally many rows in all heads; it has "
             f"{len(losses)} losses, and heads with {rows} rows"
         )
     for outputs, loss in zip(heads, losses):

@@ -146,7 +146,7 @@ class Lock:
             else:
                 self.lost = (
                     f"run_dir={self._path.parent} is gone: moved, deleted, or without its lock; "
-                    "--resume auto goes on in the directory's new place"
+                    "--resume auto continues in the directory's new location"
                 )
 
     def _is_named_in(self, path: Path) -> bool:

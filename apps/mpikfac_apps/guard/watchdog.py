@@ -142,7 +142,7 @@ class Watchdog:
             if counts and not self.clock.runs:
                 counts = False
                 log.warning(
-                    "the watchdog counts no more, so a hang has no limit; start the run again"
+                    "the watchdog no longer counts, so a hang has no limit; restart the run"
                 )
             with self._lock:
                 self._ending = self.clock() >= min(self._deadline, self._write_deadline)

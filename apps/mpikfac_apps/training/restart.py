@@ -55,7 +55,7 @@ class Restart:
         now = settings.about_run(self.options, comm.size)["settings"]
         if before.get(settings.PRECONDITIONER, ...) not in (..., now[settings.PRECONDITIONER]):
             log.info(
-                "another preconditioner: goes on: %s; starts anew: %s; left out: %s",
+                "another preconditioner: continued: %s; restarted: %s; dropped: %s",
                 *carried.carried(comm, trainer, self.checkpoint),
             )
 
@@ -83,7 +83,7 @@ def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Opt
         options = settings.follow(options, saved, comm.size)
         images = {key: saved[key] for key in CHECKSUMS if key in saved}
         if (threads := torch.get_num_threads()) != saved["threads"]:
-            log.info("begun with threads=%d, now %d: bits may differ", saved["threads"], threads)
+            log.info("started with threads=%d, now %d: bits may differ", saved["threads"], threads)
         before = settings.of_saved(saved, checkpoint.path)
         _report(checkpoint, before, resolved(options, comm.size))
     return Restart(replace(options, batch_per_rank=None), saved["ranks"], checkpoint, images)
@@ -98,6 +98,6 @@ def _report(
     if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
         log.info("the checkpoint is of %s; this is %s", checkpoint.writer, version)
     if before is None:
-        log.info("the checkpoint has no settings: options that are not given have usual values")
+        log.info("the checkpoint has no settings: options that are not given have their defaults")
     elif words := settings.changes(before.resolved, flattened(now)):
         log.info("step %d: changed since the checkpoint: %s", checkpoint.step, words)

@@ -80,7 +80,7 @@ class Outbox:
             if self._closed:
                 raise RuntimeError(f"message {number} comes after close(): no step may follow it")
             if number in self._letters:
-                raise ValueError(f"message {number} is on its way already")
+                raise ValueError(f"message {number} is already being sent")
             self._letters[number] = letter
             if self._error is not None:  # the thread has ended: `wait` raises its error
                 letter.sent.set()

@@ -235,9 +235,7 @@ class Factors(Part):
 
         def report(broken: list[str]) -> None:
             answered = [name for name in broken if self._answers_for(self._factors[name])]
-            self.site.nonfinite.note(
-                "statistics", answered, step, "their averages stay as they are"
-            )
+            self.site.nonfinite.note("statistics", answered, step, "their averages do not change")
 
         running = list(self._running.values())
         leave_out_broken(self.statistics.flat, running, self.site.flags, report)

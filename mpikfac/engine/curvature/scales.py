@@ -183,6 +183,6 @@ class Scales(PreconditionerPart):
 
         def report(broken: list[str]) -> None:
             answered = [name for name in broken if self.plan.updaters[name] == self.plan.rank]
-            self.site.nonfinite.note("scales", answered, step, "their averages stay as they are")
+            self.site.nonfinite.note("scales", answered, step, "their averages do not change")
 
         leave_out_broken(self.sums.flat, list(self._running.values()), self.site.flags, report)
