@@ -142,7 +142,7 @@ class Watchdog:
             if counts and not self.clock.runs:
                 counts = False
                 log.warning(
-                    "the watchdog no longer counts, so a hang has no limit; restart the run"
+                    "the watchdog no longer counts, so a hang has no limit; start the run again"
                 )
             with self._lock:
                 self._ending = self.clock() >= min(self._deadline, self._write_deadline)

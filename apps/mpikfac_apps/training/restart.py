@@ -96,8 +96,8 @@ def _report(
 ) -> None:
     """Log what differs from the checkpoint: the version and the options."""
     if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
-        log.info("the checkpoint is of %s; this is %s", checkpoint.writer, version)
+        log.info("the checkpoint was written by %s; this is %s", checkpoint.writer, version)
     if before is None:
-        log.info("the checkpoint has no settings: options that are not given have their defaults")
+        log.info("the checkpoint has no settings: options that are not set have their defaults")
     elif words := settings.changes(before.resolved, flattened(now)):
         log.info("step %d: changed since the checkpoint: %s", checkpoint.step, words)
