@@ -292,8 +292,8 @@ class Trainer:
         """Warn if a step was interrupted and is now taken again."""
         if self._whole and not self.is_consistent:
             log.warning(
-                "step %d was begun before and did not end: averages and momenta take its batch "
-                "twice, or two batches; to go back, load a checkpoint",
+                "step %d was started before and did not finish: averages and momenta include its "
+                "batch twice, or two batches; to undo this, load a checkpoint",
                 self.steps,
             )
 

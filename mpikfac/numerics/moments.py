@@ -22,7 +22,7 @@ Eva [Zhang et al. 2023] uses means instead of second moments: A and G become `v 
 
 If all vectors are equal, `v v^T` equals the factors above. For linear layers (S = 1), the vectors
 are the paper's means over examples, of inputs and of gradients of an example's own loss. The
-paper's published code uses `sum(g) / (B S)`, for which a damping has `B^2 S` times the effect.
+paper's published code uses `sum(g) / (B S)`, which makes a damping `B^2 S` times as large.
 """
 
 from __future__ import annotations

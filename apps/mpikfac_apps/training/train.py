@@ -109,10 +109,10 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
 def assist(
     comm: mpikfac.comm.Comm, team: mpikfac.comm.SplitComm, options: Options, device: torch.device
 ) -> None:
-    """Serve the ranks that train until they end the training, by decompositions or as a store.
+    """Decompose factors, or store the weights, until the ranks that train end the training.
 
-    A parameter server stores the weights. The ranks that train run the watchdog and handle signals,
-    since a server can be idle for a long time.
+    The ranks that train run the watchdog and handle signals, since a server can be idle for a long
+    time.
 
     Collective over: comm.
     """

@@ -71,7 +71,7 @@ class Buffers:
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
         """Yield a buffer that MPI reads and writes in place of `flat`; `stage` times the copies."""
-        by_host = summed and flat.dtype not in SUMMABLE  # the host adds up dtypes unknown to MPI
+        by_host = summed and flat.dtype not in SUMMABLE  # our own operation runs on the host
         if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
             yield flat

@@ -44,7 +44,7 @@ def _reduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> N
 def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
     total = sum(stop - start for start, stop in message.spans)
     turns = -(-total // PIECE)
-    for turn in range(turns):  # in each turn the same share of every part
+    for turn in range(turns):  # each round has the same fraction of every span
         spans = [_share(span, turn, turns) for span in message.spans]
         start, stop = spans[comm.rank]
         counts = [stop - start for start, stop in spans]
@@ -68,7 +68,7 @@ def _alltoall(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffe
         begin, count = begins[comm.rank], counts[comm.rank]
         parts = buffers.like(buffer, "parts", max(PIECE, comm.size))[: comm.size * count]
         sent = [buffer, counts, begins, None]
-        if len(buffer) > MAX_COUNT:  # MPI takes no larger place
+        if len(buffer) > MAX_COUNT:  # larger displacements do not fit into MPI's integers
             spans = [(begin, begin + count) for begin, count in zip(begins, counts)]
             sent = [buffers.joined(buffer, spans), counts]
         comm.Alltoallv(sent, [parts, [count] * comm.size])
