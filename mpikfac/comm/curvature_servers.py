@@ -74,7 +74,7 @@ class SplitComm:
 
 
 def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
-    """Split off the last ranks of `comm` as curvature servers; the others train.
+    """Return a `SplitComm` in which the last ranks of `comm` are curvature servers; others train.
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:

@@ -1,4 +1,4 @@
-"""Reduce an arena over ranks: in one call, in microbatches, or overlapped with computation.
+"""Reduce an arena over ranks: in one call, part by part in a fixed order, or overlapped.
 
 The strategy selects the sender; the code that fills an arena is the same for all of them.
 """
