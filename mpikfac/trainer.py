@@ -1,6 +1,6 @@
 """The trainer: one step, from local gradients to identical new weights on every rank.
 
-Read `Trainer.step` first: a line is a stage. `FirstOrderTrainer` is the trainer of first-order
+Read `Trainer.step` first: each of its lines is a stage. `FirstOrderTrainer` trains with first-order
 methods; `KFAC` (kfac.py) is the same trainer with a preconditioner. `Built` holds the parts of a
 step.
 """
@@ -69,14 +69,14 @@ from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
 
 COMPARE_EVERY = 100
-"""The number of steps from one comparison of all ranks' weights and buffers to the next."""
+"""The number of steps between two comparisons of weights and buffers on all ranks."""
 
 log = logging.getLogger("mpikfac")
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The covered model and its plan: what a rank knows before it communicates."""
+    """The covered model and its plan, which a rank knows before it communicates."""
 
     model: CoveredModel
     plan: Plan
@@ -84,12 +84,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Built:
-    """The parts of a step on a rank, for the model as it is.
+    """The parts of a step on one rank, for the model's current layers.
 
     Attributes:
         method: turns averaged gradients into directions.
-        exchange: what ranks exchange besides sums.
-        parts: the parts with items of the state.
+        exchange: what ranks exchange in addition to reductions.
+        parts: the parts with items in the state.
         stepped: the parameters that the rank's optimizer steps, by name.
     """
 
@@ -104,13 +104,13 @@ class Built:
 
 
 class Trainer:
-    """Train a model on all ranks: average gradients, make directions, and step alike.
+    """Train a model on all ranks: average gradients, compute directions, and take equal steps.
 
-    Collective over: world. The model becomes rank 0's.
+    Collective over: world. All ranks get rank 0's model.
 
     Attributes:
         steps: completed steps.
-        nonfinite: counts of numbers that were not finite.
+        nonfinite: counts of values that were not finite.
         trace: seconds and bytes of every stage.
     """
 
@@ -130,7 +130,7 @@ class Trainer:
         self.nonfinite = Nonfinite(team.trains.rank)
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
-        self._unequal: set[str] = set()  # buffers that may differ between ranks
+        self._unequal: set[str] = set()  # buffers that can differ between ranks
         self._whole = True  # whether the state was that after `steps` steps when the step began
         self.built = self._build(self._draw())
         self._begin_batch(0)
@@ -156,26 +156,26 @@ class Trainer:
     ) -> None:
         """Go from local gradients to identical new weights on every rank.
 
-        A parameter without a gradient counts as a parameter with gradient 0. Parameters that were
-        frozen, unfrozen, added or replaced since the last step stay as they are in this step; from
-        the next step on, the trainer trains the model as the model is now.
+        A parameter without a gradient counts as one with gradient 0. Parameters that were frozen,
+        unfrozen, added or replaced since the last step do not change in this step; from the next
+        step on, the trainer trains the changed model.
 
         Collective over: world.
 
         Args:
-            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss. The scale is taken
-                out of gradients and statistics before anything else. If a gradient or a statistic
-                is not finite on some rank, all ranks skip the step: the step counts in `steps`, the
-                batch is ignored, due updates wait for their next turn. Then the scale is reduced
-                or, after enough steps, grows, alike on all ranks. Do not call the scaler's
+            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was used for the backward pass.
+                First, gradients and statistics are unscaled. If any of them is not finite on some
+                rank, all ranks skip the step: it counts in `steps`, but the batch is ignored, and
+                updates that were due wait until they are due again. Then the scale is reduced or,
+                after enough steps, increased, identically on all ranks. Do not call the scaler's
                 `unscale_`, `step` and `update`: this method replaces all three.
-            max_norm: the largest norm of the averaged gradient of all parameters; a longer gradient
-                is scaled before K-FAC preconditions the gradient. None for no bound. Equal on all
-                ranks.
-            examples: the number of examples of the rank's mean loss, if shards are uneven; given by
-                all ranks, or by none. Averages over ranks weigh gradients, statistics and factors
-                by the number; the passes of a rank with 0 examples count nothing. None: ranks weigh
-                the same.
+            max_norm: the maximum norm of the averaged gradient of all parameters; if it is longer,
+                it is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
+                all ranks.
+            examples: the number of examples in the rank's mean loss, if batches are uneven; passed
+                by all ranks or by none. Gradients, statistics and factors are weighted by it in
+                averages over ranks; the passes of a rank with 0 examples do not count. None: all
+                ranks have the same weight.
 
         Raises:
             ValueError: a scaler with `overlap` or with local steps; `examples` with
@@ -183,10 +183,10 @@ class Trainer:
                 it; a converted or moved model; a negative `max_norm`; `QuadraticModel` without
                 `grafting.set_batch(inputs, loss)`; a second momentum, also from a scheduler; a
                 gradient of a parameter that the optimizer has and the model lacks.
-            UserError: ranks disagree on the model, learning rates or settings; or a change of the
-                trained parameters cannot be taken up.
-            RanksDifferError: ranks disagree on an argument, or on weights: every hundredth step
-                compares weights.
+            UserError: ranks disagree on the model, learning rates or settings; or the trainer
+                cannot adopt a change of the trained parameters.
+            RanksDifferError: ranks disagree on an argument, or on weights, which are compared in
+                every hundredth step.
         """
         scaler = self._checked(scaler, max_norm, examples)
         self._warn_of_unfinished()
@@ -214,7 +214,7 @@ class Trainer:
         method.begin_step(scaled=scaler is not None)
         exchange.begin_step(self.steps)
         compared = self._compared(numbers, arguments) | self._tensors()
-        if gradients.sender.in_parts:  # which `accumulate` has read
+        if gradients.sender.in_parts:  # `accumulate` has read the gradients
             gradients.look_at_parts(compared)
         else:
             gradients.look(compared)
@@ -222,7 +222,7 @@ class Trainer:
         if examples is not None:
             gradients.weigh(examples, method.examples)
             if not examples:
-                method.abort_batch()  # also passes over ignored labels
+                method.abort_batch()  # also drops passes over ignored labels
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
             self._skip(arguments)
             return
@@ -241,9 +241,9 @@ class Trainer:
     def _checked(
         self, scaler: Scaler | None, max_norm: float | None, examples: int | None
     ) -> Scaler | None:
-        """Return the scaler if a step can be taken now; None for a disabled scaler.
+        """Check the arguments of a step, and return the scaler, or None if it is disabled.
 
-        Nothing has changed yet: after a refusal, the program can call `step` again.
+        Nothing has changed yet: after an error, the program can call `step` again.
         """
         if max_norm is not None:
             check_size("max_norm", max_norm)
@@ -260,19 +260,19 @@ class Trainer:
     def _compared(
         self, numbers: Numbers, arguments: Mapping[str, object] = MappingProxyType({})
     ) -> dict[str, object]:
-        """Return the numbers and arguments of a step that have to be equal on all ranks."""
+        """Return the hyperparameters and arguments of a step that must be equal on all ranks."""
         groups = list(group_settings(self.optimizer))
         of_method = self.built.method.compared(numbers)
         return {"steps": numbers.step, "optimizer": groups, **of_method, **arguments}
 
     def _tensors(self) -> dict[str, object]:
-        """Return checksums of weights and buffers, in a step that compares them."""
+        """Return checksums of weights and buffers in steps that compare them."""
         if self.steps % COMPARE_EVERY or self._strategy.sync.local_steps:
             return {}
         return {"tensors": checksums(self.model, self._own_tensors())}
 
     def _own_tensors(self) -> list[Tensor]:
-        """Return the tensors that may differ between ranks before a step."""
+        """Return the tensors that can differ between ranks before a step."""
         unequal = [buffer for n, buffer in self.model.named_buffers() if n in self._unequal]
         return unequal + [statistic.tensor for statistic in self.built.gradients.statistics]
 
@@ -283,34 +283,34 @@ class Trainer:
         self._end(arguments)
 
     def _begin_batch(self, step: int) -> None:
-        """Begin the batch of a step: from here on, the state is that after `step` steps."""
+        """Begin the batch of a step: the state is now that after `step` steps."""
         self.steps = step
         self.built.method.begin_batch(step)
         self._whole = self.is_consistent
 
     def _warn_of_unfinished(self) -> None:
-        """Warn of a step that was interrupted, and is taken again."""
+        """Warn if a step was interrupted and is now taken again."""
         if self._whole and not self.is_consistent:
             log.warning(
-                "step %d was begun before and did not end: averages and momenta take its batch "
-                "twice, or two batches; to go back, load a checkpoint",
+                "step %d was started before and did not finish: averages and momenta include its "
+                "batch twice, or two batches; to undo this, load a checkpoint",
                 self.steps,
             )
 
     def _end(self, arguments: Mapping[str, object]) -> None:
-        """End the step, and follow votes if the votes are of all ranks."""
+        """End the step, and act on votes if they are means over all ranks."""
         self.built.exchange.end_step(self.steps)
         self._begin_batch(self.steps + 1)
         if self.built.exchange.follows:
             self._follow_votes(arguments)
 
     def _follow_votes(self, arguments: Mapping[str, object]) -> None:
-        """Take up a change of the model on any rank.
+        """Adopt a change of the model on any rank.
 
         Collective over: world.
 
         Raises:
-            UserError: ranks disagree on the model, or on the numbers or arguments of a step.
+            UserError: ranks disagree on the model, or on hyperparameters or arguments of a step.
         """
         changed, alike = self.built.gradients.votes.read()
         if not alike:
@@ -325,7 +325,7 @@ class Trainer:
             self._take_up_cuts()
 
     def _take_up_cuts(self) -> None:
-        """Build the parts anew if the first batch has told that factors should be in blocks.
+        """Rebuild the parts if the first batch has shown that factors should be split into blocks.
 
         Collective over: world.
         """
@@ -333,30 +333,30 @@ class Trainer:
             self._take_up("factors are cut into blocks, as a batch has few vectors")
 
     def accumulate(self) -> None:
-        """Take a part of the rank's share of a batch; call after the part's backward pass.
+        """Accumulate a part of the local batch; call this after the part's backward pass.
 
-        Only with `virtual_ranks=n`: a rank takes `n / ranks` parts in turn, with the mean loss of
-        the part's examples and fresh gradients, and then calls `step`.
+        Only with `virtual_ranks=n`: a rank processes `n / ranks` parts, each with the mean loss of
+        its examples and fresh gradients, and then calls `step`.
 
         Collective over: none.
 
         Raises:
-            ValueError: the rank has fewer parts.
+            ValueError: all parts of the rank have already been accumulated.
         """
         gradients, method = self.built.gradients, self.built.method
         gradients.look(self._compared(method.numbers(self.steps)))
         gradients.accumulate()
 
     def clear_statistics(self) -> None:
-        """Drop the statistics of the passes since the last step, of a batch without a step.
+        """Drop the statistics of the passes since the last step, for a batch without a step.
 
-        Running statistics of normalisation layers go back to those after the last step. Clear the
+        Running statistics of normalization layers are reset to those after the last step. Clear the
         gradients with `zero_grad`.
 
         Collective over: none.
 
         Raises:
-            ValueError: with `overlap`, as the backward pass has sent the sums.
+            ValueError: with `overlap`, since the backward pass has sent the gradients.
         """
         self.built.gradients.check_unsent()
         self._abort_batch()
@@ -364,16 +364,16 @@ class Trainer:
     def _abort_batch(self) -> None:
         """Drop the passes since the last step.
 
-        Collective over: world with `overlap`, else none.
+        Collective over: world with `overlap`, otherwise none.
         """
         self.built.gradients.abort_batch()
         self.built.method.abort_batch()
 
-    # -- facts of a run --------------------------------------------------------------------------
+    # -- properties of a run ---------------------------------------------------------------------
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that was given; another optimizer needs another trainer."""
+        """The optimizer passed to the constructor; another optimizer needs another trainer."""
         return self._optimizer
 
     @property
@@ -393,40 +393,40 @@ class Trainer:
 
     @property
     def votes(self) -> Tensor:
-        """`[16]`, in the dtype of sums. A rank writes numbers before a step.
+        """`[16]`, in the dtype of the statistics. A rank writes values to it before a step.
 
-        The numbers travel with the gradients, and after the step all ranks find the mean over
-        ranks. The last eight numbers are the trainer's own.
+        They are sent with the gradients, and after the step all ranks find the means over ranks
+        there. The last eight are reserved for the trainer.
         """
         return self.built.gradients.votes.tensor
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the state of the rank is the state after `steps` steps.
+        """Whether the rank's state is exactly the state after `steps` steps.
 
-        False while the state has parts of a later step.
+        False while the state includes anything of a later step.
         """
         return self.built.method.is_consistent
 
     @property
     def exchange(self) -> OneModel:
-        """What ranks exchange beside sums; `report_loss(loss)` is for `LSGD`."""
+        """What ranks exchange in addition to reductions; `LSGD` needs its `report_loss(loss)`."""
         return self.built.exchange
 
     @property
     def combined(self) -> bool:
-        """Whether votes are of all ranks; False only between two exchanges of weights.
+        """Whether votes are means over all ranks; False only between two exchanges of weights.
 
-        If exchanges make all copies equal, then also whether all ranks hold the same model.
+        If exchanges make all replicas equal, this is also whether all ranks have the same model.
         """
         return self.built.exchange.heard
 
     def average_replicas(self) -> None:
-        """Average the copies of the model now, if copies may differ.
+        """Average the replicas of the model now, if they can differ.
 
-        With local steps, ranks hold different copies of the model between two exchanges.
-        Call `average_replicas` before a test of the model, and before `state_dict`. Steps go on as
-        if the exchange had been due.
+        With local steps, ranks have different replicas of the model between two exchanges. Call
+        this method before evaluating the model, and before `state_dict`. Training continues as if
+        the exchange had been due.
 
         Collective over: world.
 
@@ -435,13 +435,13 @@ class Trainer:
         """
         self.built.exchange.average_replicas()
 
-    # -- the model as it is now ------------------------------------------------------------------
+    # -- changes of the model --------------------------------------------------------------------
 
     def _draw(self, votes: Votes | None = None) -> Drawn:
-        """Cover the model, and make the plan.
+        """Cover the model, and plan its communication.
 
         Args:
-            votes: of the run; None to begin with votes of zeros.
+            votes: the votes of the run; None to start with zeros.
 
         Raises:
             ValueError: a choice or a layer cannot work.
@@ -460,7 +460,7 @@ class Trainer:
         return Drawn(covered, plan)
 
     def _build(self, drawn: Drawn) -> Built:
-        """Compare ranks, make the communicators, and build the parts of a step.
+        """Compare ranks, create the communicators, and build the parts of a step.
 
         Collective over: world.
 
@@ -470,12 +470,12 @@ class Trainer:
         comm, model, plan = self._team.trains, self.model, drawn.plan
         factory, covered = self._factory, drawn.model
         choices = factory.choices()
-        strategy = {"strategy": plan.strategy} if choices else {}  # else the plan says all
+        strategy = {"strategy": plan.strategy} if choices else {}  # otherwise the plan suffices
         digest = {"plan": plan.digest()}
         try:
             agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
         except RanksDifferError:
-            agree(comm, describe_tensors(model))  # of a model that differs, name the tensor
+            agree(comm, describe_tensors(model))  # names the tensor if models differ
             raise
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
@@ -498,7 +498,7 @@ class Trainer:
         )
 
     def _take_up(self, reason: str) -> None:
-        """Build the parts anew, for the model as it is now; averages of unchanged layers stay."""
+        """Rebuild the parts for the changed model; averages of unchanged layers are kept."""
         before = self.built
         before.method.prepare_change()
         before.exchange.average_replicas()
@@ -515,7 +515,7 @@ class Trainer:
         log.info("step %d: %s; taken up", self.steps, reason)
 
     def detach(self) -> None:
-        """Remove the hooks; the model is as before, except for the weights."""
+        """Remove the hooks; except for its weights, the model is as it was before."""
         self._guard.remove()
         leave_model(self.model, self)
         self._detach_parts()
@@ -524,7 +524,7 @@ class Trainer:
         self.built.gradients.detach()
 
     def close(self) -> None:
-        """Remove the hooks, and free the communicators. No step may follow.
+        """Remove the hooks, and free the communicators. No step can follow.
 
         Collective over: world.
         """
@@ -534,29 +534,29 @@ class Trainer:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rank's share of the state, by name; shares of all ranks make the whole.
+        """Return the rank's part of the state, by name; the union over ranks is the whole state.
 
-        Model, optimizer, the number of steps, and with K-FAC factors as packed triangles (or
-        vectors), weights of factors, bases and pending bases, scales, averages of grafting, and
-        adapted damping: everything needed to resume exactly, also between two decompositions.
-        Losses of encoding are dropped, as in a restart.
+        It contains the model, the optimizer, the number of steps and, with K-FAC, factors as packed
+        triangles (or vectors), weights of factors, bases and pending bases, scales, averages of
+        grafting, and adapted damping: everything needed to resume exactly, also between two
+        decompositions. Compression errors are dropped, as in a restart.
 
-        With local steps, the optimizer's state of each rank.
+        With local steps, it contains the optimizer's state of each rank.
 
-        Collective over: world with `reduce_factors_at="inverses"` or `overlap`, else none.
+        Collective over: world with `reduce_factors_at="inverses"` or `overlap`, otherwise none.
 
         Raises:
-            ValueError: ranks hold different copies of the model; `average_replicas` comes first.
+            ValueError: ranks have different replicas of the model; call `average_replicas` first.
         """
         self.built.exchange.check_combined()
         state = model_state(self.model, self.optimizer, self.built.stepped)
         for part in self.built.parts:
             state |= {part.PREFIX + name: value for name, value in part.state_dict().items()}
-        self.built.grid.reset()  # now that no message is on its way
+        self.built.grid.reset()  # now that no message is in flight
         return self.built.exchange.shared(state | {STEPS: self.steps})
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Return the names of a complete state that `names` lack."""
+        """Return the names of a complete state that `names` lacks."""
         complete = {
             part.PREFIX + name
             for part in self.built.parts
@@ -567,16 +567,16 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the rank's part of `state`, from any strategy and any number of ranks.
 
-        All ranks load the state, or no rank does. A first-order run's state is accepted, and a
-        state of a different estimator, of all layers or of some: statistics of layers with a
-        different estimator, and all bases, are made at the next step. A layer keeps its sides and
-        blocks: a state of fisher_type="forward-only" has no G for other Fishers.
+        Either all ranks load a state, or none does. The state of a first-order run is accepted, and
+        so is one with another estimator for some or all layers: the next step computes the
+        statistics of those layers, and all bases. A layer keeps its sides and blocks: a state with
+        fisher_type="forward-only" has no G for other types of Fisher matrices.
 
         Collective over: world.
 
         Raises:
-            UserError: on some rank an item is missing, has another dtype or shape than the model,
-                or cannot be read.
+            UserError: on some rank, an item is missing, its dtype or shape does not match the
+                model, or it cannot be read.
         """
         built, optimizer = self.built, self.optimizer
         with together(built.grid.world, "loading state", untrusted=True):
@@ -609,17 +609,18 @@ class Trainer:
 
 
 class FirstOrderTrainer(Trainer):
-    """First-order training: average gradients over ranks and step the optimizer.
+    """Train with a first-order optimizer: average gradients over ranks, then step the optimizer.
 
-    The baseline for comparisons with K-FAC, with the same arena and collectives.
+    This is the baseline for comparisons with K-FAC, with the same arena and collectives.
 
     Args:
         comm: the communicator of the ranks; all ranks of the job if None.
-        strategy: what ranks exchange, and how: `exchange`, `transport` and `update` of a strategy;
-            choices about factors and decompositions have no effect. A name of `mpikfac strategies`
-            stands for a strategy. None: ranks average gradients by a single sum.
+        strategy: what ranks exchange, and how: the parts `sync`, `compression`, `transport` and
+            `assignment` of a `Strategy`, of which choices about factors and decompositions have no
+            effect; or a name listed by `mpikfac strategies`. None: ranks average gradients by a
+            single all-reduce.
 
-    Collective over: world. The model becomes rank 0's.
+    Collective over: world. All ranks get rank 0's model.
 
     Raises:
         ValueError: a choice cannot work; raised before any communication.
@@ -641,10 +642,10 @@ class FirstOrderTrainer(Trainer):
 
 
 def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Split:
-    """Return what a plan has to know of the split layers of a model, which their `forward` tells.
+    """Return what a plan needs to know about split layers, from a `forward` that describes them.
 
     Raises:
-        ValueError: the layers are split over another number of ranks.
+        ValueError: the layers are split over a different number of ranks.
     """
     for module in model.modules():
         describe_split = getattr(vars(module).get("forward"), "describe", None)
@@ -655,5 +656,5 @@ def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> 
 
 
 def _without(prefix: str, names: Collection[str]) -> set[str]:
-    """Return the names that begin with the prefix, without the prefix."""
+    """Return the names that begin with the prefix, without it."""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}

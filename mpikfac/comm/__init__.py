@@ -1,7 +1,7 @@
 """Communicate between ranks; no other package imports mpi4py.
 
-Training uses blocking collectives, because Open MPI makes progress on non-blocking collectives only
-inside MPI calls. Overlapped messages and messages of curvature servers are non-blocking.
+Training uses blocking collectives, because Open MPI makes progress on non-blocking ones only inside
+MPI calls. Overlapped messages and those of curvature servers are non-blocking.
 """
 
 from mpikfac.comm.agreement import agree as agree

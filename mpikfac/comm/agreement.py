@@ -1,4 +1,4 @@
-"""Make ranks agree: on an error, on settings, on values, on a clock."""
+"""Make ranks agree on errors, settings, values and a clock."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import RanksDifferError, UserError
 
-CLOCK_READINGS = 50  # only the quickest reading counts: on a busy machine most are slow
+CLOCK_READINGS = 50  # only the fastest one counts, since most are slow on a busy machine
 
 
 @contextmanager
 def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterator[None]:
-    """Raise a failure of the body on any rank as the same `UserError` on every rank.
+    """Raise an error that the body raises on any rank as the same `UserError` on every rank.
 
     Catches errors of files and data (`OSError`, `ValueError`, `UserError`). All ranks raise the
-    text of the lowest failing rank, preceded by `doing`; a `RanksDifferError` stays one.
+    text of the lowest failing rank, preceded by `doing`; a `RanksDifferError` keeps its type.
 
     Args:
         untrusted: the body parses the content of a file, so a missing key, a wrong type or a wrong
-            shape is also an error of the data.
+            shape also counts as an error of the data.
 
     Collective over: comm.
     """
@@ -56,7 +56,7 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
     Collective over: comm.
 
     Raises:
-        RanksDifferError: the text has the first differing key, both values and ranks.
+        RanksDifferError: they differ; the text names the first such key, both values and ranks.
     """
     printed = {key: repr(value) for key, value in values.items()}
     first, *following = comm.allgather(printed)
@@ -70,7 +70,7 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
 
 
 def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
-    """Return sums over ranks of a few values, added in rank order: bitwise equal on all ranks.
+    """Return the sums of a few values over ranks, added in rank order: bitwise equal on all ranks.
 
     Collective over: comm.
     """
@@ -80,9 +80,9 @@ def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
 def handed_over(
     comm: MPI.Intracomm, held: Mapping[str, Any], needed: Collection[str]
 ) -> dict[str, Any]:
-    """Return the wanted tensors and numbers, each from the first rank that has it.
+    """Return the items named in `needed`, each from the lowest rank that holds it.
 
-    Tensors arrive on the host.
+    The items are tensors or plain values; tensors arrive in host memory.
 
     Collective over: comm.
     """
@@ -97,7 +97,7 @@ def handed_over(
 
 
 def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:
-    """Return a tensor or number of the rank `source`; a tensor can have any size."""
+    """Return a tensor of any size, or a plain value, of rank `source`."""
     form = (value.shape, value.dtype) if torch.is_tensor(value) else None
     form, number = comm.bcast((form, None if form else value), root=source)
     if form is None:
@@ -118,27 +118,27 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
         host = tensor.detach().cpu().contiguous()
         _broadcast_bytes(comm, host, 0)
         if comm.rank:
-            with torch.no_grad():  # an expanded dimension has a single place for all its numbers
+            with torch.no_grad():  # all elements along an expanded dimension share their memory
                 places = tuple(slice(None if stride else 1) for stride in tensor.stride())
                 tensor[places].copy_(host[places])
 
 
 def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
-    content = host.view(-1).view(torch.uint8)  # no array: arrays freeze the size of a tensor
+    content = host.view(-1).view(torch.uint8)  # no array, which would freeze the tensor's size
     for piece in pieces(content, 0, len(content), MAX_COUNT):
         comm.Bcast(piece, root=root)
 
 
 def clock_offset(comm: MPI.Intracomm) -> float:
-    """Return the seconds to add to this rank's `time.perf_counter` to obtain rank 0's, now.
+    """Return the seconds to add to this rank's `time.perf_counter` to obtain rank 0's.
 
-    The error is at most half of the shortest of several round trip times.
+    The error is at most half of the shortest round trip measured.
 
     Collective over: comm.
     """
     clock = array("d", [0.0])
     if comm.rank == 0:
-        for rank in range(1, comm.size):  # rank by rank: no message has to wait for another rank's
+        for rank in range(1, comm.size):  # one at a time, so that no message waits for another
             for _ in range(CLOCK_READINGS):
                 comm.Recv(clock, source=rank)
                 clock[0] = time.perf_counter()

@@ -1,6 +1,7 @@
-"""Connect training ranks and curvature servers by an inter-communicator.
+"""Connect training ranks and curvature servers by an intercommunicator.
 
-Factors and bases are sent in non-blocking messages; data move while both sides call MPI.
+Factors and decompositions are sent in non-blocking messages, which progress while both sides are
+inside MPI calls.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from mpikfac.comm.job import Comm, world
 from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 
-LEAVING = 2**15 - 1  # the highest tag that every MPI has
-LOOK_EVERY = 1e-3  # seconds between two looks for a message, on an idle rank
+LEAVING = 2**15 - 1  # the highest tag that every MPI supports
+LOOK_EVERY = 1e-3  # seconds between two checks for a message, on an idle rank
 
 
 @dataclass(frozen=True)
 class SplitComm:
-    """Hold the communicator of the training ranks, and the intercommunicator to the servers.
+    """The communicator of the training ranks, and the intercommunicator to the servers.
 
     Attributes:
         comm: the communicator of the training ranks; None on a curvature server.
-        intercomm: joins training ranks and curvature servers; None if all ranks train.
+        intercomm: connects training ranks and curvature servers; None if all ranks train.
     """
 
     comm: MPI.Intracomm | None
@@ -35,10 +36,10 @@ class SplitComm:
 
     @classmethod
     def of(cls, comm: Comm | SplitComm | None) -> SplitComm:
-        """Return the team of a communicator in which all ranks train; None: all ranks of the job.
+        """Return `comm` as a `SplitComm` in which all ranks train; None stands for all ranks.
 
         Raises:
-            ValueError: the object is not a communicator.
+            ValueError: `comm` is not a communicator.
         """
         if isinstance(comm, SplitComm):
             return comm
@@ -66,14 +67,14 @@ class SplitComm:
 
     @property
     def size(self) -> int:
-        """Return the number of training ranks."""
+        """The number of training ranks."""
         if self.comm is not None:
             return self.comm.size
         return 0 if self.intercomm is None else self.intercomm.remote_size
 
 
 def split_comm(comm: MPI.Intracomm, curvature_servers: int) -> SplitComm:
-    """Return the team of training ranks, with the last ranks of `comm` as curvature servers.
+    """Return a `SplitComm` in which the last ranks of `comm` are curvature servers; others train.
 
         team = mpikfac.split_comm(comm, curvature_servers=1)
         if team.comm is None:
@@ -120,9 +121,9 @@ def announced(curvature: MPI.Intercomm) -> Any:
 
 
 def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], object]:
-    """Start to send `flat`, on the host; return a function that waits until `flat` is sent.
+    """Start to send `flat`, which is in host memory, and return a function that waits for the end.
 
-    `flat` must not change until the function returns. Collective over: none.
+    `flat` must not change until that function returns. Collective over: none.
     """
     parts = pieces(np.from_dlpack(flat), 0, len(flat), MAX_COUNT)
     requests = [comm.Isend(part, dest=to, tag=tag) for part in parts]
@@ -130,7 +131,7 @@ def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], 
 
 
 def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callable[[], object]:
-    """Start to receive `flat`, on the host; return a function that waits until `flat` is received.
+    """Start to receive `flat`, in host memory, and return a function that waits for the end.
 
     Collective over: none.
     """
@@ -142,8 +143,8 @@ def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callab
 def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
     """Yield the source and tag of every arriving message, until all training ranks `leave`.
 
-    The caller must receive a message before requesting the next one. Between two checks the rank
-    sleeps: waiting inside MPI would keep a core busy, possibly that of a training rank.
+    The caller must receive a message before it requests the next one. The rank sleeps between two
+    checks: waiting inside MPI would keep a core busy, possibly that of a training rank.
 
     Collective over: none.
     """
@@ -161,8 +162,8 @@ def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
 def leave(curvature: MPI.Intercomm) -> None:
     """End the curvature servers' `arrivals`, once all training ranks have called `leave`.
 
-    Sends plain messages, because Open MPI's Ibarrier between two groups releases some ranks before
-    all ranks have arrived.
+    Uses point-to-point messages, because Open MPI's Ibarrier on an intercommunicator releases some
+    ranks before all have arrived.
 
     Collective over: none.
     """

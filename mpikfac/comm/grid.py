@@ -1,4 +1,4 @@
-"""Arrange the ranks in a grid, and execute collectives on arenas."""
+"""Arrange the ranks in a grid, and carry out collectives on arenas."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from mpikfac.trace import Trace
 class Grid:
     """Arrange the ranks in `rows` x `columns`, with a communicator per column and per row.
 
-    Rank r is in row `r // columns`, column `r % columns`. With split layers, ranks also form
-    groups and teams of peers. Collective over: world.
+    Rank r is in row `r // columns` and column `r % columns`. With split layers, there are also
+    communicators of tensor-parallel groups and of peers. Collective over: world.
 
     Attributes:
         world: all ranks; statistics and gradients are reduced over it.
-        column: the gradient workers of a layer group; bases are published in it.
+        column: the gradient workers of a set of layers; decompositions are published in it.
         row: one rank of every column; preconditioned gradients are published in it.
-        encoded: sends compressed messages, and stores the compression errors.
-        combiner: combines the vectors of all ranks by a robust rule, and stores its state.
+        encoded: sends compressed messages, and keeps the compression errors.
+        combiner: aggregates the vectors of all ranks by a robust rule, and keeps its state.
 
     Raises:
-        UserError: ranks do not share a node as `ranks_per_node` requires, or MPI has run out of
-            communicators: MPICH has 2,048 per process.
+        UserError: ranks are not on one node as `ranks_per_node` requires, or MPI has run out of
+            communicators (MPICH has 2,048 per process).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Grid:
         except MPI.Exception as error:
             why = str(error).splitlines()[-1]
             raise UserError(
-                f"MPI makes no communicator: {why}; "
+                f"MPI cannot create a communicator: {why}; "
                 "call close() of trainers that take no more steps"
             ) from error
         self.world, self.column, self.row = (self._teams[n] for n in ("world", "column", "row"))
@@ -70,10 +70,10 @@ class Grid:
         self.combiner, self.encoded, self._buffers = _senders(trace)
 
     def apart(self) -> Grid:
-        """Return a grid with the same communicators that shares no message state with this grid.
+        """Return a grid with the same communicators, but its own state of messages.
 
-        Messages of the new grid do not change the trace and the compression errors of this
-        grid. Waits until this grid's overlapped messages are sent.
+        Messages of the new grid affect neither the trace nor the compression errors of this one.
+        Waits until this grid's overlapped messages are sent.
         """
         for thread in self._progress.values():
             thread.flush()
@@ -84,15 +84,15 @@ class Grid:
 
     @property
     def communicators(self) -> list[MPI.Intracomm]:
-        """Return all communicators of the grid."""
+        """All communicators of the grid."""
         return [*self._teams.values(), *(thread.comm for thread in self._progress.values())]
 
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Send the messages' spans of `flat`, message by message.
+        """Exchange the messages' spans of `flat`, message by message.
 
-        After a reduction, every rank or the message's root has the sums over all ranks. After a
-        gather, every rank has the owner's values; if they were compressed, the owner also keeps
-        the decoded values. Elements that a rank neither owns nor receives are undefined.
+        After a reduction, every rank, or the message's root, has the sums over all ranks. After a
+        gather, every rank has the owner's values; if they were compressed, the owner also gets the
+        decoded values. Elements that a rank neither owns nor receives are undefined.
 
         Collective over: each message's `over`.
 
@@ -103,15 +103,15 @@ class Grid:
             return
         self.check_open()
         if flat.dtype == torch.bfloat16 and all(m.primitive in COPIES for m in messages):
-            self._exchange(messages, flat.view(torch.int16))  # MPI knows 16-bit integers
+            self._exchange(messages, flat.view(torch.int16))  # which MPI supports
             return
         check_summable(flat)
-        # In order: with two levels, what is encoded between nodes is first added up inside.
+        # In order: with two levels, values are reduced within the nodes before they are encoded.
         for exchange, neighbours in groupby(messages, self._way):
             exchange(list(neighbours), flat)
 
     def check_open(self) -> None:
-        """Check that `free` was not called.
+        """Check that `free` has not been called.
 
         Raises:
             ValueError: the communicators are freed.
@@ -127,18 +127,18 @@ class Grid:
         return self._exchange_rounded if message.primitive in SUMS else self._exchange_encoded
 
     def _exchange_encoded(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Send encoded values: MPI copies bytes."""
+        """Exchange encoded values: MPI copies bytes."""
         for message in messages:
             comm = self._teams[message.over]
             with self.trace.stage(message.stage, comm.name, message.bytes):
                 self.encoded.exchange(comm, message, flat)
 
     def _exchange_combined(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Combine the vectors of all ranks by a robust rule."""
+        """Aggregate the vectors of all ranks by a robust rule."""
         self.combiner.exchange(self._teams[messages[0].over], messages, flat)
 
     def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Reduce in bfloat16: MPI reduces a rounded copy."""
+        """Reduce a copy rounded to bfloat16."""
         spans = [slice(*span) for message in messages for span in message.spans]
         with self.trace.stage(messages[0].stage):
             rounded = torch.empty_like(flat, dtype=torch.bfloat16)
@@ -150,7 +150,7 @@ class Grid:
                 flat[span] = rounded[span]
 
     def _exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Send uncompressed values of a type that MPI supports."""
+        """Exchange uncompressed values of a type that MPI supports."""
         summed = any(message.primitive not in COPIES for message in messages)
         with self._buffers.of(flat, messages[0].stage, summed) as buffer:
             for message in messages:
@@ -162,16 +162,16 @@ class Grid:
     def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
         """Set `flat` to the sum of all ranks' `parts` `[n, len(flat)]`, added in rank order.
 
-        The sum begins with rank 0's first part and is passed from rank to rank; the last rank
-        broadcasts the result. The order of addition does not depend on how the parts are
-        distributed over the ranks.
+        The sum starts with rank 0's first part and is passed from rank to rank; the last rank
+        broadcasts the result. The order of the additions therefore does not depend on how the
+        parts are distributed over ranks.
 
         Collective over: world.
         """
         check_summable(flat)
         several = self.world.size > 1
         with self.trace.stage(stage, "world" if several else "", flat.nbytes if several else 0):
-            parts, total = parts.cpu(), flat.cpu()  # no copies if the tensors are on the host
+            parts, total = parts.cpu(), flat.cpu()  # no copies if they are in host memory
             sum_in_order(self.world, parts, total)
             flat.copy_(total)
 
@@ -183,9 +183,9 @@ class Grid:
         urgency: int,
         over: str = "world",
     ) -> OverlappedSums:
-        """Return a sender for the messages of `flat`: reductions over a team during computation.
+        """Return a sender that reduces the messages of `flat` over a communicator, overlapped.
 
-        Collective over: the team; in the same order on all ranks, before any message is sent.
+        Collective over: `over`; in the same order on all its ranks, before any message is sent.
 
         Raises:
             ValueError: MPI does not allow threads to call MPI.
@@ -201,7 +201,7 @@ class Grid:
         self.encoded.reset()
 
     def free(self) -> None:
-        """End the threads once all their reductions are done, and free all communicators.
+        """Free all communicators, once the overlapped reductions are done and their threads ended.
 
         No message can follow.
 
@@ -220,7 +220,7 @@ def _communicators(
     ranks_per_node: int | None,
     tp_plan: TensorParallelPlan | None,
 ) -> dict[str, MPI.Intracomm]:
-    """Return the communicators of a grid by name."""
+    """Return the communicators of a grid, by name."""
     world = comm.Create_cart([rows, comm.size // rows])
     teams = {"world": world, "column": world.Sub([True, False]), "row": world.Sub([False, True])}
     for name, team in teams.items():
@@ -235,7 +235,7 @@ def _communicators(
 
 
 def _two_levels(teams: Mapping[str, MPI.Intracomm], node: int) -> dict[str, MPI.Intracomm]:
-    """Split every communicator into one within the node and one between nodes."""
+    """Split each communicator into one within the node and one between nodes."""
     parts: dict[str, MPI.Intracomm] = {}
     for name, team in teams.items():
         inside = cast(MPI.Intracomm, team.Split(node))
@@ -247,7 +247,7 @@ def _two_levels(teams: Mapping[str, MPI.Intracomm], node: int) -> dict[str, MPI.
 
 
 def _groups(world: MPI.Intracomm, tp_plan: TensorParallelPlan) -> dict[str, MPI.Intracomm]:
-    """Return the communicators of the groups of split layers, and of their peers."""
+    """Return the communicators of tensor-parallel groups and of their peers."""
     parts: dict[str, MPI.Intracomm] = {}
     for name, team in (("group", tp_plan.group), ("peers", tp_plan.peers)):
         parts[name] = cast(MPI.Intracomm, world.Split(team(world.rank, world.size)[0]))
@@ -256,6 +256,6 @@ def _groups(world: MPI.Intracomm, tp_plan: TensorParallelPlan) -> dict[str, MPI.
 
 
 def _senders(trace: Trace) -> tuple[Combiner, Encoded, Buffers]:
-    """Return what sends messages, without state from earlier messages."""
+    """Return the objects that send messages, in their initial state."""
     direct = cuda_aware()
     return Combiner(trace), Encoded(direct), Buffers(trace, direct)

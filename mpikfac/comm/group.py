@@ -1,4 +1,4 @@
-"""Exchange activations in a group of ranks: gather, reduce-scatter, all-to-all, rows."""
+"""Exchange activations within a group of ranks: gather, reduce-scatter, all-to-all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpikfac.trace import Trace
 
 Call = Callable[[Any, Any], None]
 FIRST = 16
-"""The exchanges of rows of a group that compare whether rows require gradients."""
+"""In how many of its first exchanges of rows a group compares whether they require gradients."""
 
 
 class Group:
-    """Exchange activations between ranks, such as those that divide the channels of split layers.
+    """Exchange activations between ranks, for example those among which split layers are divided.
 
     Collective over: comm.
 
@@ -31,14 +31,14 @@ class Group:
 
     Attributes:
         size: the number of ranks in the group.
-        member: the position of the rank in the group.
+        member: the position of this rank in the group.
     """
 
     def __init__(self, comm: MPI.Intracomm, color: int, trace: Trace, name: str = "group") -> None:
         self._comm = cast(MPI.Intracomm, comm.Split(color, comm.rank))
         self._comm.name = name
         self.size, self.member, self.trace = self._comm.size, self._comm.rank, trace
-        self._compared = 0  # exchanges whose gradients were compared
+        self._compared = 0  # how many exchanges have been compared
         self._buffers = Buffers(trace, cuda_aware())
 
     def free(self) -> None:
@@ -67,12 +67,12 @@ class Group:
                 )
 
     def check_gradients(self, x: Tensor) -> None:
-        """Check, in the first exchanges, that tensors of all members require gradients, or none.
+        """Check in the first exchanges that either all members' tensors require gradients or none.
 
         Collective over: group.
 
         Raises:
-            UserError: on some members alone; the backward pass of these would wait forever.
+            UserError: only some do; the backward pass of those members would wait forever.
         """
         if self.size == 1 or self._compared == FIRST:
             return
@@ -86,7 +86,7 @@ class Group:
             )
 
     def gather(self, x: Tensor, dim: int, stage: str) -> Tensor:
-        """Return the tensors of all members, joined along `dim`.
+        """Return the tensors of all members, concatenated along `dim`.
 
         Collective over: group.
         """
@@ -96,9 +96,9 @@ class Group:
         return _joined(received, dim)
 
     def sum_parts(self, x: Tensor, dim: int, stage: str) -> Tensor:
-        """Return the rank's part along `dim` of the sum of all members' tensors.
+        """Return this rank's part, along `dim`, of the sum of all members' tensors.
 
-        Values of less than 32 bits are summed in float32.
+        Dtypes with less than 32 bits are summed in float32.
 
         Collective over: group.
         """
@@ -110,7 +110,7 @@ class Group:
         return received
 
     def turn(self, x: Tensor, cut: int, join: int, stage: str) -> Tensor:
-        """Send each member a part of `x` along `cut`; return the parts received, joined.
+        """Send each member a part of `x` along `cut`; concatenate the received parts along `join`.
 
         Collective over: group.
         """
@@ -122,7 +122,7 @@ class Group:
     def pass_rows(
         self, x: Tensor, counts_out: Sequence[int], counts_in: Sequence[int], stage: str
     ) -> Tensor:
-        """Send each member consecutive rows of `x`; return the rows received, ordered by member.
+        """Send each member consecutive rows of `x`; return the received rows, ordered by member.
 
         Collective over: group.
         """
@@ -140,9 +140,9 @@ class Group:
         return received
 
     def _send(self, call: Call, sent: Tensor, received: Tensor, stage: str) -> None:
-        # A view of an activation requires gradients, and DLPack exports no such tensor.
+        # A view of an activation requires gradients, and DLPack does not export such tensors.
         flats = sent.detach().view(-1), received.view(-1)
-        if sent.dtype not in SUMMABLE:  # copies of numbers that MPI may not know
+        if sent.dtype not in SUMMABLE:  # MPI copies bytes if it does not know the dtype
             flats = flats[0].view(torch.uint8), flats[1].view(torch.uint8)
         count = max(map(len, flats))
         if count > MAX_COUNT:

@@ -1,4 +1,4 @@
-"""Measure the collectives of a plan in isolation: the same messages without computation."""
+"""Measure the collectives of a plan in isolation: the same messages, without computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mpikfac.comm.grid import Grid
 from mpikfac.plan import Message, RankPlan, names, step_messages
 
-REPEATS = 5  # after a first time that counts for nothing
+REPEATS = 5  # after a warm-up that does not count
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -21,9 +21,9 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
     """Return, by stage, the seconds that the messages of a step take in isolation.
 
     The messages are sent one after another, from scratch buffers, over the communicators of the
-    training. All ranks begin together; a time is the median of five. With `stagger`, it is the mean
-    over the rounds of a refresh. Messages to and from curvature servers and parameter servers are
-    not measured.
+    training. All ranks start together, and a time is the median of five repetitions. With
+    `stagger`, it is the mean over the rounds of a refresh. Messages to and from curvature servers
+    and parameter servers are not measured.
 
     Collective over: world.
     """
@@ -46,7 +46,7 @@ def _by_stage(messages: Sequence[Message]) -> dict[str, list[Message]]:
 def _seconds(
     grid: Grid, plan: RankPlan, messages: Sequence[Message], device: torch.device
 ) -> float:
-    """Return the median seconds of the messages of a stage.
+    """Return the median time of a stage's messages, in seconds.
 
     Collective over: world.
     """
@@ -67,7 +67,7 @@ def _seconds(
 
 
 def _numbers(plan: RankPlan, messages: Sequence[Message], device: torch.device) -> Tensor:
-    """Return made-up values instead of the stage's arena, up to the last message."""
+    """Return random values in place of the stage's arena, up to the end of the last message."""
     sizes = plan.itemsizes
     size = sizes.bases if messages[0].stage == names.PUBLISH_BASES else sizes.numbers
     last = max(stop for message in messages for _, stop in message.spans)

@@ -1,4 +1,4 @@
-"""Examine the job: launcher, nodes, GPUs, features of the MPI library, and ranks that died."""
+"""Examine the job: its launcher, nodes and GPUs, the features of its MPI, and ranks that died."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mpikfac.comm.mpi import LAUNCHERS, MPI, missing
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError, looks
 
 Comm: TypeAlias = "MPI.Intracomm"
-"""A communicator of ranks that work together, such as the communicator of a run."""
+"""An intracommunicator of mpi4py."""
 
 
 class Maker(NamedTuple):
-    """What differs between vendors of GPUs.
+    """What differs between GPU vendors.
 
     Attributes:
-        kind: torch's name for the GPUs.
+        kind: torch's device type for the GPUs.
         queries: functions of Open MPI and MPICH that return whether MPI accepts device buffers.
     """
 
@@ -43,15 +43,15 @@ log = logging.getLogger("mpikfac")
 
 
 def world() -> MPI.Intracomm:
-    """Start MPI, and return the communicator of all ranks, if the ranks form one job.
+    """Start MPI, and return the communicator of all ranks.
 
     Without an MPI library, the process works alone, after a warning.
 
     Collective over: none.
 
     Raises:
-        SystemExit: code 2 if a launcher started N jobs of size 1, or in a worker process, such as
-            that of a data loader; a line states why.
+        SystemExit: with code 2, after one line that gives the reason: a launcher started N jobs of
+            size 1, or this is a worker process, such as one of a data loader.
     """
     comm = MPI.COMM_WORLD
     for size_name, rank_name in LAUNCHERS:
@@ -87,11 +87,11 @@ def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
 
 
 def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
-    """Return this rank's device: the GPUs of a node are assigned to its ranks in round-robin order.
+    """Return this rank's device; a node's GPUs are assigned to its ranks in round-robin order.
 
     Args:
-        kind: "cpu", torch's name for the GPUs ("cuda", also for ROCm, or "xpu"), or "auto" for
-            GPUs if torch finds any.
+        kind: "cpu", torch's device type for the GPUs ("cuda", also for ROCm, or "xpu"), or "auto"
+            to use GPUs if torch finds any.
 
     Collective over: comm.
     """
@@ -111,12 +111,12 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
 
 
 def cuda_aware() -> bool:
-    """Return whether MPI accepts device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides the answer."""
+    """Return whether MPI accepts device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides the result."""
     override = os.environ.get("MPIKFAC_CUDA_AWARE")
     if override is not None:
         return override == "1"
     maker = _maker()
-    if maker is None:  # MPI's answer is true wherever a driver loads
+    if maker is None:  # MPI returns true wherever it can load a driver
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
@@ -125,13 +125,13 @@ def cuda_aware() -> bool:
 
 
 def _maker() -> Maker | None:
-    """Return the vendor of the GPU that torch finds; None without a GPU of a known vendor."""
+    """Return the vendor of the GPU that torch finds, or None without a GPU of a known vendor."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return next((maker for maker in MAKERS if accelerator and maker.kind == accelerator.type), None)
 
 
 def lowest_in_node(comm: MPI.Intracomm) -> int:
-    """Return the lowest rank among the ranks that share memory with this rank.
+    """Return the lowest of the ranks that share memory with this rank.
 
     Collective over: comm.
     """
@@ -142,14 +142,14 @@ def lowest_in_node(comm: MPI.Intracomm) -> int:
 
 
 def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
-    """Check that ranks with the same `r // ranks_per_node` share memory.
+    """Check that ranks with the same `rank // ranks_per_node` share memory.
 
-    A node can have several groups of `ranks_per_node` ranks.
+    A node can hold several groups of `ranks_per_node` ranks.
 
     Collective over: comm.
 
     Raises:
-        UserError: a group's ranks are on different nodes.
+        UserError: the ranks of a group are on different nodes.
     """
     nodes = comm.allgather(lowest_in_node(comm))
     for rank, node in enumerate(nodes):
@@ -162,12 +162,12 @@ def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
 
 
 def check_survivable() -> None:
-    """Check that the job survives the death of a rank, and the remaining ranks can continue.
+    """Check that the other ranks can continue after a rank dies.
 
     Collective over: none.
 
     Raises:
-        ValueError: MPI, or the command that started it, would end the job; the text has the remedy.
+        ValueError: MPI, or the way it was started, would end the job; the text has the remedy.
     """
     if survives():
         return
@@ -179,9 +179,9 @@ def check_survivable() -> None:
 
 
 def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
-    """Return whether the error was caused by the death of a rank.
+    """Return whether an error was caused by the death of a rank.
 
-    This includes errors after another rank has detected the death and revoked the communicator.
+    This includes errors raised after another rank detected the death and revoked the communicator.
 
     Collective over: none.
     """
@@ -198,18 +198,18 @@ def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
 
 
 def tells_of_loss(error: BaseException) -> bool:
-    """Return whether an error of MPI says that a rank has died, or that a communicator is gone."""
+    """Return whether MPI reports by an error that a rank died or a communicator was revoked."""
     signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
     return isinstance(error, MPI.Exception) and error.Get_error_class() in signs
 
 
 def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Intracomm:
-    """Return a communicator of the remaining ranks, in the old order.
+    """Return a communicator of the surviving ranks, in their previous order.
 
-    Every remaining rank must call `survivors`. Ranks that still wait in `comm` or in one of
-    `communicators` receive an error.
+    Every surviving rank must call this function. Ranks that still wait in `comm` or in one of
+    `communicators` get an error.
 
-    Collective over: the remaining ranks of comm.
+    Collective over: the surviving ranks of comm.
     """
     for part in communicators:
         part.Revoke()
@@ -220,10 +220,10 @@ def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Int
 def leaving(code: int) -> int:
     """End MPI and return the exit code `code`; the rank can then exit without ending other ranks.
 
-    After the death of a rank, the process exits without finalizing MPI, which could wait for the
+    After the death of a rank, the process exits without finalizing MPI, which might wait for the
     dead rank forever.
 
-    Collective over: the remaining ranks.
+    Collective over: the surviving ranks.
     """
     if survives() and MPI.COMM_WORLD.Get_failed().size:
         atexit.register(_leave_without_mpi, code)
@@ -239,5 +239,5 @@ def _leave_without_mpi(code: int) -> None:
 
 
 def survives() -> bool:
-    """Return whether MPI lets the remaining ranks continue when a rank dies."""
+    """Return whether MPI lets the other ranks continue when a rank dies."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 (Open MPI's spelling)

@@ -1,6 +1,6 @@
-"""Start MPI when a program first uses it, in `world()`, and not on import.
+"""Start MPI when a program first uses it, in `world()`, not on import.
 
-If no MPI library is found, the calls are those of a process that works alone.
+If no MPI library is found, a stand-in with a single rank takes its place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
-"""The variables in which launchers give the number of ranks, and the rank."""
+"""The environment variables in which launchers pass the number of ranks, and the rank."""
 
 
 class _Done:
@@ -32,7 +32,7 @@ class _Done:
 
 
 class _Alone:
-    """The communicator of a single process: no messages, and reductions return their input."""
+    """The communicator of a single process: nothing is sent, and reductions return their input."""
 
     rank, size, name = 0, 1, "alone"
 
@@ -76,12 +76,12 @@ class _Alone:
 
 
 def _copied(value: object) -> object:
-    """Return a copy, as messages do."""
+    """Return a copy, as a message would."""
     return pickle.loads(pickle.dumps(value))
 
 
 def _alone() -> Any:
-    """Return the names of `mpi4py.MPI` that a process alone needs."""
+    """Return the names of `mpi4py.MPI` that a single process needs."""
     return SimpleNamespace(
         COMM_WORLD=_Alone(),
         COMM_TYPE_SHARED=0,
@@ -98,10 +98,10 @@ def _alone() -> Any:
 
 
 class _OnDemand:
-    """The names of `mpi4py.MPI`: the first use of a name imports the module, which starts MPI.
+    """The names of `mpi4py.MPI`, which is imported, and MPI started, when the first name is used.
 
     Attributes:
-        missing: why no MPI library was loaded; "" with MPI.
+        missing: why no MPI library was loaded; "" if one was.
     """
 
     def __init__(self) -> None:
@@ -119,12 +119,13 @@ class _OnDemand:
 
 
 def _refuse_in_worker() -> None:
-    """Check that the process can start MPI: a rank's workers would join the job a second time.
+    """Refuse to start MPI in a rank's worker process, which would join the job a second time.
 
-    The server of `forkserver`, which is no worker yet, runs the main program under another name.
+    The server process of `forkserver`, although not a worker, runs the main program under another
+    name.
 
     Raises:
-        SystemExit: code 2, after a line on stderr.
+        SystemExit: with code 2, after a line on stderr.
     """
     launched = any(size in os.environ for size, _ in LAUNCHERS)
     main = getattr(sys.modules.get("__mp_main__"), "__name__", "")
@@ -146,7 +147,7 @@ else:
 
 
 def missing() -> str:
-    """Return why no MPI library was loaded; "" with MPI."""
+    """Return why no MPI library was loaded; "" if one was."""
     return str(getattr(MPI, "missing", ""))
 
 

@@ -1,7 +1,7 @@
-"""Connect clients, which compute updates, and servers, which store the weights.
+"""Connect clients, which compute updates, to servers, which store the weights.
 
-A client sends a request to a server, and waits for the answer. A server answers in order of
-arrival. Tensors are sent in non-blocking messages.
+A client sends a request to a server and waits for the answer. A server answers in order of arrival.
+Tensors are sent in non-blocking messages.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from mpikfac.comm.curvature_servers import begin_receive, begin_send
 from mpikfac.comm.job import survives, tells_of_loss
 from mpikfac.comm.mpi import MPI
 
-PAUSE = 2e-4  # seconds between two looks for a message: a rank that polls takes a core
+PAUSE = 2e-4  # seconds between two checks for a message: polling would take up a core
 PUSH, GIVE, FETCH, HOLD, MEET, SAVE, LOAD = range(7)
-"""Tags: a client sends an update and asks for weights; does the first alone; does the second alone;
-waits for the end of the warm start; waits for all clients; asks for the state of the optimizer;
-sends a state."""
+"""Message tags. A client uses PUSH to send an update and get weights, GIVE to send an update only,
+FETCH to get weights only, HOLD to wait for the end of the warm start, MEET to wait for all clients,
+SAVE to get the optimizer's state, and LOAD to send it."""
 
 
 class Request(NamedTuple):
     """What a client sends with an update.
 
     Attributes:
-        step: the step of the client that made the update.
-        wish: whether the client wants all clients to meet.
-        votes: the means of the votes of the client's ranks.
-        numbers: hyperparameters of the optimizer's parameter groups that the client has changed.
+        step: the step in which the client computed the update.
+        wish: whether the client requests a meeting of all clients.
+        votes: the votes, averaged over the client's ranks.
+        numbers: the hyperparameters of parameter groups that the client has changed.
     """
 
     step: int
@@ -44,11 +44,11 @@ class Answer(NamedTuple):
     """What a server sends with weights.
 
     Attributes:
-        version: the number of updates in the weights.
-        staleness: how many updates of other clients came between the weights of the client's update
-            and the update; None without an update.
+        version: the number of updates that the weights contain.
+        staleness: how many updates of other clients were applied between the client's reading of
+            the weights and its update; None without an update.
         meet_at: the step after which all clients meet; None if no client has requested a meeting.
-        votes: the means of the latest votes of all clients.
+        votes: the means of all clients' latest votes.
     """
 
     version: int
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 
 def joined(link: MPI.Intercomm, serves: bool) -> MPI.Intracomm:
-    """Return a communicator of all clients, and then all servers.
+    """Return a communicator of all clients, followed by all servers.
 
     Collective over: the link, on both sides.
     """
@@ -72,14 +72,16 @@ def ask(
     update: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> Answer:
-    """Send each server a shard of an update; receive shards of weights; return the first answer.
+    """Send each server its shard of an update, receive shards of the weights, return an answer.
 
-    Collective over: none; the servers answer.
+    All servers answer; the answer of server 0 is returned.
+
+    Collective over: none.
 
     Args:
-        update: a shard for each server, on the host; empty to send no update.
-        weights: a shard from each server, on the host, in other memory than `update`; empty to
-            receive no weights.
+        update: one shard per server, in host memory; empty to send no update.
+        weights: one shard per server, in host memory that `update` does not use; empty to receive
+            no weights.
     """
     waits = [begin_receive(link, part, server, tag) for server, part in enumerate(weights)]
     for server in range(link.remote_size):
@@ -87,7 +89,7 @@ def ask(
     waits += [begin_send(link, part, server, tag) for server, part in enumerate(update)]
     words = []
     for server in range(link.remote_size):
-        while not link.Iprobe(source=server, tag=tag):  # the words follow the weights
+        while not link.Iprobe(source=server, tag=tag):  # the answer follows the weights
             time.sleep(PAUSE)
         words.append(link.recv(source=server, tag=tag))
     for wait in waits:
@@ -96,7 +98,7 @@ def ask(
 
 
 def look(link: MPI.Intercomm) -> tuple[int, int] | None:
-    """Return source and tag of a message that has arrived; None after a pause without a message.
+    """Return source and tag of a message that has arrived, or None after a pause if there is none.
 
     The caller must receive the message before the next call. Collective over: none.
     """
@@ -112,18 +114,18 @@ def look(link: MPI.Intercomm) -> tuple[int, int] | None:
 
 
 def receive_request(link: MPI.Intercomm, client: int, tag: int) -> Request:
-    """Return the request of a client whose message a server has found. Collective over: none."""
+    """Receive the request of a client whose message `look` has found. Collective over: none."""
     return cast(Request, link.recv(source=client, tag=tag))
 
 
 def lost_ranks(link: MPI.Intercomm) -> list[int]:
-    """Return the ranks of the other side that have died, as far as MPI knows.
+    """Return which ranks of the other side have died, as far as MPI knows.
 
     Collective over: none.
     """
     if not survives():
         return []
-    failed = MPI.COMM_WORLD.Get_failed()  # of an inter-communicator, Open MPI names no rank
+    failed = MPI.COMM_WORLD.Get_failed()  # Open MPI names none for an intercommunicator
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
     return [rank for rank in ranks if rank != MPI.UNDEFINED]
 
@@ -131,7 +133,7 @@ def lost_ranks(link: MPI.Intercomm) -> list[int]:
 def answer(
     link: MPI.Intercomm, client: int, tag: int, weights: Sequence[Tensor], words: Answer
 ) -> None:
-    """Send a client a shard of the weights, or only an answer.
+    """Send a client a shard of the weights and an answer, or only the answer.
 
     Collective over: none; the client waits.
     """
@@ -141,7 +143,7 @@ def answer(
 
 
 def send_items(link: MPI.Intercomm, items: Mapping[str, Any], to: int, tag: int) -> None:
-    """Send named tensors and numbers; tensors of any size. Collective over: none."""
+    """Send named tensors of any size, and plain values. Collective over: none."""
     tensors = {n: t.detach().cpu().contiguous() for n, t in items.items() if torch.is_tensor(t)}
     forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     plain = {name: value for name, value in items.items() if name not in tensors}
@@ -151,7 +153,7 @@ def send_items(link: MPI.Intercomm, items: Mapping[str, Any], to: int, tag: int)
 
 
 def receive_items(link: MPI.Intercomm, source: int, tag: int) -> dict[str, Any]:
-    """Return the items that the other side passes to `send_items`. Collective over: none."""
+    """Receive the items that the other side passes to `send_items`. Collective over: none."""
     forms, plain = link.recv(source=source, tag=tag)
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="cpu")

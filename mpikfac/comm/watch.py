@@ -1,9 +1,10 @@
-"""Watch a rank's steps from a thread: end the job if ranks can never meet in a step.
+"""Watch a rank's steps from a thread, and end the job if ranks can never meet in a step.
 
-A rank that waits for others waits inside MPI, where it cannot report anything. A thread therefore
-looks once a second. A rank that has been in the same step for `LONG` seconds, or has ended, sends
-its place to the next rank, and a waiting rank compares the place of the rank before with its own.
-Among ranks that cannot meet, two neighbours differ. Faster steps send nothing.
+A rank that waits for others waits inside MPI, where it cannot report anything, so a thread checks
+once a second. A rank that has been in the same step for `LONG` seconds, or has finished, sends its
+position to the next rank, and a waiting rank compares the position of the previous rank with its
+own. If ranks cannot meet, the positions of at least two neighbors differ. As long as steps are
+fast, nothing is sent.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from mpikfac.comm.job import Comm, survives
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import CRASH, USAGE_ERROR, UserError, looks
 
-LOOK = 1.0  # seconds between two looks
-LONG = 10.0  # seconds in a step, before a rank sends its place
-WAIT = 60.0  # seconds; the ranks of a job may end at different times
-LEAVE = 2.0  # seconds for all ranks to write their stacks
+LOOK = 1.0  # seconds between two checks
+LONG = 10.0  # seconds in a step before a rank sends its position
+WAIT = 60.0  # seconds; the ranks of a job can finish at different times
+LEAVE = 2.0  # seconds for all ranks to write their stack traces
 TIMEOUT = "MPIKFAC_WATCHDOG_TIMEOUT"
-"""The variable with the seconds without a step after which a job ends."""
+"""The environment variable with the number of seconds without a step after which a job ends."""
 
 
 class Place(NamedTuple):
-    """Where a rank is.
+    """The position of a rank.
 
     Attributes:
-        trainer: the number of the trainer that steps, or -1 at the end of the program.
-        arguments: those of the step, on which ranks must agree, as texts.
+        trainer: the number of the trainer that takes the step, or -1 at the end of the program.
+        arguments: the arguments of the step on which ranks must agree, as texts.
         met: whether all ranks of the job take the step.
     """
 
@@ -52,26 +53,26 @@ class Place(NamedTuple):
         return f"step {self.step} of {self.name}"
 
     def meets(self, other: Place) -> bool:
-        """Return whether both are the same step."""
+        """Return whether both are in the same step."""
         return self[:3] == other[:3]
 
 
 ENDED = Place(-1, "", 0, {})
 STACKS = Place(-2, "", 0, {})
-"""What a rank sends that has ended, and one that ends the job at the limit."""
+"""What a rank sends when it has finished, and when it ends the job because of the timeout."""
 
 
 class WatchedSteps:
-    """The steps of a trainer, as the rank's watch sees them."""
+    """The steps of a trainer, as seen by the rank's watch."""
 
     def __init__(self, comm: Comm, name: str) -> None:
-        """Let the rank's watch know the steps of a trainer.
+        """Register a trainer with the rank's watch.
 
-        Collective over: comm; with the first trainer of all ranks of the job, world.
+        Collective over: comm; for the first trainer that has all ranks of the job, world.
 
         Args:
             comm: the ranks that train together.
-            name: what takes the steps, for messages.
+            name: the trainer's name in messages.
         """
         self._watch, self._name = _watch(os.getpid()), name
         self._met = 1 < comm.size == MPI.COMM_WORLD.size and not survives()
@@ -80,7 +81,10 @@ class WatchedSteps:
 
     @contextmanager
     def taking(self, step: int, arguments: Mapping[str, object]) -> Iterator[None]:
-        """Inside, the rank takes a step whose `arguments` must be equal on all ranks.
+        """Return a context in which the rank takes a step with the given arguments.
+
+        Args:
+            arguments: must be equal on all ranks.
 
         Raises:
             UserError: another rank sends messages of other sizes.
@@ -105,7 +109,7 @@ class Watch:
     """Watch the steps of a rank.
 
     Attributes:
-        trainers: the number of trainers so far.
+        trainers: the number of trainers registered so far.
     """
 
     def __init__(self, process: int) -> None:
@@ -114,7 +118,7 @@ class Watch:
         self._limit = _limit()
         self._place: Place | None = None
         self._moves = 0
-        self._before: Place | None = None  # where the previous rank has said to be
+        self._before: Place | None = None  # the latest position that the previous rank has sent
         self._ring: MPI.Intracomm | None = None
         self._sent: list[MPI.Request] = []
         self._told = self._failed = False
@@ -122,10 +126,10 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="mpikfac watch", daemon=True)
 
     def start(self, met: bool) -> None:
-        """Start the thread, at the first trainer that needs it.
+        """Register a trainer; start the thread for the first one that needs it.
 
         Args:
-            met: whether all ranks of the job take the steps of the trainer.
+            met: whether all ranks of the job take the trainer's steps.
         """
         self.trainers += 1
         self.move(None)
@@ -138,12 +142,12 @@ class Watch:
             self._thread.start()
 
     def move(self, place: Place | None) -> None:
-        """Note where the rank is: in a step, or, with None, between two steps."""
+        """Record that the rank is in a step or, with None, between two steps."""
         self._moves += 1
         self._place = place
 
     def _on_failure(self, report: Callable[..., None], *failure: Any) -> None:
-        """Note that the program ends by an exception, after the hook `report`."""
+        """Record that an exception ends the program, and call the previous hook `report`."""
         self._failed = True
         report(*failure)
 
@@ -165,7 +169,7 @@ class Watch:
                 self._end_at_limit(place)
 
     def _send(self, place: Place, every: bool = False) -> None:
-        """Send a place to the next rank, or to every rank."""
+        """Send a position to the next rank, or to every other rank."""
         if self._ring is not None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             rank, size = self._ring.rank, self._ring.size
             for to in range(1, size) if every else (1,):
@@ -173,13 +177,13 @@ class Watch:
             self._sent = [request for request in self._sent if not request.Test()]
 
     def _receive(self) -> None:
-        """Take the places that other ranks have sent."""
+        """Receive the positions that other ranks have sent."""
         while self._ring is not None and self._ring.iprobe():
             place = Place(*self._ring.recv())
             if place != STACKS:
                 self._before = place
             elif self._limit:
-                self._limit = None  # the rank that has sent this ends the job
+                self._limit = None  # the sender ends the job
                 self._write_stacks("another rank has reached the limit")
 
     @property
@@ -188,7 +192,7 @@ class Watch:
         return (self._ring.rank - 1) % self._ring.size
 
     def _compare(self, place: Place, still: float) -> None:
-        """End the job if the previous rank cannot take this rank's step."""
+        """End the job if the previous rank cannot take part in this rank's step."""
         rank, previous, before = MPI.COMM_WORLD.rank, self._previous, self._before
         if before == ENDED:
             _abort(
@@ -207,7 +211,7 @@ class Watch:
             self._told = True
             _print(
                 f"rank {rank} has waited in {place} for {WAIT:g} s, and rank {previous} has not "
-                f"come to it; if rank {previous} waits elsewhere, call the same methods on all "
+                f"reached it; if rank {previous} waits elsewhere, call the same methods on all "
                 f"ranks; {TIMEOUT}=600 ends such a job with the stacks of all ranks"
             )
 
@@ -219,7 +223,7 @@ class Watch:
         os._exit(CRASH)
 
     def _write_stacks(self, why: str) -> None:
-        """Write the stacks of this rank."""
+        """Write this rank's stack traces."""
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file)
             file.seek(0)
@@ -228,9 +232,9 @@ class Watch:
         _print(f"rank {world.rank} of {world.size}, {platform.node()}: {why}; stacks:\n{stacks}")
 
     def _end_program(self) -> None:
-        """Wait, at the end of the program, for the previous rank: it may wait for this rank.
+        """At the end of the program, wait for the previous rank, which might wait for this one.
 
-        A program that ends by an exception ends the job.
+        If an exception ends the program, end the job.
         """
         if MPI.Is_finalized() or os.getpid() != self._process:  # a fork is not a rank
             return
@@ -264,10 +268,10 @@ def _watch(process: int) -> Watch:
 
 
 def _limit() -> float | None:
-    """Return the seconds without a step after which the job ends; None without a limit.
+    """Return the timeout in seconds, or None if the variable is not set.
 
     Raises:
-        UserError: the variable is not a number of seconds.
+        UserError: the variable is not a positive number of seconds.
     """
     text = os.environ.get(TIMEOUT)
     if not text:
@@ -282,12 +286,12 @@ def _limit() -> float | None:
 
 
 def _abort(text: str) -> None:
-    """Print a line, and end the job."""
+    """Print a line and end the job."""
     _print(text)
     MPI.COMM_WORLD.Abort(USAGE_ERROR)
 
 
 def _print(text: str) -> None:
-    """Write in a single piece: a launcher may put its own notes between two pieces."""
+    """Print in one write, since a launcher can insert its own notes between two."""
     end = "" if text.endswith("\n") else "\n"
     print(f"mpikfac: {text}{end}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The parts of a trainer on a rank; "the rank" is the rank that runs the code."""
+"""The parts of a trainer on one rank; "this rank" is the rank that runs the code."""
 
 from __future__ import annotations
 

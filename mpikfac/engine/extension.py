@@ -1,7 +1,7 @@
-"""Attachments: what a method adds to the steps of a trainer, without a branch in the step.
+"""Attachments: what a method adds to the steps of a trainer, without branches in the step.
 
-The type of a method makes its part of the trainer, and imports the part's module when a run asks
-for it: no part of a step knows a method of the laboratory.
+A method's type creates its part of the trainer, and imports the part's module only when a run uses
+the method, so the step does not depend on methods of the lab.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mpikfac.engine.site import Site
 
 
 class OneModel(Part):
-    """The base of all exchanges: all ranks step one model, and exchange nothing but sums.
+    """The base class of exchanges: all ranks step one model, and only reductions are exchanged.
 
-    An extension in its place has hooks in a step: `begin_step`, `before_update` (not in a step that
-    ranks skip), `end_step`.
+    Subclasses override the hooks of a step: `begin_step`, `before_update` (not called in steps that
+    ranks skip) and `end_step`.
 
     Attributes:
-        heard: whether votes are of all ranks.
+        heard: whether the votes are means over all ranks.
     """
 
     PREFIX = ""
@@ -35,14 +35,14 @@ class OneModel(Part):
 
     @property
     def follows(self) -> bool:
-        """Whether the trainer's ranks follow the votes of the step."""
+        """Whether the trainer's ranks act on the votes of the step."""
         return self.heard
 
     def report_loss(self, loss: float | Tensor) -> None:
-        """Take the mean loss of the rank's share of the batch, before the step.
+        """Report the mean loss of the local batch, before the step.
 
         Raises:
-            ValueError: the exchange takes no loss.
+            ValueError: the exchange does not use the loss.
         """
         raise ValueError(
             "exchange.report_loss(loss) is for sync=LSGD(...); other exchanges take no loss"
@@ -52,7 +52,7 @@ class OneModel(Part):
         """Begin a step, before gradients are averaged."""
 
     def before_update(self, step: int) -> None:
-        """Change the gradients of the model before the optimizer takes them."""
+        """Change the gradients of the model before the optimizer uses them."""
 
     def end_step(self, step: int) -> None:
         """End a step, after the optimizer.
@@ -61,20 +61,20 @@ class OneModel(Part):
         """
 
     def average_replicas(self) -> None:
-        """Make all copies of the model equal; here copies never differ.
+        """Make all replicas of the model equal; in the base class, they never differ.
 
         Collective over: world.
         """
 
     def check_combined(self) -> None:
-        """Return if all ranks hold the same model.
+        """Check that all ranks have the same model.
 
         Raises:
-            ValueError: copies may differ.
+            ValueError: replicas can differ.
         """
 
     def shared(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the rank's share of the state, with names of the rank for what ranks differ in."""
+        """Return this rank's part of the state; items that differ between ranks name the rank."""
         return state
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,7 +83,7 @@ class OneModel(Part):
 
 
 def exchange_of(site: Site, gradients: Gradients) -> OneModel:
-    """Return the exchange that the strategy asks for."""
+    """Return the exchange that the strategy selects."""
     strategy = site.plan.strategy
     chosen: OneModel | None = strategy.sync.attach(site, gradients)
     if chosen is None and (compressor := strategy.compression.gradients):
@@ -92,8 +92,8 @@ def exchange_of(site: Site, gradients: Gradients) -> OneModel:
 
 
 def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
-    """Yield the further parts that methods need; a part may replace the sender of gradients."""
-    for module in model.modules():  # of split layers, the first one attaches for all
+    """Yield the additional parts of methods; a part can replace the sender of gradients."""
+    for module in model.modules():  # the first of the split layers attaches for all of them
         attach = getattr(vars(module).get("forward"), "attach", None)
         if attach is not None:
             yield from attach(site, gradients, model)

@@ -1,4 +1,4 @@
-"""A model's gradients on a rank: from local to averaged, and back into the model."""
+"""A model's gradients on one rank: from local to averaged, and back into the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Slot:
     """A layer or an uncovered block, bound to a place in an arena.
 
     Attributes:
-        parts: views of the arena, shaped as the block's parameters.
+        parts: views of the arena, shaped like the block's parameters.
         steps: whether the rank's optimizer steps the block.
     """
 
@@ -34,21 +34,21 @@ class Slot:
 
 
 def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
-    """Return slots of the `blocks` with a place in the arena."""
+    """Return slots for those `blocks` that have a place in the arena."""
     steps = site.plan.steps
     placed = (block for block in blocks if block.name in arena)
     return [Slot(b, b.parts(arena[b.name]), steps(b.name)) for b in placed]
 
 
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
-    """Return the views that sums turn into means; a robust rule takes vectors as they are."""
+    """Return the views in which sums become means; a robust rule needs undivided vectors."""
     if plan.strategy.sync.aggregation.sums:
         return [arena.flat]
     return [arena[name] for name in plan.means]
 
 
 class Reader:
-    """Copy gradients into the arena when the step asks."""
+    """Copy gradients into the arena when the step requests it."""
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         self.slots, self.sender = list(slots), sender
@@ -57,24 +57,24 @@ class Reader:
         """Copy the gradients of all blocks into the arena.
 
         Raises:
-            ValueError: a gradient was changed after the gradient was sent.
+            ValueError: a gradient was changed after it had been sent.
         """
         copy_all(pair for s in self.slots for pair in s.block.gradients_to(s.parts))
 
     def abort_batch(self) -> None:
-        """Forget which gradients were sent."""
+        """Forget which gradients have been sent."""
 
     def detach(self) -> None:
         """Remove the hooks."""
 
 
 class EarlyReader(Reader):
-    """Copy and send a gradient in the backward pass; a step reads only what the pass has left."""
+    """Copy and send gradients during the backward pass; a step only reads the remaining ones."""
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         super().__init__(slots, sender)
-        self._made: Counter[str] = Counter()  # gradients of a block that the pass has made
-        # Gradients that were sent, and their versions, by the parameter's id.
+        self._made: Counter[str] = Counter()  # how many gradients of a block the pass has computed
+        # Gradients that have been sent, and their versions, by the parameter's id.
         self._sent: dict[int, tuple[Tensor | None, int]] = {}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(hook)
@@ -84,7 +84,7 @@ class EarlyReader(Reader):
         ]
 
     def read(self) -> None:
-        """Send the gradients that no backward pass has made, and check the others."""
+        """Send the gradients that no backward pass has computed, and check the others."""
         for slot in self.slots:
             if self.sender.is_ready(slot.block.name):
                 self._check_unchanged(slot)
@@ -93,7 +93,7 @@ class EarlyReader(Reader):
         self._begin_batch()
 
     def abort_batch(self) -> None:
-        """Forget which gradients were made and sent."""
+        """Forget which gradients have been computed and sent."""
         self._begin_batch()
 
     def _begin_batch(self) -> None:
@@ -136,24 +136,26 @@ def _version(gradient: Tensor | None) -> int:
 
 
 READERS = {False: Reader, True: EarlyReader}
-"""Readers, by whether the sender is early."""
+"""The classes of readers, by whether the sender is early."""
 
 
 class Gradients:
     """A model's gradients in an arena, from local to averaged, and back into the model.
 
-    Running statistics travel with the gradients, to stay equal on all ranks.
+    Running statistics are sent with the gradients, so that they stay equal on all ranks.
 
     Attributes:
         layers: the layers covered by K-FAC.
         uncovered: parameters and running statistics without a covering layer.
-        sender: adds up the arena over ranks; an extension may put another one in its place.
-        broken: names of blocks with NaN or infinity in the average, among blocks stepped by the
-            rank; the step does not change broken blocks.
-        shortened: the multiplier of a bound on the norm in the step, `[]`; 1.0 without a bound.
-        weight: of the rank in averages; the mean weight of the ranks is 1.
-        weight_of_statistics: of the rank's statistics, beside their numbers of examples.
-        counts: the counts of batches in normalisation layers, of a batch in parts.
+        sender: reduces the arena over ranks; an extension can replace it.
+        broken: the names of blocks whose average has NaN or infinity, among those that this rank
+            steps; the step does not change them.
+        shortened: the factor by which `max_norm` scales gradients in the step, `[]`; 1.0 without
+            a bound.
+        weight: the weight of the rank in averages; its mean over ranks is 1.
+        weight_of_statistics: a weight of the rank's statistics in addition to their numbers of
+            examples.
+        counts: the batch counts of normalization layers, for batches in parts.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Gradients:
         self.broken: Collection[str] = ()
         self.shortened: Tensor | float = 1.0
         self.weight = self.weight_of_statistics = 1.0
-        # The reader keeps this sender: an extension replaces no sender that is early or in parts.
+        # The reader keeps this sender: extensions never replace one that is early or in parts.
         messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
         self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
@@ -187,9 +189,9 @@ class Gradients:
     # -- local gradients -------------------------------------------------------------------------
 
     def look(self, values: object) -> bool:
-        """Vote on a change of the model, and on `values`, which all ranks must have alike.
+        """Vote on a change of the model, and on `values`, which must be equal on all ranks.
 
-        New parameters stay as they are in this step.
+        New parameters are not stepped in this step.
 
         Returns:
             Whether the trained parameters of the rank's model have changed.
@@ -200,48 +202,48 @@ class Gradients:
         changed = self._trained.changed()
         if changed:
             self._trained.leave_changed()
-            self._reader.abort_batch()  # gradients that were left are no mistake of the program
+            self._reader.abort_batch()  # so that gradients left in place are not an error
         self.votes.mark(values, changed)
         return changed
 
     def look_at_parts(self, values: object) -> None:
-        """Vote again, in all parts that were accumulated, with values that only the step knows."""
+        """Vote again, in all accumulated parts, with values that are only known in the step."""
         self.votes.mark(values, self._trained.changed())
         votes = self.sender.accumulated[..., self.arena.span(self.votes.name)]
         self.votes.counted(votes).copy_(self.votes.counted(self.votes.tensor))
 
     def unknown(self, stepped: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters with gradients that no block has."""
+        """Return the parameters that have gradients but belong to no block."""
         return [p for p in stepped if p.grad is not None and p not in self._trained]
 
     def read(self) -> None:
         """Copy the model's gradients into the arena.
 
         Raises:
-            ValueError: a gradient was changed after the gradient was sent.
+            ValueError: a gradient was changed after it had been sent.
         """
         self.weight = self.weight_of_statistics = 1.0
         with self.site.trace.stage(names.READ_GRADIENTS):
             self._reader.read()
 
     def accumulate(self) -> None:
-        """Keep the gradients of a part of the rank's share, and make room for the next part."""
+        """Store the gradients of a part of the local batch, and get ready for the next part."""
         self.read()
         self.sender.accumulate()
         self.counts.accumulate()
         self._take_back()
 
     def weigh(self, examples: int, seen: int) -> None:
-        """Weigh what the rank averages by the number of examples of the rank's mean loss.
+        """Weight what the rank averages by the number of examples in its mean loss.
 
         Args:
-            seen: the number of examples of the rank's statistics, which weigh as the gradients from
-                now on; the sum over ranks stays.
+            seen: the number of examples in the rank's statistics, which from now on have the same
+                weights as the gradients; their sum over ranks does not change.
 
         Collective over: world.
 
         Raises:
-            ValueError: the ranks have no example, or sums are sent before the weight is known.
+            ValueError: no rank has an example, or values are sent before the weight is known.
         """
         examples = int(examples)
         total, all_seen = self._counted_examples(examples, seen if examples else 0)
@@ -251,17 +253,17 @@ class Gradients:
         for block in self.blocks:
             if not isinstance(block, Votes):
                 values = self.arena[block.name]
-                values.mul_(weight) if examples else values.zero_()  # a mean over nothing is NaN
+                values.mul_(weight) if examples else values.zero_()  # a mean of nothing is NaN
         self.weight = weight
         self.weight_of_statistics = examples * all_seen / (seen * total) if seen else 1.0
 
     def _counted_examples(self, examples: int, seen: int) -> tuple[float, float]:
-        """Return the sums over ranks.
+        """Return the sums of both counts over ranks.
 
         Collective over: world.
 
         Raises:
-            ValueError: the ranks of a group of split layers have different numbers.
+            ValueError: the ranks of a group of split layers have different numbers of examples.
         """
         split, ranks, world = self.plan.split, self.plan.grid.count, self.site.grid.world
         of_ranks = [examples * (rank == self.plan.rank) for rank in range(ranks)]
@@ -278,9 +280,9 @@ class Gradients:
     # -- averages --------------------------------------------------------------------------------
 
     def average(self) -> None:
-        """Average the arena over ranks: everywhere, or a block on the updater only.
+        """Average the arena over ranks, on all of them, or each block only on its updater.
 
-        Collective over: world; or the ranks that step the same copy of the model, or none.
+        Collective over: world; or the ranks that step the same replica of the model, or none.
 
         Raises:
             ValueError: parts of the batch are missing.
@@ -289,13 +291,13 @@ class Gradients:
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients are finite; running statistics and votes do not count."""
+        """Whether all gradients are finite, regardless of running statistics and votes."""
         return not not_finite({b.name: self.arena[b.name] for b in self.blocks if b.parameters})
 
     def check(self, step: int) -> None:
-        """Find the `broken` blocks; a rank's NaN is in the sum, and no message is needed.
+        """Find the `broken` blocks, without a message: one rank's NaN makes the sum NaN.
 
-        The host reads all flags of the step, and the votes if the rank has the votes of all ranks.
+        The host reads all flags of the step, and the votes if this rank has their means.
 
         Raises:
             UserError: a gradient was not finite for too many steps in a row.
@@ -311,22 +313,22 @@ class Gradients:
             self.broken = not_finite({name: self.arena[name] for name in stepped})
         alone, updaters, rank = self.sender.alone, self.plan.updaters, self.plan.rank
         answered = [name for name in self.broken if alone or updaters[name] == rank]
-        self.site.nonfinite.note("gradient", answered, step, "left as they are in this step")
+        self.site.nonfinite.note("gradient", answered, step, "not changed in this step")
 
     def write(self, slots: Iterable[Slot]) -> None:
-        """Make the values of `slots` the gradients of the blocks stepped by the rank."""
+        """Set the gradients of the blocks that the rank steps to the values of `slots`."""
         copies: list[tuple[Tensor, Tensor]] = []
         with self.site.trace.stage(names.WRITE_BACK):
             for slot in slots:
                 parameters = slot.block.parameters
                 if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):
-                    slot.block.abort_batch()  # also parameters that were frozen since the last step
+                    slot.block.abort_batch()  # also if frozen since the last step
                 elif slot.steps:
                     copies += slot.block.gradients_from(slot.parts)
             copy_all(copies)
 
     def take_votes(self) -> None:
-        """Copy the votes from the arena, of a batch that the ranks skip."""
+        """Copy the votes from the arena, for a batch that the ranks skip."""
         for slot in self.uncovered_slots:
             if isinstance(slot.block, Votes):
                 slot.parts[0][SKIP] = 0
@@ -339,14 +341,14 @@ class Gradients:
         self.keep()
 
     def keep(self) -> None:
-        """Keep the present running statistics, for `abort_batch` to go back to."""
+        """Store the current running statistics, so that `abort_batch` can restore them."""
         copy_all(pair for block in self.statistics for pair in block.snapshot())
         self.counts.keep()
 
     def abort_batch(self) -> None:
-        """Drop what was read and sent; running statistics go back to those after the last step.
+        """Drop what was read and sent; restore the running statistics after the last step.
 
-        Collective over: world with `overlap`, else none.
+        Collective over: world with `overlap`, otherwise none.
         """
         self.sender.abort_batch()
         self._reader.abort_batch()
@@ -354,10 +356,10 @@ class Gradients:
         self._take_back()
 
     def check_unsent(self) -> None:
-        """Check that a batch can be forgotten by this rank alone.
+        """Check that this rank can drop a batch by itself.
 
         Raises:
-            ValueError: with `overlap`, as the backward pass has sent the sums.
+            ValueError: with `overlap`, since the backward pass has sent the gradients.
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(
@@ -369,17 +371,17 @@ class Gradients:
             block.abort_batch()
 
     def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters stepped by the rank's optimizer, by name."""
+        """Return the parameters that the rank's optimizer steps, by name."""
         stepped = {id(p) for slot in self.slots if slot.steps for p in slot.block.parameters}
         return {name: p for name, p in model.named_parameters() if id(p) in stepped}
 
 
 def check_weighable(examples: int, strategy: Strategy) -> None:
-    """Return if ranks may weigh gradients before the sums.
+    """Check that ranks can weight gradients before the reduction.
 
     Raises:
-        ValueError: `examples` is no number of examples, gradients are not summed, or are sent
-            before the weight is known.
+        ValueError: `examples` is not a number of examples, or gradients are not reduced, or are
+            sent before the weight is known.
     """
     check_count("examples", examples, 0)
     transport, sync = strategy.transport, strategy.sync

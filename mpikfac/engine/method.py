@@ -1,8 +1,8 @@
-"""Methods: what a trainer makes of averaged gradients.
+"""Methods: how a trainer turns averaged gradients into directions.
 
-A `Method` takes the steps of a model as it is now. A `MethodFactory` holds what the user has chosen
-and makes the method, again after each change of the trained parameters. Both base classes are those
-of first-order training: averaged gradients are the directions.
+A `Method` takes the steps of a model with its current layers. A `MethodFactory` holds the user's
+choices and creates the method, and creates it again after each change of the trained parameters.
+Both base classes implement first-order training, in which averaged gradients are the directions.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mpikfac.settings import Numbers, Schedule
 
 
 class Method:
-    """The steps of a method on a rank.
+    """The steps of a method on one rank.
 
     Attributes:
         parts: the parts with a state, in the order in which they are reset.
-        is_consistent: whether the rank's state is that after the last step, without parts of a
-            later step.
-        outgrown: whether the model has to be planned again, given the batches so far.
+        is_consistent: whether the rank's state is that after the last step, with nothing of a later
+            step.
+        outgrown: whether the batches so far require a new plan for the model.
     """
 
     parts: Sequence[Part] = ()
@@ -46,11 +46,11 @@ class Method:
 
     @property
     def examples(self) -> int:
-        """The number of examples recorded from the rank's batch."""
+        """The number of examples recorded from the local batch."""
         return 0
 
     def numbers(self, step: int) -> Numbers:
-        """Return the hyperparameters in force at a step."""
+        """Return the hyperparameters in effect at a step."""
         return Numbers(step)
 
     def compared(self, numbers: Numbers) -> dict[str, object]:
@@ -58,7 +58,7 @@ class Method:
         return {}
 
     def begin_batch(self, step: int) -> None:
-        """Begin the batch of a step, after the step before."""
+        """Begin the batch of a step, after the previous step."""
         self.is_consistent = True
 
     def begin_step(self, scaled: bool = False) -> None:
@@ -68,11 +68,12 @@ class Method:
             scaled: whether the loss was scaled by a `GradScaler`.
 
         Raises:
-            ValueError: the method excludes a scaler, or needs a batch that it was not given.
+            ValueError: the method does not support a scaler, or needs a batch that it was not
+                given.
         """
 
     def unscale(self, scaler: Scaler) -> bool:
-        """Remove the loss scale from what was recorded; return whether all of it is finite."""
+        """Remove the loss scale from everything recorded; return whether all of it is finite."""
         return True
 
     def learn(self, numbers: Numbers) -> None:
@@ -92,13 +93,13 @@ class Method:
     def abort_batch(self) -> None:
         """Drop the passes since the last step.
 
-        Collective over: world with `overlap`, to finish the batch's messages; else none.
+        Collective over: world with `overlap`, to complete the batch's messages; otherwise none.
         """
         for part in self.parts:
             part.abort_batch()
 
     def prepare_change(self) -> None:
-        """Prepare for a change of the trained parameters, before the method is made again.
+        """Prepare for a change of the trained parameters, before the method is created again.
 
         Collective over: world.
 
@@ -107,7 +108,7 @@ class Method:
         """
 
     def take_over(self, before: Any) -> None:
-        """Copy what still fits from the method of the model before a change.
+        """Copy everything that still fits from the method before the change.
 
         Collective over: world.
         """
@@ -115,11 +116,11 @@ class Method:
 
 @dataclass(frozen=True)
 class CoveredModel:
-    """The tensors of a model as a method covers them.
+    """The tensors of a model, as covered by a method.
 
     Attributes:
         uncovered: the uncovered tensors and the votes.
-        dtype: the dtype to compute in.
+        dtype: the dtype in which to compute.
         split: the split layers.
     """
 
@@ -136,7 +137,7 @@ class CoveredModel:
 
 
 class MethodFactory:
-    """What the user has chosen, from which a method is made for the model as it is now."""
+    """The user's choices, from which a method is created for the model's current layers."""
 
     momentum: float | Schedule = 0.0
     """The momentum that the method applies to averaged gradients."""
@@ -152,7 +153,7 @@ class MethodFactory:
     def plan(
         self, model: CoveredModel, strategy: Strategy, optimizer: Optimizer, team: SplitComm
     ) -> Plan:
-        """Plan the communication; the choices, the ranks and the optimizer must suit each other.
+        """Plan the communication, and check that choices, ranks and optimizer fit together.
 
         Raises:
             ValueError: they do not.
@@ -173,9 +174,9 @@ class MethodFactory:
         return Method(gradients)
 
     def exchange(self, site: Site, gradients: Gradients) -> OneModel:
-        """Return what ranks exchange besides sums."""
+        """Return what ranks exchange in addition to reductions."""
         return exchange_of(site, gradients)
 
     def update(self, gradients: Gradients, exchange: OneModel) -> Everyone:
-        """Return who steps the model."""
+        """Return the object that clips and steps the model."""
         return update_of(gradients)

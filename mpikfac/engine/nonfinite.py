@@ -1,6 +1,6 @@
-"""Numbers of a run to warn of: not finite, or rounded; each warning once.
+"""Warn about values that are not finite, or rounded too much, and count them.
 
-On a GPU, whether numbers are finite lies on the device until the host waits for the device anyway.
+On a GPU, whether values are finite stays on the device until the host has to wait for it anyway.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from mpikfac.errors import UserError
 from mpikfac.layers import Layer, skipping
 
 LEAST_DAMPING = 1e-8  # in float32
-TOLERATED = 3  # times in a row that something may go wrong before the run ends
+TOLERATED = 3  # how many times in a row a value may be broken before the run ends
 
 log = logging.getLogger("mpikfac")
 
 
 class Nonfinite:
-    """Count numbers that are not finite, among the numbers that the rank answers for.
+    """Count values that are not finite, among those for which this rank is responsible.
 
     Attributes:
-        counts: how often, by kind: "gradient", "statistics", "scales", "decomposition".
+        counts: the counts by kind: "gradient", "statistics", "scales", "decomposition".
     """
 
     def __init__(self, rank: int) -> None:
@@ -34,7 +34,7 @@ class Nonfinite:
         self._streaks: dict[str, dict[str, int]] = {}
 
     def __repr__(self) -> str:
-        """Return the rank and the counts by kind in short."""
+        """Return the rank and its counts by kind."""
         counts = ", ".join(f"{kind} {times}" for kind, times in self.counts.items() if times)
         return f"Nonfinite(rank {self.rank}: {counts or 'all numbers were finite'})"
 
@@ -46,11 +46,11 @@ class Nonfinite:
         instead: str,
         tried: Collection[str] | None = None,
     ) -> None:
-        """Count that `names` were not finite at `step`, and the rest of `tried` were finite.
+        """Record that `names` were not finite at `step`, and that the rest of `tried` was.
 
         Args:
-            instead: the remedy, for the log.
-            tried: the names of the kind whose turn came at `step`; all if None.
+            instead: the consequence, for the log.
+            tried: the names of the kind that were due at `step`; all if None.
 
         Raises:
             UserError: a name was not finite more than `TOLERATED` times in a row.
@@ -77,17 +77,17 @@ class Nonfinite:
 
 
 class Flags:
-    """Numbers on the device that the host reads together: every wait for a GPU costs time."""
+    """Values on the device that the host reads together, since each wait for a GPU costs time."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Callable[[list[float]], None]]] = []
 
     def keep(self, numbers: Tensor, report: Callable[[list[float]], None]) -> None:
-        """Keep `numbers` `[n]`; the next `read` calls `report` with the numbers."""
+        """Keep `numbers` `[n]`; the next `read` passes them to `report`."""
         self._waiting.append((numbers, report))
 
     def read(self, *numbers: Tensor) -> list[float]:
-        """Return all `numbers`, `[n]` each, and report all waiting numbers, in order."""
+        """Return all `numbers`, `[n]` each, and report all values kept so far, in order."""
         waiting, self._waiting = self._waiting, []
         sizes = [sum(map(len, numbers)), *(len(flags) for flags, _ in waiting)]
         values = torch.cat([*numbers, *(x.to(numbers[0].dtype) for x, _ in waiting)]).tolist()
@@ -98,7 +98,7 @@ class Flags:
 
 
 class Cautions:
-    """Warn of settings and layers that K-FAC can use and the user may not want."""
+    """Warn about settings and layers that work but that the user may not have intended."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -109,7 +109,7 @@ class Cautions:
             log.warning(text, *values)
 
     def little_damping(self, damping: float, step: int) -> None:
-        """Warn of an absolute damping of a model in float32 that rounding hides."""
+        """Warn if an absolute damping is too small for a model in float32."""
         if damping < LEAST_DAMPING:
             self._once(
                 "little damping",
@@ -119,18 +119,18 @@ class Cautions:
             )
 
     def large_factors(self, layers: Sequence[str], damping: float, step: int) -> None:
-        """Warn of the first of the layers whose factors float32 rounds by more than the damping."""
+        """Warn about the first layer whose factors float32 rounds by more than the damping."""
         if layers:
             self._once(
                 "large factors",
                 "layer %r at step %d: float32 rounds the factors of such large inputs and "
-                "gradients by more than damping=%g covers, so directions may be wrong; normalise "
+                "gradients by more than damping=%g covers, so directions may be wrong; normalize "
                 "the inputs, or take more damping, or a model in float64",
                 *(layers[0], step, damping),
             )
 
     def unseen(self, layer: Layer) -> None:
-        """Warn of a layer with a gradient and without a call that K-FAC saw."""
+        """Warn about a layer that has a gradient, but no call that K-FAC has recorded."""
         self._once(
             f"unseen {layer.name}",
             "layer %r has a gradient, and K-FAC saw no call of the module in train() mode whose "
@@ -141,7 +141,7 @@ class Cautions:
         )
 
     def without_gradient(self, layers: Sequence[str]) -> None:
-        """Warn of layers whose gradients are gone, although a backward pass has made gradients."""
+        """Warn about layers whose gradients were removed after a backward pass."""
         if layers:
             self._once(
                 "without gradient",

@@ -1,11 +1,11 @@
-"""Parts of a step with a state: a part lists its items once, and the rest follows from the list.
+"""Parts of a step that have a state: a part lists its items, and everything else follows.
 
-The state of a run is the union of the shares of all ranks. From the list of items follow what a
-rank saves, which names a complete state has, what a rank needs of a state, and what a rank takes
-over from the ranks of a run before.
+The state of a run is the union of all ranks' parts of it. The list of items determines what a rank
+saves, which names a complete state has, what a rank needs from a state, and what it adopts when
+the model changes.
 
-Two methods undo, here and in all other classes of a step: `abort_batch` drops a batch that no step
-takes, and `reset` restores the initial state.
+Two methods undo work, here and in all other classes of a step: `abort_batch` drops a batch that no
+step uses, and `reset` restores the initial state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mpikfac.plan.names import OF_KFAC
 
 
 class Item(NamedTuple):
-    """A tensor of the state of all ranks.
+    """A tensor of the global state.
 
     Attributes:
-        name: as in the state, without the part's `PREFIX`.
-        tensor: the rank's tensor; None if only other ranks have the tensor.
+        name: the name in the state, without the part's `PREFIX`.
+        tensor: the rank's tensor; None if only other ranks have it.
         saved: whether the rank saves and loads its tensor.
     """
 
@@ -36,11 +36,11 @@ class Item(NamedTuple):
 
 
 class Part:
-    """A part of a step on a rank. A part without a state inherits everything.
+    """A part of a step on one rank. A part without state needs no overrides.
 
     Attributes:
-        PREFIX: of the names of the part's items in a state.
-        MARK: the item that tells whether a state has the part; "" if all states have the part.
+        PREFIX: the prefix of the part's items in a state.
+        MARK: the item whose presence shows that a state includes the part; "" if all states do.
     """
 
     PREFIX = OF_KFAC
@@ -50,43 +50,43 @@ class Part:
         self.site, self.plan = site, site.plan
 
     def reset(self) -> None:
-        """Restore the initial state, as before the load of a state, without a batch under way."""
+        """Restore the initial state, as before loading a state, and without a current batch."""
 
     def abort_batch(self) -> None:
         """Drop the passes since the last step.
 
-        Collective over: world with `overlap`, to finish the batch's messages; else none.
+        Collective over: world with `overlap`, to complete the batch's messages; otherwise none.
         """
 
     # -- what a part declares --------------------------------------------------------------------
 
     def items(self) -> Iterable[Item]:
-        """Return the tensors of the state of all ranks, in the same order on all ranks."""
+        """Return the tensors of the global state, in the same order on all ranks."""
         return ()
 
     def marks(self) -> dict[str, Any]:
-        """Return the numbers and texts that the state has beside the items."""
+        """Return the values and texts that the state has in addition to the items."""
         return {}
 
     def in_state(self, names: Collection[str]) -> Iterable[Item]:
         """Return the items to load from a state with `names`.
 
         Raises:
-            ValueError: the state lacks an item that no run can start anew.
+            ValueError: the state lacks an item that cannot start from scratch.
         """
         return self.items() if not self.MARK or self.MARK in names else ()
 
     # -- what follows ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rank's share of the state, by name."""
+        """Return the rank's part of the state, by name."""
         marks = self.marks()
         if self.MARK and self.MARK not in marks:
             return {}
         return marks | _saved(self.items())
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of a complete state of all ranks, as far as `names` tell."""
+        """Return the names of a complete state of all ranks, as far as `names` determine them."""
         if self.MARK and self.MARK not in names:
             return set()
         return {item.name for item in self.items()}
@@ -99,17 +99,17 @@ class Part:
         """Load the `needed` items of a state, after `reset`.
 
         Args:
-            state: the needed items by name.
-            names: names of all items of the state.
+            state: the needed items, by name.
+            names: the names of all items of the state.
         """
         for name, tensor in _saved(self.in_state(names)).items():
             tensor.copy_(state[name])
 
     def take_over(self, before: Any) -> set[str]:
-        """Copy tensors that keep name and shape from the part of the model before a change.
+        """Copy tensors whose name and shape stay the same from the part before a change.
 
         Returns:
-            The names of the items that the rank has taken over.
+            The names of the items that were copied on this rank.
 
         Collective over: world.
         """
@@ -117,9 +117,9 @@ class Part:
 
 
 class PreconditionerPart(Part):
-    """What a preconditioner keeps of a batch beside factors; `Preconditioner.part` names the class.
+    """What a preconditioner keeps of a batch in addition to factors.
 
-    A part is made with the `Bases`.
+    `Preconditioner.attach` creates it from the `Bases`.
     """
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
@@ -128,9 +128,9 @@ class PreconditionerPart(Part):
         Collective over: none.
 
         Args:
-            x: inputs, as the sums of factors have them.
-            g: gradients at the layer's outputs.
-            weight: of the call.
+            x: the inputs, as in the sums of factors.
+            g: the gradients at the layer's outputs.
+            weight: the weight of the call.
         """
         raise NotImplementedError
 
@@ -139,36 +139,36 @@ class PreconditionerPart(Part):
         raise NotImplementedError
 
     def unscale(self, scale: float) -> bool:
-        """Take a loss's scale out of a batch's sums; return whether all sums are finite."""
+        """Divide a batch's sums by the loss scale; return whether all sums are finite."""
         raise NotImplementedError
 
     def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool, weight: float) -> None:
-        """Add up a batch's sums over ranks, before the factors'.
+        """Reduce a batch's sums over ranks, before those of the factors.
 
         Collective over: world.
 
         Args:
-            statistics: the rank's sums of factors, beside numbers of examples.
-            of_loss: gradients are those of the loss, a mean over the batch.
-            weight: of the rank's examples.
+            statistics: the rank's sums for factors, and numbers of examples.
+            of_loss: whether gradients are those of the loss, a mean over the batch.
+            weight: the weight of the rank's examples.
         """
         raise NotImplementedError
 
     def merge(self, decay: float, step: int) -> None:
-        """Take a batch's sums over ranks into the averages, after the factors."""
+        """Merge a batch's reduced sums into the averages, after those of the factors."""
         raise NotImplementedError
 
     def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
-        """Start anew where bases are new: in all layers, or in those of a `turn` of a refresh.
+        """Restart layers with new bases: all layers, or those of round `turn` of a refresh.
 
         Args:
-            weights: of the factors' averages.
+            weights: the weights of the factors' averages.
         """
         raise NotImplementedError
 
 
 def handed_on(comm: Comm, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """Copy tensors that keep name and shape, also from other ranks; return the names.
+    """Copy tensors whose name and shape stay the same, also between ranks; return the names.
 
     Collective over: comm.
     """

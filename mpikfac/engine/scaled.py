@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss: the scale is taken out, and all ranks skip the same steps."""
+"""Gradients of a scaled loss: they are unscaled, and all ranks skip the same steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mpikfac.numerics import Scaler, all_finite, end_step, is_unscaled
 
 
 def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) -> Scaler | None:
-    """Return the scaler if a step can use the scaler; None for a disabled scaler.
+    """Return the scaler if a step can use it, or None if it is disabled.
 
     Raises:
-        ValueError: gradients have no scale any more or are sent before the scale can be taken out.
+        ValueError: gradients are already unscaled, or sent before they can be unscaled.
     """
     if not hasattr(scaler, "is_enabled"):
         raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
@@ -38,12 +38,12 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
 def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
-    A rank with NaN or infinity in the gradients, or with `finite` False, sends nothing but NaN:
-    every part of the sum tells all ranks, and ranks without a part are told. The scaler gets the
-    same answer on all ranks, or on each rank an answer of its own where ranks step copies of the
+    A rank whose gradients have NaN or infinity, or with `finite` False, sends only NaN, so that
+    every rank that receives a part of the sum finds out; ranks without a part are notified. The
+    scaler gets the same result on all ranks, or one result per rank if ranks step replicas of the
     model.
 
-    Collective over: as `Gradients.average`; world, if a rank steps nothing.
+    Collective over: as in `Gradients.average`; also world if a rank steps nothing.
     """
     arena, accumulated, scale = gradients.arena, gradients.sender.accumulated, scaler.get_scale()
     for block in gradients.blocks:
@@ -62,7 +62,7 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
 
 
 def _spoil(gradients: Gradients, accumulated: Tensor) -> None:
-    """Fill everything to send with NaN; of the votes, only the last entry."""
+    """Fill everything that is sent with NaN; of the votes, only the last entry."""
     for block in gradients.blocks:
         values = accumulated[..., gradients.arena.span(block.name)]
         (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)

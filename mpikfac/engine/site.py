@@ -1,4 +1,4 @@
-"""The site of the parts of a step on a rank: the values that all parts share."""
+"""The context that the parts of a step on one rank share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mpikfac.trace import Trace
 
 @dataclass(frozen=True)
 class Site:
-    """The values that all parts of a step on a rank share.
+    """The values that all parts of a step on one rank share.
 
     Attributes:
-        plan: roles, layouts and messages, as the rank sees the plan.
+        plan: roles, layouts and messages, from the rank's point of view.
         grid: the communicators.
-        dtype: of sums, gradients and directions.
-        nonfinite: the counter of numbers that are not finite.
-        flags: facts on the device that the host reads together.
+        dtype: the dtype of statistics, gradients and directions.
+        nonfinite: counts values that are not finite.
+        flags: values on the device that the host reads together.
     """
 
     plan: RankPlan
@@ -36,7 +36,7 @@ class Site:
     flags: Flags
 
     def arena(self, layout: Layout, dtype: torch.dtype | None = None) -> Arena:
-        """Return an arena of zeros, by default in the dtype of sums."""
+        """Return a zeroed arena, by default in the dtype of the statistics."""
         return Arena(layout, dtype or self.dtype, self.device)
 
     def sender(
@@ -47,13 +47,13 @@ class Site:
         urgency: int,
         divided: Sequence[Tensor] = (),
     ) -> Sender:
-        """Return the sender of an arena's sums that the strategy asks for.
+        """Return the sender of an arena that the strategy selects.
 
-        Collective over: world, if sums are overlapped.
+        Collective over: world, if reductions are overlapped.
 
         Args:
-            urgency: orders overlapped messages; the lowest goes first.
-            divided: the views of the arena whose sums become means over ranks.
+            urgency: orders overlapped messages; the lowest is sent first.
+            divided: the views of the arena that get means over ranks instead of sums.
         """
         arguments = self.grid, arena, messages, divided
         if self.plan.parts:

@@ -1,4 +1,4 @@
-"""Who bounds and steps the model: every rank all of it, or owners their blocks."""
+"""Who clips and steps the model: every rank all of it, or owners their own blocks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mpikfac.plan import lay_out, names, stages
 
 
 class Everyone:
-    """The base of all updates: every rank has all averaged gradients, and steps all blocks."""
+    """The base class: every rank has all averaged gradients, and steps all blocks."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
         self.site, self.plan = gradients.site, gradients.plan
 
     def bound(self, max_norm: float) -> None:
-        """Scale the averaged gradients, if the norm of all gradients together is above `max_norm`.
+        """Scale the averaged gradients if their total norm is above `max_norm`.
 
-        Collective over: world if the optimizer is sharded, else none.
+        Collective over: world if the optimizer is sharded, otherwise none.
         """
         arena, slots = self.gradients.arena, self.gradients.slots
         scale = (float(max_norm) / (self._square().sqrt() + 1e-6)).clamp(max=1.0)
@@ -32,13 +32,13 @@ class Everyone:
                 arena[slot.block.name].mul_(scale)
 
     def _square(self) -> Tensor:
-        """Return the square of the norm of all averaged gradients that are finite, `[]`."""
+        """Return the squared norm of all averaged gradients that are finite, `[]`."""
         arena = self.gradients.arena
         squares = (arena[name].square().sum() for name in self._counted())
         return sum(squares, arena.flat.new_zeros(()))
 
     def _counted(self) -> list[str]:
-        """Return the names of the blocks whose gradients the rank adds to the norm."""
+        """Return the names of the blocks whose gradients this rank contributes to the norm."""
         slots, broken = self.gradients.slots, self.gradients.broken
         names = (slot.block.name for slot in slots if slot.block.parameters)
         return [name for name in names if name not in broken]
@@ -46,17 +46,17 @@ class Everyone:
     def step(self, optimizer: Optimizer) -> None:
         """Step the model.
 
-        Collective over: world if the optimizer is sharded, else none.
+        Collective over: world if the optimizer is sharded, otherwise none.
         """
         self.gradients.counts.step()
         with self.site.trace.stage(names.OPTIMIZER):
             optimizer.step()
 
     def abort_batch(self) -> None:
-        """Drop the reduced batch on all ranks; only the votes are taken.
+        """Drop the reduced batch on all ranks, except for its votes.
 
-        Losses of encoding and the memory of a robust rule are dropped: a part of both may belong
-        to the batch.
+        Compression errors and the state of a robust rule are discarded, since they may include the
+        batch.
 
         Collective over: world.
         """
@@ -68,20 +68,20 @@ class Everyone:
         gradients.take_votes()
 
     def _publish_votes(self) -> None:
-        """Send the votes to ranks without the sum of votes; here every rank has the sum."""
+        """Send the votes to ranks that lack their sum; here, all ranks have it."""
 
 
 class Owners(Everyone):
-    """A block is stepped by its updater, who sends the weights to all.
+    """Every block is stepped by its updater, which sends the weights to all ranks.
 
-    The optimizer keeps no state of the blocks that other ranks step.
+    The optimizer has no state for blocks that other ranks step.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         super().__init__(gradients)
         site, arena = self.site, gradients.arena
         self._messages = stages.publish_weights(site.plan)
-        # Weights before a step, where only changes travel; 0 for blocks that travel as they are.
+        # Weights before a step if only changes are sent; 0 for blocks that are sent unchanged.
         changing = arena.layout if stages.publishes_changes(site.plan) else lay_out([])
         self._before = site.arena(changing)
         encoded = [block for block in gradients.blocks if block.name in site.plan.messages_of]
@@ -96,7 +96,7 @@ class Owners(Everyone):
         return [name for name in super()._counted() if updaters[name] == rank]
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step the rank's blocks, and send the weights to all.
+        """Step the rank's blocks, and send their weights to all ranks.
 
         Collective over: world.
         """
@@ -119,9 +119,9 @@ class Owners(Everyone):
         copy_all(pair for s in slots if self._receives(s) for pair in s.block.values_from(s.parts))
 
     def _receives(self, slot: Slot) -> bool:
-        """Return whether the rank takes a block's weights from the messages.
+        """Return whether the rank copies a block's weights from the messages.
 
-        If changes were encoded, their sender too keeps the decoded ones.
+        If changes were encoded, the sender also uses the decoded ones.
         """
         return bool(self._before) or not slot.steps
 
@@ -131,6 +131,6 @@ class Owners(Everyone):
 
 
 def update_of(gradients: Gradients) -> Everyone:
-    """Return the update that the strategy asks for."""
+    """Return the update that the strategy selects."""
     kind = Owners if gradients.plan.strategy.assignment.shard_optimizer else Everyone
     return kind(gradients)

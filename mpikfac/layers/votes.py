@@ -1,4 +1,4 @@
-"""Share small facts of ranks as votes, sent with the gradients."""
+"""Votes: a few values per rank that are sent with the gradients."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor
 
 from mpikfac.layers.uncovered import Statistic
 
-VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer votes would save no bytes
-SKIP, CHANGED, *BITS = range(VOTES - 8, VOTES)  # votes of the library itself
+VOTES = 16  # blocks of arenas begin at multiples of 16 elements, so fewer votes save no bytes
+SKIP, CHANGED, *BITS = range(VOTES - 8, VOTES)  # reserved for the library
 
 
 class Votes(Statistic):
-    """Send a few numbers of the rank with the gradients; after the step, hold means over ranks.
+    """Send a few values of the rank with the gradients; after the step, hold means over ranks.
 
-    Ranks share small facts as votes without an extra message.
+    This way, ranks exchange small facts without additional messages.
 
-    A program has the first 8 votes, the library has the others. Each of the last 6 votes is a bit
-    of a checksum, 1 or -1: the mean over ranks has the size 1 if and only if all ranks have the
-    same bit. Sums of other numbers would be rounded, and a single rank would be lost among many
-    ranks. A checksum misses a difference with a chance of 1 in 64. The checksum of the next step is
-    another one, because the step is part of the values.
+    The first 8 votes belong to the program, the others to the library. Each of the last 6 is one
+    bit of a checksum, as 1 or -1: the absolute value of its mean over ranks is 1 if and only if all
+    ranks have the same bit. Reductions of other values would be rounded, and among many ranks a
+    single different one would go unnoticed. A checksum misses a difference with probability 1/64.
+    It changes in the next step, because the step is one of the values.
 
     Attributes:
-        heard: the `counted` means, if the host has read the means before `read`.
+        heard: the `counted` means, if the host has read them before `read`.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -33,10 +33,10 @@ class Votes(Statistic):
         self.heard: list[float] = []
 
     def abort_batch(self) -> None:
-        """Keep the votes: votes stay until sent."""
+        """Do nothing: votes are kept until they are sent."""
 
     def mark(self, values: object, changed: bool) -> None:
-        """Vote on `values`, which all ranks must have alike, and on a change of the model."""
+        """Vote on `values`, which must be equal on all ranks, and on a change of the model."""
         self.heard = []
         checksum = hashlib.blake2b(repr(values).encode(), digest_size=1).digest()[0]
         bits = [1 if checksum >> place & 1 else -1 for place in range(len(BITS))]
@@ -44,7 +44,7 @@ class Votes(Statistic):
         self.counted(self.tensor).copy_(votes, non_blocking=True)
 
     def counted(self, votes: Tensor) -> Tensor:
-        """Return the part of the means over ranks that `read` takes, a view."""
+        """Return the part of the means over ranks that `read` uses, as a view."""
         return votes[..., CHANGED:]
 
     def read(self) -> tuple[bool, bool]:

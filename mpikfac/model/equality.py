@@ -13,7 +13,7 @@ from mpikfac.comm import Comm
 from mpikfac.errors import RanksDifferError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers with the bits of an element, by the bytes of the element."""
+"""The integer dtype with as many bits as an element, by the element's bytes."""
 
 log = logging.getLogger("mpikfac")
 
@@ -21,8 +21,8 @@ log = logging.getLogger("mpikfac")
 def checksums(model: nn.Module, leave: Collection[Tensor] = ()) -> dict[str, int]:
     """Return a checksum of each parameter and buffer, by name.
 
-    A checksum is the sum of a tensor's elements, read as integers. Each tensor is read once, and a
-    GPU is waited for once.
+    A checksum is the sum of a tensor's elements, read as integers. Each tensor is read once, and
+    the host waits once for each GPU.
 
     Args:
         leave: tensors to leave out.
@@ -44,9 +44,9 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list[str]:
-    """Compare the weights and buffers of all ranks; warn of buffers that differ.
+    """Compare the weights and buffers of all ranks, and warn about buffers that differ.
 
-    Ranks may need their own buffers, but never their own weights.
+    A program can have a reason for different buffers, but never for different weights.
 
     Collective over: comm.
 
@@ -57,7 +57,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
         The names of the buffers that differ.
 
     Raises:
-        RanksDifferError: a parameter differs; the text names the first one.
+        RanksDifferError: parameters differ; the text names the first one.
     """
     differing = _differing(comm.allgather(checksums(model, leave)))
     weights = [name for name, _ in model.named_parameters()]
@@ -65,15 +65,15 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
         if name in differing:
             raise RanksDifferError(
                 f"parameter {name!r} has other values on rank {differing[name]} than on rank 0; "
-                f"change weights on all ranks alike, or copy rank 0's by mpikfac.comm.broadcast("
+                f"make the same change on all ranks, or copy rank 0's by mpikfac.comm.broadcast("
                 f"comm, [*model.parameters(), *model.buffers()])"
             )
     buffers = sorted(differing)
     if buffers and comm.rank == 0:
         log.warning(
             "buffer %r has other values on rank %d than on rank 0%s: steps do not average it, and "
-            "a checkpoint refuses it; write it on all ranks alike, or copy rank 0's by "
-            "mpikfac.comm.broadcast(comm, [buffer])",
+            "it cannot be saved in a checkpoint; write the same values on all ranks, or copy rank "
+            "0's by mpikfac.comm.broadcast(comm, [buffer])",
             buffers[0],
             differing[buffers[0]],
             f", and so have {len(buffers) - 1} others" * (len(buffers) > 1),

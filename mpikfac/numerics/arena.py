@@ -1,4 +1,4 @@
-"""Store named tensors as views of a flat buffer; group and copy tensors in few calls."""
+"""Store named tensors as views of a flat buffer, and copy many tensors in few calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpikfac.plan import Layout
 
 Key = TypeVar("Key")
 Copies: TypeAlias = Iterator[tuple[Tensor, Tensor]]
-"""Tensors to copy: each time the tensor to fill, and the source."""
+"""Pairs of the tensor to fill and its source."""
 
 
 @torch.no_grad()
@@ -44,11 +44,11 @@ def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
 
 
 class Arena(dict[str, Tensor]):
-    """Map names to tensors of the same kind: views of a flat buffer that MPI sends without a copy.
+    """Map names to tensors of one dtype, which are views of a flat buffer that MPI sends directly.
 
     Attributes:
         layout: the offset and shape of every block.
-        flat: the buffer, initially zero, `[layout.size]`; its address never changes.
+        flat: the buffer, `[layout.size]`, initially zero; its address never changes.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Arena(dict[str, Tensor]):
         return slice(start, start + self[name].numel())
 
     def stack(self, names: Sequence[str]) -> Tensor | None:
-        """Return equal blocks at equal distances as a view `[names, ...]`; None if they are not.
+        """Return blocks of equal shape and spacing as a view `[names, ...]`, otherwise None.
 
         Names must be in the order of the blocks.
         """
@@ -83,7 +83,7 @@ class Arena(dict[str, Tensor]):
 
 
 def together(arena: Arena, names: Sequence[str]) -> Tensor:
-    """Return a block of the arena, or equal blocks as a stack."""
+    """Return one block of the arena, or equal blocks as a stack."""
     if len(names) == 1:
         return arena[names[0]]
     stack = arena.stack(names)
@@ -92,7 +92,7 @@ def together(arena: Arena, names: Sequence[str]) -> Tensor:
 
 
 class Parts:
-    """Store an arena's content for every part of a local batch; parts are summed in order later."""
+    """Store an arena's content for each part of a local batch, to be summed in order later."""
 
     def __init__(self, arena: Arena, count: int) -> None:
         self._flat = arena.flat
@@ -101,23 +101,23 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the stored parts."""
+        """The bytes of the stored parts."""
         return self._stored.nbytes
 
     def __len__(self) -> int:
-        """Return this rank's number of parts."""
+        """Return the number of parts of the local batch."""
         return len(self._stored)
 
     @property
     def accumulated(self) -> Tensor:
-        """Return the parts added so far, `[parts, size]`."""
+        """The parts added so far, `[parts, size]`."""
         return self._stored[: self._taken]
 
     def add(self) -> None:
         """Store a copy of the arena's content as the next part.
 
         Raises:
-            ValueError: all of this rank's parts are already there.
+            ValueError: all parts of the local batch have already been added.
         """
         if self._taken == len(self):
             raise ValueError(f"accumulate() was called more than {len(self)} times before step()")

@@ -1,4 +1,4 @@
-"""Eigenvalues and eigenvectors of factors, and directions by eigenvectors."""
+"""Eigenvalues and eigenvectors of factors, and directions computed from them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mpikfac.numerics.arena import alike
 from mpikfac.numerics.products import Side, from_left, from_right, of_coordinates, product
 from mpikfac.plan import few
 
-ITERATIONS = 4  # products with a factor that lead to the range of its leading eigenvectors
-SPARE = 16  # vectors that are iterated beside those that are kept
+ITERATIONS = 4  # products with a factor, to find the range of its leading eigenvectors
+SPARE = 16  # how many vectors are iterated in addition to those that are kept
 RESIDUAL = 1e-2  # of leading eigenvectors, relative to the factor's norm
-PROBES = 8  # vectors that look for what has grown outside of older eigenvectors
+PROBES = 8  # vectors that detect growth outside of previous eigenvectors
 
 
 def damped_denominators(
@@ -25,11 +25,11 @@ def damped_denominators(
     """Write the eigenvalues of `G (x) A + damping I` to `out` `[outputs, inputs]`.
 
     Sides hold eigenvalues: `[n]`, or `[1 + rank]` for a block of low rank, where the first value
-    belongs to all directions outside of the vectors; `out` is smaller then. `scales`, if given,
+    belongs to all directions outside of the vectors and `out` is smaller. `scales`, if given,
     replace the products.
 
-    Damping is added to the products of eigenvalues, so the damping may change at every step without
-    a new decomposition [Pauloski et al., SC20, eq. 13-15].
+    The damping is added to the products of eigenvalues, so it can change at every step without a
+    new decomposition [Pauloski et al., SC20, eq. 13-15].
     """
     _undamped(input_values, output_values, out, scales)
     out += damping
@@ -46,8 +46,8 @@ def relatively_damped_denominators(
 ) -> None:
     """Write `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
 
-    Means come from `mean_eigenvalues`: if a side has blocks, a block of the product is damped in
-    units of the block's mean.
+    The means come from `mean_eigenvalues`: if a side has blocks, each block of the product is
+    damped in units of its own mean.
     """
     a, g = _whole(input_means, out, -1), _whole(output_means, out, -2)
     _undamped(input_values, output_values, out, scales)
@@ -60,14 +60,14 @@ def damping_unit(mean: Tensor) -> Tensor:
 
 
 def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
-    """Return each block's mean in the place of every eigenvalue; 1 for a block of zeros."""
+    """Return, for every eigenvalue, the mean of its block; 1 for a block of zeros."""
     means = list(values)
     of_values = alike(dict(enumerate(values)))
     for places in (group for equal in of_values for group in alike({p: vectors[p] for p in equal})):
         stacked = torch.stack([values[place] for place in places])
         order, count = vectors[places[0]].shape[stacked.dim() - 2], stacked.shape[-1]
         mean = stacked.mean(-1, keepdim=True)
-        if order > count:  # of low rank, the first one counts again
+        if order > count:  # of low rank: the first value stands for all remaining ones
             mean = torch.lerp(stacked[..., :1], mean, count / order)
         for place, unit in zip(places, damping_unit(mean)):
             means[place] = unit.expand_as(values[place])
@@ -89,7 +89,7 @@ def products_of_values(input_values: Side, output_values: Side, out: Tensor) -> 
 
 
 def _whole(values: Side, out: Tensor, dim: int) -> Tensor:
-    """Return the values of all blocks of a side one after the other; ones for the identity."""
+    """Return the values of all blocks of a side, concatenated; ones for the identity."""
     if len(values) == 1:
         return values[0]
     return torch.cat(tuple(values), -1) if values else out.new_ones(out.shape[dim])
@@ -100,7 +100,7 @@ def precondition(
 ) -> Tensor:
     """Return `(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
-    The products are computed in the vectors' dtype, the division is not. Denominators come from
+    The products are computed in the vectors' dtype, but the division is not. Denominators come from
     `damped_denominators`.
     """
     dtype = (*input_vectors, *output_vectors)[0].dtype
@@ -115,10 +115,10 @@ def precondition(
 
 
 def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor.
+    """Return a factor's nonnegative eigenvalues `[n]`, and its eigenvectors `[n, n]` (columns).
 
     Raises:
-        ArithmeticError: LAPACK's iteration does not converge, as in float32 on factors with many
+        ArithmeticError: LAPACK's iteration does not converge, as in float32 for factors with many
             zero rows (inputs that are never active).
     """
     try:
@@ -131,11 +131,11 @@ def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
 def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return values `[1 + rank]` and the `rank` leading eigenvectors `[n, rank]` of a factor.
 
-    The first value is the mean of all remaining eigenvalues: the trace stays the factor's trace.
-    The leading values follow in ascending order.
+    The first value is the mean of all remaining eigenvalues, so that the trace is preserved. The
+    leading values follow in ascending order.
 
-    Few vectors are computed by iteration [Halko et al. 2011, 4.4 and 5.3], if the result has
-    eigenvectors up to `RESIDUAL`; otherwise by `eigenbasis`.
+    If few vectors are needed, they are computed by iteration [Halko et al. 2011, 4.4 and 5.3],
+    unless a residual exceeds `RESIDUAL`; otherwise, by `eigenbasis`.
 
     Raises:
         ArithmeticError: see `eigenbasis`.
@@ -146,10 +146,10 @@ def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
-    """Return the leading eigenvalues and eigenvectors of a range; None if residuals are large.
+    """Return leading eigenvalues and eigenvectors from a range, or None if residuals are large.
 
-    With a small residual, a true eigenvalue is as close as the residual. The random start has a
-    part of every eigenvector, so the found eigenvalues are the largest, or hardly less.
+    A true eigenvalue is no farther away than the residual. The random start has a component along
+    every eigenvector, so the eigenvalues found are the largest, or nearly so.
     """
     basis = _range(factor, rank + SPARE, ITERATIONS)
     image = product(factor, basis)
@@ -164,10 +164,10 @@ def _range(factor: Tensor, vectors: int, times: int, excluded: Tensor | None = N
     """Return an orthonormal basis `[n, vectors]` of a fixed start after products with the factor.
 
     Args:
-        excluded: eigenvectors to leave out of the range.
+        excluded: eigenvectors to project out of the range.
     """
     order = factor.shape[-1]
-    generator = torch.Generator().manual_seed(0)  # torch's generator belongs to the program
+    generator = torch.Generator().manual_seed(0)  # torch's own generator belongs to the program
     start = torch.randn(order, min(vectors, order), generator=generator, device="cpu")
     basis = start.to(factor)
     for _ in range(times):
@@ -181,19 +181,20 @@ def _outside(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _with_mean(factor: Tensor, values: Tensor) -> Tensor:
-    """Return `values` behind the mean of all remaining eigenvalues."""
+    """Return `values`, preceded by the mean of all remaining eigenvalues."""
     order, rank = factor.shape[-1], values.shape[-1]
     others = factor.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - values.sum(-1, keepdim=True)
     return torch.cat([(others / (order - rank)).clamp_(min=0), values], -1)
 
 
 def iterated(factor: Tensor, vectors: Tensor) -> Tensor:
-    """Return vectors after an orthogonal iteration: orthonormal, and nearer to eigenvectors.
+    """Return vectors after one orthogonal iteration: orthonormal, and closer to eigenvectors.
 
-    The vectors with the largest eigenvalues come first, as a column of a QR decomposition loses its
-    parts along all columns before. An iteration reduces the part of the j-th eigenvector in the
-    i-th vector by the ratio of the eigenvalues, `values[j] / values[i]` for j > i [Golub & Van Loan
-    2013, 8.2.4]. Exact eigenvectors keep their directions; signs may change.
+    The vectors with the largest eigenvalues come first, because a QR decomposition makes each
+    column orthogonal to the previous ones. An iteration reduces the component of the j-th
+    eigenvector in the i-th vector by the ratio of the eigenvalues, `values[j] / values[i]` for
+    j > i [Golub & Van Loan 2013, 8.2.4]. Exact eigenvectors keep their directions, but signs can
+    change.
     """
     image = product(factor, vectors)
     order = image.norm(dim=-2, keepdim=True).argsort(-1, descending=True)
@@ -201,16 +202,16 @@ def iterated(factor: Tensor, vectors: Tensor) -> Tensor:
 
 
 def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues `[n]` by older eigenvectors, and the misfit `[]` of the eigenvectors.
+    """Return eigenvalues `[n]` for given eigenvectors, and the misfit `[]` of these eigenvectors.
 
-    The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of the matrix
-    off the diagonal, relative to the factor's norm: 0 for exact eigenvectors. One product is
-    enough, as an orthogonal matrix changes no norm. Several factors, `[count, n, n]`, have values
-    and misfits `[count, ...]`.
+    The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of its
+    off-diagonal part, relative to the factor's norm: 0 for exact eigenvectors. One product is
+    enough, since an orthogonal matrix preserves norms. Several factors, `[count, n, n]`, have
+    values and misfits `[count, ...]`.
 
-    For leading eigenvectors `[n, rank]` the values are `[1 + rank]`, with the mean of the remaining
-    values first. The misfit grows by the excess of an eigenvalue outside over the smallest kept
-    value; a few probes look for the excess.
+    For leading eigenvectors `[n, rank]`, the values are `[1 + rank]`, with the mean of the
+    remaining values first. The misfit then includes how much an eigenvalue outside of them exceeds
+    the smallest kept value, which a few probes estimate.
     """
     rotated = product(factor, vectors)
     values = (rotated * vectors).sum(-2)
@@ -224,12 +225,12 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
-    """Return the excess `[]` of an eigenvalue outside of the vectors over the smallest kept value.
+    """Return how much `[]` an eigenvalue outside of the vectors exceeds the smallest kept value.
 
-    The excess is a lower bound: no Rayleigh quotient of the probes is larger than the largest
-    eigenvalue outside.
+    This is a lower bound: no Rayleigh quotient of the probes is above the largest eigenvalue
+    outside.
     """
-    # What rounding has left of these vectors in the range would count as outside of them.
+    # Otherwise, what rounding has left of these vectors in the range would count as outside.
     probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))
     largest = (probes * product(factor, probes)).sum(-2).amax(-1)
     return (largest - values.amin(-1)).clamp_(min=0)
@@ -238,14 +239,14 @@ def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
 def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: Side) -> Tensor:
     """Return `sum((Q_G^T sum(g a^T) Q_A)^2)` `[outputs, inputs]`, elementwise, over examples.
 
-    The inner sum is over positions. A side's vectors are rotated before the inner sum, or the sum's
-    rows after: the fewer of both.
+    The inner sum is over positions. For each side, either its vectors are rotated before the inner
+    sum, or the rows of the sum afterwards, whichever are fewer.
 
     Args:
-        a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, as the sum.
-        g: `[batch, shared, outputs]`, alike.
-        input_vectors: Q_A, as a gradient's side; empty for the identity.
-        output_vectors: Q_G.
+        a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, like the sum.
+        g: `[batch, shared, outputs]`; with groups, like `a`.
+        input_vectors: Q_A, as the side of a gradient; empty for the identity.
+        output_vectors: Q_G, in the same form.
     """
     shared, a_first, g_first = a.shape[-2], a.shape[-2] <= g.shape[-1], a.shape[-2] <= a.shape[-1]
     a = _rotated(a, input_vectors) if a_first else a
@@ -259,7 +260,7 @@ def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: 
 
 
 def _rotated(rows: Tensor, vectors: Side) -> Tensor:
-    """Return `rows Q` `[batch, rows, n]`, or of several groups."""
+    """Return `rows Q` `[batch, rows, n]`, or the same for several groups."""
     if not vectors:
         return rows
     return from_right(rows.flatten(-3, -2), vectors).view(rows.shape)

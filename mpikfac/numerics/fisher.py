@@ -1,13 +1,12 @@
 """Compute gradients of outputs that estimate the Fisher matrix of a model's own distribution.
 
-The empirical Fisher uses gradients of the loss for the labels of the data. The functions here use
-labels from the model's own distribution [Martens 2020; Kunstner et al. 2019]: sampled labels, or
-all labels at once. The latter are the columns of a square root of the loss's Hessian, which gives
-the generalised Gauss-Newton matrix (type-2).
+The empirical Fisher matrix uses gradients of the loss for the labels of the data. The functions
+here use labels from the model's own distribution [Martens 2020; Kunstner et al. 2019]: sampled
+labels, or all labels at once. The latter are the columns of a square root of the loss's Hessian,
+which gives the generalized Gauss-Newton matrix (type-2).
 
-Outputs are `[batch, outputs]`, or for sampled labels `[batch, outputs, *positions]`. The loss is
-the result of `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits` for these
-outputs.
+Outputs are `[batch, outputs]` or, for sampled labels, `[batch, outputs, *positions]`. The loss is
+`F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits` of these outputs.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ LOSSES: tuple[Loss, ...] = ("cross-entropy", "squared-error", "logistic")
 def sampled(outputs: Tensor, loss: Loss) -> Tensor:
     """Return the gradient of the mean loss `[batch, outputs, *positions]` for sampled labels.
 
-    Labels are sampled independently at every position, and gradients of positions are summed as
-    independent gradients: correlations between positions are ignored.
+    Labels are sampled independently at every position, and the gradients of positions are summed as
+    if they were independent: correlations between positions are ignored.
     """
     with torch.no_grad():
         positions = math.prod(outputs.shape[2:])
@@ -35,13 +34,13 @@ def sampled(outputs: Tensor, loss: Loss) -> Tensor:
 
 
 def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
-    """Yield gradients `[batch, outputs]`, as many as outputs, that together represent all labels.
+    """Yield gradients `[batch, outputs]`, one per output, that together represent all labels.
 
     For every example, the sum of the gradients' outer products is the Hessian of the example's part
-    of the mean loss, divided by the batch size like squared gradients of the mean loss.
+    of the mean loss, divided by the batch size, like squared gradients of the mean loss.
 
     Raises:
-        ValueError: outputs have positions; every position would need as many gradients as outputs.
+        ValueError: outputs have positions, each of which would need as many gradients as outputs.
     """
     if outputs.dim() != 2:
         raise ValueError(
@@ -55,19 +54,19 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
 def _drawn_class(outputs: Tensor) -> Tensor:
     probabilities = outputs.softmax(1)
     rows = probabilities.movedim(1, -1).reshape(-1, outputs.shape[1])
-    # Outputs that are not finite give gradients that are not finite, whatever the labels.
+    # If outputs are not finite, neither are the gradients, whatever the labels.
     drawn = torch.multinomial(torch.where(rows.isfinite(), rows, 1.0), 1)
     labels = drawn.view(len(outputs), 1, *outputs.shape[2:])
     return probabilities.scatter_add_(1, labels, -torch.ones_like(labels, dtype=outputs.dtype))
 
 
 def _drawn_noise(outputs: Tensor) -> Tensor:
-    # The mean over outputs of squared errors is -log N(outputs, outputs / 2).
+    # The mean squared error over outputs is -log N(outputs, outputs / 2), up to a constant.
     return torch.randn_like(outputs) * math.sqrt(2 / outputs.shape[1])
 
 
 def _drawn_bits(outputs: Tensor) -> Tensor:
-    # The scale: a gradient's square is to be the Hessian of the mean over outputs, p (1 - p) / n.
+    # Scaled so that squared gradients match the Hessian of the mean over outputs, p (1 - p) / n.
     p, q = outputs.sigmoid(), (-outputs).sigmoid()
     labels = torch.rand_like(p) < p
     return torch.where(labels, -q, p) / math.sqrt(outputs.shape[1])
@@ -88,7 +87,7 @@ def _noise_root(outputs: Tensor) -> Tensor:
 
 def _bit_root(outputs: Tensor) -> Tensor:
     batch, count = outputs.shape
-    variances = outputs.sigmoid() * (-outputs).sigmoid()  # 1 - p would round to 0 or to eps
+    variances = outputs.sigmoid() * (-outputs).sigmoid()  # 1 - p would round to 0 or eps
     return torch.diag_embed((variances / count).sqrt()) / batch
 
 
@@ -108,13 +107,13 @@ def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
     """Check that `heads` `[batch, outputs, ...]` can be the outputs of the losses of a batch.
 
     Raises:
-        ValueError: there are not as many heads as losses; heads have different numbers of rows, or
-            one of them cannot have its loss.
+        ValueError: the numbers of heads and losses differ, heads have different numbers of rows, or
+            a head does not fit its loss.
     """
     rows = [len(outputs) if outputs.dim() else 0 for outputs in heads]
     if len(losses) != len(heads) or len(set(rows)) != 1:
         raise ValueError(
-            f"record() needs a loss for each head, and as many rows in all heads; it has "
+            f"record() needs a loss for each head, and equally many rows in all heads; it has "
             f"{len(losses)} losses, and heads with {rows} rows"
         )
     for outputs, loss in zip(heads, losses):
@@ -125,8 +124,8 @@ def _check_head(outputs: Tensor, loss: Loss) -> None:
     """Check that `outputs` `[batch, outputs, ...]` can be the outputs of a loss.
 
     Raises:
-        ValueError: outputs have no output dimension; or for a cross-entropy, a single output,
-            or probabilities.
+        ValueError: there is no dimension of outputs; or, for a cross-entropy, outputs are
+            probabilities, or there is only one.
     """
     if outputs.dim() < 2:
         raise ValueError(

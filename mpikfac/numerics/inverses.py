@@ -7,17 +7,17 @@ from torch import Tensor
 
 from mpikfac.numerics.products import product
 
-LEAF = 192  # order up to which a block is left to LAPACK
-TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions that it gives
+LEAF = 192  # the order up to which a block is inverted by LAPACK
+TOLERANCE = 1e-3  # for the relative error of directions from an inverse by blocks
 
 
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
     """Return `(factor + damping I)^-1` `[n, n]`: by blocks if fast and accurate, or by Cholesky.
 
-    The inverse of a damped matrix that is not positive definite is NaN.
+    If the damped matrix is not positive definite, its inverse is NaN.
 
     Args:
-        damping: a number for all matrices, or `[count]`.
+        damping: one value for all matrices, or `[count]`.
     """
     damped = damp(factor, damping)
     if damped.is_cpu and damped.dtype == torch.float32 and damped.dim() == 2 and len(damped) > LEAF:
@@ -31,18 +31,18 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
 def damp(factor: Tensor, damping: float | Tensor) -> Tensor:
     """Return `factor + damping I` `[n, n]`."""
     damped = factor.clone()
-    if isinstance(damping, Tensor) and damping.dim():  # for each group, perhaps of several
+    if isinstance(damping, Tensor) and damping.dim():  # for each group, possibly of several factors
         damping = damping.repeat_interleave(len(factor) // len(damping))[:, None]
     damped.diagonal(dim1=-2, dim2=-1).add_(damping)
     return damped
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor:
-    """Return the inverse of a positive definite matrix by the Schur complement, recursively.
+    """Return the inverse of a positive definite matrix by Schur complements, recursively.
 
-    Nearly all of the work is in general products. General products take less time than LAPACK's
-    triangular products, with twice the operations. Rounding errors grow with the condition of the
-    leading blocks, faster than in Cholesky's method: the result has to be checked. The result is
+    Nearly all of the work is in general matrix products. Although they have twice the operations,
+    they take less time than LAPACK's triangular products. Rounding errors grow with the condition
+    of the leading blocks, faster than in Cholesky's method, so the result must be checked. It is
     NaN or far off if the matrix is not positive definite.
     """
     if len(matrix) <= LEAF:
@@ -61,23 +61,23 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
 
 
 def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
-    """Return the relative error `[]` of `inverse @ v` for typical `v`, by a few fixed vectors.
+    """Return the relative error `[]` of `inverse @ v` for typical `v`, from a few fixed vectors.
 
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
-    # Fixed and without a pattern; torch's generator belongs to the program.
+    # Fixed and without a pattern; torch's own generator belongs to the program.
     probes = torch.arange(8.0 * matrix.shape[-1], device=matrix.device).square_().sin_()
     probes = probes.view(8, -1).to(matrix)
     return (probes @ matrix @ inverse - probes).norm(dim=(-2, -1)) / probes.norm()
 
 
 def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:
-    """Return a factor's part of the Kronecker product's damping; the second factor takes the rest.
+    """Return a factor's part of the Kronecker product's damping; the other factor gets the rest.
 
-    `pi sqrt(damping)` against `sqrt(damping) / pi`, with `pi^2` the `ratio` of the factors' mean
-    eigenvalues: relative to the mean eigenvalue, both factors have the same damping [Martens &
-    Grosse 2015, 6.3].
+    The parts are `pi sqrt(damping)` and `sqrt(damping) / pi`, where `pi^2` is the `ratio` of the
+    factors' mean eigenvalues: relative to its mean eigenvalue, each factor has the same damping
+    [Martens & Grosse 2015, 6.3].
     """
-    # Behind a layer initialised to zero no gradient arrives: G = 0 has no size to compare with.
+    # No gradient arrives behind a layer initialized to zero: with G = 0, sizes cannot be compared.
     comparable = ratio.isfinite() & (ratio > 0)
     return torch.sqrt(damping * torch.where(comparable, ratio, 1.0))

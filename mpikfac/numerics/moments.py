@@ -1,8 +1,9 @@
-"""Compute and normalise first and second moments of layer inputs and output gradients.
+"""Compute and normalize first and second moments of layer inputs and output gradients.
 
-B is the number of examples in the batch, S the number of positions that share a weight (outputs of
-a convolution, tokens). `a` is a layer's inputs `[batch, shared, inputs]`, 1 appended for a bias,
-and `g` the gradient of the *mean* loss at the layer's outputs `[batch, shared, outputs]`. Then
+B is the number of examples in the batch, and S the number of positions that share a weight (outputs
+of a convolution, tokens). `a` is a layer's inputs `[batch, shared, inputs]`, with 1 appended for a
+bias, and `g` the gradient of the *mean* loss at the layer's outputs `[batch, shared, outputs]`.
+Then
 
     expand         A = sum(a a^T) / (B S)      G = B sum(g g^T)
 
@@ -10,18 +11,18 @@ make `A (x) G` the layer's Fisher block if positions are independent, exactly fo
 [Grosse & Martens 2016; Eschenhagen et al. 2023]. Two more scalings exist for comparison; both
 change the meaning of a damping value:
 
-    sc20           A = sum(a a^T) / (B S^2)    G = B S sum(g g^T)       product as expand
+    sc20           A = sum(a a^T) / (B S^2)    G = B S sum(g g^T)       same product as expand
     kfac-pytorch   A = sum(a a^T) / (B S^3)    G = sum(g g^T) / (B S^3) product B^2 S^5 smaller
 
-For linear layers "sc20" and "kfac-pytorch" count positions as examples (S = 1).
+For linear layers, "sc20" and "kfac-pytorch" count positions as examples (S = 1).
 
 Eva [Zhang et al. 2023] uses means instead of second moments: A and G become `v v^T` with
 
     expand         v = sum(a) / (B S)          v = sum(g) / sqrt(S)
 
-If all vectors are equal, `v v^T` equals the factors above. For linear layers (S = 1) the vectors
-are the paper's means over examples: of inputs, and of gradients of an example's own loss. The
-paper's published code takes `sum(g) / (B S)`, and a damping is then `B^2 S` times as large.
+If all vectors are equal, `v v^T` equals the factors above. For linear layers (S = 1), the vectors
+are the paper's means over examples, of inputs and of gradients of an example's own loss. The
+paper's published code uses `sum(g) / (B S)`, which makes a damping `B^2 S` times as large.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mpikfac.numerics.products import product
 from mpikfac.plan import Normalization
 
 ADDED_IN_FLOAT32 = frozenset(() if torch.version.hip else (torch.bfloat16, torch.float16))
-"""Dtypes of numbers whose products are exact in float32, and add up there with CUDA."""
+"""Dtypes whose products are exact in float32, in which CUDA accumulates them."""
 
 
 def factor_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
@@ -67,7 +68,7 @@ def squares(columns: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = prod
 
 
 def sum_of(rows: Tensor, bias: bool = False) -> Tensor:
-    """Return `sum(a)` `[..., n]` over `rows` `[vectors, ..., n]`, for a bias with a 1 in each."""
+    """Return `sum(a)` `[..., n]` over `rows` `[vectors, ..., n]`, with a 1 in each for a bias."""
     total = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
     return F.pad(total, (0, 1), value=len(rows)) if bias else total
 

@@ -15,20 +15,20 @@ STEPS = (
     (3.5334, -2.6470, 0.5280),
     (2.5235, -1.8626, 0.4399),
 )
-"""Coefficients of x, x^3 and x^5: each polynomial has the least largest distance from 1 on the
-range that those before leave of [1/350, 1] [Polar Express]."""
-MARGIN = 2.0  # of the bound: at 1, terms of the first polynomial cancel, and rounding grows
-LEAST = 128  # order of the smallest squares on a GPU, where few orders have few kernels
+"""Coefficients of x, x^3 and x^5: each polynomial minimizes the maximum distance from 1 on the
+range to which the previous ones map [1/350, 1] [Polar Express]."""
+MARGIN = 2.0  # multiplies the bound: at 1, terms of the first polynomial cancel and errors grow
+LEAST = 128  # the minimum order of squares on a GPU, where fewer orders need fewer kernels
 
 
 def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return matrices with the same singular vectors, and with singular values near 1.
 
-    Four odd polynomials bring all singular values above 1/350 of a bound on the largest to between
-    0.78 and 1.24. A smaller one grows to at least 270 times its fraction of the bound. Zeros
-    stay zeros, and a matrix that is not finite becomes NaN.
+    Four odd polynomials move all singular values above 1/350 of a bound on the largest one to
+    between 0.78 and 1.24. A smaller one grows to at least 270 times its fraction of the bound.
+    Zeros stay zeros, and a matrix that is not finite becomes NaN.
 
-    With X a matrix in its wide form, divided by a bound on its largest singular value, a step is
+    Let X be a matrix in its wide form, divided by a bound on its largest singular value. A step is
     `X <- F X`, where F is a polynomial of `X X^T`. The product of all F is multiplied by the wide
     matrix once, at the end.
 
@@ -46,7 +46,7 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
         squares = stacks[chosen[0]].new_zeros(sum(counts), order, order)
         for place, room in zip(chosen, squares.split(counts)):
             stack, n = stacks[place], stacks[place].shape[1]
-            product(stack, stack.mT, out=room[:, :n, :n])  # beside zeros, which stay zeros
+            product(stack, stack.mT, out=room[:, :n, :n])  # the padding stays zero
         for place, polynomial in zip(chosen, _polynomials(squares).split(counts)):
             stack, n = stacks[place], stacks[place].shape[1]
             stacks[place] = product(polynomial[:, :n, :n], stack)
@@ -55,19 +55,19 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _polynomials(squares: Tensor) -> Tensor:
-    """Return what orthogonalises matrices: the product of all F, over the norm, `[k, n, n]`.
+    """Return the product of all F, divided by the norm, which orthogonalizes matrices, `[k, n, n]`.
 
-    F is `first I + H` with `H = (third I + fifth S) S`, and the product of all F is `scale I + R`:
-    identities stay out of the products, which may round.
+    F is `first I + H` with `H = (third I + fifth S) S`, and the product of all F is `scale I + R`,
+    so that identities are kept out of the products, which can round.
 
     Args:
-        squares: `X X^T` of matrices of any norm.
+        squares: `X X^T` of matrices with any norm.
     """
     limits = torch.finfo(squares.dtype)
     traces = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None].clamp_min_(limits.tiny)
     squares = squares / traces
     higher = product(squares, squares)
-    # The root of the norm of S^2 is at least the largest eigenvalue of S, and near it [CANS].
+    # The root of the norm of S^2 is at least the largest eigenvalue of S, and close to it [CANS].
     bound = higher.norm(dim=(-2, -1), keepdim=True).sqrt_().mul_(MARGIN).clamp_min_(limits.eps)
     squares, higher = squares / bound, higher / bound**2
     scale, rest = 1.0, higher  # which becomes the first H in place
@@ -81,4 +81,4 @@ def _polynomials(squares: Tensor) -> Tensor:
                 squares = product(higher, squares).add_(squares, alpha=first)
             higher = product(squares, squares)
     rest.diagonal(dim1=-2, dim2=-1).add_(scale)
-    return rest.div_(traces.sqrt()).div_(bound.sqrt())  # their product may be too small a number
+    return rest.div_(traces.sqrt()).div_(bound.sqrt())  # their product can underflow

@@ -1,4 +1,4 @@
-"""Ask autograd about the backward pass that runs now, and listen to passes."""
+"""Query autograd about the current backward pass, and add hooks to passes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-# Views of a product with the same elements in the same order: an operation in place on a view
-# takes the view's own node out of the graph.
+# Views of a product with the same elements in the same order: an in-place operation on a view
+# replaces the view's own node in the graph.
 RESHAPED = ("ViewBackward0", "SqueezeBackward1")
 
 
 def in_backward() -> bool:
-    """Return whether the thread is inside a backward pass, as where a checkpoint computes again."""
+    """Return whether the thread is in a backward pass, as when a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward pass that runs now has ended, and was not interrupted."""
+    """Call `function` at the end of the current backward pass, unless that is interrupted."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -29,9 +29,9 @@ def in_transform() -> bool:
 
 
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the backward pass that runs now makes the gradient of a parameter.
+    """Return whether the current backward pass computes the gradient of a parameter.
 
-    A pass inside a transform of `torch.func` is one of the transform's own arguments.
+    A pass inside a transform of `torch.func` only computes gradients of the transform's arguments.
     """
     if in_transform():
         return False
@@ -40,23 +40,23 @@ def makes_gradients(parameters: Iterable[Tensor]) -> bool:
             try:
                 if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
                     return True
-            except RuntimeError:  # `torch.autograd.grad` asks for this parameter
+            except RuntimeError:  # `torch.autograd.grad` requests the gradient of this parameter
                 return True
     return False
 
 
 def outside_of_transforms(tensor: Tensor) -> Tensor:
-    """Return a tensor as the program's own graph has it, outside all transforms of `torch.func`."""
+    """Return a tensor outside of all transforms of `torch.func`, as in the program's own graph."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def listen(output: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` with the gradient of `output` that makes the gradient of a layer's weight.
+    """Call `hook` with the gradient of `output` from which a layer's weight gets its gradient.
 
-    The program's own hooks on `output` come before. Inside a transform of `torch.func`, an output
-    may have no node: autograd then makes no gradient of it.
+    The program's own hooks on `output` run first. Inside a transform of `torch.func`, an output can
+    have no node; autograd then does not compute its gradient.
     """
     node, number, shape = output.grad_fn, output.output_nr, output.shape
     while node is not None and node.name() in RESHAPED:

@@ -27,13 +27,13 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class PassedScale:
-    """The scale that a GradScaler passes to an optimizer; the scaler itself changes the scale."""
+    """A scale that a GradScaler passes to an optimizer; only the scaler itself changes it."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
 
     def is_enabled(self) -> bool:
-        """Return True: a disabled scaler passes no scale."""
+        """Return True, since a disabled scaler does not pass a scale."""
         return True
 
     def get_scale(self) -> float:
@@ -46,21 +46,21 @@ Scaler: TypeAlias = GradScaler | PassedScale
 
 def is_unscaled(scaler: Scaler, optimizer: Optimizer) -> bool:
     """Return whether `scaler.unscale_(optimizer)` was called since the last update of the scale."""
-    states: Any = getattr(scaler, "_per_optimizer_states", {})  # torch has no public question
+    states: Any = getattr(scaler, "_per_optimizer_states", {})  # torch has no public way
     stage = states.get(id(optimizer), {}).get("stage")
     return getattr(stage, "name", "") == "UNSCALED"
 
 
 def end_step(scaler: Scaler, finite: bool, device: torch.device) -> None:
-    """Tell `scaler` whether a step was taken: `scaler` reduces the scale, or lets it grow in time.
+    """Notify a scaler whether a step was taken, so that it reduces or in time raises its scale.
 
-    `scaler` only asks whether an optimizer's gradients are finite: a single number stands in for
-    the model. A passed scale belongs to a scaler that has seen the rank's own gradients.
+    A scaler only checks whether an optimizer's gradients are finite, so a single value stands in
+    for the model. A `PassedScale` belongs to a scaler that has checked the rank's own gradients.
     """
     if isinstance(scaler, PassedScale):
         return
     number = torch.zeros(1, device=device, requires_grad=True)
     number.grad = torch.full_like(number, 0.0 if finite else torch.nan)
-    scaler.scale(number.detach())  # a scaler without a scale so far, of a rank without a loss
+    scaler.scale(number.detach())  # initializes the scale on a rank that had no loss so far
     scaler.unscale_(torch.optim.SGD([number]))
     scaler.update()

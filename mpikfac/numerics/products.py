@@ -1,4 +1,4 @@
-"""Multiply matrices in a precision, and gradients by matrices or diagonals from both sides."""
+"""Matrix products in a given precision, and products of a gradient with matrices on both sides."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from mpikfac import files
 
-LARGE = 2**24  # multiplications of a product of two matrices that oneDNN pays off for
+LARGE = 2**24  # multiplications above which oneDNN is worthwhile for a matrix product
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` in the precision of `multiplying`, or else by the faster of two libraries.
+    """Return `a @ b` in the precision set by `multiplying`, or else by the faster library.
 
-    `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
+    `@` uses MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
     as MKL, one matrix at a time; on Intel's, half as fast. oneDNN takes the second matrix
-    transposed, so a copy of the matrix has to pay off, too.
+    transposed, so copying it has to be worthwhile, too.
 
     Args:
         a: `[..., m, k]`.
-        b: `[..., k, n]`, with the same dimensions in front.
-        out: is filled with the product.
+        b: `[..., k, n]`, with the same leading dimensions.
+        out: receives the product.
     """
     if (coarse := _coarse.get()) is not None:
         return coarse(a, b, out)
@@ -56,7 +56,7 @@ def _made_by_intel() -> bool:
 
 @contextmanager
 def multiplying(precision: str) -> Iterator[None]:
-    """Let `product` multiply in a precision of `PRECISIONS`, on the calling thread."""
+    """Make `product` use a precision of `PRECISIONS` in the calling thread, inside the context."""
     before = _coarse.set(PRECISIONS[precision])
     try:
         yield
@@ -65,20 +65,20 @@ def multiplying(precision: str) -> Iterator[None]:
 
 
 def usual_precision(device: torch.device, in_background: bool) -> str:
-    """Return the precision of directions on a device, where the program chooses none.
+    """Return the default precision of directions on a device.
 
     Args:
-        in_background: a thread of the rank multiplies at the same time. Torch's setting of TF32 is
-            the whole process's, and would round products of the thread by chance.
+        in_background: whether another thread multiplies at the same time. Torch's TF32 setting is
+            global to the process, and would sometimes round the products of that thread.
     """
     on_tensor_cores = device.type == "cuda" and torch.version.cuda and not in_background
     return "tf32" if on_tensor_cores else "float32"
 
 
 def in_tf32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b`; operands of float32 are rounded to 10 bits of mantissa, sums are not.
+    """Return `a @ b`, with float32 operands rounded to 10 bits of mantissa, but sums in float32.
 
-    Torch has a setting for the whole process, which is in force for this product alone.
+    Torch's setting, which is global to the process, is changed only during this product.
     """
     if a.dtype != torch.float32:
         return torch.matmul(a, b, out=out)
@@ -93,7 +93,7 @@ def in_tf32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def in_bfloat16(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `a @ b` in float32; operands are rounded to bfloat16, but not operands of float64."""
+    """Return `a @ b` in float32, with operands rounded to bfloat16; float64 is not rounded."""
     if a.dtype == torch.float64:
         return torch.matmul(a, b, out=out)
     a, b = a.bfloat16(), b.bfloat16()
@@ -122,15 +122,15 @@ PRECISIONS = {"float32": None, "tf32": in_tf32, "bfloat16": in_bfloat16}
 _coarse = ContextVar[Multiply | None]("coarse", default=None)
 
 
-# -- a layer's gradient between its factors -------------------------------------------------------
+# -- products of a layer's gradient with its factors ----------------------------------------------
 
 Side = Sequence[Tensor]
-"""The matrix S in the place of A or G: blocks along the diagonal, `[n, n]`, or a diagonal `[n]`; no
-blocks mean the identity. With groups, `[groups, n, n]`; the gradient is then
+"""The matrix S for A or G: blocks along the diagonal, `[n, n]`, or a diagonal `[n]`; without
+blocks, the identity. With groups, blocks are `[groups, n, n]`, and the gradient is
 `[groups, outputs, inputs]`.
 
-A block of low rank, U `[n, rank]`, means `[I U]` `[n, n + rank]`: a product with the transpose
-keeps the multiplied matrix and appends the matrix's coordinates in U."""
+A block of low rank, U `[n, rank]`, stands for `[I U]` `[n, n + rank]`: a product with the transpose
+keeps the multiplied matrix, and appends its coordinates in U."""
 
 
 def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
@@ -156,7 +156,7 @@ def _block_by_block(
     dim: int,
     length: Callable[[Tensor], int],
 ) -> Tensor:
-    """Cut the matrix along `dim` by the blocks' `length`, and multiply every part by its block."""
+    """Split the matrix along `dim` by the blocks' `length`, and multiply each part by its block."""
     if not side:
         return matrix
     if len(side) == 1:
@@ -205,7 +205,7 @@ def of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
     """Return the factors of coordinates `[I U]` that multiply vectors by `weights` (last dim).
 
     `w_rest (I - U U^T) + U diag(w) U^T` is `w_rest I + U diag(w - w_rest) U^T`. The second form
-    needs no product with a projection, and no denominators for directions outside of U.
+    needs neither a product with a projection nor denominators for directions outside of U.
     """
     return _block_by_block(_of_block, vectors, weights, -1, _values)
 

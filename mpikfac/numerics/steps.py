@@ -1,4 +1,4 @@
-"""Take first-order steps of many gradients in few calls: Adam's without momentum, Nesterov's."""
+"""First-order steps for many gradients in few calls: Adam without momentum, and Nesterov's."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 from mpikfac.numerics.arena import Arena
 from mpikfac.plan import count_of, lay_out
 
-DECAY, EPSILON = 0.999, 1e-8  # of Adam, as both are usually set
+DECAY, EPSILON = 0.999, 1e-8  # Adam's defaults
 
 
 class AdamSteps(dict[str, Tensor]):
-    """Adam's steps without momentum, and by name the running averages of squared gradients.
+    """Adam's steps without momentum; by name, the running averages of squared gradients.
 
-    Beside an average, the sum of the average's weights, which tends to 1. The optimizer adds the
-    momentum [Kingma & Ba 2015].
+    For each average, there is also the sum of its weights, which tends to 1. Momentum is left to
+    the optimizer [Kingma & Ba 2015].
 
     Attributes:
-        even: whether all averages have the same weight, as they have until a gradient is left out.
-        gradients: what `take` squares, by place.
+        even: whether all averages have the same weight, as they do until a gradient is left out.
+        gradients: the gradients that `take` squares, by position.
     """
 
     def __init__(self, gradients: Arena, names: Sequence[str], decay: float = DECAY) -> None:
-        """Begin averages of zeros for the `names` of the arena."""
+        """Initialize averages for the `names` of the arena with zeros."""
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
-        # Of the state: on the host, which chooses how to divide by them.
+        # Part of the state, and on the host, which decides how to divide by them.
         weights = torch.zeros(len(names), dtype=gradients.flat.dtype, device="cpu")
         super().__init__(averages)
         self.update(zip(map(count_of, names), weights.split(1)))
@@ -38,22 +38,22 @@ class AdamSteps(dict[str, Tensor]):
         self.gradients = [gradients[name] for name in names]
         self._averages = [averages[name] for name in names]
         self.even, self._decay = True, decay
-        self._sound = list(range(len(names)))  # places of names in the batch that was counted last
+        self._sound = list(range(len(names)))  # positions of the names in the last counted batch
 
     def count(self, broken: Collection[str]) -> None:
-        """Count a batch in the weights of the averages, but for names of `broken`."""
+        """Count a batch in the weights of the averages, except for names in `broken`."""
         self._sound = [place for place, name in enumerate(self._names) if name not in broken]
         self._weights[self._sound] = self._decay * self._weights[self._sound] + (1 - self._decay)
         self._divisors.copy_(self._weights, non_blocking=True)
         self.even = len(set(self._weights.tolist())) <= 1
 
     def take(self, numerators: list[Tensor] | None = None) -> list[Tensor]:
-        """Take the gradients into the averages; return `gradient / (sqrt(average) + eps)` of each.
+        """Merge the gradients into the averages; return each `gradient / (sqrt(average) + eps)`.
 
-        `count` has to count the batch before; names that it leaves out stay out of the averages.
+        Call `count` for the batch first; names that it leaves out do not change their averages.
 
         Args:
-            numerators: tensors to divide in the place of the gradients, such as momenta.
+            numerators: tensors to divide instead of the gradients, such as momenta.
         """
         if not self._names:
             return []
@@ -70,22 +70,23 @@ class AdamSteps(dict[str, Tensor]):
 
 
 def elastic_gradient(anchor: Tensor, average: Tensor, mean: Tensor, pull: float) -> Tensor:
-    """Return the gradient of a copy's step at an exchange [Chaudhari et al. 2018], `[n]`.
+    """Return the gradient of a replica's step at an exchange [Chaudhari et al. 2018], `[n]`.
 
     Args:
-        anchor: the copy's weights after the last exchange.
-        average: the running average of the copy's steps since.
-        mean: the mean of all copies' averages.
-        pull: the weight of the way to the mean.
+        anchor: the replica's weights after the last exchange.
+        average: the running average of the replica's steps since then.
+        mean: the mean of all replicas' averages.
+        pull: the weight of the difference from the mean.
     """
     return (anchor - average) + pull * (anchor - mean)
 
 
 def nesterov(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> None:
-    """Make gradients the directions of SGD with Nesterov's momentum, in place.
+    """Turn gradients into the directions of SGD with Nesterov's momentum, in place.
 
     Args:
-        momenta: a tensor for each gradient, zero at first: `momentum * momenta + gradients`.
+        momenta: a tensor for each gradient, initially zero, which becomes `momentum * momenta +
+            gradients`.
     """
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, gradients)

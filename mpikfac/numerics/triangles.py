@@ -1,9 +1,9 @@
 """Store symmetric matrices as folded triangles: half the memory, and half the bytes to send.
 
-The lower triangle is folded into a full rectangle (shape: `plan.layout.triangle_shape`) as in
-LAPACK's rectangular full packed format. The lower left block is stored as is. Below lie the
-triangles of the two diagonal blocks, interlocked because the second triangle is transposed. Folding
-takes slices only, no index tensors. All functions also take a stack of matrices of the same order,
+The lower triangle is folded into a full rectangle (shape: `plan.layout.triangle_shape`), as in
+LAPACK's rectangular full packed format. The lower left block is stored unchanged. The triangles of
+the two diagonal blocks follow below, interlocked because the second one is transposed. Folding only
+uses slices, not index tensors. All functions also take a stack of matrices of the same order,
 `[count, n, n]`.
 """
 
@@ -47,7 +47,7 @@ def unfold_triangle(packed: Tensor) -> Tensor:
 
 
 def _lower(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a matrix `[n, n]` of ones in the lower triangle, and of zeros; the largest is kept."""
+    """Return a lower triangular matrix `[n, n]` of ones; the largest one is cached."""
     ones = _largest.get((dtype, device))
     if ones is None or len(ones) < order:
         ones = torch.ones(order, order, dtype=dtype, device=device).tril()

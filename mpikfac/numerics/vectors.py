@@ -1,4 +1,4 @@
-"""Directions by factors that are the squares of vectors [Zhang et al. 2023, Eva]."""
+"""Directions for factors that are squares of vectors [Zhang et al. 2023, Eva]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def precondition_by_vectors(
 ) -> Tensor:
     """Return `(g g^T (x) a a^T + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
-    By the Sherman-Morrison formula [Zhang et al. 2023, Eva].
+    Uses the Sherman-Morrison formula [Zhang et al. 2023, Eva].
     """
     along, size = gradient, gradient.new_ones(())
     if input_vector:

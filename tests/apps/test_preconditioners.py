@@ -181,10 +181,10 @@ def test_another_preconditioner_takes_its_own_usual_values(run):
     assert (
         "weight decay 0.01" in text and "damping 10" not in text.partition("preconditioner muon")[2]
     )
-    line = "goes on: lengths, momenta; starts anew: nothing; left out: decompositions, factors\n"
+    line = "continued: lengths, momenta; restarted: nothing; dropped: decompositions, factors\n"
     assert line in text
     again = go_on(run, "--max_steps=5", "--kfac.preconditioner=kl-shampoo")
-    assert "starts anew: decompositions, factors; left out: nothing\n" in again
+    assert "restarted: decompositions, factors; dropped: nothing\n" in again
 
 
 @pytest.mark.parametrize(
@@ -192,13 +192,13 @@ def test_another_preconditioner_takes_its_own_usual_values(run):
     [
         (
             "soap",
-            "momenta; starts anew: decompositions, factors, {}; left out: lengths",
-            "momenta; starts anew: lengths; left out: decompositions, factors, {}",
+            "momenta; restarted: decompositions, factors, {}; dropped: lengths",
+            "momenta; restarted: lengths; dropped: decompositions, factors, {}",
         ),
         (
             "normuon",
-            "lengths, momenta; starts anew: {}; left out: decompositions, factors",
-            "lengths, momenta; starts anew: nothing; left out: {}",
+            "lengths, momenta; restarted: {}; dropped: decompositions, factors",
+            "lengths, momenta; restarted: nothing; dropped: {}",
         ),
     ],
     ids=["soap", "normuon"],
@@ -207,6 +207,6 @@ def test_averages_of_another_length_start_anew_by_name(run, preconditioner, ther
     """Oracle: by hand: what each length keeps, from Shampoo there, and to Muon."""
     own = {"soap": "lengths in eigenbases", "normuon": "lengths of rows"}[preconditioner]
     text = go_on(run, "--max_steps=3", f"--kfac.preconditioner={preconditioner}")
-    assert f"goes on: {there.format(own)}\n" in text
+    assert f"continued: {there.format(own)}\n" in text
     text = go_on(run, "--max_steps=4", "--kfac.preconditioner=muon")
-    assert f"goes on: {back.format(own)}\n" in text
+    assert f"continued: {back.format(own)}\n" in text

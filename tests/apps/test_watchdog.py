@@ -203,7 +203,7 @@ def test_a_run_goes_on_with_a_line_if_nothing_counts(tmp_path):
     ran = alone(tmp_path / "hang", body)
     assert ran.returncode == 0
     assert (
-        ran.stderr == "the watchdog counts no more, so a hang has no limit; start the run again\n"
+        ran.stderr == "the watchdog no longer counts, so a hang has no limit; start the run again\n"
     )
 
 

@@ -170,5 +170,7 @@ def test_a_process_without_communicators_is_told_the_remedy(comm):
         raise MPI.Exception(MPI.ERR_COMM)
 
     text = re.escape(str(MPI.Exception(MPI.ERR_COMM)).splitlines()[-1])
-    with pytest.raises(mpikfac.UserError, match=rf"^MPI makes no communicator: {text}; call close"):
+    with pytest.raises(
+        mpikfac.UserError, match=rf"^MPI cannot create a communicator: {text}; call close"
+    ):
         Grid(SimpleNamespace(size=1, Create_cart=full), 1, mpikfac.Trace())

@@ -200,7 +200,7 @@ def test_a_number_is_free_again_once_it_was_waited_for(line, outbox):
         outbox.wait(0)
     assert line.arrived == ["again"] * 2
     outbox.put(0, 0, line.pieces("again", 1))
-    with pytest.raises(ValueError, match="message 0 is on its way already"):
+    with pytest.raises(ValueError, match="message 0 is already being sent"):
         outbox.put(0, 0, line.pieces("again", 1))
     line.let_through(1)
 

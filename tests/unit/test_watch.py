@@ -77,7 +77,7 @@ def test_a_rank_that_waits_elsewhere_is_named():
     timer = "if comm.rank == 0: threading.Timer(4, os._exit, [7]).start()\n"
     found = ended(2, "3 - (comm.rank == 0)", after=timer + after, waited="1.0")
     assert (
-        "rank 1 has waited in step 2 of KFAC for 1 s, and rank 0 has not come to it" in found.stderr
+        "rank 1 has waited in step 2 of KFAC for 1 s, and rank 0 has not reached it" in found.stderr
     )
 
 

@@ -1,1 +1,1 @@
-"""Guard a run: a lock on the directory, requests to stop, and a watchdog for hanging ranks."""
+"""Guard a run: a lock on its directory, requests to stop, and a watchdog for hanging ranks."""

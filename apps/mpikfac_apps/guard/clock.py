@@ -1,4 +1,4 @@
-"""Tell the seconds in which this process has run: stopped time is no time."""
+"""A clock for the time in which this process has run; time when it was stopped does not count."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpikfac_apps.guard import counter
 class Clock:
     """A clock that stands still while this process, or the whole job, is stopped.
 
-    A process of its own counts (`counter.py`), every 0.1 s. Such a stop is SIGSTOP, Ctrl-Z, Slurm's
-    suspend, `docker pause`, or a debugger.
+    Processes are stopped by SIGSTOP, Ctrl-Z, Slurm's suspend, `docker pause` or a debugger. A
+    separate process (`counter.py`) counts every 0.1 s.
 
     Raises:
-        OSError: no process can be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Clock:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the rank
+            start_new_session=True,  # Ctrl-C is meant for the rank
         )
         os.close(memory)
 
@@ -42,16 +42,16 @@ class Clock:
 
     @property
     def stopped(self) -> float:
-        """The seconds that did not count, since the start."""
+        """The seconds that do not count, since the start."""
         return self._numbers[counter.STOPPED]
 
     @property
     def runs(self) -> bool:
-        """Whether the process still counts."""
+        """Whether the process is still counting."""
         return self._process.poll() is None
 
     def alarm(self, time: float) -> None:
-        """Set the time at which this process reports or leaves; 3 s later the process is killed."""
+        """Set when this process must have reported or exited; 3 s later, it is killed."""
         self._numbers[counter.DEADLINE] = time
 
     def close(self) -> None:

@@ -2,10 +2,10 @@
 
     counter.py RANK MEMORY
 
-The rank starts this process, and both share the numbers of `NUMBERS`. A rank that holds the GIL
-runs no line of Python, so the rank itself cannot tell a stop from a hang. This process is stopped
-together with the job, or sees that the rank is stopped. Such time does not count. The process
-imports neither torch nor MPI, and leaves after the rank.
+The rank starts this process and shares the values in `NUMBERS` with it. While the GIL is held, a
+rank cannot run any Python, so it cannot distinguish a stop from a hang by itself. This process is
+stopped together with the job, or sees that the rank is stopped; such time does not count. It
+imports neither torch nor MPI, and exits after the rank.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from contextlib import suppress
 
 NUMBERS = NOW, STOPPED, DEADLINE = range(3)
 """Counted seconds, seconds that do not count, and the count at which the rank has to report."""
-STACKS = signal.SIGSTKFLT  # asks the rank for its stacks, without the GIL; Linux sends it never
-SET_DEATH_SIGNAL = 1  # of prctl
-TICK = 0.1  # seconds between two looks
-LONGEST = 1.0  # seconds of a look; the rest of a longer look is time in which nothing ran
+STACKS = signal.SIGSTKFLT  # requests the rank's stacks, without the GIL; Linux never sends it
+SET_DEATH_SIGNAL = 1  # an option of prctl
+TICK = 0.1  # seconds between two checks
+LONGEST = 1.0  # maximum seconds that a check counts; in the rest, nothing was running
 # Seconds after the deadline.
-UNABLE = 1.7  # a rank that has written no report until now holds the GIL
-LAST = 3.0  # by now a rank has left, or never will
+UNABLE = 1.7  # a rank without a report by now holds the GIL
+LAST = 3.0  # a rank that has not exited by now never will
 
 
 def main() -> None:
-    """Count until the rank has left."""
-    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)  # a stopped process ends, too
+    """Count until the rank has exited."""
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)  # also ends this process if stopped
     rank, memory = map(int, sys.argv[1:])
     numbers = shared(memory)
     before, asked = time.monotonic(), False
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def shared(memory: int) -> memoryview[float]:
-    """Return the numbers in the memory of a descriptor, float64 `[3]`."""
+    """Return the values in the memory of a file descriptor, float64 `[3]`."""
     return memoryview(mmap.mmap(memory, 0)).cast("d")
 
 

@@ -1,4 +1,4 @@
-"""Guard a run: lock the directory, end the run in time, and end a run that hangs."""
+"""Guard a run: lock its directory, end it in time, and end it if it hangs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Guard:
 
     Attributes:
         requests: requests to this rank, from signals, control files and the time of day.
-        clock: seconds in which this rank runs; stopped time does not count.
+        clock: counts the seconds in which this rank runs; stopped time does not count.
     """
 
     requests: Requests
 
     def __init__(self, comm: mpikfac.comm.Comm, options: RunOptions, watchdog: Watchdog) -> None:
-        """Open the run directory; from now on the watchdog reports to the directory.
+        """Open the run directory, to which the watchdog reports from now on.
 
         Collective over: comm.
 
         Raises:
-            UserError: a second run uses the directory, or the directory cannot be written.
+            UserError: another run uses the directory, or the directory cannot be written.
         """
         self.phase = "start-up", 0
         self.stage: Callable[[], str] = lambda: ""  # replaced by the trainer's stage
@@ -67,25 +67,25 @@ class Guard:
         reports.set_aside(self._directory / "hang")
 
     def enter(self, phase: str, step: int) -> None:
-        """Note the beginning of a phase; the watchdog allows each phase its own time.
+        """Record the start of a phase; the watchdog has a time limit for each phase.
 
         Raises:
-            UserError: a second run has taken the directory, or the directory is gone; writing has
-                to end.
+            UserError: another run has taken over the directory, or it is gone, so this run must
+                stop writing.
         """
         self.phase = phase, step
         self._watchdog.enter(phase, step)
         if self._lock and phase == "checkpoint":
-            self._lock.look()  # nothing is made anew in the place of a directory that has moved
+            self._lock.look()  # so that a directory that was moved is not created again
         if self._lock and self._lock.lost:
             raise mpikfac.UserError(self._lock.lost)
 
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
-        """Note the beginning of a checkpoint that is written while steps go on."""
+        """Record the start of a checkpoint that is written in the background."""
         self._watchdog.begin_write(step, unfinished)
 
     def end_write(self) -> None:
-        """Note the end of the checkpoint."""
+        """Record the end of the checkpoint."""
         self._watchdog.end_write()
 
     def where(self) -> str:
@@ -95,29 +95,32 @@ class Guard:
         return ", ".join(filter(None, [place, self.stage()]))
 
     def inherit(self) -> None:
-        """Remove the lost rank 0's lock, to let a new rank 0 take the directory."""
+        """Remove the lock of the lost rank 0, so that a new rank 0 can lock the directory."""
         (self._directory / "lock").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release the directory, and remove empty folders and an empty run directory."""
+        """Release the directory; remove empty folders, and the run directory if it is empty."""
         self._watchdog.follow(self._limit)
         self._watchdog.enter("end", self.phase[1])
         self.requests.close()
         if self._lock:
             self._lock.release()
         for empty in ("hang", "control", "."):
-            with suppress(OSError):  # folders are empty for the last rank, if at all
+            with suppress(OSError):  # folders are only empty for the last rank, if at all
                 (self._directory / empty).rmdir()
 
 
 def check_directory(run_dir: Path, resume: str) -> None:
-    """Raise ValueError if the directory holds files of an earlier run, unless the run resumes.
+    """Check that the directory has no files of an earlier run, unless the run resumes.
 
-    Folders of the directory must be no links: the run writes nothing outside the directory.
+    Folders in the directory must not be links, so that nothing is written outside of it.
+
+    Raises:
+        ValueError: it has such files or links.
     """
     for path in (run_dir / name for name in FOLDERS):
         if path.is_symlink():
             raise ValueError(f"{path} is a link; put a folder there, or make {run_dir} the link")
     names = set(os.listdir(run_dir)) - {"lock"}
     if resume != "auto" and names:
-        raise ValueError("it is not empty; give another one, or resume=auto to go on with it")
+        raise ValueError("it is not empty; give another one, or resume=auto to continue it")

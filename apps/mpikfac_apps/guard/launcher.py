@@ -1,7 +1,7 @@
 """End the launcher of a job that has ended.
 
-Open MPI's mpirun waits for an answer of all hosts before it leaves. After a host has lost its
-network, mpirun would wait for as long as TCP does, a quarter of an hour and more.
+Open MPI's mpirun waits for replies of all hosts before it exits. After a host has lost its network,
+it would wait for as long as TCP does, a quarter of an hour or more.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from contextlib import suppress
 from mpikfac import files
 from mpikfac_apps.guard.lock import born
 
-NAMES = ("prterun", "mpirun", "orterun")  # of Open MPI's launcher
-TICK = 0.1  # seconds between two looks at the launcher
-TERMS = 10  # Open MPI obeys the first SIGTERM, and leaves at once after one or two more
+NAMES = ("prterun", "mpirun", "orterun")  # the names of Open MPI's launcher
+TICK = 0.1  # seconds between two checks of the launcher
+TERMS = 10  # Open MPI obeys the first SIGTERM, and exits at once after one or two more
 
 
 def end_launcher(seconds: float) -> None:
-    """Ask the launcher to leave, if this process is a child of the launcher, after `seconds`.
+    """End the launcher after `seconds`, if this process is its child.
 
-    A process of its own waits and asks, because the caller is about to leave. The process leaves
-    with the launcher.
+    A separate process waits and sends signals, because the caller is about to exit. That process
+    exits with the launcher.
     """
     launcher = os.getppid()
-    with suppress(OSError):  # for example, no descriptor is left
+    with suppress(OSError):  # for example, if there are no file descriptors left
         is_launcher = files.read_text(f"/proc/{launcher}/comm").strip() in NAMES
         if is_launcher and not os.fork():
             try:
@@ -38,7 +38,7 @@ def end_launcher(seconds: float) -> None:
 def _ask(launcher: int, seconds: float) -> None:
     began, first = born(launcher), time.monotonic() + seconds
     os.setsid()
-    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # the launcher waits for all open pipes of a rank
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # the launcher waits for open pipes of ranks
     for count in range(TERMS):
         while time.monotonic() < first + count:
             time.sleep(TICK)

@@ -1,13 +1,13 @@
-"""Allow one run per directory: `RUN/lock` names the run; a living run touches the file.
+"""Allow one run per directory: `RUN/lock` names the run, which touches the file while it lives.
 
-The file is a hard link. A hard link appears at once with its content, also on NFS. A run that
-replaces or removes `lock` must first make the link `lock.TOKEN`, with the token of the run named in
-`lock`. If several runs find a dead holder, only a single run succeeds in making the link. No run
-removes a lock that has changed since the run read the lock.
+The file is a hard link, which appears together with its content, also on NFS. A run that replaces
+or removes `lock` must first create the link `lock.TOKEN`, with the token of the run that `lock`
+names. If several runs find a dead holder, only one of them can create this link. No run removes a
+lock that has changed since the run read it.
 
-A holder with the name of this run's job is either the same job's run before a restart, or a second
-run in the same job. Only Slurm counts restarts. With PBS and LSF, a run waits for the next sign of
-life of the holder.
+If the holder has the same job name as this run, it is either the same job's run before a restart,
+or another run in the same job. Only Slurm counts restarts. With PBS and LSF, a run waits for the
+holder's next sign of life.
 
 All functions run on one rank. Collective over: none.
 """
@@ -32,8 +32,8 @@ from pathlib import Path
 from mpikfac import files
 
 TOUCH_EVERY = 10.0  # seconds
-STALE = 60.0  # seconds without a touch after which a holder on another machine counts as gone
-LOOK_EVERY = 0.5  # seconds between two looks for a sign of life
+STALE = 60.0  # seconds without a touch after which a holder on another machine is considered dead
+LOOK_EVERY = 0.5  # seconds between two checks for a sign of life
 
 log = logging.getLogger("mpikfac.train")
 
@@ -44,11 +44,10 @@ class Holder:
 
     Attributes:
         token: unique to the run.
-        pids: identity of the boot and of the process namespace; pids compare only within one
-            namespace.
-        born: ticks from boot to the start of the process, because the system reuses pids.
+        pids: the boot and the process namespace; pids can only be compared within one namespace.
+        born: the ticks between boot and the start of the process, since pids are reused.
         job: the scheduler's name of the job, or "".
-        attempt: Slurm's count of the job's restarts; "" if the scheduler does not count.
+        attempt: how often Slurm has restarted the job; "" if the scheduler does not count.
     """
 
     token: str
@@ -62,14 +61,14 @@ class Holder:
 
 
 class Lock:
-    """The right of a run to a directory, until `release` or the end of the process.
+    """A run's right to a directory, until `release` or the end of the process.
 
     Attributes:
-        lost: why the run has no right any more: a second run took the lock, or the lock is gone;
-            known within 10 s. "" for a run with the right.
+        lost: why the run has lost its right: another run took the lock, or the lock is gone; known
+            within 10 s. "" as long as it has the right.
 
     Raises:
-        ValueError: a second run has the directory; the message names the run and a remedy.
+        ValueError: another run has the directory; the message names that run and a remedy.
         OSError: the file cannot be written.
     """
 
@@ -89,11 +88,11 @@ class Lock:
         self._heart.start()
 
     def release(self) -> None:
-        """Remove the lock if the lock still names this run."""
+        """Remove the lock if it still names this run."""
         self._released.set()
         self._heart.join()
         right = _right_to_replace(self._path, self._holder)
-        with suppress(OSError):  # a lock that stays names a dead process
+        with suppress(OSError):  # a lock that is left behind names a dead process
             os.utime(self._path)  # also touches the link `right`
             os.link(self._path, right)
             if self._is_named_in(right):
@@ -109,12 +108,12 @@ class Lock:
                 return
             try:
                 holder, touched = _read(path)
-            except FileNotFoundError:  # released just now
+            except FileNotFoundError:  # it was just released
                 time.sleep(0.01)
                 continue
-            if holder == self._holder:  # the file server's answer to link() was lost
+            if holder == self._holder:  # the file server's reply to link() was lost
                 return
-            # The file server set both times: the clocks of hosts may differ.
+            # Both times are set by the file server: the clocks of hosts can differ.
             silent = draft.stat().st_mtime - touched
             if _may_be_restarted(holder, self._holder, silent) and seen in (None, touched):
                 if seen is None:
@@ -138,8 +137,8 @@ class Lock:
             self.look()
 
     def look(self) -> None:
-        """Touch the lock, or note why the lock is lost."""
-        with suppress(Exception):  # storage or memory may be there again at the next beat
+        """Touch the lock, or record why it is lost."""
+        with suppress(Exception):  # storage or memory can be available again at the next attempt
             if self._is_named_in(self._path):
                 os.utime(self._path)
             elif os.path.lexists(self._path):
@@ -147,7 +146,7 @@ class Lock:
             else:
                 self.lost = (
                     f"run_dir={self._path.parent} is gone: moved, deleted, or without its lock; "
-                    "--resume auto goes on in the directory's new place"
+                    "--resume auto continues in the directory's new location"
                 )
 
     def _is_named_in(self, path: Path) -> bool:
@@ -182,12 +181,12 @@ def _job(environ: Mapping[str, str]) -> str:
 
 
 def born(pid: int) -> str:
-    """Return the start time of a process in ticks since boot; "" after the end of the process."""
+    """Return the start time of a process in ticks since boot, or "" if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    state, *fields = stat.rpartition(")")[2].split()  # the name in brackets may hold blanks
+    state, *fields = stat.rpartition(")")[2].split()  # the name in parentheses can have spaces
     return "" if state in "ZX" else fields[18]
 
 
@@ -199,7 +198,7 @@ def _is_gone(holder: Holder, claimant: Holder, silent: float) -> bool:
 
 
 def _may_be_restarted(holder: Holder, claimant: Holder, silent: float) -> bool:
-    """Return whether only time tells a restart of the holder's job from a second run in the job."""
+    """Return whether only time can show if the holder's job was restarted or has another run."""
     elsewhere = holder.pids != claimant.pids and silent <= STALE
     return elsewhere and holder.job == claimant.job != "" and not claimant.attempt
 
@@ -231,7 +230,7 @@ def _write(path: Path, holder: Holder) -> None:
 
 
 def _read(path: Path) -> tuple[Holder, float]:
-    """Return the run that the file names, and the time of the last touch."""
+    """Return the run that the file names, and the time when it was last touched."""
     with files.reading(path, files.SMALL) as file:
         text, touched = file.read(files.SMALL), os.fstat(file.fileno()).st_mtime
     with suppress(ValueError, TypeError):
@@ -242,7 +241,7 @@ def _read(path: Path) -> tuple[Holder, float]:
 
 
 def _names_a_run(holder: Holder) -> bool:
-    """Return whether values have the right types, and the token can be a part of a file's name."""
+    """Return whether values have the right types, and the token can be part of a file name."""
     texts = {key: value for key, value in dataclasses.asdict(holder).items() if key != "pid"}
     typed = type(holder.pid) is int and all(isinstance(value, str) for value in texts.values())
     return typed and re.fullmatch(r"[\w-]{1,64}", holder.token) is not None

@@ -1,4 +1,4 @@
-"""Find the processes of a job on this machine by a variable in their environment."""
+"""Find the processes of a job on this machine by an environment variable."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 
 
 def processes_with(variable: str) -> Iterator[int]:
-    """Yield the processes of this user that began with a variable, written as NAME=VALUE."""
+    """Yield this user's processes that were started with a variable, written as NAME=VALUE."""
     for name in os.listdir("/proc"):
         if name.isdecimal() and variable.encode() in _words(name, "environ"):
             yield int(name)
 
 
 def ranks_of(variable: str, command: Sequence[str]) -> list[int]:
-    """Return the processes of a job that run the command of a rank, without forks of a rank."""
+    """Return a job's processes that run the command of a rank, except forks of a rank."""
     words = [word.encode() for word in command]
     same = [p for p in processes_with(variable) if _words(str(p), "cmdline")[: len(words)] == words]
     return [process for process in same if parent_of(process) not in same]
 
 
 def parent_of(process: int) -> int:
-    """Return the parent of a process; 0 if the process has ended."""
+    """Return the parent of a process, or 0 if the process has ended."""
     try:
         status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -33,14 +33,14 @@ def parent_of(process: int) -> int:
 
 
 def send(number: signal.Signals, targets: Sequence[int]) -> None:
-    """Send a signal to processes, as far as these still exist."""
+    """Send a signal to those processes that still exist."""
     for process in targets:
         with suppress(ProcessLookupError):
             os.kill(process, number)
 
 
 def _words(process: str, file: str) -> list[bytes]:
-    """Return the words of a file of a process; none for a process of another user."""
+    """Return the words in a file of a process; none if it belongs to another user."""
     try:
         content = Path(f"/proc/{process}/{file}").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Run a program on all ranks of a job, under a watchdog from the first thing that may wait."""
+"""Run a program on all ranks of a job, with a watchdog from the first call that can wait."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Work = Callable[[mpikfac.comm.Comm, Options, Watchdog], int]
 
 
 def watched(comm: mpikfac.comm.Comm) -> closing[Watchdog]:
-    """Return a context with the watchdog of this rank, which reports to stderr."""
+    """Return a context with this rank's watchdog, which reports to stderr."""
     return closing(Watchdog(Reports(None, comm.rank, comm.size)))
 
 
 def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
-    """Return the exit code of a program's work on all ranks; a failure of a rank ends the job.
+    """Return the exit code of a program's work on all ranks; an error on any rank ends the job.
 
     Collective over: world.
 
     Args:
-        parse: makes the options on rank 0, from the number of ranks.
-        work: tells the watchdog of the phases.
+        parse: creates the options on rank 0, from the number of ranks.
+        work: does the work, and notifies the watchdog of its phases.
 
     Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
+        SystemExit: with code 2, after a single line about an error that the user can correct.
     """
 
     def together(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
@@ -41,16 +41,16 @@ def run_on_ranks(parse: Callable[[int], Options], work: Work[Options]) -> int:
 
 
 def run_watched(parse: Callable[[int], Options], work: Work[Options]) -> int:
-    """Return the exit code of a program's work on all ranks; 0 after a call for help.
+    """Return the exit code of a program's work on all ranks; 0 if only help was requested.
 
     Collective over: world.
 
     Args:
-        parse: makes the options on rank 0, from the number of ranks.
-        work: tells the watchdog of the phases, and ends the job if a rank fails.
+        parse: creates the options on rank 0, from the number of ranks.
+        work: does the work, notifies the watchdog of its phases, and ends the job if a rank fails.
 
     Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
+        SystemExit: with code 2, after a single line about an error that the user can correct.
     """
     mend_streams()
     comm = mpikfac.world()

@@ -1,10 +1,10 @@
-"""Report where the ranks of a hanging job are: to files, and in a single line to stderr.
+"""Report where the ranks of a hanging job are, in files and in a single line on stderr.
 
-    RUN/hang/rank-2.txt     the place of rank 2, in one line of JSON, and the stacks of all threads
+    RUN/hang/rank-2.txt     the position of rank 2, as a line of JSON, and the stacks of all threads
     RUN/hang/summary.txt    the printed line about all ranks
 
-No rank waits for a second rank in this module. The file system may be full, or may not answer. A
-rank that cannot write its file, or has no directory yet, prints its own place and stacks to stderr.
+In this module, no rank waits for another. The file system can be full, or not respond. A rank that
+cannot write its file, or does not have a directory yet, prints its position and stacks to stderr.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any
 
 from mpikfac import files
 
-# Seconds after the limit: ranks that wait for each other reach their limits at nearly one time.
-ANSWER = 0.6  # a file system that has not written the report by now counts as hanging
+# Seconds after the limit: ranks that wait for each other reach their limits almost simultaneously.
+ANSWER = 0.6  # a file system that has not written the report by now is considered hanging
 SUMMARY = 1.0  # the reports are complete; rank 0 prints the summary
-OTHERS = 1.25  # if rank 0 is silent, another rank prints the summary
+OTHERS = 1.25  # if rank 0 has printed nothing, another rank prints the summary
 
 RankReport = dict[str, Any]
 FORM = {"phase": str, "step": int, "stage": str, "waits": bool, "host": str}
 
 
 def set_aside(directory: Path) -> None:
-    """Rename the reports of an earlier start, if any.
+    """Rename the reports of an earlier start, if there are any.
 
-    Call the function on one rank, before any rank makes `Reports`.
+    Call this function on one rank, before any rank creates its `Reports`.
     """
     if any(path.lstat().st_size for path in directory.glob("*")):
         ended = time.localtime(directory.stat().st_mtime)
@@ -49,16 +49,16 @@ def set_aside(directory: Path) -> None:
 
 
 class Reports:
-    """The files of a job's reports, seen from a rank.
+    """The files of a job's reports, as seen by one rank.
 
     Args:
-        directory: folder of the reports, the same on all ranks; None for reports to stderr alone.
+        directory: the folder of the reports, the same on all ranks; None to report only to stderr.
 
     Attributes:
-        file: descriptor of this rank's file; a C thread may write to the descriptor.
+        file: the descriptor of this rank's file, which a C thread can write to.
 
     Raises:
-        OSError: this rank's file cannot be made.
+        OSError: this rank's file cannot be created.
     """
 
     def __init__(self, directory: Path | None, rank: int, ranks: int) -> None:
@@ -69,22 +69,22 @@ class Reports:
             self._opened = files.writing(directory / name_of(rank))
             self.file = self._opened.fileno()
         self._directory = directory
-        self._memory = os.memfd_create("stacks")  # later no descriptor may be left
+        self._memory = os.memfd_create("stacks")  # later, no file descriptor may be left
 
     def close(self) -> None:
-        """Remove this rank's file unless the file has content."""
+        """Remove this rank's file if it is empty."""
         os.close(self._memory)
         if self._directory is None:
             return
         empty = not os.fstat(self.file).st_size
         self._opened.close()
-        with suppress(OSError):  # for example, a file system that has become read-only
+        with suppress(OSError):  # for example, if the file system has become read-only
             if empty:
                 (self._directory / name_of(self._rank)).unlink(missing_ok=True)
             self._directory.rmdir()  # the last rank succeeds
 
     def report(self, place: RankReport, seconds: float) -> None:
-        """Report this rank's place after `seconds` without progress, and print a line."""
+        """Report this rank's position after `seconds` without progress, and print a line."""
         began, stacks = time.monotonic(), self._stacks()
         about = place | {"host": platform.node(), "pid": os.getpid()}
         here = f"no progress for {seconds:g} s: rank {self._rank} on {platform.node()}"
@@ -101,13 +101,13 @@ class Reports:
             self._summarise(self._directory, seconds)
 
     def _write(self, path: Path, report: bytes) -> str:
-        """Write this rank's file, of the name `path`; return the reason of a failure, or ""."""
+        """Write this rank's file, which is named `path`; return why it failed, or ""."""
         failure = [f"no answer in {ANSWER:g} s"]
 
         def write() -> None:
             try:
                 files.write_all(self._opened, report, path)
-                os.fsync(self.file)  # else the file may be invisible on other hosts
+                os.fsync(self.file)  # otherwise, other hosts might not see the file
                 if not files.names(path, self._opened):
                     raise OSError(errno.ENOENT, "the file was moved or removed")
                 failure[0] = ""
@@ -126,7 +126,7 @@ class Reports:
         return os.read(self._memory, 2**20)
 
     def _summarise(self, directory: Path, seconds: float) -> None:
-        """Print the places of all ranks, unless a second rank was first."""
+        """Print the positions of all ranks, unless another rank was first."""
         try:
             file = files.writing(directory / "summary.txt", "new")
         except OSError:
@@ -139,12 +139,12 @@ class Reports:
             file.write(line.encode())
 
     def _print(self, line: str, stacks: bytes = b"") -> None:
-        with suppress(OSError):  # sys.stderr may be locked for ever
+        with suppress(OSError):  # sys.stderr might be locked forever
             os.write(self._screen, f"mpikfac: {line}".encode() + stacks)
 
 
 def _read(path: Path) -> RankReport | None:
-    """Return a rank's report; None if the rank could not write."""
+    """Return a rank's report, or None if it could not write one."""
     try:
         with files.reading(path) as file:
             report: RankReport = files.json_of(file.readline(files.SMALL))
@@ -159,7 +159,7 @@ def name_of(rank: int) -> str:
 
 
 def screen() -> int:
-    """Return the descriptor of stderr, or of the null device if there is no stderr."""
+    """Return the file descriptor of stderr, or of the null device if there is no stderr."""
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError):
@@ -167,7 +167,7 @@ def screen() -> int:
 
 
 def summary(reports: Sequence[RankReport | None]) -> str:
-    """Return the ranks' places: first computing ranks, then silent ranks, then waiting ranks."""
+    """Return the ranks' positions: first of computing, then of silent, then of waiting ranks."""
     ranks_by_place: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, report in enumerate(reports):
         if report is None:

@@ -1,11 +1,11 @@
-"""Receive requests for a checkpoint or for the end: from signals, control files and the clock.
+"""Receive requests for a checkpoint or for the end, from signals, control files and the clock.
 
-    touch RUN/control/checkpoint    write a checkpoint at the next step and go on
+    touch RUN/control/checkpoint    write a checkpoint at the next step and continue
     touch RUN/control/stop          write a checkpoint at the next step and end
 
-`mpikfac launch` writes the file `stop` into a directory of the job, which is there before the run
-directory, and holds the reason. The launchers of MPI forward no signal that all of them agree on.
-Requests reach a single rank; the caller tells all ranks. Collective over: none.
+`mpikfac launch` writes a file `stop` with the reason into a directory of the job, which exists
+before the run directory. There is no signal that all MPI launchers forward. A request reaches one
+rank; the caller passes it on to all ranks. Collective over: none.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mpikfac_apps.guard.reports import screen
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = b"mpikfac: Ctrl-C: stops after this step, with a checkpoint; again: ends at once\n"
-LOOK_EVERY = 1.0  # seconds between two looks for control files
-FIRST = 120.0  # seconds to the first checkpoint: a run that fails early loses little
+LOOK_EVERY = 1.0  # seconds between two checks for control files
+FIRST = 120.0  # seconds until the first checkpoint, so that a run that fails early loses little
 LAUNCHER = "MPIKFAC_LAUNCHER"
-"""The variable with the directory of a job of `mpikfac launch`, on the host of the launcher."""
+"""The variable that names the directory of a `mpikfac launch` job, on the launcher's host."""
 RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
 
 
@@ -35,7 +35,7 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
     """Return the unix time of the job's end: after `max_minutes` or Slurm's limit; None if unknown.
 
     Raises:
-        ValueError: SLURM_JOB_END_TIME is no time after `now`.
+        ValueError: SLURM_JOB_END_TIME is not a time after `now`.
     """
     ends = [] if max_minutes is None else [now + 60 * max_minutes]
     if text := environ.get("SLURM_JOB_END_TIME"):
@@ -53,31 +53,32 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that ask for the end, from now on."""
+    """Ignore the signals that request the end, from now on."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def ignore_one_interrupt() -> None:
-    """Ignore the next Ctrl-C, because another rank obeys; the second Ctrl-C ends the process."""
+    """Ignore the next Ctrl-C, which another rank handles; the second one ends the process."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, _: signal.signal(number, signal.SIG_DFL))
 
 
 class Requests:
-    """Requests to this rank; poll the properties once a step.
+    """Requests to this rank; poll the properties once per step.
 
-    SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C (SIGINT) ask for the end. After construction, the
+    SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C (SIGINT) request the end. After construction, the
     signals only set a flag. The second Ctrl-C ends the process at once.
 
     Args:
-        control: the directory of control files, which the constructor makes; None for no control
+        control: the directory of control files, which the constructor creates; None for no control
             files.
-        end: unix time when the job is killed. The end is requested early enough for two checkpoints
-            as slow as the slowest checkpoint, the longest pause between two polls, and `RESERVE`.
-        every_minutes: minutes between two checkpoints; the first is due after 2 minutes, if these
-            are fewer.
-        clock: seconds for all intervals; the end of the job alone is a time of day.
+        end: the unix time when the job is killed. The end is requested early enough for two
+            checkpoints as slow as the slowest one, the longest pause between two polls, and
+            `RESERVE`.
+        every_minutes: minutes between two checkpoints; the first is due after 2 minutes, if that is
+            less.
+        clock: the clock for all intervals, in seconds; only `end` is a time of day.
     """
 
     def __init__(
@@ -93,37 +94,37 @@ class Requests:
         self._end = math.inf if end is None else end
         self._save_interval = math.inf if every_minutes is None else 60 * every_minutes
         self._next_save = math.inf if every_minutes is None else min(FIRST, self._save_interval)
-        self._stop = self._checkpoint = ""  # source of the request
+        self._stop = self._checkpoint = ""  # where the request came from
         self._saved, self._looked, self._polled = clock(), -math.inf, math.inf
         self._slowest = self._pause = 0.0
         if control is not None:
             control.mkdir(parents=True, exist_ok=True)
         self._former = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a background job
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a background job
             self._former[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
         for number in self._former:
-            # Python lets signals interrupt system calls; MPI and HDF5 may not expect interruptions.
+            # Python makes signals interrupt system calls, which MPI and HDF5 might not expect.
             signal.siginterrupt(number, False)
 
     @property
     def stop(self) -> bool:
-        """True if the run must write a checkpoint and end."""
+        """Whether the run must write a checkpoint and end."""
         self._poll()
         return self._stop != ""
 
     @property
     def checkpoint(self) -> bool:
-        """True while a checkpoint is due, until `saved` is called."""
+        """Whether a checkpoint is due; reset by `saved`."""
         self._poll()
         return self._checkpoint != ""
 
     @property
     def reason(self) -> str:
-        """The first request's source, such as "SIGTERM", "control/stop" or "end of job in 95 s"."""
+        """The source of the first request, such as "SIGTERM" or "end of job in 95 s"."""
         return self._stop or self._checkpoint
 
     def saved(self, seconds: float) -> None:
-        """Note the seconds of a checkpoint, written or failed; the next interval begins."""
+        """Record how long a checkpoint took, written or failed, and start the next interval."""
         self._checkpoint = ""
         self._saved, self._next_save = self._clock(), self._save_interval
         self._slowest = max(self._slowest, seconds)
@@ -131,15 +132,15 @@ class Requests:
     def ignore_signals(self) -> None:
         """Ignore signals, also at the end of the interpreter, when no handler runs.
 
-        A late signal would otherwise kill a run that has fulfilled its requests. Ctrl-C stays as
-        before.
+        Otherwise, a late signal would kill a run that has fulfilled its requests. The handling of
+        Ctrl-C does not change.
         """
         ignore_signals()
         for number in SIGNALS:
             self._former.pop(number, None)
 
     def close(self) -> None:
-        """Restore the former handlers, unless signals are ignored."""
+        """Restore the previous handlers, unless signals are ignored."""
         for number, handler in self._former.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
 
@@ -147,7 +148,7 @@ class Requests:
         self._ask_to_stop(signal.Signals(number).name)
 
     def _on_interrupt(self, number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # even a rank that waits in a message can be ended
+        signal.signal(number, signal.SIG_DFL)  # so that even a rank waiting in MPI can be ended
         self._ask_to_stop("Ctrl-C")
         if self._control is not None:
             with suppress(OSError):
@@ -173,7 +174,7 @@ class Requests:
             self._look()
 
     def _look(self) -> None:
-        """Look for files of the launcher, which each rank sees, and for control files."""
+        """Check for the launcher's file, which every rank can see, and for control files."""
         if self._launcher is not None:
             with suppress(OSError):
                 self._ask_to_stop(files.read_text(self._launcher / "stop"))
@@ -186,10 +187,10 @@ class Requests:
 
 
 def _take(control: Path) -> set[str]:
-    """Remove the control files, and return the removed names; nothing if storage fails."""
+    """Remove the control files, and return their names; none if storage fails."""
     taken = set()
     with suppress(OSError):
-        # A listing is always fresh; a look-up of a name may be answered by a file server's cache.
+        # A listing is always fresh, but the cache of a file server can answer a name lookup.
         for name in {"checkpoint", "stop"}.intersection(os.listdir(control)):
             os.unlink(control / name)
             taken.add(name)

@@ -1,10 +1,10 @@
 """End a job that makes no progress, and write every rank's stacks.
 
-At the limit, a Python thread of each rank reports the rank's place (`reports.py`), and the rank
-exits. If the GIL is held, a rank's Python cannot run. The process that counts the time
-(`counter.py`) then asks the rank for its stacks by a signal, which needs no GIL, and kills the rank
-at last. After the first exit, the launcher ends all remaining ranks, stopped ranks too
-(`launcher.py`). No rank waits for a second rank in this module.
+At the limit, a Python thread of each rank reports the rank's position (`reports.py`), and the rank
+exits. While the GIL is held, Python threads cannot run. The process that counts the time
+(`counter.py`) then requests the rank's stacks by a signal, which does not need the GIL, and finally
+kills the rank. After the first rank exits, the launcher ends all others, also stopped ones
+(`launcher.py`). In this module, no rank waits for another.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from mpikfac_apps.guard.counter import STACKS
 from mpikfac_apps.guard.launcher import end_launcher
 from mpikfac_apps.guard.reports import RankReport, Reports, screen
 
-LIMIT = 600.0  # seconds of a step, until the options are known
-LONGER = 10  # times the limit of a step: for the first step, and for phases without steps
-TICK = 0.1  # seconds between two looks at the clock
+LIMIT = 600.0  # seconds for a step, until the options are known
+LONGER = 10  # multiplies the limit for the first step, and for phases without steps
+TICK = 0.1  # seconds between two checks of the clock
 LEAVE = 2.3  # seconds after the limit, when the reports are complete and all ranks exit
-LAUNCHER = 20.0  # seconds after the limit: the launcher may still wait for a host
-TOLD = 1.0  # seconds of a stop that the log tells of
+LAUNCHER = 20.0  # seconds after the limit, when the launcher might still wait for a host
+TOLD = 1.0  # seconds of a stop from which on it is logged
 
 log = logging.getLogger("mpikfac.train")
 
 
 class Watchdog:
-    """End a job that makes no progress, and write all stacks; a crash writes the rank's stacks too.
+    """End a job that makes no progress, and write all stacks; also write the stacks of a crash.
 
-    The watch begins at once, with the phase "start-up".
+    The watch starts immediately, with the phase "start-up".
 
     Args:
-        reports: take the places and stacks.
-        limit: seconds that a step may take; None for no limit.
-        stage: returns the name of the running stage.
+        reports: receive positions and stacks.
+        limit: the maximum seconds for a step; None for no limit.
+        stage: returns the name of the current stage.
 
     Attributes:
         clock: the clock of all limits; time in which the rank was stopped does not count.
@@ -55,7 +55,7 @@ class Watchdog:
         self._limit, self._stage = limit, stage
         self._stepped = self._ending = False
         self._where, self._deadline = ("start-up", 0, math.inf), math.inf
-        self._lock = threading.Lock()  # progress comes either in time or too late
+        self._lock = threading.Lock()  # progress is either in time or too late
         self._closed = threading.Event()
         self._write_step, self._write_deadline = 0, math.inf
         self._unfinished: Callable[[], bool] = lambda: False
@@ -69,7 +69,7 @@ class Watchdog:
         stage: Callable[[], str] = lambda: "",
         reports: Reports | None = None,
     ) -> None:
-        """Begin a start-up with another limit; without reports, those of the constructor."""
+        """Start a new start-up with another limit, by default with the constructor's reports."""
         with self._lock:
             former, self._reports = self._reports, reports or self._first
             self._limit, self._stage, self._stepped = limit, stage, False
@@ -94,12 +94,12 @@ class Watchdog:
             self._set_deadline()
 
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
-        """Begin to write a checkpoint beside the steps, on all ranks.
+        """Begin to write a checkpoint in the background, on all ranks.
 
-        The checkpoint may take as long as a checkpoint for which the steps wait.
+        Its limit is that of a checkpoint for which the steps wait.
 
         Args:
-            unfinished: returns whether this rank still writes.
+            unfinished: returns whether this rank is still writing.
         """
         with self._lock:
             if self._limit is not None:
@@ -108,18 +108,18 @@ class Watchdog:
                 self._set_deadline()
 
     def end_write(self) -> None:
-        """End the write on all ranks."""
+        """End the writing on all ranks."""
         with self._lock:
             self._write_deadline = math.inf
             self._set_deadline()
 
     def close(self) -> None:
-        """End the watch; reports are closed, too."""
+        """End the watch, and close the reports."""
         self._closed.set()
         self._thread.join()
         self.clock.close()
         faulthandler.unregister(STACKS)
-        faulthandler.enable(screen())  # from now on a crash prints its stack to stderr
+        faulthandler.enable(screen())  # from now on, a crash prints its stacks to stderr
         for reports in {self._first, self._reports}:
             reports.close()
 
@@ -142,7 +142,7 @@ class Watchdog:
             if counts and not self.clock.runs:
                 counts = False
                 log.warning(
-                    "the watchdog counts no more, so a hang has no limit; start the run again"
+                    "the watchdog no longer counts, so a hang has no limit; start the run again"
                 )
             with self._lock:
                 self._ending = self.clock() >= min(self._deadline, self._write_deadline)
@@ -150,19 +150,19 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        """Report this rank's place, and leave."""
+        """Report this rank's position, and exit."""
         began = time.monotonic()
-        self.clock.alarm(self.clock() + LEAVE)  # this thread may get stuck, too
+        self.clock.alarm(self.clock() + LEAVE)  # in case this thread gets stuck, too
         end_launcher(LAUNCHER)
         self._reports.report(*self._late())
         time.sleep(max(0.0, began + LEAVE - time.monotonic()))
         os._exit(1)
 
     def _late(self) -> tuple[RankReport, float]:
-        """Return this rank's place, and the limit that is over.
+        """Return this rank's position, and the limit that was exceeded.
 
-        A write beside the steps ends with a step of all ranks. A rank that has written, and is in a
-        longer phase, may be the one that keeps the other ranks from this step.
+        Writing in the background ends in a step of all ranks. A rank that has finished writing and
+        is in a longer phase may be the one that keeps the others from this step.
         """
         phase, step, seconds = self._where
         stage = self._stage()

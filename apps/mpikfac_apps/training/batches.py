@@ -1,6 +1,6 @@
-"""Choose the images of a rank: its part of each batch, the order and the augmentation.
+"""Select the images of a rank: its part of each batch, their order and augmentation.
 
-`Batches` has whole tensors, `FileBatches` reads images from files; a run calls the same methods.
+`Batches` holds whole tensors, `FileBatches` reads images from files; both have the same methods.
 
 Order and augmentation depend only on (seed, epoch, position in the epoch). The global batches are
 the same for every number of ranks, and each rank gets a contiguous part of every batch.
@@ -27,8 +27,8 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
-SEEN = 1024  # images in files from which mean and variance of the pixels are computed
-ROOM = 128  # the minimum room for images in files, whatever the batch
+SEEN = 1024  # how many images in files are used to compute mean and variance of the pixels
+ROOM = 128  # the minimum capacity for images in files, regardless of the batch
 WORKERS = 2  # processes per rank
 
 
@@ -38,12 +38,12 @@ def mixed(*numbers: int) -> int:
 
 
 class Normalise:
-    """Convert bytes to floats of mean 0 and variance 1 per channel over the given images.
+    """Convert bytes to floats with mean 0 and variance 1 per channel over the given images.
 
     Mixed images can be means of bytes, in float32.
 
     Args:
-        images: bytes `[n, channels, h, w]` or volumes, in one or several tensors.
+        images: bytes `[n, channels, h, w]`, or volumes, in one or several tensors.
     """
 
     def __init__(self, images: Tensor | Iterable[Tensor], device: torch.device) -> None:
@@ -69,16 +69,16 @@ def counted(images: Tensor) -> Tensor:
 
 
 def unit(images: Tensor, white: int) -> Tensor:
-    """Return bytes as floats between 0 and 1, where 1 is `white`."""
+    """Return bytes as floats between 0 and 1, which stands for `white`."""
     return images.float().div_(white)
 
 
 class EpochDraws(NamedTuple):
-    """The random draws for an epoch: the order of the images, and the moves of the augmentation.
+    """The random draws for an epoch: the order of the images, and the shifts of the augmentation.
 
     Attributes:
-        order: the numbers of the images, in the order of the epoch.
-        moves: `top`, `left` and `mirror` of `augmented`, by position in the epoch; none without
+        order: the indices of the images, in the order of the epoch.
+        moves: `top`, `left` and `mirror` of `augmented`, by position in the epoch; empty without
             augmentation.
     """
 
@@ -93,9 +93,10 @@ class Batches:
     Args:
         images: all training images, bytes `[n, channels, h, w]`.
         labels: int64 `[n]`.
-        batch: images per step, of all ranks together, or numbers by epoch; multiples of `ranks`.
-        augment: shift images over black pixels, and mirror half of them; None for neither.
-        tested: images and labels of the rank's part of the test, as `images` and `labels`.
+        batch: the number of images per step on all ranks together, possibly by epoch; a multiple of
+            `ranks`.
+        augment: shifts images over black pixels, and mirrors half of them; None for neither.
+        tested: images and labels of the rank's part of the test set, like `images` and `labels`.
 
     Attributes:
         calendar: the steps of every epoch.
@@ -139,9 +140,9 @@ class Batches:
         return images, self.labels[chosen]
 
     def sample(self, images: int, size: int) -> Iterator[Tensor]:
-        """Yield `size` images (bytes) at a time of up to `images` images drawn at random.
+        """Yield up to `images` randomly chosen images (bytes), in tensors of `size` images.
 
-        The images are the same on all ranks and at every call, and are not augmented.
+        The images are the same on all ranks and in every call, and are not augmented.
         """
         generator = torch.Generator().manual_seed(self.seed)
         chosen = torch.randperm(len(self.images), generator=generator)[:images]
@@ -149,22 +150,22 @@ class Batches:
             yield self.images[part]
 
     def first(self, count: int) -> Tensor:
-        """Return the first training images (bytes), not augmented."""
+        """Return the first training images (bytes), without augmentation."""
         return self.images[:count]
 
     def pixels(self) -> Iterator[Tensor]:
-        """Yield the training images (bytes) from which mean and variance are computed: all."""
+        """Yield the images (bytes) used to compute mean and variance: all training images."""
         yield self.images.cpu()
 
     def test(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `size` images (bytes) and labels of the rank's part of the test at a time."""
+        """Yield images (bytes) and labels of the rank's part of the test set, `size` at a time."""
         return parts(*self.tested, size)
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
-        """Do nothing, as no image in memory is broken."""
+        """Do nothing, since no image in memory is broken."""
 
     def close(self) -> None:
-        """Do nothing, as no process reads images."""
+        """Do nothing, since no process reads images."""
 
     def _draw(self, epoch: int) -> EpochDraws:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
@@ -174,7 +175,7 @@ class Batches:
             return EpochDraws(epoch, order)
         places = 2 * self.augment.shift + 1
         top, left = torch.randint(places, (2, n), generator=generator).to(device).unbind()
-        if self.augment.alternating:  # drawn per image, the same in all epochs
+        if self.augment.alternating:  # drawn once per image, for all epochs
             generator = torch.Generator().manual_seed(mixed(self.seed, 0, 1))
         mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
         if self.augment.alternating:
@@ -185,12 +186,13 @@ class Batches:
 class FileBatches:
     """Like `Batches`, for images in files, which processes of the rank decode in advance.
 
-    Several batches are decoded in advance, so that a slow image or process delays no step.
+    Several batches are decoded in advance, so that a slow image or process does not delay a step.
 
     Args:
         listing: the list of images.
-        batch: images per step, of all ranks together, or numbers by epoch; multiples of `ranks`.
-        data: augmentation, number of processes, and how many broken images are replaced.
+        batch: the number of images per step on all ranks together, possibly by epoch; a multiple of
+            `ranks`.
+        data: augmentation, number of processes, and how many broken images can be replaced.
 
     Attributes:
         calendar: the steps of every epoch.
@@ -240,7 +242,7 @@ class FileBatches:
         return images, self._labels(self._train, request.numbers)
 
     def _begin_next(self, slot: int) -> None:
-        """Start decoding the batch after the last one that is being decoded."""
+        """Start decoding the batch that follows the last one in the queue."""
         epoch, index, _ = self._ahead[-1]
         last = index + 1 == self.calendar.at(epoch).steps
         self._begin(epoch + last, 0 if last else index + 1, slot)
@@ -261,25 +263,25 @@ class FileBatches:
         self._ahead.append((epoch, index, request))
 
     def sample(self, images: int, size: int) -> Iterator[Tensor]:
-        """Yield `size` images (bytes) at a time of up to `images` images drawn at random.
+        """Yield up to `images` randomly chosen images (bytes), in tensors of `size` images.
 
-        The images are the same on all ranks and at every call, and are not augmented.
+        The images are the same on all ranks and in every call, and are not augmented.
         """
         generator = torch.Generator().manual_seed(self.seed)
         chosen = torch.randperm(len(self._train), generator=generator)[:images].tolist()
         return self._reader.read(self._train, chosen, size, self.device)
 
     def first(self, count: int) -> Tensor:
-        """Return the first training images (bytes), not augmented."""
+        """Return the first training images (bytes), without augmentation."""
         numbers = range(min(count, len(self._train)))
         return torch.cat(list(self._reader.read(self._train, numbers, ROOM, self.device)))
 
     def pixels(self) -> Iterator[Tensor]:
-        """Yield the training images (bytes) from which mean and variance are computed: a sample."""
+        """Yield the images (bytes) used to compute mean and variance: a sample."""
         return (part.cpu() for part in self.sample(SEEN, ROOM))
 
     def test(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `size` images (bytes) and labels of the rank's part of the test at a time."""
+        """Yield images (bytes) and labels of the rank's part of the test set, `size` at a time."""
         numbers = range(len(self._test))[slice(*bounds(len(self._test), self.rank, self.ranks))]
         read = self._reader.read(self._test, numbers, size, self.device)
         for start, images in zip(range(numbers.start, numbers.stop, size), read):
@@ -289,7 +291,7 @@ class FileBatches:
         return torch.from_numpy(images.labels[list(numbers)]).to(self.device)
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
-        """Exchange lists of broken images over ranks, and log each image once.
+        """Exchange lists of broken images between ranks, and log each image once.
 
         Collective over: comm, or none if no broken image is allowed.
 
@@ -306,10 +308,10 @@ class FileBatches:
 def make_batches(
     data: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
 ) -> Batches | FileBatches:
-    """Return the batches of a rank, of images in memory or in files.
+    """Return the batches of a rank, for images in memory or in files.
 
     Raises:
-        ValueError: the network needs images of another size.
+        ValueError: the network requires images of another size.
     """
     if isinstance(data, Listing):
         return FileBatches(
@@ -342,10 +344,10 @@ def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor
 
 
 def bounds(images: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return begin and end of a rank's contiguous part of `images` images."""
+    """Return the start and end of a rank's contiguous part of `images` images."""
     return images * rank // ranks, images * (rank + 1) // ranks
 
 
 def parts(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return `size` images at a time; the last part can be smaller."""
+    """Return images and labels in parts of `size`; the last part can be smaller."""
     return zip(images.split(size), labels.split(size))

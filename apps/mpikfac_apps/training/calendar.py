@@ -1,4 +1,4 @@
-"""The steps of every epoch of a run, in which the batch can change with the epoch."""
+"""The steps of every epoch of a run, in which the batch size can change with the epoch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 
 @dataclass(frozen=True)
 class EpochSpan:
-    """Epochs with the same batch.
+    """Consecutive epochs with the same batch size.
 
     Attributes:
         epoch: the first epoch.
         step: the first step.
-        batch: the number of images per step, of all ranks together.
+        batch: the number of images per step on all ranks together.
         steps: the number of steps per epoch.
     """
 
@@ -27,11 +27,11 @@ class EpochSpan:
 
 @dataclass(frozen=True)
 class Calendar:
-    """The steps of every epoch; the images of an epoch that do not fill a batch are dropped.
+    """The steps of every epoch; images that do not fill the last batch of an epoch are dropped.
 
     Attributes:
         images: the number of training images.
-        batch: the number of images per step, of all ranks together; at most `images`.
+        batch: the number of images per step on all ranks together; at most `images`.
     """
 
     images: int
@@ -39,7 +39,7 @@ class Calendar:
 
     @cached_property
     def spans(self) -> tuple[EpochSpan, ...]:
-        """The spans of the run, in order; the last span has no end."""
+        """The spans of the run, in order; the last one has no end."""
         changes = self.batch.changes if isinstance(self.batch, ByEpoch) else ()
         spans: list[EpochSpan] = []
         for epoch, batch in zip([0, *(start for start, _ in changes)], numbers_of(self.batch)):
@@ -60,7 +60,7 @@ class Calendar:
         return span.step + (epoch - span.epoch) * span.steps
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the position of the step in the epoch."""
+        """Return the epoch of a step, and the step's position in it."""
         span = self._of(step)
         epochs, index = divmod(step - span.step, span.steps)
         return span.epoch + epochs, index
@@ -71,9 +71,9 @@ class Calendar:
         return span.epoch + (step - span.step) / span.steps
 
     def clock(self, step: int) -> int:
-        """Return the step at which a run with the batch of epoch 0 has done as many epochs.
+        """Return the step at which a run with the batch size of epoch 0 has as many epochs.
 
-        Schedules of the learning rate follow it, so that they depend on epochs, not on the batch.
+        Learning rate schedules use it, so that they depend on epochs, not on the batch size.
         """
         span, steps = self._of(step), self.spans[0].steps
         return span.epoch * steps + (step - span.step) * steps // span.steps

@@ -1,4 +1,4 @@
-"""Estimate the size of a checkpoint, and report what another preconditioner can use of it."""
+"""Estimate the size of a checkpoint, and report which of it another preconditioner can use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import mpikfac
 from mpikfac_apps.options.options import Options
 
-MOMENTA = "kfac/momentum/"  # prefix of the names of the items of a momentum of gradients
+MOMENTA = "kfac/momentum/"  # the prefix of the names of momenta of gradients
 KINDS = {
     "factors": ("kfac/factors/", "kfac/vectors/", "kfac/gradient-factors/"),
     "decompositions": ("kfac/bases/",),
@@ -18,14 +18,14 @@ KINDS = {
     "lengths of rows": ("kfac/rows/",),
     "momenta": (MOMENTA,),
 }
-"""What a preconditioner keeps, described, and the prefixes of the names of its items."""
+"""The state of preconditioners: a description, and the prefixes of the items' names."""
 
 
 def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
 
     Args:
-        tensors_per_weight: values per weight: the weight itself, and averages.
+        tensors_per_weight: how many values each weight has: itself, and averages.
     """
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
@@ -59,16 +59,17 @@ def carried(
 
 
 def _kinds(names: Collection[str]) -> set[str]:
-    """Return descriptions of the kinds of K-FAC's items among names."""
+    """Return descriptions of the kinds of K-FAC's items among `names`."""
     return {
         word for word, prefixes in KINDS.items() if any(name.startswith(prefixes) for name in names)
     }
 
 
 def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
-    """Check that the momentum of a state, of gradients or directions, is that of the options.
+    """Check that the momentum in a state is of the kind that the options select.
 
-    `KFAC.load_state_dict` raises errors for the same states, without the names of options.
+    That is, of gradients or of directions. `KFAC.load_state_dict` raises errors for the same
+    states, without the names of options.
 
     Args:
         items: the items of a checkpoint.

@@ -1,4 +1,4 @@
-"""Where a start of a run begins: at step 0, or at a checkpoint, whose run goes on."""
+"""Where a run starts: at step 0, or at a checkpoint from which it is resumed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ log = logging.getLogger("mpikfac.train")
 
 @dataclass(frozen=True)
 class Restart:
-    """Where a start of a run begins, and what a restart keeps of the first start.
+    """Where a run starts, and what a restart keeps from the first start.
 
     Attributes:
-        options: of this start, with the values that a restart must keep.
-        ranks: of the first start; a restart on other ranks keeps batch and rate.
-        checkpoint: the checkpoint to go on from; None at step 0.
-        images: the checksums of the images, as far as the checkpoint holds checksums.
+        options: the options of this start, with the values that a restart must keep.
+        ranks: the number of ranks of the first start; a restart with another number keeps batch and
+            learning rate.
+        checkpoint: the checkpoint to resume from; None at step 0.
+        images: the checksums of the images, as far as the checkpoint contains them.
     """
 
     options: Options
@@ -44,7 +45,7 @@ class Restart:
         return max(0, self.checkpoint.step - 1) if self.checkpoint else 0
 
     def report_carried(self, comm: mpikfac.comm.Comm, trainer: object) -> None:
-        """Log what goes on of the state of another preconditioner, once the trainer has loaded it.
+        """Log which state of another preconditioner is used, after the trainer has loaded it.
 
         Collective over: comm.
         """
@@ -54,21 +55,21 @@ class Restart:
         now = settings.about_run(self.options, comm.size)["settings"]
         if before.get(settings.PRECONDITIONER, ...) not in (..., now[settings.PRECONDITIONER]):
             log.info(
-                "another preconditioner: goes on: %s; starts anew: %s; left out: %s",
+                "another preconditioner: continued: %s; restarted: %s; dropped: %s",
                 *carried.carried(comm, trainer, self.checkpoint),
             )
 
 
 def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Options) -> Restart:
-    """Return where the run begins, with the options that a restart must keep.
+    """Return where the run starts, with the options that a restart must keep.
 
-    The log names all options that change.
+    The log lists all options that change.
 
     Collective over: world.
 
     Args:
         world: the ranks of all groups.
-        comm: the ranks that train a network together.
+        comm: the ranks that train one network together.
 
     Raises:
         UserError: the checkpoint is damaged, or its run had other options; see `settings.follow`.
@@ -93,7 +94,7 @@ def _report(
     before: settings.RunSettings | None,
     now: Mapping[str, Any],
 ) -> None:
-    """Log what differs from the checkpoint: the version, and options."""
+    """Log what differs from the checkpoint: the version and the options."""
     if checkpoint.writer not in ("", version := f"mpikfac {metadata.version('mpikfac')}"):
         log.info("the checkpoint was written by %s; this is %s", checkpoint.writer, version)
     if before is None:

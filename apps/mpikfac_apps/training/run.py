@@ -1,4 +1,4 @@
-"""Train on images: build the parts, and say what a step, a test and the state are."""
+"""Train on images: build the parts of a run, and define its steps, tests and state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.timetable import Timetable
 from mpikfac_apps.training.traced_steps import Recording
 
-GROWTH = 1000.0  # times the first loss: the training diverges
+GROWTH = 1000.0  # times the first loss, above which the training diverges
 
 log = logging.getLogger("mpikfac.train")
 
@@ -49,16 +49,16 @@ class Run(Loop):
 
     Args:
         world: the ranks of all groups.
-        team: the ranks that train a network together.
+        team: the ranks that train one network together.
 
     Attributes:
-        begun_on: the ranks of the run's first start.
+        begun_on: the number of ranks of the run's first start.
         problem: the data, the loss and the test.
         timetable: what is due at each step.
         prepared: the network, with its frozen and split layers.
-        model: the network alone.
-        training: the trainer, and what the run asks of the kind of trainer.
-        average: the average of the network's weights, if tests take averages.
+        model: the network itself.
+        training: the trainer, and what the run needs from its kind of training.
+        average: the average of the network's weights, if tests use it.
         best: the best test so far.
         recording: the steps whose stages are recorded.
     """
@@ -76,12 +76,12 @@ class Run(Loop):
     ) -> None:
         comm = team.trains
         early_log = run_directory.start_log(groups.writer(options)) if comm.rank == 0 else None
-        restart = find_restart(world, comm, options)  # not kept: it holds the checkpoint's bytes
+        restart = find_restart(world, comm, options)  # not stored: it holds the checkpoint's bytes
         options, self.begun_on = restart.options, restart.ranks
         self.team = team
         self.problem = problem = Problem(comm, options, place.device, restart.images)
         with mpikfac.comm.together(comm, "options"):
-            check_pairs(options, comm.size)  # a restart may have another number of ranks
+            check_pairs(options, comm.size)  # a restart can have another number of ranks
         self.mixes = Mixes.of(options.data, problem.classes, options.seed)
         self.timetable = Timetable(problem.calendar, options, self.begun_on)
         epoch, _ = self.timetable.place(restart.last_step)
@@ -93,7 +93,7 @@ class Run(Loop):
         self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
         self.best = best.Best(problem.task)
         self._first_loss = math.nan  # of this rank, since this start
-        numbers = problem.task.numbers(problem.classes)  # of a measure
+        numbers = problem.task.numbers(problem.classes)  # how many values a measure has
         super().__init__(
             *(comm, options, guard, self.training.trainer),
             steps=self.timetable.steps,
@@ -109,7 +109,7 @@ class Run(Loop):
     # -- training --------------------------------------------------------------------------------
 
     def take(self, step: int) -> None:
-        """Take the step of the calendar; ranks have one model where a test or a meeting is due."""
+        """Take a step; replicas are averaged if a test or a meeting is due after it."""
         epoch, index = self.timetable.place(step)
         self.prepared.begin_epoch(epoch)
         with self.speed.step(self.timetable.batch(step)), self.recording.step(step):
@@ -120,12 +120,12 @@ class Run(Loop):
             self.step(step, images, labels)
             meets = self.training.alone and self.timetable.meeting_due(step + 1)
             if meets or self.test_due(step + 1):
-                self.trainer.average_replicas()  # a test is of one model, and so is a checkpoint
+                self.trainer.average_replicas()  # tests and checkpoints need a single model
         if step + 1 == self.recording.chosen.stop:
             self.recording.write()
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
-        """Take a training step on the rank's share of a batch, in parts if the options say so."""
+        """Take a training step on the local batch, in several passes if the options say so."""
         self.set_rate(step)
         in_parts = self.trainer.plan.of(self.comm.rank).parts
         passes = in_parts or self.options.accumulate
@@ -149,7 +149,7 @@ class Run(Loop):
         self.training.adapt(mean_loss, lambda: self._loss_after(step, first, parts))
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Return the loss after a step on the images of the step; running statistics stay."""
+        """Return the loss on the step's images after the step, keeping running statistics."""
         problem, losses = self.problem, []
         statistics = [buffer.clone() for buffer in self.model.buffers()]
         with self.trainer.trace.stage("forward"), torch.no_grad():
@@ -161,11 +161,11 @@ class Run(Loop):
         return torch.stack(losses).mean().item()
 
     def _seed(self, step: int, number: int) -> None:
-        """Seed each part of a batch anew; states of random number generators need no checkpoint."""
+        """Seed each part of a batch, so that checkpoints need no random number generator state."""
         torch.manual_seed(batches.mixed(self.options.seed, step, number))
 
     def _pass(self, images: Tensor, labels: Tensor, share: float) -> Tensor:
-        """Return the mean loss after a forward and backward pass; gradients take the share."""
+        """Return the mean loss after a forward and backward pass; `share` scales gradients."""
         problem, stage = self.problem, self.trainer.trace.stage
         with stage("forward"):
             outputs, targets = problem.outputs(self.model, images, labels)
@@ -178,11 +178,11 @@ class Run(Loop):
         return loss.detach()
 
     def epochs(self, steps: int) -> float:
-        """Return the epochs after so many steps; not collective."""
+        """Return the number of epochs after `steps` steps; not collective."""
         return self.timetable.epochs(steps)
 
     def call_meeting(self) -> None:
-        """Let votes of this rank reach all clients; not collective."""
+        """Let this rank's votes reach all clients; not collective."""
         self.training.call_meeting()
 
     def asked(self, votes: list[int]) -> list[int]:
@@ -191,11 +191,11 @@ class Run(Loop):
 
     @property
     def shows_progress(self) -> bool:
-        """Whether the rank shows the progress of the run: of several groups the first."""
+        """Whether this rank shows the progress of the run: only the first group does."""
         return self.training.everyone.rank == 0
 
     def close(self) -> None:
-        """Write what is recorded of a stopped run, and release the trainer and the split layers."""
+        """Write the recorded steps of a stopped run, and release trainer and split layers."""
         self.recording.write()
         self.training.log_end(self.comm)
         super().close()
@@ -204,26 +204,26 @@ class Run(Loop):
     # -- records ---------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Write a row about the steps since the last row, and warn of a loss that has grown."""
+        """Write a row about the steps since the last row, and warn if the loss has grown."""
         super().report()
         self._compare_with_first(self.meter.loss)
 
     def numbers(self) -> dict[str, float]:
-        """Return numbers of the training, of trouble and of decompositions; not collective."""
+        """Return metrics of the training, of troubles and of decompositions; not collective."""
         numbers = self.training.numbers()
         if self.votes.troubles:
             numbers["troubles"] = self.votes.troubles
-        # Without a tolerance, the options say how many.
+        # Without a tolerance, the options determine the number of decompositions.
         if self.trainer.plan.strategy.refresh.tolerance and self.trainer.combined:
             numbers["decompositions"] = self.votes.decompositions()
         return numbers
 
     def test_due(self, steps: int) -> bool:
-        """Return whether an epoch ends after so many steps, or the options ask for a test."""
+        """Return whether an epoch ends after `steps` steps, or the options request a test."""
         return self.timetable.test_due(steps)
 
     def test_after(self, steps: int) -> None:
-        """Test the network at the end of an epoch, or within an epoch."""
+        """Test the network, at the end of an epoch or within it."""
         epochs = self.timetable.ended_epoch(steps)
         if epochs is None:
             self._test(f"step {steps}:")
@@ -245,7 +245,7 @@ class Run(Loop):
         self.problem.batches.share_broken(self.comm)
 
     def _test(self, text: str, **numbers: float) -> None:
-        """Test the network, add the test to a row and to a line, and keep the best weights."""
+        """Test the network, write the results to a row and the log, and keep the best weights."""
         problem, model = self.problem, self.model
         if self.average:
             model = problem.averaged_model(self.average)
@@ -266,12 +266,12 @@ class Run(Loop):
 
     @property
     def over(self) -> bool:
-        """Whether so many tests in a row were no better that the run ends early."""
+        """Whether the run ends early, because `patience` tests in a row were not better."""
         patience = self.options.patience
         return patience is not None and self.best.since >= patience
 
     def _compare_with_first(self, loss: float) -> None:
-        """Warn once of a loss that has grown. The rules of a run need no interval of the log."""
+        """Warn once if the loss has grown; the rules of a run work without a log interval."""
         if self.record and loss > GROWTH * self._first_loss > 0:
             log.warning(
                 "the loss is %s after step %d, and was %s at first; try a smaller lr=%s",
@@ -298,7 +298,7 @@ class Run(Loop):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the rank's share of the trainer's state, and the averaged weights."""
+        """Return the rank's part of the trainer's state, and the averaged weights."""
         average = self.average.state() if self.average else {}
         return super().state() | self.training.state() | average
 
@@ -309,12 +309,12 @@ class Run(Loop):
         return about | self.problem.checksums
 
     def of_records(self) -> dict[str, Any]:
-        """Return what is known of the best test; not collective."""
+        """Return the state of the best test; not collective."""
         return self.best.state()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a `state`; numbers that options name follow the options."""
-        items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
+        """Load a `state`; hyperparameters that are options keep the values of the options."""
+        items: Mapping[str, Any] = checkpoint  # an item's name determines its type
         carried.check_momentum(self.options, items)
         numbers = decays_and_momenta(self.trainer.optimizer)
         self.trainer.load_state_dict(checkpoint)

@@ -1,7 +1,7 @@
 """Keep the settings of a run over its starts: a checkpoint stores the options of its run.
 
-A resumed run uses the options of the checkpoint, except for options that are set on the command
-line or in a file named there. All other differences between two starts are logged, or refused.
+A resumed run uses the options of the checkpoint, except for those set on the command line or in a
+file named there. All other differences between two starts are logged, or raise an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpikfac_apps.text import is_own
 OF_A_START = (
     *("run_dir", "resume", "max_steps", "max_time", "shrink", "trace_steps", "device", "threads"),
 )
-"""Options of a single start, whose values are not kept for a later start."""
+"""Options of a single start, whose values are not kept for later ones."""
 OF_CODE = ("model", "data.name", "metrics")
 """Options whose values can name a file to execute."""
 
@@ -46,8 +46,8 @@ class RunSettings:
     """The options of a run by key, as in a YAML file.
 
     Attributes:
-        given: as given; null for choices that options leave open.
-        resolved: with all choices; see `parse.resolved`.
+        given: the options as given; null for choices that they leave open.
+        resolved: the options with all choices made; see `parse.resolved`.
     """
 
     given: Mapping[str, Any]
@@ -57,13 +57,13 @@ class RunSettings:
 def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     """Return the checked options of a start; a resumed run keeps what the command line leaves out.
 
-    A choice that was left open stays as the checkpoint's version made it, unless it follows from an
-    option that changes. If the preconditioner changes, the defaults of the former one are dropped
+    A choice that was left open stays as the checkpoint's version made it, unless it depends on an
+    option that changes. If the preconditioner changes, the defaults of the previous one are dropped
     as well.
 
     Raises:
         ValueError: an option is wrong; the text is one line with key, value and allowed values.
-        SystemExit: code 0, after --help, --help_all or --print_config.
+        SystemExit: with code 0, after --help, --help_all or --print_config.
     """
     named = TRAIN.read(argv)
     path = _checkpoint(named)
@@ -85,7 +85,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
 
 
 def _checkpoint(options: Options) -> Path | None:
-    """Return the newest checkpoint to resume from; the training checks its content later."""
+    """Return the newest checkpoint to resume from; its content is checked later, in training."""
     if options.resume == "auto":
         roots = root(options), Path(options.run_dir) / "group-0" / "checkpoints"
         return next(filter(None, map(mpikfac.checkpoint.latest_checkpoint, roots)), None)
@@ -95,7 +95,7 @@ def _checkpoint(options: Options) -> Path | None:
 
 
 def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options of a run that a start keeps, without the options in `left`."""
+    """Return the options of a run that a start keeps, except those in `left`."""
     known = possible(Options)
     of_types = tuple(f"{leaf.name}." for leaf in known.values() if leaf.joint)
     gone = {*OF_A_START, *left}
@@ -107,7 +107,7 @@ def kept_of(options: Mapping[str, Any], left: Collection[str] = ()) -> dict[str,
 
 
 def _usual_before(before: RunSettings, options: Options, ranks: int) -> list[str]:
-    """Return the options with defaults of the checkpoint's preconditioner, if it changes."""
+    """Return the options that have the defaults of the previous preconditioner, if it changes."""
     preconditioner = before.resolved.get(PRECONDITIONER)
     if (
         preconditioner not in named_types(Preconditioner)
@@ -124,16 +124,17 @@ def _pinned(
 ) -> dict[str, Any]:
     """Return open choices of the checkpoint that this version would make differently.
 
-    Files of the checkpoint are not executed: options that name code are those of this start.
+    Files that the checkpoint names are not executed: options that name code are those of this
+    start.
     """
     given = flat(options)
     code = {key: given[key] for key in OF_CODE}
     try:
         usual = flattened(resolved(parse([], ranks, {**kept, **code}), ranks))
-    except ValueError:  # this start corrects what the ranks or the version do not allow
+    except ValueError:  # this start corrects values that ranks or version do not allow
         return {}
     now = flattened(resolved(options, ranks))
-    # Another type has its own options.
+    # Another type has other options.
     keys = before.resolved.keys() & kept.keys() & given.keys() & now.keys() & usual.keys()
     keys -= {*OF_CODE}
     return {
@@ -170,20 +171,20 @@ def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def of_checkpoint(path: Path) -> RunSettings | None:
-    """Return the settings of a checkpoint's run; if it is damaged, those of the config.yaml.
+    """Return the settings of a checkpoint's run or, if it is damaged, of its config.yaml.
 
     Returns:
         None if neither the checkpoint nor a config.yaml can be read.
     """
     try:
         saved = saved_run(mpikfac.checkpoint.read_checkpoint(path))
-    except (mpikfac.UserError, ValueError):  # the training reports the damage, or goes back a step
+    except (mpikfac.UserError, ValueError):  # the training reports it, or uses an older checkpoint
         saved = {}
     return of_saved(saved, path)
 
 
 def of_saved(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
-    """Return the settings of a run: as saved in its checkpoint, or else of its config.yaml."""
+    """Return the settings of a run, from its checkpoint or else from its config.yaml."""
     if "settings" in saved:
         of_run = dict(saved["settings"])
         return RunSettings(_given(of_run, saved["open"]), of_run)
@@ -199,7 +200,7 @@ def of_saved(saved: Mapping[str, Any], path: Path) -> RunSettings | None:
 
 
 def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as given: null for those left open, and nothing of a type left open."""
+    """Return the options as given: null for those left open, whose types have no options."""
     of_types = tuple(key.removesuffix(TYPE) for key in left_open if key.endswith(f".{TYPE}"))
     chosen = {key: value for key, value in of_run.items() if not key.startswith(of_types)}
     return {**chosen, **left_open}
@@ -216,7 +217,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {old} -> {new}" for key, old, new in pairs)
 
 
-# -- what a checkpoint says of its run -------------------------------------------------------------
+# -- what a checkpoint contains about its run ------------------------------------------------------
 
 
 def about_run(options: Options, ranks: int) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def about_run(options: Options, ranks: int) -> dict[str, Any]:
 
 
 def identity(options: Options) -> dict[str, Any]:
-    """Return the options that define the meaning of step number and weights, fixed for restarts."""
+    """Return the options that define what step numbers and weights mean; restarts keep them."""
     chosen = dataclasses.asdict(options.data)
     for free in ("path", "test_images", "workers", "max_broken_images", "cache"):
         del chosen[free]
@@ -288,7 +289,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
     """Return the options with the batch of the saved run.
 
     Raises:
-        ValueError: the options differ, or the batch does not suit the number of ranks.
+        ValueError: the options differ, or the batch is not a multiple of the number of ranks.
     """
     requested_batch = options.batches
     if options.batch_per_rank and isinstance(saved["batch"], int):
@@ -313,7 +314,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
 
 
 def in_words(batch: int | ByEpoch) -> int | str:
-    """Return a batch in the form stored in checkpoints: a number, or numbers by epoch as text."""
+    """Return a batch as stored in checkpoints: a number, or numbers by epoch as text."""
     return str(batch) if isinstance(batch, ByEpoch) else batch
 
 

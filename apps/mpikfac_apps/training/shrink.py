@@ -1,4 +1,4 @@
-"""Continue training on the remaining ranks after a rank has died and MPI survives (ULFM)."""
+"""Continue training on the remaining ranks after a rank has died, with an MPI that survives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("mpikfac.train")
 def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
     """Return the remaining ranks, and the options for their new start.
 
-    The state in memory is written as a checkpoint if it is complete. Otherwise the ranks resume
+    The state in memory is written as a checkpoint if it is complete. Otherwise, the ranks resume
     from the last checkpoint.
 
     Collective over: the remaining ranks.
@@ -48,14 +48,14 @@ def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
 def save_what_is_left(run: Run) -> None:
     """Write a checkpoint if the remaining ranks have the complete state of a step.
 
-    The oldest step of all ranks is written, as ranks at a later step may have used the output of a
-    broken collective. Items that several ranks have are compared; a single surviving rank has none
-    to compare with.
+    The lowest step of all ranks is written, because ranks at a later step may have used the output
+    of a broken collective. Items on several ranks are compared; a single surviving rank has no
+    other to compare with.
 
     Collective over: run.comm.
     """
     trainer, comm = run.trainer, run.comm
-    trainer.clear_statistics()  # running statistics of the unfinished step
+    trainer.clear_statistics()  # restores running statistics changed by the unfinished step
     steps = comm.allgather(trainer.steps if trainer.is_consistent else math.inf)
     step, items = min(steps), dict[str, Any]()
     if steps[comm.rank] == step < math.inf:

@@ -10,24 +10,24 @@ from mpikfac_apps.training.calendar import Calendar
 
 
 class Timetable:
-    """Say what is due when; steps are numbered from 0, and all ranks have the same answers.
+    """Determine what is due when; steps are numbered from 0, and the results agree on all ranks.
 
     Attributes:
-        steps: the steps of the whole run.
+        steps: the number of steps of the whole run.
     """
 
     def __init__(self, calendar: Calendar, options: Options, ranks: int) -> None:
-        """Follow the steps of the epochs, for a run that began on `ranks` ranks."""
+        """Follow the steps of the epochs, for a run that was started on `ranks` ranks."""
         self._calendar, self._options = calendar, options
         self._rate = learning_rate(options, calendar.at(0).steps, ranks)
         self.steps = min(calendar.first(options.epochs), options.max_steps or sys.maxsize)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the position of the step in the epoch."""
+        """Return the epoch of a step, and the step's position in it."""
         return self._calendar.place(step)
 
     def batch(self, step: int) -> int:
-        """Return the images of a step, of all ranks together."""
+        """Return the number of images of a step, on all ranks together."""
         return self._calendar.at(self.place(step)[0]).batch
 
     def rate(self, step: int) -> float:
@@ -35,28 +35,28 @@ class Timetable:
         return self._rate(self._calendar.clock(step))
 
     def epochs(self, steps: int) -> float:
-        """Return the epochs after so many steps; 2.5 is the middle of the third epoch."""
+        """Return the epochs after `steps` steps; 2.5 is the middle of the third epoch."""
         return self._calendar.epochs(steps)
 
     def ended_epoch(self, steps: int) -> int | None:
-        """Return the number of epochs if the last one ends after so many steps; else None."""
+        """Return the number of epochs if one ends after `steps` steps, otherwise None."""
         epoch, index = self.place(steps - 1)
         return epoch + 1 if index + 1 == self._calendar.at(epoch).steps else None
 
     def test_due(self, steps: int) -> bool:
-        """Return whether an epoch ends after so many steps, or the options ask for a test."""
+        """Return whether an epoch ends after `steps` steps, or the options request a test."""
         return self.ended_epoch(steps) is not None or _due(self._options.eval_steps, steps)
 
     def test_of_epoch_due(self, epochs: int) -> bool:
-        """Return whether the test set is due after so many epochs."""
+        """Return whether a test is due after `epochs` epochs."""
         return epochs % self._options.eval_every == 0 or epochs == self._options.epochs
 
     def meeting_due(self, steps: int) -> bool:
-        """Return whether clients that step alone meet after so many steps, for a checkpoint."""
+        """Return whether independent clients meet for a checkpoint after `steps` steps."""
         return _due(self._options.checkpoint_every, steps)
 
     def words(self) -> str:
-        """Return the steps of an epoch in words, as they change in the run."""
+        """Return the number of steps per epoch as text, with changes during the run."""
         return ", then ".join(str(span.steps) for span in self._calendar.spans)
 
 

@@ -1,6 +1,6 @@
 """Record the stages of some steps of a run, and write them to files after the last one.
 
-RUN/trace.json.gz opens in https://ui.perfetto.dev or chrome://tracing, RUN/stages.json has means.
+RUN/trace.json.gz opens in https://ui.perfetto.dev or chrome://tracing; RUN/stages.json has means.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Recording:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record the body if the step is chosen."""
+        """Record the body if the step is to be recorded."""
         if step not in self.chosen:
             yield
             return
@@ -62,7 +62,7 @@ class Recording:
         self._steps[step] = start, time.perf_counter()
 
     def write(self) -> None:
-        """Write the recorded steps, once, and time the step's messages in isolation.
+        """Write the recorded steps once, and time their messages in isolation.
 
         Collective over: world.
         """
@@ -107,7 +107,7 @@ class Recording:
 
 
 def _steps(path: Path) -> int:
-    """Return the number of steps over which the means in a file were taken; 0 without means."""
+    """Return the number of steps in a file of means, or 0 if there is none."""
     try:
         return len(files.read_json(path)["steps"])
     except (OSError, ValueError, KeyError, TypeError):

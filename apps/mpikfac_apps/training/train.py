@@ -29,16 +29,16 @@ from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
 
-PATIENCE = 10.0  # seconds until a thread that still runs at the end is reported
+PATIENCE = 10.0  # seconds before a thread that still runs at the end is reported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the command line says; return 0 after a complete run, `exit_code` after a stop.
+    """Train with the given command line; return 0 after a complete run, `exit_code` after a stop.
 
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
+        SystemExit: with code 2, after a single line about an error that the user can correct.
     """
 
     def work(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell_of_threads(rank: int) -> None:
-    """Print a line if the process waits for a thread at its end, as the whole job then waits."""
+    """Print a line if a thread keeps the process, and therefore the job, from ending."""
     main = threading.main_thread()
-    main.join(60)  # else a larger program continues after the training
+    main.join(60)  # times out if a larger program continues after the training
     time.sleep(PATIENCE)
     others = [
         thread for thread in threading.enumerate() if not thread.daemon and thread is not main
@@ -70,7 +70,7 @@ def tell_of_threads(rank: int) -> None:
 def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
     """Train, or serve the ranks that train; return the exit code.
 
-    After a loss of ranks, the remaining ranks start again, if the options allow it.
+    If ranks are lost, the remaining ranks start again, if the options allow it.
 
     Collective over: comm.
     """
@@ -94,7 +94,7 @@ def train(comm: mpikfac.comm.Comm, options: Options, watchdog: Watchdog) -> int:
 
 
 def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
-    """Divide the cores and GPUs of nodes among their ranks.
+    """Divide the cores and GPUs of each node among its ranks.
 
     Collective over: comm.
     """
@@ -109,10 +109,10 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
 def assist(
     comm: mpikfac.comm.Comm, team: mpikfac.comm.SplitComm, options: Options, device: torch.device
 ) -> None:
-    """Decompose, or keep the weights, for the ranks that train, until these end the training.
+    """Decompose factors, or store the weights, until the ranks that train end the training.
 
-    The ranks that train run the watchdog and follow signals, as a curvature server can be idle for
-    a long time.
+    The ranks that train run the watchdog and handle signals, since a server can be idle for a long
+    time.
 
     Collective over: comm.
     """

@@ -1,4 +1,4 @@
-"""Send messages unchanged, encoded, combined by a rule, or overlapped; and provide buffers."""
+"""Exchange messages: plain, encoded, aggregated robustly, or overlapped with computation."""
 
 from mpikfac.comm.messages.buffers import MAX_COUNT as MAX_COUNT
 from mpikfac.comm.messages.buffers import SUMMABLE as SUMMABLE

@@ -1,7 +1,7 @@
-"""Provide the buffers that MPI reads and writes, in the host's memory or on a device.
+"""Provide the buffers that MPI reads and writes, in host or device memory.
 
-A buffer is a NumPy array, or a tensor on a device. Device buffers go directly to a CUDA-aware MPI,
-otherwise through pinned host memory.
+A buffer is a NumPy array or a device tensor. A CUDA-aware MPI gets device buffers directly; any
+other MPI gets a copy in pinned host memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from mpikfac.trace import Trace
 
-# mpi4py sends a dtype unknown to MPI as bytes; sums of bytes are garbage without an error.
+# mpi4py sends dtypes that MPI does not know as bytes, and silently sums the bytes.
 SUMMABLE = (torch.float32, torch.float64)
 MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
 
 
 def check_summable(flat: Tensor) -> None:
-    """Check that MPI can sum elements of `flat`.
+    """Check that MPI can sum the elements of `flat`.
 
     Raises:
         ValueError: MPI does not support the dtype, or `flat` is not contiguous.
@@ -35,10 +35,10 @@ def check_summable(flat: Tensor) -> None:
 
 
 def check_sendable(stage: str, count: int) -> None:
-    """Check that MPI accepts a message of `count` elements or bytes.
+    """Check that `count` elements or bytes fit into one MPI message.
 
     Raises:
-        ValueError: there are more.
+        ValueError: they do not.
     """
     if count > MAX_COUNT:
         raise ValueError(
@@ -54,24 +54,24 @@ def pieces(buffer: Any, start: int, stop: int, count: int) -> Iterator[Any]:
 
 
 def synchronize(buffer: Any) -> None:
-    """Wait for the kernels that fill a device buffer: DLPack passes only the pointer."""
+    """Wait for the kernels that fill a device buffer: DLPack passes only a pointer."""
     if isinstance(buffer, Tensor) and not buffer.is_cpu:
         torch.accelerator.current_stream(buffer.device).synchronize()
 
 
 class Buffers:
-    """Hold a thread's buffers: copies on the host, and working memory."""
+    """Hold the host copies and the scratch memory of one thread."""
 
     def __init__(self, trace: Trace, direct: bool) -> None:
-        """Start without buffers; `direct`: MPI accepts device buffers."""
+        """Start without buffers; `direct` says whether MPI accepts device buffers."""
         self._trace = trace
         self._direct = direct
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
-        """Yield a buffer for MPI to read and write instead of `flat`; copies count as the stage."""
-        by_host = summed and flat.dtype not in SUMMABLE  # the host adds up dtypes unknown to MPI
+        """Yield a buffer that MPI reads and writes in place of `flat`; `stage` times the copies."""
+        by_host = summed and flat.dtype not in SUMMABLE  # our own operation runs on the host
         if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
             yield flat
@@ -81,7 +81,7 @@ class Buffers:
 
     @contextmanager
     def on_host(self, flat: Tensor, stage: str) -> Iterator[Any]:
-        """Yield a buffer in the host's memory instead of `flat`."""
+        """Yield a buffer in host memory in place of `flat`."""
         if flat.is_cpu:
             yield flat.numpy()
             return
@@ -95,7 +95,7 @@ class Buffers:
 
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
-        """Yield buffers for MPI to read instead of `sent`, and to fill instead of `received`."""
+        """Yield the buffer MPI reads in place of `sent`, and the one it fills for `received`."""
         if sent.is_cpu:  # `numpy()` would freeze the size of a program's tensor for good
             yield np.from_dlpack(sent), received.numpy()
             return
@@ -113,7 +113,7 @@ class Buffers:
             received.copy_(of_received)
 
     def joined(self, buffer: Any, spans: Sequence[tuple[int, int]]) -> Any:
-        """Return all spans in one piece, without a copy if the spans are contiguous."""
+        """Return all spans as one buffer, without a copy if they are contiguous."""
         first, last = spans[0][0], spans[-1][1]
         count = sum(stop - start for start, stop in spans)
         if last - first == count:
@@ -126,7 +126,7 @@ class Buffers:
         return joined
 
     def like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
-        """Return a reused buffer `[count]` of the same kind as `buffer`, one for each use."""
+        """Return a reusable buffer `[count]` of the same kind as `buffer`, one per `use`."""
         if not isinstance(buffer, Tensor):
             return self.like(torch.from_numpy(buffer), use, count).numpy()
         memory = self._scratch.get((use, buffer.dtype))

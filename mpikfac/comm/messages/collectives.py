@@ -1,4 +1,4 @@
-"""Call MPI's blocking collectives on buffers, piece by piece, for the messages of a plan."""
+"""Carry out a plan's messages with MPI's blocking collectives, in pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _bfloat16_sum() -> MPI.Op:
 
 
 def op_of(message: Message) -> MPI.Op:
-    """Return the sum operation; MPI does not support bfloat16, whose bits it sees as integers."""
+    """Return the reduction operation; MPI lacks bfloat16, so it gets the bits as integers."""
     return _bfloat16_sum() if message.codec else MPI.SUM
 
 
@@ -44,7 +44,7 @@ def _reduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> N
 def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
     total = sum(stop - start for start, stop in message.spans)
     turns = -(-total // PIECE)
-    for turn in range(turns):  # in each turn the same share of every part
+    for turn in range(turns):  # each round has the same fraction of every span
         spans = [_share(span, turn, turns) for span in message.spans]
         start, stop = spans[comm.rank]
         counts = [stop - start for start, stop in spans]
@@ -68,7 +68,7 @@ def _alltoall(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffe
         begin, count = begins[comm.rank], counts[comm.rank]
         parts = buffers.like(buffer, "parts", max(PIECE, comm.size))[: comm.size * count]
         sent = [buffer, counts, begins, None]
-        if len(buffer) > MAX_COUNT:  # MPI takes no larger place
+        if len(buffer) > MAX_COUNT:  # larger displacements do not fit into MPI's integers
             spans = [(begin, begin + count) for begin, count in zip(begins, counts)]
             sent = [buffers.joined(buffer, spans), counts]
         comm.Alltoallv(sent, [parts, [count] * comm.size])
@@ -129,15 +129,15 @@ PRIMITIVES = {
     "Bcast": _bcast,
     PASSED: _pass_on,
 }
-"""The functions that carry out a message, by the name of the primitive in a plan."""
+"""The functions that carry out a message, by the name of its primitive in the plan."""
 SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
-"""Primitives in which MPI adds up, also numbers compressed to bfloat16."""
+"""Primitives in which MPI itself reduces, also values compressed to bfloat16."""
 COPIES = ("Allgatherv", "Bcast", PASSED)
-"""Primitives that copy numbers of any dtype."""
+"""Primitives that copy values of any dtype."""
 
 
 def sent_elements(message: Message, rank: int) -> int:
-    """Return how many elements of a message member `rank` passes to MPI."""
+    """Return how many elements of a message rank `rank` of its communicator passes to MPI."""
     if message.primitive == PASSED:
         return sum(m.size for m in passed(message.spans, message.to) if m.source == rank)
     silent = message.primitive == "Bcast" and rank != message.root
@@ -146,7 +146,7 @@ def sent_elements(message: Message, rank: int) -> int:
 
 
 def sum_in_order(comm: MPI.Intracomm, parts: Tensor, total: Tensor) -> None:
-    """Set `total` to the sum of all ranks' `parts` `[n, len(total)]`, both on the host.
+    """Set `total` to the sum of all ranks' `parts` `[n, len(total)]`, all in host memory.
 
     Collective over: comm.
     """

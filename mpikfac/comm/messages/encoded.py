@@ -1,7 +1,7 @@
-"""Execute collectives of encoded values: MPI copies bytes, and ranks sum decoded values.
+"""Carry out collectives of encoded values: MPI moves bytes, and the ranks decode and sum them.
 
-All ranks that receive a value, and its sender, decode the same bytes and sum parts in rank order,
-so the results are bitwise equal on all ranks.
+The sender decodes the same bytes as the receivers, and everyone sums in rank order, so the results
+are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from mpikfac.numerics import add_decoded, encode, matrix_in, orthonormal, renewe
 from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, Codec, Message, shard_length
 
 Span = tuple[int, int]
-LATER, RIGHT = "later", "right"  # names in the memory, beside stages
+LATER, RIGHT = "later", "right"  # parts of keys in the memory, in addition to the stage
 
 
 class Encoded:
-    """Execute messages with a codec, except reductions that MPI itself computes.
+    """Carry out messages that have a codec, except for reductions that MPI computes itself.
 
     Attributes:
-        memory: what a rank stores for the next step. By stage, the residuals of the stage's arena:
-            encoding errors, to be added to the next message. By stage and LATER, the velocity of
-            values that are not sent yet. By stage, span and RIGHT, the last sum of all Q of a
-            message.
+        memory: what a rank keeps for the next step. Under a stage: the residuals of the stage's
+            arena, which are encoding errors that are added to the next message. Under a stage and
+            LATER: the velocity of values that have not been sent yet. Under a stage, a span and
+            RIGHT: the previous reduced Q of a message.
     """
 
     def __init__(self, direct: bool, memory: dict[Hashable, Tensor] | None = None) -> None:
-        """Start with a `memory`, if given; `direct`: MPI accepts device buffers."""
+        """Start with `memory`, if given; `direct` says whether MPI accepts device buffers."""
         self._direct = direct
         self.memory = {} if memory is None else memory
 
     def exchange(self, comm: MPI.Intracomm, message: Message, flat: Tensor) -> None:
-        """Send the message's spans of `flat`.
+        """Exchange the message's spans of `flat`.
 
         Collective over: comm.
         """
@@ -45,12 +45,12 @@ class Encoded:
         assert sent == message.bytes
 
     def reset(self) -> None:
-        """Set the memory to zero: ranks then continue as after a restart."""
+        """Set the memory to zero, as after a restart."""
         for tensor in self.memory.values():
             tensor.zero_()
 
     def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Reduce by shards: every member sums a shard, encodes the sum and sends it to all."""
+        """All-reduce: every member sums one shard, encodes the sum and sends it to everyone."""
         (span,) = message.spans
         length = shard_length(span[1] - span[0], comm.size)
         encoded = self._encoded(flat, span, message.stage, codec)
@@ -61,7 +61,7 @@ class Encoded:
             add_decoded(total, part, codec)
         residual = torch.zeros_like(total) if codec.feedback else None
         shard = encode(total, codec, residual)
-        # Only the total of all ranks' residuals matters: this rank keeps the error of the sum too.
+        # Only the sum of the residuals over ranks matters, so this rank keeps the sum's error too.
         if residual is not None:
             start = min(span[0] + comm.rank * length, span[1])
             residuals = self.memory[message.stage][start : min(start + length, span[1])]
@@ -71,7 +71,7 @@ class Encoded:
         return parts.numel() + len(shard)
 
     def _to_all(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Reduce on all members: every member receives and sums all parts of the span."""
+        """All-reduce: every member receives the encoded spans of all members and sums them."""
         (span,) = message.spans
         encoded = self._encoded(flat, span, message.stage, codec)
         parts = self._passed(comm.Allgather, encoded, comm.size * len(encoded))
@@ -79,7 +79,7 @@ class Encoded:
         return len(encoded)
 
     def _to_owners(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Reduce on owners: every member receives and sums all parts of its own span."""
+        """Reduce to the owners: every member receives all members' values of its own span."""
         encoded = [self._encoded(flat, span, message.stage, codec) for span in message.spans]
         counts = [len(part) for part in encoded]
         incoming = [counts[comm.rank]] * comm.size
@@ -95,7 +95,7 @@ class Encoded:
     def _in_two_sums(
         self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor
     ) -> int:
-        """Reduce matrices on all members as low-rank products of two sums [PowerSGD]."""
+        """All-reduce matrices in low rank, as products of two all-reduced factors [PowerSGD]."""
         (span,), places = message.spans, codec.matrices
         residuals = self._memory_of(message.stage, flat)
         residuals[slice(*span)] += flat[slice(*span)]
@@ -119,7 +119,7 @@ class Encoded:
         return left.nbytes + right.nbytes
 
     def _gather(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Send every member's span to all members."""
+        """All-gather: send every member's span to all members."""
         counts = [codec.size_of(*span, flat.element_size()) for span in message.spans]
         encoded = self._encoded(flat, message.spans[comm.rank], message.stage, codec)
 
@@ -140,7 +140,7 @@ class Encoded:
         return len(encoded)
 
     def _broadcast(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Send the root's span to all members."""
+        """Broadcast the root's span."""
         (span,) = message.spans
         encoded = flat.new_empty(0, dtype=torch.uint8)
         if comm.rank == message.root:
@@ -156,7 +156,7 @@ class Encoded:
         return len(encoded)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
-        """Return a span of `flat` as bytes; with feedback, the error is stored as a residual."""
+        """Return a span of `flat` as bytes; with feedback, keep the encoding error as residual."""
         part, codec = slice(*span), codec.within(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
@@ -166,13 +166,13 @@ class Encoded:
         return encode(flat[part], codec, residuals[part], velocity)
 
     def _memory_of(self, name: Hashable, like: Tensor) -> Tensor:
-        """Return the memory under a name, initially zeros."""
+        """Return the memory stored under a name; initially zeros."""
         if name not in self.memory:
             self.memory[name] = torch.zeros_like(like)
         return self.memory[name]
 
     def _add_up(self, comm: MPI.Intracomm, numbers: Tensor) -> None:
-        """Reduce on all members, in place."""
+        """All-reduce in place."""
         place = numbers.device if self._direct else torch.device("cpu")
         buffer = numbers.to(place)
         synchronize(buffer)
@@ -199,11 +199,11 @@ PRIMITIVES = {
     "Allgatherv": Encoded._gather,
     "Bcast": Encoded._broadcast,
 }
-"""The methods that carry out a message, by the name of the primitive in a plan."""
+"""The methods that carry out a message, by the name of its primitive in the plan."""
 
 
 def in_turn(sides: Tensor, codec: Codec, side: int) -> list[Tensor]:
-    """Return the P (side 0) or Q (side 1) of a message's matrices, views `[groups, n, rank]`."""
+    """Return P (side 0) or Q (side 1) of each matrix of a message, as views `[groups, n, r]`."""
     parts = sides.split([place.sides(codec.rank)[side] for place in codec.matrices])
     orders = [(place.groups, place[2 + side]) for place in codec.matrices]
     return [part.view(*order, -1) for part, order in zip(parts, orders)]

@@ -1,10 +1,10 @@
-"""Send overlapped messages, the most urgent message first.
+"""Send overlapped messages in order of urgency.
 
 Messages become ready at different times and in different orders on different ranks, but all ranks
-have to send them in the same order. The threads of all ranks therefore determine which messages are
-ready on all ranks, and send a batch of them, the most urgent first: small messages, or a piece of a
-large one. All ranks agree on the next batch before the current one is sent; the answer arrives in
-the meantime. A late urgent message can overtake others between batches.
+must send them in the same order. The sending threads therefore determine together which messages
+are ready on every rank, and send the most urgent of them as a batch: several small messages, or a
+piece of a large one. They agree on the next batch while the current one is sent. Between two
+batches, an urgent message can overtake those that were ready earlier.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from mpikfac.plan import BATCH
 
-PAUSE = 1e-4  # seconds until ranks ask again that have no message in common
+PAUSE = 1e-4  # seconds before the ranks try again if no message is ready on all of them
 
 
 class Piece(NamedTuple):
-    """Describe a piece of a message: its elements, and the function that sends the piece."""
+    """A piece of a message: its number of elements, and the function that sends it."""
 
     size: int
     send: Callable[[], None]
@@ -30,11 +30,11 @@ class Piece(NamedTuple):
 
 @dataclass
 class Letter:
-    """Hold a message that is being sent.
+    """A message that is being sent.
 
     Attributes:
         pieces: the pieces that are not in a batch yet, in order.
-        left: the number of pieces that are not sent yet.
+        left: how many pieces have not been sent.
     """
 
     urgency: int
@@ -49,16 +49,16 @@ Batch = list[tuple[Letter, Piece]]
 class Outbox:
     """Run a thread that sends messages in the same order on all ranks.
 
-    Messages are numbered from 0; a number identifies the same message on every rank. Messages with
-    lower `urgency` are sent earlier.
+    Messages are numbered from 0, and a message has the same number on every rank. Messages with a
+    lower `urgency` are sent first.
     """
 
     def __init__(self, ask: Callable[[list[int]], Callable[[], list[int]]]) -> None:
         """Start the thread.
 
         Args:
-            ask: starts to determine the numbers that are ready on all ranks, and returns a function
-                that waits for them; collective, like pieces.
+            ask: starts to determine which messages are ready on all ranks, and returns a function
+                that waits for the answer. Like the pieces' `send`, it is collective.
         """
         self._ask = ask
         self._letters: dict[int, Letter] = {}
@@ -80,14 +80,14 @@ class Outbox:
             if self._closed:
                 raise RuntimeError(f"message {number} comes after close(): no step may follow it")
             if number in self._letters:
-                raise ValueError(f"message {number} is on its way already")
+                raise ValueError(f"message {number} is already being sent")
             self._letters[number] = letter
             if self._error is not None:  # the thread has ended: `wait` raises its error
                 letter.sent.set()
             self._changed.notify_all()
 
     def wait(self, number: int) -> None:
-        """Wait until message `number`, which was put before, is sent on this rank.
+        """Wait until message `number`, which was put before, has been sent by this rank.
 
         Raises:
             Exception: the error that ended the thread.
@@ -100,14 +100,14 @@ class Outbox:
             del self._letters[number]
 
     def flush(self) -> None:
-        """Wait until all messages put in so far are sent on this rank."""
+        """Wait until this rank has sent all messages that were put so far."""
         with self._changed:
             letters = list(self._letters.values())
         for letter in letters:
             letter.sent.wait()
 
     def close(self) -> None:
-        """End the thread, once all messages are sent."""
+        """End the thread once all messages are sent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -117,33 +117,33 @@ class Outbox:
         batch: Batch = []
         try:
             while batch or self._has_waiting():
-                # All ranks have the same batch, so all ask now, also those without other messages.
+                # All ranks have the same batch, so all take part, even those with nothing waiting.
                 waiting = self._waiting()
                 common = self._ask(list(waiting))
                 send(batch)
                 batch = next_batch({number: waiting[number] for number in common()})
                 if waiting and not batch:
                     time.sleep(PAUSE)
-        except BaseException as error:  # raised again by `wait`, in the training's thread
+        except BaseException as error:  # `wait` raises it again in the training thread
             with self._changed:
                 self._error = error
                 for letter in self._letters.values():
                     letter.sent.set()
 
     def _has_waiting(self) -> bool:
-        """Wait for waiting messages; return False if there are none and the outbox is closed."""
+        """Wait for a message; return False if none is left and the outbox is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting() or self._closed)
             return bool(self._waiting())
 
     def _waiting(self) -> dict[int, Letter]:
-        """Return the messages with pieces that are not in a batch."""
+        """Return the messages that have pieces outside of a batch."""
         with self._changed:
             return {number: letter for number, letter in self._letters.items() if letter.pieces}
 
 
 def next_batch(letters: dict[int, Letter]) -> Batch:
-    """Take pieces of the letters: the most urgent first, `BATCH` elements or a single piece."""
+    """Take the most urgent pieces, up to `BATCH` elements in total, but at least one piece."""
     order = sorted(letters, key=lambda number: (letters[number].urgency, number))
     pieces = [(letters[n], piece) for n in order for piece in letters[n].pieces]
     sizes = accumulate(piece.size for _, piece in pieces)

@@ -1,7 +1,7 @@
-"""Send overlapped reductions over the world: a thread calls MPI during computation.
+"""Overlap reductions over the world with computation, in a thread that calls MPI.
 
-The thread's buffers are on the host, because Open MPI crashes in non-blocking reductions of device
-buffers.
+The thread's buffers are in host memory, because Open MPI crashes in non-blocking reductions of
+device buffers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpikfac.trace import Trace
 
 
 class OverlappedSums:
-    """Send an arena's messages during computation, each when its blocks are ready.
+    """Send an arena's messages during computation, each as soon as its blocks are ready.
 
     Collective over: world, in any order and at any time.
     """
@@ -51,10 +51,10 @@ class OverlappedSums:
         self.ready_blocks: set[str] = set()
 
     def ready(self, block: str) -> None:
-        """Mark a block as ready; the block's value must not change until `wait`.
+        """Mark a block as ready; its values must not change until `wait` returns.
 
         Raises:
-            RuntimeError: the block was ready before.
+            RuntimeError: the block was already ready.
         """
         if block in self.ready_blocks:
             raise RuntimeError(
@@ -69,14 +69,14 @@ class OverlappedSums:
             self._send(index)
 
     def wait(self) -> None:
-        """Wait until all messages are sent; all blocks have to be ready."""
+        """Wait until all messages are sent; all blocks must be ready."""
         for index in self._missing:
             self._wait(index)
         self._missing = Counter(self._message_of.values())
         self.ready_blocks.clear()
 
     def abort_batch(self, world: MPI.Intracomm) -> None:
-        """Drop a batch that no step uses, on all ranks if any rank has sent a block.
+        """Drop a batch that no step uses, on all ranks if any rank has sent a block of it.
 
         Collective over: world.
         """
@@ -92,7 +92,7 @@ class ProgressThread:
     Collective over: world.
 
     Attributes:
-        comm: a communicator of all ranks for this thread only.
+        comm: a communicator of all ranks, used only by this thread.
 
     Raises:
         ValueError: MPI does not allow threads to call MPI.
@@ -101,11 +101,11 @@ class ProgressThread:
     def __init__(
         self, world: MPI.Intracomm, trace: Trace, device: torch.device, kept: dict[Hashable, Tensor]
     ) -> None:
-        """Start the thread; `device` holds the arenas, and `kept` the state of the encoding."""
+        """Start the thread; `device` holds the arenas, and `kept` is the state of the encoding."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
         self.comm = world.Dup()
-        self._patient = cast(MPI.Intracomm, Patient(self.comm))  # the collectives of sums
+        self._patient = cast(MPI.Intracomm, Patient(self.comm))  # has the collectives needed here
         self._trace = trace
         self._buffers = Buffers(trace, direct=False)
         self._encoded = Encoded(direct=False, memory=kept)
@@ -117,7 +117,7 @@ class ProgressThread:
     def overlapped(
         self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
     ) -> OverlappedSums:
-        """Return a sender of the messages of `flat`.
+        """Return a sender for the messages of `flat`.
 
         Collective over: world; in the same order on all ranks, before any message is sent.
         """
@@ -138,15 +138,15 @@ class ProgressThread:
         self._outbox.flush()
 
     def close(self) -> None:
-        """End the thread, once all messages are sent.
+        """End the thread once all messages are sent.
 
         Collective over: world.
         """
         self._outbox.close()
 
     def _ask(self, numbers: list[int]) -> Callable[[], list[int]]:
-        """Start to determine the message numbers that are in `numbers` on all ranks."""
-        # In one array, which `answer` keeps: mpi4py does not keep what MPI still reads.
+        """Start to determine which messages are in `numbers` on all ranks."""
+        # One array, kept alive by `answer`: mpi4py does not keep the buffers of an operation.
         ready, everywhere = np.zeros((2, self._numbered), np.uint8)
         ready[numbers] = 1
         request = self.comm.Iallreduce(ready, everywhere, MPI.BAND)
@@ -158,7 +158,7 @@ class ProgressThread:
         return answer
 
     def _pieces(self, message: Message, flat: Tensor) -> list[Piece]:
-        """Return the pieces of a message, to be sent on the outbox's thread."""
+        """Return the pieces of a message, which the outbox's thread will send."""
         flight = next(self._flights)
         ready = None if flat.is_cpu else torch.Event(flat.device)
         if ready is not None:
@@ -199,7 +199,7 @@ class ProgressThread:
             synchronize(piece)
 
     def _sum(self, message: Message, numbers: Tensor, flight: int) -> None:
-        """Reduce with MPI, which sees bfloat16 as integers."""
+        """Reduce with MPI, which gets bfloat16 as integers."""
         with (
             self._buffers.on_host(numbers, message.stage) as buffer,
             self._trace.stage(message.stage, message.over, numbers.nbytes, flight),

@@ -1,4 +1,4 @@
-"""Combine the vectors of all ranks by a robust rule: each rank combines a shard of all vectors."""
+"""Aggregate the vectors of all ranks by a robust rule, each rank one shard of all vectors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpikfac.trace import Trace
 
 
 class Combiner:
-    """Execute messages with a rule, on copies in the host's memory.
+    """Carry out messages that have an aggregation rule, on copies in host memory.
 
     Attributes:
-        rules: rules on whole vectors, by stage, with their state.
+        rules: the rules that need whole vectors, with their state, by stage.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -27,7 +27,7 @@ class Combiner:
         self.rules: dict[str, ByVector] = {}
 
     def prepare(self, dealt: Iterable[Message], rank: int, dtype: torch.dtype) -> None:
-        """Initialize the rules on whole vectors; `dealt` are the messages with shards."""
+        """Initialize the rules that need whole vectors; `dealt` are the messages with shards."""
         for message in dealt:
             rule, ranks = message.rule, len(message.spans)
             assert isinstance(rule, Aggregation)
@@ -38,17 +38,18 @@ class Combiner:
                 self.rules[message.stage] = by_vector(rule, ranks, like, start)
 
     def reset(self) -> None:
-        """Forget earlier steps."""
+        """Discard the state of earlier steps."""
         for rule in self.rules.values():
             rule.reset()
 
     def exchange(self, comm: MPI.Intracomm, messages: Sequence[Message], flat: Tensor) -> None:
-        """Set the messages' span of `flat` to the result of the rule over all ranks.
+        """Set the messages' span of `flat` to its aggregate over all ranks.
 
         Collective over: comm.
 
         Args:
-            messages: the shards of all vectors, the inner products if needed, and the results.
+            messages: one for the shards of all vectors, one for the inner products if the rule
+                needs them, and one for the results.
         """
         deal, *others, gather = messages
         starts = [start for start, _ in deal.spans]
@@ -71,7 +72,7 @@ class Combiner:
         flat[first:last] = host
 
     def _rule(self, deal: Message, parts: Tensor, first: int) -> Any:
-        """Return the rule of a message's shard, with its state."""
+        """Return the rule for a message's shard, with its state."""
         if isinstance(deal.rule, FactorAggregation):
             return deal.rule.combiner(first)
         assert isinstance(deal.rule, Aggregation)
@@ -80,7 +81,7 @@ class Combiner:
     def _by_vector(
         self, comm: MPI.Intracomm, products: Message, parts: Tensor, rule: Any
     ) -> Tensor:
-        """Return the rank's shard of the result; the inner products are reduced over ranks."""
+        """Return this rank's shard of the result, after all-reducing the inner products."""
         total = rule.products(parts)
         with self._trace.stage(products.stage, comm.name, products.bytes):
             comm.Allreduce(MPI.IN_PLACE, total.numpy())

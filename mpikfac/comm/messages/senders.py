@@ -1,6 +1,6 @@
-"""Reduce an arena over ranks: at once, part by part, or overlapped.
+"""Reduce an arena over ranks: in one call, part by part in a fixed order, or overlapped.
 
-The strategy selects the sender; code that fills an arena calls every sender in the same way.
+The strategy selects the sender; the code that fills an arena is the same for all of them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from mpikfac.comm.grid import Grid
 
 Turns = Mapping[Any, Sequence[Message]]
-"""The messages of an arena, by turn of a refresh, a number; None for all layers."""
+"""The messages of an arena, by the round of a refresh; None is the key for all layers."""
 
 
 class Sender:
     """Reduce an arena when the step requests it.
 
     Attributes:
-        arena: the local values, and after `add_up` the sums, or the means.
-        early: whether blocks are sent as soon as they are ready, in the backward pass.
-        in_parts: whether a batch arrives part by part, through `accumulate`.
-        alone: whether the current sums are only those of the rank's replica of the model.
+        arena: the local values and, after `add_up`, their sums or means over ranks.
+        early: whether blocks are sent during the backward pass, as soon as they are ready.
+        in_parts: whether a batch arrives in parts, through `accumulate`.
+        alone: whether the sums cover only this rank's replica of the model.
     """
 
     early = False
@@ -40,7 +40,7 @@ class Sender:
         """Hold an arena whose content can change until `add_up`.
 
         Args:
-            divided: the views of the arena whose sums become means over ranks.
+            divided: views of the arena that get means over ranks instead of sums.
         """
         self.grid, self.arena, self.messages = grid, arena, messages
         self.divided = list(divided)
@@ -63,14 +63,14 @@ class Sender:
         """
 
     def is_ready(self, name: str) -> bool:
-        """Return whether a block was marked as complete; only an early sender stores marks."""
+        """Return whether a block was marked as complete; only early senders keep track."""
         return False
 
     def accumulate(self) -> None:
-        """Store the content of the arena as a part of the local batch.
+        """Store the content of the arena as one part of the local batch.
 
         Raises:
-            ValueError: the batch has no parts.
+            ValueError: this sender does not take batches in parts.
         """
         raise ValueError("accumulate() was called more than 0 times before step()")
 
@@ -87,9 +87,9 @@ class Sender:
         self.grid.exchange(self.messages[turn], self.arena.flat)
 
     def abort_batch(self) -> None:
-        """Drop what the sender has of a batch that no step takes.
+        """Drop what the sender holds of a batch that no step uses.
 
-        Collective over: world if the sender is early, else none.
+        Collective over: world if the sender is early, otherwise none.
         """
 
 
@@ -115,10 +115,10 @@ class Overlapped(Sender):
         return name in self._sums.ready_blocks
 
     def ready(self, *names: str) -> None:
-        """Send blocks; values must not change until `add_up`.
+        """Send blocks, whose values must not change until `add_up`.
 
         Raises:
-            RuntimeError: a block was ready before.
+            RuntimeError: a block was already ready.
         """
         for name in names:
             if self.divided:
@@ -126,16 +126,16 @@ class Overlapped(Sender):
             self._sums.ready(name)
 
     def add_up(self, turn: int | None = None) -> None:
-        """Wait for the sums; all blocks have to be ready."""
+        """Wait for the reductions; all blocks must be ready."""
         self._sums.wait()
 
     def abort_batch(self) -> None:
-        """Finish the messages of a batch that no step takes."""
+        """Complete the messages of a batch that no step uses."""
         self._sums.abort_batch(self.grid.world)
 
 
 class InOrder(Sender):
-    """Sum the parts of a batch in order, regardless of which rank has computed a part."""
+    """Sum the parts of a batch in a fixed order, regardless of which rank computed each part."""
 
     in_parts = True
 
@@ -167,12 +167,12 @@ class InOrder(Sender):
         """Store the content of the arena as the next part.
 
         Raises:
-            ValueError: there are already all parts.
+            ValueError: all parts have already arrived.
         """
         self._parts.add()
 
     def add_up(self, turn: int | None = None) -> None:
-        """Sum all parts of all ranks, in order.
+        """Sum the parts of all ranks, in order.
 
         Raises:
             ValueError: parts are missing.
@@ -182,5 +182,5 @@ class InOrder(Sender):
             torch._foreach_div_(self.divided, len(self._parts) * self.grid.world.size)
 
     def abort_batch(self) -> None:
-        """Drop the parts of a batch."""
+        """Drop the parts of the batch."""
         self._parts.clear()

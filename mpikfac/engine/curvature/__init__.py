@@ -1,4 +1,4 @@
-"""The preconditioner of K-FAC on a rank, from hooks to directions."""
+"""K-FAC's preconditioner on one rank, from hooks to directions."""
 
 from __future__ import annotations
 

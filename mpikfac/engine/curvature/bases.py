@@ -1,4 +1,4 @@
-"""Decompositions of factors: made by owners, sent to workers, applied to gradients."""
+"""Decompositions of factors: computed by owners, sent to workers, applied to gradients."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Decomposer = Callable[[Site, Arena, Mapping[str, str]], AtOnce]
 
 
 class Bases(Part):
-    """The decompositions that the rank makes and holds, to multiply gradients by.
+    """The decompositions that this rank computes or holds, with which it multiplies gradients.
 
     Attributes:
-        preconditioners: the preconditioners of layers by name, the run's preconditioner first.
-        arena: blocks of decompositions; a segment per worker of the column.
-        scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; written by
-            a preconditioner's own part alone.
-        stacks: the layers to precondition on the rank, in lists of equal layers on a GPU, with
+        preconditioners: the preconditioners of layers, by name, the run's preconditioner first.
+        arena: blocks of decompositions, with a segment for each worker of the column.
+        scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; written only
+            by the preconditioner's own part.
+        stacks: the layers that this rank preconditions, in lists of equal layers on a GPU, with
             their decompositions.
         ready: whether the rank has decompositions.
-        turn: of the refresh to be published next; None for all layers.
+        turn: the round of the refresh to be published next; None for all layers.
         decomposer: decomposes the rank's factors.
     """
 
@@ -50,11 +50,11 @@ class Bases(Part):
         relative: bool = False,
         decomposer: Decomposer = AtOnce,
     ) -> None:
-        """Make arenas of zeros; decompositions are computed in the dtype of sums.
+        """Allocate zeroed arenas; decompositions are computed in the dtype of the statistics.
 
         Args:
-            relative: damping is relative to mean eigenvalues.
-            decomposer: makes the decomposer of the rank's factors.
+            relative: whether the damping is relative to mean eigenvalues.
+            decomposer: creates the decomposer of the rank's factors.
         """
         super().__init__(site)
         self.preconditioners, self.relative = preconditioners, relative
@@ -73,8 +73,8 @@ class Bases(Part):
         self.turn: int | None = None
         self._pending: Ready | None = None
         self._due = 0
-        self._due_layers: set[str] = set()  # whose factors all have pending decompositions
-        self._damping = math.nan  # equal to no damping
+        self._due_layers: set[str] = set()  # those whose factors all have pending decompositions
+        self._damping = math.nan  # not equal to any damping
 
     def _decomposition_of(self, factor: Factor) -> Decomposition:
         (layer,) = (layer for layer in self.plan.layers if layer.name == factor.layer)
@@ -85,9 +85,9 @@ class Bases(Part):
         )
 
     def _alike(self) -> list[list[PlannedLayer]]:
-        """Return the layers to precondition in lists of equal layers; on a CPU, every layer alone.
+        """Return the layers to precondition in lists of equal layers; on a CPU, one layer each.
 
-        A GPU spends as long on the start of a small kernel as on the kernel.
+        On a GPU, launching a small kernel takes as long as the kernel itself.
         """
         kinds: dict[Hashable, list[PlannedLayer]] = {}
         for layer in self.plan.preconditioned:
@@ -96,7 +96,7 @@ class Bases(Part):
         return list(kinds.values())
 
     def hold(self, layers: Sequence[PlannedLayer]) -> Held:
-        """Return the decompositions of a layer of the rank, or of equal layers as a stack."""
+        """Return the decompositions of one of the rank's layers, or of equal layers as a stack."""
         names, kinds = [layer.name for layer in layers], layers[0].preconditioner.blocks
         a, g = ({kind: self._side(layers, side, kind) for kind in kinds} for side in "AG")
         denominators, scales = (
@@ -106,7 +106,7 @@ class Bases(Part):
         return Held(a, g, denominators, scales)
 
     def _side(self, layers: Sequence[PlannedLayer], side: str, kind: str) -> list[Tensor]:
-        """Return the block of a kind of every factor of a side, or of equal layers as a stack."""
+        """Return, for every factor of a side, the block of a kind, or a stack for equal layers."""
         of_layers = [
             [b.name for f in layer.side(side) for b in f.blocks if b.kind == kind]
             for layer in layers
@@ -118,7 +118,7 @@ class Bases(Part):
         return blocks
 
     def reset(self) -> None:
-        """Forget all decompositions, also unfinished decompositions."""
+        """Discard all decompositions, including unfinished ones."""
         self.ready, self.turn = False, None
         self._pending, self._due = None, 0
         self._due_layers = set()
@@ -134,16 +134,17 @@ class Bases(Part):
         turn: int | None = None,
         warn: Warn = list,
     ) -> None:
-        """Start to decompose the factors of the rank: all, or of a `turn` of the refresh.
+        """Start to decompose the rank's factors: all of them, or those of a round of the refresh.
 
         Args:
             factors: packed, by name.
-            warn: is called with the layers with factors whose rounding the damping does not cover.
+            warn: is called with the layers whose factors have rounding errors that the damping does
+                not cover.
         """
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
         layers = (layer.name for layer in self.plan.layers if turn in (None, layer.turn))
-        # With a tolerance, factors that keep their decomposition have no pending one.
+        # With a tolerance, factors that keep their decomposition have none pending.
         self._due_layers = set() if self.plan.strategy.refresh.tolerance else set(layers)
         decompositions = [d for d in self._decompositions if turn in (None, d.factor.turn)]
         forms = {d.factor.name: d.factor.preconditioner for d in decompositions}
@@ -164,24 +165,24 @@ class Bases(Part):
 
     @property
     def pending(self) -> bool:
-        """Whether decompositions are unfinished, or finished and not in use yet."""
+        """Whether decompositions are unfinished, or finished but not yet in use."""
         return self._pending is not None
 
     def due(self, step: int) -> bool:
-        """Return whether pending decompositions are to be used from `step` on."""
+        """Return whether pending decompositions are to be used at `step`."""
         return self.pending and step >= self._due
 
     def take(self, step: int) -> int:
-        """Put the rank's own decompositions into the arena, once the decompositions are finished.
+        """Put the rank's own decompositions into the arena, once they are finished.
 
-        Factors that were not decomposed, or could not be decomposed, keep the last decomposition.
+        Factors that were not decomposed, or could not be, keep their previous decomposition.
         Before the first decomposition, blocks and directions are NaN.
 
         Returns:
             How many factors were decomposed.
 
         Raises:
-            UserError: a factor could not be decomposed too many times in a row.
+            UserError: the decomposition of a factor has failed too many times in a row.
         """
         pending, self._pending = self._pending, None
         blocks, failed = pending() if pending else Decomposed({}, ())
@@ -191,13 +192,13 @@ class Bases(Part):
         self.site.nonfinite.note("decomposition", failed, step, instead, tried)
         sound = {n: b for n, b in blocks.items() if not self.ready or factor_of[n] not in failed}
         copy_all((self.arena[name], block) for name, block in sound.items())
-        # A factor counts if its first block is new; others may be renewed without a decomposition.
+        # A factor counts if its first block is new; others can change without a decomposition.
         factors = [d.factor for d in self._decompositions]
         first = {factor.blocks[0].name for factor in factors if not factor.preconditioner.vector}
         return sum(name in first and factor_of[name] not in failed for name in blocks)
 
     def publish(self) -> None:
-        """Send the decompositions to the workers of their layers, and take all into use.
+        """Send the decompositions to the workers of their layers, and start to use all of them.
 
         Collective over: column.
         """
@@ -205,18 +206,18 @@ class Bases(Part):
         self.refresh()
 
     def refresh(self) -> None:
-        """Take an arena with new content into use."""
+        """Start to use the new content of the arena."""
         self.ready = True
         self.rescaled()
 
     def rescaled(self) -> None:
-        """Have `damp` prepare directions anew, as decompositions or scales have new content."""
+        """Make `damp` prepare directions again, as decompositions or scales have changed."""
         self._damping = math.nan
 
     # -- from gradients to directions ------------------------------------------------------------
 
     def damp(self, damping: float) -> None:
-        """Prepare all directions with the damping, if damping or decompositions have changed."""
+        """Prepare all directions for a damping, if it or the decompositions have changed."""
         if damping == self._damping:
             return
         damped: dict[Preconditioner, list[Held]] = {}
@@ -231,7 +232,7 @@ class Bases(Part):
         self._damping = damping
 
     def sides(self, name: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the blocks of a kind of A and of G of a layer, in the dtype of sums."""
+        """Return a layer's blocks of a kind, for A and for G, in the dtype of the statistics."""
         (layer,) = (layer for layer in self.plan.layers if layer.name == name)
         a, g = ([b.to(self.site.dtype) for b in self._side([layer], s, kind)] for s in "AG")
         return a, g
@@ -245,11 +246,11 @@ class Bases(Part):
                 yield Item(BASES + block.name, self.arena.get(block.name))
 
     def marks(self) -> dict[str, Any]:
-        """Return the preconditioners, if the rank has decompositions."""
+        """Return the preconditioners if the rank has decompositions."""
         return {PRECONDITIONER: self.plan.preconditioners} if self.ready else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arena and pending decompositions, by name; wait for pending decompositions."""
+        """Return the arena and, after waiting for them, pending decompositions, by name."""
         state = super().state_dict()
         if self._pending is not None:
             finished = self._pending()
@@ -260,9 +261,9 @@ class Bases(Part):
         return state
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of a complete state of all ranks, as far as `names` tell."""
+        """Return the names of a complete state of all ranks, as far as `names` determine them."""
         complete = super().complete(names)
-        if complete and DUE in names:  # of one turn; with a tolerance, also blocks that may stay
+        if complete and DUE in names:  # of one round; with a tolerance, also blocks that may stay
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None
@@ -283,14 +284,14 @@ class Bases(Part):
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `reset`.
 
-        Pending decompositions are published together with all decompositions, as the turns of
-        layers may differ from the saved run's.
+        Pending decompositions are published together with all others, since layers may belong to
+        other rounds than in the saved run.
         """
         if PRECONDITIONER not in names:
             return
         super().load_state_dict(state, names)
         self.refresh()
-        if DUE in state:  # blocks that no decomposition was made of are missing
+        if DUE in state:  # blocks for which no decomposition was started are missing
             begun = (name for name in self._factor_of if DECOMPOSITIONS + name in state)
             finished = self.decomposer.checked({n: state[DECOMPOSITIONS + n] for n in begun})
             self._pending = lambda: finished

@@ -1,8 +1,8 @@
-"""Start the kernels of a region of a step by one call: as they were started in a step before.
+"""Launch all kernels of a region of a step by one call, as they were launched in an earlier step.
 
-A region starts many small kernels, and a GPU can be done with a kernel before the host has started
-the next. A graph has all kernels of a region, with the addresses and the numbers of the host as
-they were when the graph was recorded.
+A region launches many small kernels, and a GPU can finish one before the host has launched the
+next. A graph contains all kernels of a region, with the addresses and host values at the time when
+it was recorded.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from mpikfac.settings import Numbers
 
 Region = Callable[[Numbers], None]
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs a function once, and returns what runs the function's kernels again."""
+"""Runs a function once, and returns a function that launches the same kernels again."""
 
 log = logging.getLogger("mpikfac")
 
 
 class Captured:
-    """A region that is recorded in the second step of a kind, and replayed from then on.
+    """A region that is recorded in the second step of a kind, and replayed afterwards.
 
-    Every other step runs the region itself: the first step of a kind also starts libraries that a
-    recording cannot start.
+    Other steps run the region itself: the first step of a kind also initializes libraries, which
+    cannot be done in a recording.
     """
 
     def __init__(
         self, region: Region, key: Callable[[Numbers], Hashable], device: torch.device
     ) -> None:
-        """Begin without a record.
+        """Start without a recording.
 
         Args:
-            key: returns all that the region reads on the host, and that may differ between steps.
+            key: returns everything that the region reads on the host and that can differ between
+                steps.
 
         Raises:
-            ValueError: nothing records on the device.
+            ValueError: the device does not support recording.
         """
         if device.type not in RECORDS:
             raise ValueError(f"cuda_graph=True needs a model on a GPU of NVIDIA, not on {device}")
@@ -52,17 +53,17 @@ class Captured:
         if key in self._replays:
             self._replays[key]()
         elif key == self._last:
-            self._replays = {key: self._record(run)}  # drops the memory of the one before
+            self._replays = {key: self._record(run)}  # frees the memory of the previous one
         else:
             run()
         self._last = key
 
 
 def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
-    """Run `compute` as a CUDA graph, and return the replay; run it eagerly if it has no graph."""
+    """Run `compute` as a CUDA graph, and return its replay; without a graph, run it eagerly."""
     try:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device at the same time.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             compute()
     except RuntimeError as error:

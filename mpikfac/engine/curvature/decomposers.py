@@ -1,7 +1,7 @@
-"""Decomposers: where factors are decomposed, and when the decompositions are ready.
+"""Decomposers, which determine where factors are decomposed and when the results are ready.
 
-The numbers do not depend on the decomposer. The choices of a refresh select the decomposer:
-at once, on a thread of the rank, or on ranks that do not train.
+The results do not depend on the decomposer. The settings of a refresh select it: at once, in a
+thread of the rank, or on ranks that do not train.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Blocks = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A factor to decompose on the rank.
+    """A factor to decompose on this rank.
 
     Attributes:
-        blocks: the decomposition in use, by kind: views of the arena.
+        blocks: the decomposition in use, by kind, as views of the arena.
         side: all factors of the same side of the layer, A or G.
         opposite: all factors of the opposite side.
     """
@@ -46,13 +46,13 @@ class Decomposition:
 
 
 class FactorRequest(NamedTuple):
-    """Factors to decompose, as the factors are now.
+    """Factors to decompose, with their current values.
 
     Attributes:
         packed: the factors, by name.
-        added: the damping that is part of decompositions, by name of factors that have one.
+        added: the damping that is part of the decomposition, by the names of factors that have one.
         precise: whether a factor is decomposed in float64, by name.
-        turn: of a refresh; None for all layers.
+        turn: the round of the refresh; None for all layers.
         first: whether no decomposition is in use yet.
     """
 
@@ -65,11 +65,11 @@ class FactorRequest(NamedTuple):
 
 
 class Decomposed(NamedTuple):
-    """Decompositions that are complete.
+    """Completed decompositions.
 
     Attributes:
-        blocks: the changed blocks of the arena, by name; NaN where a factor failed.
-        failed: names of factors that cannot be decomposed.
+        blocks: the changed blocks of the arena, by name; NaN where a decomposition failed.
+        failed: the names of factors that could not be decomposed.
     """
 
     blocks: Blocks
@@ -77,15 +77,15 @@ class Decomposed(NamedTuple):
 
 
 Ready = Callable[[], Decomposed]
-"""Waits for decompositions, and returns the decompositions."""
+"""Waits for decompositions, and returns them."""
 
 
 class AtOnce:
-    """Decompose on the rank, when the decompositions are taken.
+    """Decompose in the calling thread, when the results are requested.
 
     Args:
-        arena: of all decompositions on the rank.
-        factor_of: the names of the factors of blocks that the rank decomposes.
+        arena: holds all decompositions on the rank.
+        factor_of: the factor's name for each block that the rank decomposes.
     """
 
     def __init__(self, site: Site, arena: Arena, factor_of: Mapping[str, str]) -> None:
@@ -93,23 +93,23 @@ class AtOnce:
         self._tolerance = site.plan.strategy.refresh.tolerance
 
     def start(self, request: FactorRequest) -> Ready:
-        """Begin to decompose; return a function to wait for the blocks.
+        """Start to decompose, and return a function that waits for the blocks.
 
         Collective over: none.
         """
         return lambda: self.decomposed(request)
 
     def close(self) -> None:
-        """End the work for this rank.
+        """Release the decomposer's resources on this rank.
 
         Collective over: none.
         """
 
     def check_same_model(self) -> None:
-        """Return if other parameters of the model may be trained from now on."""
+        """Raise an error if the set of trained parameters must not change."""
 
     def decomposed(self, request: FactorRequest) -> Decomposed:
-        """Return the changed blocks of the arena."""
+        """Decompose, and return the changed blocks of the arena."""
         sums = self.site.dtype
         dtypes = {n: torch.float64 if request.precise.get(n) else sums for n in request.packed}
         renewed, fitting = self._renewed(request, dtypes)
@@ -125,14 +125,14 @@ class AtOnce:
         return Decomposed(renewed | blocks | singles, self.checked(singles).failed)
 
     def checked(self, blocks: Blocks) -> Decomposed:
-        """Return decompositions with the names of the factors that failed."""
+        """Return decompositions together with the names of the factors that failed."""
         failed = dict.fromkeys(self._factor_of[name] for name in not_finite(blocks))
         return Decomposed(blocks, list(failed))
 
     def _renewed(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Blocks, set[str]]:
-        """Return renewed blocks, and the names of the factors that need no new decomposition."""
+        """Return updated blocks, and the names of factors that need no new decomposition."""
         if request.first or not self._tolerance:
             return {}, set()
         blocks: Blocks = {}
@@ -152,7 +152,7 @@ class AtOnce:
     def _in_stacks(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype], fitting: Collection[str]
     ) -> tuple[Blocks, set[str]]:
-        """Return blocks of factors on a GPU, by a call for each order, and the finite factors."""
+        """Decompose on a GPU, one call per order; return the blocks and the finite factors."""
         if self.site.device.type == "cpu":
             return {}, set()
         blocks: Blocks = {}
@@ -174,14 +174,14 @@ class AtOnce:
 
 
 class InBackground(AtOnce):
-    """Decompose on a thread of the rank, beside the steps; the first time at once."""
+    """Decompose in a thread of the rank during the steps, except for the first time."""
 
     def __init__(self, site: Site, arena: Arena, factor_of: Mapping[str, str]) -> None:
         super().__init__(site, arena, factor_of)
         self._thread = Background(site.device)
 
     def start(self, request: FactorRequest) -> Ready:
-        """Begin to decompose copies of the factors; return a function to wait for the blocks."""
+        """Start to decompose copies of the factors; return a function to wait for the blocks."""
         if request.first:
             return super().start(request)
         copies = {name: factor.clone() for name, factor in request.packed.items()}
@@ -192,7 +192,7 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """A thread that runs functions in turn, with as many threads of torch as its maker has."""
+    """A thread that runs functions one by one, with as many torch threads as its creator has."""
 
     def __init__(self, device: torch.device) -> None:
         threads = torch.get_num_threads()
@@ -200,9 +200,9 @@ class Background:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def start(self, function: Callable[[], Result]) -> Callable[[], Result]:
-        """Run `function` on the thread; return a function to wait for the result or the error.
+        """Run `function` in the thread; return a function to wait for its result or error.
 
-        Tensors used by `function` must not change meanwhile.
+        Tensors that `function` uses must not change in the meantime.
         """
         if self._stream:
             self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
@@ -217,11 +217,11 @@ class Background:
 
 
 class FactorStack(NamedTuple):
-    """Factors of one preconditioner and order, for a single call; on the CPU each factor alone.
+    """Factors of one preconditioner and order, for a single call; on a CPU, one factor each.
 
     Attributes:
-        packed: the factors, `[factors, ...]`, in the dtype to decompose in.
-        added: the damping that is part of decompositions, `[factors, ...]`, or None.
+        packed: the factors, `[factors, ...]`, in the dtype in which they are decomposed.
+        added: the damping that is part of the decompositions, `[factors, ...]`, or None.
     """
 
     decompositions: Sequence[Decomposition]
@@ -242,7 +242,7 @@ class FactorStack(NamedTuple):
 def _stacks(
     request: FactorRequest, dtypes: Mapping[str, torch.dtype], without: Collection[str] = ()
 ) -> Iterator[FactorStack]:
-    """Yield the factors to decompose in stacks, `without` vectors and factors of these names."""
+    """Yield the requested factors in stacks, except vectors and the factors named in `without`."""
     of = {d.factor.name: d for d in request.decompositions if not d.factor.preconditioner.vector}
     packed = {name: request.packed[name] for name in of if name not in without}
     for equal in alike(packed):

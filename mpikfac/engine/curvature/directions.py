@@ -1,4 +1,4 @@
-"""Preconditioned gradients: made by workers, sent to all ranks, and bounded."""
+"""Preconditioned gradients: computed by workers, sent to all ranks, and clipped."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from mpikfac.settings import Numbers, Settings
 
 
 class Directions(Part):
-    """The directions on the rank.
+    """The directions on this rank.
 
     Attributes:
         arena: directions by layer.
         slots: the layers with directions in the arena.
-        graft: gives directions their lengths.
+        graft: sets the lengths of directions.
         scale: the multiplier of the last step's directions, `[1]`.
-        expected: the change of the loss of all ranks by the quadratic model, `[1]`; only the part
-            of layers with directions on the rank.
+        expected: the change of the loss, summed over ranks, that the quadratic model predicts,
+            `[1]`; only the part of the layers with directions on this rank.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Directions(Part):
         return Stack(names, preconditioner, held, direction, matrix, first.shape.apart, each)
 
     def make(self, numbers: Numbers) -> None:
-        """Precondition gradients, send the directions to all ranks, and bound the step.
+        """Precondition gradients, send the directions to all ranks, and clip the step.
 
-        Collective over: row; and world, if the step is bounded and no rank holds all directions.
+        Collective over: row; also world if the step is clipped and no rank holds all directions.
         """
         self.precondition(numbers)
         self.publish()
@@ -86,16 +86,16 @@ class Directions(Part):
             self._predict()
 
     def precondition(self, numbers: Numbers) -> None:
-        """Precondition the gradients of the rank's layers, and give directions their lengths."""
+        """Precondition the gradients of the rank's layers, and set the lengths of directions."""
         with self.site.trace.stage(PRECONDITION), multiplying(self._precision):
             self.bases.damp(numbers.damping)
             self.graft.count()
             self._run(numbers)
 
     def _compute(self, numbers: Numbers) -> None:
-        """Go from the averaged gradients to the directions of the rank's layers, on the device.
+        """Compute the directions of the rank's layers from averaged gradients, on the device.
 
-        Directions of broken gradients are not finite, and nobody takes them.
+        Directions of gradients that are not finite are not finite either, and are never used.
         """
         copy_all(self.graft.apart)
         self.graft.smooth(numbers.momentum)
@@ -105,18 +105,18 @@ class Directions(Part):
         )
 
     def _key(self, numbers: Numbers) -> Hashable:
-        """Return what `_compute` reads on the host."""
+        """Return everything that `_compute` reads on the host."""
         return numbers.damping, numbers.momentum, *self.gradients.broken, self.graft.key()
 
     def publish(self) -> None:
-        """Send directions to the ranks that lack the directions.
+        """Send directions to the ranks that lack them.
 
         Collective over: row.
         """
         self.site.grid.exchange(self._messages, self.arena.flat)
 
     def _clip(self, bound: float) -> None:
-        """Bound the Fisher norm of the direction or of the step, or the direction's norm."""
+        """Bound the norm of the directions, or the Fisher norm of the directions or the step."""
         clip = self.settings.clip
         assert clip is not None, "there is a bound"
         square = self._square() if clip.of_norm else self._along_gradient(2 if clip.of_step else 0)
@@ -125,28 +125,28 @@ class Directions(Part):
         self.arena.flat *= self.scale
 
     def _predict(self) -> None:
-        """Predict by K-FAC's quadratic model how the step changes the loss."""
+        """Predict with K-FAC's quadratic model how the step changes the loss."""
         slope = self._along_gradient(1) / self.gradients.shortened
         self.expected = self.scale * self._along_gradient(2) / 2 - slope
 
     def descend(self, damping: float) -> None:
-        """Let the graft change the gradients in the model, once all directions are there.
+        """Let the graft change the gradients in the model, once all directions are available.
 
-        Collective over: world with a `QuadraticModel`, else none.
+        Collective over: world with a `QuadraticModel`, otherwise none.
         """
         expected = self.graft.descend(damping)
         if expected is not None:
             self.expected = expected
 
     def reduction_ratio(self, loss_before: float, loss_after: float) -> float | None:
-        """Return the change of the mean loss over ranks, relative to the prediction.
+        """Return the change of the mean loss over ranks, relative to the predicted change.
 
-        None if the prediction is 0.
+        Returns None if the prediction is 0.
 
         Collective over: world.
         """
         ranks = self.plan.grid.count
-        # A prediction that every rank has counts in part on each rank.
+        # If every rank has the whole prediction, each contributes an equal fraction of it.
         share = self.expected.item() / (1 if self.plan.owner_updates else ranks)
         change = (loss_after - loss_before) / ranks
         change, expected = summed(self.site.grid.world, [change, share])
@@ -155,23 +155,23 @@ class Directions(Part):
     # -- state -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget averages of lengths, and the prediction."""
+        """Discard the averages of lengths and the prediction."""
         self.expected.zero_()
         for item in self.items():
             if item.tensor is not None:
                 item.tensor.zero_()
 
     def items(self) -> Iterable[Item]:
-        """Return averages and momenta of the length."""
+        """Return the averages and momenta that lengths depend on."""
         return self.graft.items()
 
     def marks(self) -> dict[str, Any]:
-        """Return the damping, if the damping is adapted, and what was seen of a batch."""
+        """Return the damping if it is adapted, and what the first batch showed about the budget."""
         adapted, seen = self.settings.damping.adapted, self.settings.budget.text()
         return ({DAMPING: adapted.damping} if adapted else {}) | ({SEEN: seen} if seen else {})
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return the items of the kinds that a state with `names` has; others start anew."""
+        """Return the items of the kinds in a state with `names`; others start from scratch."""
         kinds = {name.partition("/")[0] for name in names}
         return [item for item in self.items() if item.name.partition("/")[0] in kinds]
 
@@ -196,7 +196,7 @@ class Directions(Part):
             groups = self._groups[layer.name]
             parts = layer.parts(products) if len(set(groups)) > 1 else [products]
             sums += [part.sum() for part in parts]
-            # Only a power of 0 may meet a group without a rate.
+            # Only a power of 0 is used with groups that have no learning rate.
             rates = [float(self.optimizer.param_groups[group].get("lr", 1)) for group in groups]
             factors += [rate**power for rate in rates[: len(parts)]]
         return weighted_sum(sums, factors, self.arena.flat)
@@ -209,14 +209,14 @@ class Directions(Part):
     def _finite(self) -> list[Layer]:
         """Return the layers with directions in the arena and finite gradients.
 
-        Layers without finite gradients are not stepped, and would make sums NaN.
+        Other layers are not stepped, and would make the sums NaN.
         """
         broken = self.gradients.broken
         return [layer for layer in self._layers if layer.name not in broken]
 
 
 def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
-    """Return the sum `[1]` of numbers times weights, 0 for no number, where `like` lies."""
+    """Return the weighted sum `[1]` of `numbers`, or 0 if empty, on the device of `like`."""
     if not numbers:
         return like.new_zeros(1)
     factors = torch.tensor(weights, dtype=like.dtype).to(like.device, non_blocking=True)
@@ -224,11 +224,11 @@ def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tens
 
 
 def clip_scale(square: Tensor, bound: float) -> Tensor:
-    """Return the multiplier `[1]` to keep the square of a step's norm at `bound` at most.
+    """Return the multiplier `[1]` that keeps the square of a step's norm at or below `bound`.
 
     Args:
-        square: of a norm, `[1]`, over layers: `sum <direction, direction>`, or the squared Fisher
-            norm `sum <direction, gradient>`, times `lr^2` for the KL clip [SC20, eq. 18]. Rounding
-            may make the Fisher norm negative.
+        square: the square of a norm, `[1]`, over layers: `sum <direction, direction>`, or the
+            squared Fisher norm `sum <direction, gradient>`, times `lr^2` for the KL clip [SC20,
+            eq. 18]. Rounding can make the squared Fisher norm negative.
     """
     return torch.sqrt(bound / square.abs()).clamp_(max=1.0)

@@ -1,7 +1,7 @@
-"""The K-FAC preconditioner of a trainer: statistics, factors, decompositions, directions.
+"""A trainer's K-FAC preconditioner: statistics, factors, decompositions, directions.
 
-Read `DistributedPreconditioner.learn` and `DistributedPreconditioner.direct` first: a line is a
-stage, and the stages are methods below, in order.
+Read `DistributedPreconditioner.learn` and `DistributedPreconditioner.direct` first: each of their
+lines is a stage, and the methods of the stages follow in order.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ OF_PRECONDITIONER = (
     *(PRECONDITIONER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS),
     *(LEARNED, GRADIENT_FACTORS, GRADIENT_WEIGHTS),
 )
-"""Kinds of items that only the preconditioner that made them can use."""
+"""Kinds of items that can only be used with the preconditioner that wrote them."""
 
 
 class DistributedPreconditioner(Method):
-    """Averaged gradients, preconditioned by distributed K-FAC.
+    """Precondition averaged gradients by distributed K-FAC.
 
     Attributes:
         factors: averages of factors over ranks and over time.
         hooks: decide which passes belong to the batch.
-        moments: what these passes add to the batch's statistics.
-        bases: the decompositions that the rank makes and holds.
+        moments: the contributions of these passes to the batch's statistics.
+        bases: the decompositions that the rank computes or holds.
         directions: preconditioned gradients.
-        of_preconditioner: the parts that a preconditioner brings, such as the scales of EKFAC.
+        of_preconditioner: parts that belong to a preconditioner, such as EKFAC's scales.
     """
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = FACTORS
     MOMENTS: ClassVar[Mapping[bool, type[Moments]]] = {True: Moments, False: DeferredMoments}
-    """By whether a call of a layer is added up at once."""
+    """By whether the moments of a call are added immediately."""
 
     def __init__(
         self,
@@ -125,15 +125,15 @@ class DistributedPreconditioner(Method):
 
     @property
     def examples(self) -> int:
-        """The number of examples in the statistics of the rank's batch."""
+        """The number of examples in the statistics of the local batch."""
         return self.moments.examples
 
     def numbers(self, step: int) -> Numbers:
-        """Return the numbers in force at a step."""
+        """Return the hyperparameters in effect at a step."""
         return self.settings.at(step, self.plan.strategy.refresh.stagger)
 
     def compared(self, numbers: Numbers) -> dict[str, object]:
-        """Return the numbers of a step that have to be equal on all ranks."""
+        """Return the hyperparameters of a step that must be equal on all ranks."""
         bound = self.settings.bound
         return {
             **{
@@ -149,7 +149,7 @@ class DistributedPreconditioner(Method):
         }
 
     def begin_batch(self, step: int) -> None:
-        """Begin the batch of a step, after the step before; passes count if factors are due."""
+        """Begin the batch of a step; its passes are recorded if factors are due."""
         self.is_consistent = not self.plan.late and self.factors.settled
         due = self.settings.due("factor_update_steps", step)
         self.moments.begin = self.settings.begin(step)
@@ -159,10 +159,10 @@ class DistributedPreconditioner(Method):
             self.hooks.detach()
 
     def begin_step(self, scaled: bool = False) -> None:
-        """Begin a step; forget the prediction for the step before.
+        """Begin a step, and discard the previous step's prediction.
 
         Raises:
-            ValueError: a scaler with replicas, or `QuadraticModel` without a batch.
+            ValueError: a scaler is used with replicas, or `QuadraticModel` has no batch.
         """
         if scaled and self.plan.strategy.sync.local_steps:
             raise ValueError(
@@ -173,7 +173,7 @@ class DistributedPreconditioner(Method):
         self.directions.expected.zero_()
 
     def accumulate(self) -> None:
-        """Keep the passes since the last call as a part of the rank's batch."""
+        """Store the passes since the last call as a part of the local batch."""
         if self.hooks.recording:
             self._finish_statistics()
             self.factors.accumulate()
@@ -189,7 +189,7 @@ class DistributedPreconditioner(Method):
             self._average_statistics(numbers)
             self._see()
         if numbers.refreshes or not self.bases.ready:
-            self._publish_bases(numbers.step)  # of the interval before, if not in use yet
+            self._publish_bases(numbers.step)  # of the previous interval, if not in use yet
             self._decompose_owned(numbers)
         if self.bases.due(numbers.step):
             self._publish_bases(numbers.step)
@@ -198,7 +198,7 @@ class DistributedPreconditioner(Method):
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
         weight = self.gradients.weight_of_statistics
-        if not self.factors.sender.in_parts and self.gradients.weight:  # else there is nothing
+        if not self.factors.sender.in_parts and self.gradients.weight:  # otherwise nothing is left
             self._finish_statistics()
             self.factors.send_rest()
         for part in self.of_preconditioner:
@@ -206,14 +206,14 @@ class DistributedPreconditioner(Method):
         if weight != 1.0:
             self.factors.statistics.flat.mul_(weight)
         self.factors.average(numbers.decay, numbers.step)
-        self.is_consistent = False  # only now: a sum that fails leaves averages as they were
+        self.is_consistent = False  # not earlier: a failed reduction leaves the averages unchanged
         for part in self.of_preconditioner:
             part.merge(numbers.decay, numbers.step)
 
     def _see(self) -> None:
-        """Note how many vectors the first batch with statistics gave to each layer.
+        """Record how many vectors each layer has in the first batch with statistics.
 
-        Collective over: world, once in a run.
+        Collective over: world, once per run.
         """
         budget, layers = self.settings.budget, self.plan.layers
         vectors, chosen = self.moments.vectors, self.moments.chosen
@@ -236,11 +236,11 @@ class DistributedPreconditioner(Method):
             report_cost(self.settings, layers)
 
     def _count(self) -> None:
-        """Count the operations of the layers, if a batch has been seen."""
+        """Count the operations of the layers, if a batch has been recorded."""
         self.settings.budget.count(self.plan.layers, self.settings.grafting.orthogonalize)
 
     def _finish_statistics(self) -> None:
-        """Turn a batch's sums into factors; warn of layers without sums, or without a gradient."""
+        """Turn a batch's sums into factors; warn about layers without sums or gradients."""
         self.hooks.check_ended()
         seen = self.moments.finish()
         layers = self.gradients.layers
@@ -252,19 +252,19 @@ class DistributedPreconditioner(Method):
         )
 
     def _decompose_owned(self, numbers: Numbers) -> None:
-        """Start to decompose the rank's factors, all or of a turn of the refresh."""
+        """Start to decompose the rank's factors: all, or those of one round of the refresh."""
         step, damping = numbers.step, numbers.damping
         in_float32 = self.gradients.arena.flat.dtype == torch.float32
         if in_float32 and not self.settings.damping.is_relative:
             self._cautions.little_damping(damping, step)
         turn = numbers.turn if self.bases.ready else None
         factors = self.factors.whole(turn)
-        self.is_consistent = False  # from here on, the state has what this step has begun
+        self.is_consistent = False  # the state now includes what this step has started
         warn = partial(self._cautions.large_factors, damping=damping, step=step)
         self.bases.decompose(factors, step, damping, turn, warn)
 
     def _publish_bases(self, step: int) -> None:
-        """Send decompositions to the workers of a layer."""
+        """Send decompositions to the workers of their layers."""
         if not self.bases.pending:
             return
         self.is_consistent = False
@@ -277,7 +277,7 @@ class DistributedPreconditioner(Method):
     def direct(self, numbers: Numbers) -> None:
         """Precondition averaged gradients, and write the directions to the model.
 
-        Collective over: row; world, if the step is clipped or a `QuadraticModel`.
+        Collective over: row; also world if the step is clipped or with a `QuadraticModel`.
         """
         self.make_directions(numbers)
         self.gradients.write(self.directions.slots)
@@ -287,27 +287,27 @@ class DistributedPreconditioner(Method):
             self.directions.descend(numbers.damping)
 
     def make_directions(self, numbers: Numbers) -> None:
-        """Precondition gradients, send the directions to all, and bound the step."""
+        """Precondition gradients, send the directions to all ranks, and clip the step."""
         if self.settings.grafting.by_adam:
-            self.is_consistent = False  # grafting takes the gradients into averages
+            self.is_consistent = False  # grafting updates its averages of gradients
         self.directions.make(numbers)
 
     # -- batches without a step ------------------------------------------------------------------
 
     def unscale(self, scaler: Scaler) -> bool:
-        """Take a loss's scale out of a batch's statistics; return whether statistics are finite."""
+        """Divide a batch's statistics by the loss scale; return whether they are finite."""
         if not (self.hooks.recording and self.estimator.of_loss):
             return True
         scale = scaler.get_scale()
-        # A list: all parts take the scale out, whatever the first one finds.
+        # A list, so that all parts are unscaled, whatever the first one finds.
         finite = [self.factors.unscale(self.moments.of_gradients, scale)]
         finite += [part.unscale(scale) for part in self.of_preconditioner]
         return all(finite)
 
-    # -- the model as it is now, and the state ---------------------------------------------------
+    # -- changes of the model, and the state -----------------------------------------------------
 
     def known(self, state: Mapping[str, Any]) -> set[str]:
-        """Return names of K-FAC's own items, without decompositions of another preconditioner."""
+        """Return the names of K-FAC's items, except decompositions of other preconditioners."""
         prefix = Part.PREFIX
         names = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
         if state.get(prefix + PRECONDITIONER) == self.plan.preconditioners:
@@ -320,13 +320,13 @@ class DistributedPreconditioner(Method):
         Collective over: world.
 
         Raises:
-            UserError: with curvature servers, the trained parameters must not change.
+            UserError: there are curvature servers, with which the trained parameters must stay.
         """
         self.bases.decomposer.check_same_model()
         self.factors.state_dict()
 
     def take_over(self, before: Any) -> None:
-        """Take over averages of layers that are as before.
+        """Adopt the averages of layers that have not changed.
 
         Collective over: world.
         """
@@ -347,7 +347,7 @@ class PreconditionerFactory(MethodFactory):
     """The choices of K-FAC: settings, estimator, preconditioners and coverage.
 
     Args:
-        preconditioners: the run's preconditioner, and the preconditioners that rules name.
+        preconditioners: the run's preconditioner, and those that rules name.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class PreconditionerFactory(MethodFactory):
     def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:
         """Return the layers that K-FAC covers, and the uncovered tensors."""
         coverage, cut = self.coverage, self.settings.budget.cut
-        if self.estimator.fisher_type == "forward-only":  # nothing estimates G
+        if self.estimator.fisher_type == "forward-only":  # there are no gradients to estimate G
             rule = coverage.rule
             coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
         layers, others = cover(model, coverage, self.estimator.statistics_dtype)
@@ -375,12 +375,12 @@ class PreconditionerFactory(MethodFactory):
     def plan(
         self, model: CoveredModel, strategy: Strategy, optimizer: Optimizer, team: SplitComm
     ) -> Plan:
-        """Plan the communication; the choices, the ranks and the optimizer must suit each other.
+        """Plan the communication, and check that choices, ranks and optimizer fit together.
 
         Raises:
             ValueError: two choices exclude each other, the number of curvature servers differs, a
-                layer is not in the optimizer, or the optimizer lacks the learning rate that a
-                choice needs.
+                layer is not in the optimizer, or the optimizer lacks a learning rate that a choice
+                needs.
         """
         plan = self._planned(model, strategy, team.trains.size)
         check_joins(team.intercomm, plan.strategy.refresh.servers)
@@ -432,7 +432,7 @@ class PreconditionerFactory(MethodFactory):
         team: SplitComm,
         plan: Plan,
     ) -> DistributedPreconditioner:
-        """Return the preconditioner of the model as it is now."""
+        """Return the preconditioner for the model's current layers."""
         values = self.settings, self.estimator, self.preconditioners
         kind = DistributedPreconditioner
         if next(iter(self.preconditioners.values())).form.of == "gradient":
@@ -443,7 +443,7 @@ class PreconditionerFactory(MethodFactory):
 
 
 def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
-    """Log what a step costs: a warning where it takes more than twice a first-order step."""
+    """Log what a step costs; warn if that is more than twice a first-order step."""
     budget, shapes = settings.budget, {layer.name: layer.shape for layer in layers}
     times, line = cost(
         budget.operations, shapes, settings.factor_update_steps, settings.inv_update_steps
@@ -453,7 +453,7 @@ def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
 
 
 def check_joins(link: Any, ranks: int) -> None:
-    """Return if `link` joins the rank to `ranks` curvature servers; None joins to 0.
+    """Check that `link` connects the rank to `ranks` curvature servers; None connects to 0.
 
     Raises:
         ValueError: the number of curvature servers differs.
@@ -469,7 +469,7 @@ def check_joins(link: Any, ranks: int) -> None:
 def _parts_of_preconditioners(
     preconditioners: Mapping[str, Preconditioner], bases: Bases
 ) -> Iterable[PreconditionerPart]:
-    """Return the parts that the preconditioners of layers bring."""
+    """Yield the parts that belong to the preconditioners of the layers."""
     used = dict.fromkeys(layer.preconditioner.name for layer in bases.plan.layers)
     if any(layer.rescaled for layer in bases.plan.layers):
         yield Scales(bases)

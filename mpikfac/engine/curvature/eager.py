@@ -1,4 +1,4 @@
-"""Let models of `torch.compile` run without their compiled code for a time."""
+"""Let models compiled by `torch.compile` run eagerly for a time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 import torch
 
 _HOLDERS: set[Eagerly] = set()
-_STANCES: list[Any] = []  # the last that was taken here
+_STANCES: list[Any] = []  # the last stance that was set here
 
 
 class Eagerly:
     """Let all compiled models of the process run eagerly until `remove`.
 
-    A compiled model does not look for new hooks. The stance of torch's compiler is one for the
-    process, so several holders share the stance. A stance that the program takes meanwhile stays.
+    A compiled model does not notice new hooks. The stance of torch's compiler is global to the
+    process, so all holders share it. A stance that the program sets in the meantime is kept.
     """
 
     def __init__(self) -> None:
-        torch.compiler.disable(self._hold)()  # no stance changes inside of compiled code
+        torch.compiler.disable(self._hold)()  # compiled code must not change the stance
 
     def remove(self) -> None:
-        """Let compiled models run as before, once the last holder is removed."""
+        """Let compiled models run normally again, once the last holder is removed."""
         torch.compiler.disable(self._release)()
 
     def _hold(self) -> None:
@@ -36,5 +36,5 @@ class Eagerly:
 
 
 def _is_taken() -> bool:
-    """Return whether the stance in force was taken here; torch has no public question."""
+    """Return whether the current stance was set here; torch has no public way to find out."""
     return any(taken.stance is torch._dynamo.eval_frame._stance for taken in _STANCES)

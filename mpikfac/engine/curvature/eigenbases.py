@@ -1,4 +1,4 @@
-"""Adam's step in eigenbases of the averaged gradient's moments [SOAP]."""
+"""Adam's step in eigenbases of the moments of averaged gradients [SOAP]."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mpikfac.preconditioners import damped_squares, turned_back
 
 
 class EigenbasesGraft(AdamGraft):
-    """Adam's step with momentum, of a layer in the layer's eigenbases.
+    """Adam's step with momentum, in each layer's eigenbases.
 
-    Momenta are kept in the basis of the weights. Averages of squares stay as they are when bases
-    change. Uncovered parameters take Adam's step, with averages as long as the layers'.
+    Momenta are stored in the basis of the weights. When bases change, averages of squares are not
+    converted. Uncovered parameters take Adam's step, with averages over the same time.
     """
 
     KIND, DECAY = ROTATED, 0.95  # as published
@@ -44,7 +44,7 @@ class EigenbasesGraft(AdamGraft):
         self._numerators[places] = [layer for stack in stacks for layer in _layers(stack)]
 
     def smooth(self, momentum: float) -> None:
-        """Bring momenta up to date, and the sizes of the gradients in eigenbases."""
+        """Update the momenta, and the magnitudes of the gradients in eigenbases."""
         super().smooth(momentum)
         for stack, sizes in zip(self.stacks, self._sizes):
             gradient = _joined([self.gradients.arena[name] for name in stack.names])
@@ -52,13 +52,13 @@ class EigenbasesGraft(AdamGraft):
             _copy_finite(damped_squares(rotated, stack.held).sqrt(), sizes)
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write Adam's steps, of momenta in eigenbases, as directions."""
+        """Write Adam's steps, from momenta in eigenbases, as directions."""
         for stack, rotated in zip(self.stacks, found):
             _copy_finite(rotated, stack.direction)
         super().write(found)
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Turn Adam's steps back to the basis of the weights."""
+        """Rotate Adam's steps back to the basis of the weights."""
         of_layers = iter(steps)
         in_bases = [_joined([*islice(of_layers, len(stack.names))]) for stack in self.stacks]
         pairs = zip(self.stacks, in_bases)
@@ -71,10 +71,10 @@ def _layers(stack: Stack) -> Sequence[Tensor]:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a tensor alone, or equal tensors as a stack."""
+    """Return a single tensor unchanged, or equal tensors as a stack."""
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 def _copy_finite(source: Tensor, out: Tensor) -> None:
-    """Fill `out` with numbers that are finite, and 0 for others: of bases that are not there."""
+    """Copy finite values to `out`, and 0 for others, which come from missing bases."""
     torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)

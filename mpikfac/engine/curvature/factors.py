@@ -1,4 +1,4 @@
-"""Kronecker factors on a rank: from a batch's sums to averages over ranks and over time."""
+"""Kronecker factors on one rank: from a batch's sums to averages over ranks and over time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mpikfac.plan import Factor, stages
 from mpikfac.plan.names import FACTORS as FACTOR_ITEMS
 from mpikfac.plan.names import REDUCE_STATISTICS, STARTED, VECTORS, WEIGHTS
 
-FORMS = {"matrix": FACTOR_ITEMS, "vector": VECTORS}  # of averages in the state
+FORMS = {"matrix": FACTOR_ITEMS, "vector": VECTORS}  # kinds of averages in the state
 
 
 @dataclass(frozen=True)
 class Running:
-    """A running average, and a batch's sum beside the average; or a stack of both.
+    """A running average and the batch's sum that will be merged into it; or a stack of both.
 
     Attributes:
         total: the batch's sum over examples; of a stack, `[factors, elements]`.
@@ -48,9 +48,9 @@ class Running:
 
 
 def merge(running: Sequence[Running], decay: float) -> None:
-    """Take the batch's sums into the averages, weighed by the numbers of examples.
+    """Merge a batch's sums into the averages, weighted by numbers of examples.
 
-    A sum becomes the batch's mean. With a count of 0, the average does not change.
+    Each sum is replaced by the batch's mean. With a count of 0, the average does not change.
     """
     if not running:
         return
@@ -62,18 +62,18 @@ def merge(running: Sequence[Running], decay: float) -> None:
     divisors = torch.where(counts > 0, counts, 1)[:, None].split(sizes)
     for each, divisor, share in zip(running, divisors, shares):
         mean = each.total.div_(divisor)
-        precise = each.average.to(mean.dtype)  # the average itself if dtypes are the same
+        precise = each.average.to(mean.dtype)  # the average itself if the dtypes are equal
         each.average.copy_(precise.lerp_(mean, share))
 
 
 def leave_out_broken(
     flat: Tensor, running: Sequence[Running], flags: Flags, report: Callable[[list[str]], None]
 ) -> None:
-    """Set sums with NaN or infinity to 0, and their counts; `report` is called with the names.
+    """Set sums with NaN or infinity to 0, and their counts; call `report` with their names.
 
     Args:
         flat: the buffer of all sums.
-        flags: gives the names later, so that the host need not wait now.
+        flags: delivers the names later, so that the host need not wait now.
     """
     if not running or (flat.is_cpu and all_finite(flat)):
         report([])
@@ -86,31 +86,31 @@ def leave_out_broken(
 
 
 class Factors(Part):
-    """The factors on a rank, averaged over ranks whenever a batch has statistics.
+    """The factors on this rank, averaged over ranks whenever a batch has statistics.
 
-    An example has the same weight on every rank: a batch's factors are sums over examples, ranks
-    add up sums and numbers of examples, and averages over time weigh batches by numbers of
-    examples. A layer without examples in a batch keeps the average.
+    Every example has the same weight, whatever its rank: a batch's factors are sums over examples,
+    the sums and the numbers of examples are all-reduced, and averages over time weight batches by
+    their numbers of examples. If a batch has no examples for a layer, its average is kept.
 
     Attributes:
-        statistics: the rank's sums of a batch and numbers of examples, zero between steps: the
-            moments add to them, and `settle` zeroes them. Sums are triangles, or vectors, with
-            the factors as the vectors' squares.
-        sender: adds up the statistics over ranks.
-        averages: running averages, in the same form; at first the identity (or zero vectors).
-        weights: numbers of examples in the averages; at first 0.
-        started: whether any average has begun.
-        lacking: whether an average is missing, and the next batch has to count.
+        statistics: the rank's sums and numbers of examples of a batch. They are zero between
+            steps: the moments add to them, and `settle` zeroes them. A sum is a triangle, or a
+            vector whose square is the factor.
+        sender: reduces the statistics over ranks.
+        averages: running averages, in the same form; initially the identity (or zero vectors).
+        weights: the numbers of examples in the averages; initially 0.
+        started: whether any average contains a batch.
+        lacking: whether an average is missing, so that the next batch has to be recorded.
     """
 
     MARK = STARTED
 
     def __init__(self, site: Site, dtype: torch.dtype, identity: bool = False) -> None:
-        """Make arenas of zeros.
+        """Allocate zeroed arenas.
 
         Args:
-            dtype: of averages.
-            identity: averages start at the identity, with the weight of a batch.
+            dtype: the dtype of averages.
+            identity: whether averages start at the identity, with the weight of one batch.
         """
         super().__init__(site)
         layouts = self.plan.layouts
@@ -130,7 +130,7 @@ class Factors(Part):
         self._unsettled: tuple[float, int] | None = None
         self._starts_at_identity = identity
         self.started = self.lacking = False
-        # Averages whose identity weighs as much as the rank's first batch.
+        # Averages that start at the identity, with the weight of the rank's first batch.
         self._at_identity: list[Running] = []
 
     def _running_of(self, factor: Factor) -> Running:
@@ -139,11 +139,11 @@ class Factors(Part):
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def _form(self, name: str) -> Hashable:
-        """Return what neighbours share that are a stack; on a CPU, every average is alone."""
+        """Return a key that neighbors in a stack share; on a CPU, one for each average."""
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
-        """Yield running averages of one form as a stack, or alone where they lie apart."""
+        """Yield running averages of one form as a stack, or one by one if not contiguous."""
         total, average = self.statistics.stack(names), self.averages.stack(names)
         count = self.statistics.stack([self._factors[name].counted for name in names])
         if total is None or count is None or average is None:
@@ -163,12 +163,12 @@ class Factors(Part):
     # -- a batch ---------------------------------------------------------------------------------
 
     def accumulate(self) -> None:
-        """Keep the sums of a part of the rank's share, and make room for the next part."""
+        """Store the sums of a part of the local batch, and reset them for the next part."""
         self.sender.accumulate()
         self.statistics.flat.zero_()
 
     def ready(self, layer: str) -> None:
-        """Send a layer's complete statistics, if statistics are overlapped.
+        """Send a layer's complete statistics, if they are overlapped.
 
         Collective over: none.
         """
@@ -176,7 +176,7 @@ class Factors(Part):
             self.sender.ready(factor.name, factor.counted)
 
     def send_rest(self) -> None:
-        """Send statistics of layers without a backward pass, if statistics are overlapped.
+        """Send the statistics of layers without a backward pass, if they are overlapped.
 
         Collective over: none.
         """
@@ -185,7 +185,7 @@ class Factors(Part):
                 self.ready(name)
 
     def unscale(self, names: Collection[str], scale: float) -> bool:
-        """Take a loss's scale out of a batch's sums of gradients; return whether sums are finite.
+        """Divide a batch's sums of gradients by the loss scale; return whether sums are finite.
 
         Collective over: none.
         """
@@ -193,13 +193,13 @@ class Factors(Part):
         for name in names:
             sums = values[..., self.statistics.span(name)]
             sums /= scale
-            # Twice, as the square of the scale may be no number of this dtype.
+            # Twice, because the square of the scale can overflow in this dtype.
             if not self._factors[name].preconditioner.vector:
                 sums /= scale
         return all_finite(values)
 
     def average(self, decay: float, step: int) -> None:
-        """Take a batch's factors into the averages; overlapped factors at the next `settle`.
+        """Merge a batch's factors into the averages; if overlapped, at the next `settle`.
 
         Collective over: world.
         """
@@ -209,11 +209,11 @@ class Factors(Part):
 
     @property
     def settled(self) -> bool:
-        """Whether the averages have all batches so far."""
+        """Whether the averages include all batches so far."""
         return self._unsettled is None
 
     def settle(self) -> None:
-        """Wait for a batch's unfinished messages, and take the factors into the averages.
+        """Wait for a batch's unfinished messages, and merge its factors into the averages.
 
         Collective over: world.
         """
@@ -227,27 +227,25 @@ class Factors(Part):
         self.started, self.lacking = True, False
 
     def _add_up(self) -> None:
-        """Add up a batch's statistics over ranks."""
+        """Reduce a batch's statistics over ranks."""
         self.sender.add_up()
 
     def _check(self, step: int) -> None:
-        """Leave the batch's factors with NaN or infinity out of the averages."""
+        """Exclude the batch's factors with NaN or infinity from the averages."""
 
         def report(broken: list[str]) -> None:
             answered = [name for name in broken if self._answers_for(self._factors[name])]
-            self.site.nonfinite.note(
-                "statistics", answered, step, "their averages stay as they are"
-            )
+            self.site.nonfinite.note("statistics", answered, step, "their averages do not change")
 
         running = list(self._running.values())
         leave_out_broken(self.statistics.flat, running, self.site.flags, report)
 
     def _answers_for(self, factor: Factor) -> bool:
-        """Return whether the rank counts a factor that is not finite."""
+        """Return whether this rank counts a factor that is not finite."""
         return factor.owner == self.plan.rank
 
     def _merge(self, decay: float) -> None:
-        """Take the sums over a batch into the averages, weighed by numbers of examples."""
+        """Merge a batch's sums into the averages, weighted by numbers of examples."""
         for running in self._at_identity:
             running.weight.copy_(torch.where(running.weight > 0, running.weight, running.count))
         merge(self._stacks, decay)
@@ -255,10 +253,10 @@ class Factors(Part):
     # -- averages --------------------------------------------------------------------------------
 
     def whole(self, turn: int | None = None) -> Arena:
-        """Return averages over ranks and time of the factors to decompose on the rank.
+        """Return averages over ranks and time of the factors that this rank decomposes.
 
         Args:
-            turn: of a refresh; None for all layers.
+            turn: the round of the refresh; None for all layers.
 
         Collective over: world.
         """
@@ -266,10 +264,10 @@ class Factors(Part):
         return self.averages
 
     def release(self) -> None:
-        """Make room for the next batch's statistics, if `whole` has used the room."""
+        """Clear the statistics for the next batch, if `whole` has used their memory."""
 
     def reset(self) -> None:
-        """Forget all averages, or start at the identity with the weight of a batch."""
+        """Discard all averages, or start at the identity with the weight of one batch."""
         self.averages.flat.zero_()
         for name, average in self.averages.items():
             self.weights[name].zero_()
@@ -280,9 +278,9 @@ class Factors(Part):
         self.lacking = not self._starts_at_identity
 
     def abort_batch(self) -> None:
-        """Drop what the sender has of a batch, once the batch before is in the averages.
+        """Drop what the sender holds of a batch, after merging the previous one.
 
-        Collective over: world where statistics overlap, else none.
+        Collective over: world if statistics are overlapped, otherwise none.
         """
         self.settle()
         self.sender.abort_batch()
@@ -290,7 +288,7 @@ class Factors(Part):
     # -- state -----------------------------------------------------------------------------------
 
     def items(self) -> Iterator[Item]:
-        """Return averages and weights of all factors."""
+        """Return the averages and weights of all factors."""
         for factor in self.plan.factors:
             yield from self._items_of(factor)
 
@@ -300,26 +298,26 @@ class Factors(Part):
         yield Item(WEIGHTS + name, self.weights.get(name), saved)
 
     def _saves(self, factor: Factor) -> bool:
-        """Return whether the rank saves a factor."""
+        """Return whether this rank saves a factor."""
         return True
 
     def marks(self) -> dict[str, Any]:
-        """Return whether any average has begun."""
+        """Return whether any average contains a batch."""
         return {STARTED: 1} if self.started else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return averages over ranks, and weights, by name.
+        """Return the averages over ranks and their weights, by name.
 
-        Collective over: world where statistics overlap, else none.
+        Collective over: world if statistics are overlapped, otherwise none.
         """
         self.settle()
         return super().state_dict()
 
     def in_state(self, names: Collection[str]) -> list[Item]:
-        """Return averages and weights of the factors that a state with `names` has.
+        """Return the averages and weights of the factors in a state with `names`.
 
         Raises:
-            ValueError: the state has nothing of a factor.
+            ValueError: the state lacks a factor.
         """
         items: list[Item] = []
         for factor in self._in_state(names):
@@ -335,11 +333,11 @@ class Factors(Part):
         return items
 
     def _in_state(self, names: Collection[str]) -> Iterable[Factor]:
-        """Return factors with averages in a state with `names`.
+        """Return the factors that have averages in a state with `names`.
 
-        A factor starts anew if the state has a vector for a matrix, or a matrix for a vector.
+        A factor starts from scratch if the state has a vector instead of a matrix, or vice versa.
         """
-        # A rank's own share may lack factors.
+        # One rank's part of the state may lack factors.
         if not any(n == STARTED or n.startswith(tuple(FORMS.values())) for n in names):
             return []
         opposite = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
@@ -350,7 +348,7 @@ class Factors(Part):
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `reset`.
 
-        A rank without factors calls the method, too: `started` has to agree on all ranks.
+        Ranks without factors call this method, too, since `started` must agree on all ranks.
         """
         if begun := list(self._in_state(names)):
             self.started = True
@@ -358,7 +356,7 @@ class Factors(Part):
             super().load_state_dict(state, names)
 
     def take_over(self, before: Factors) -> set[str]:
-        """Take over the averages of layers that have the same factors as before.
+        """Adopt the averages of layers that have the same factors as before.
 
         Collective over: world.
         """
@@ -368,28 +366,28 @@ class Factors(Part):
         self._at_identity = [each for each in self._at_identity if each.name not in begun]
         self.started = before.started
         (anew,) = summed(self.site.grid.world, [len(self.averages) - len(taken)])
-        self.lacking = before.lacking or anew > 0  # on all ranks alike
+        self.lacking = before.lacking or anew > 0  # the same on all ranks
         return same
 
 
 class LateFactors(Factors):
-    """The factors on a rank, averaged over ranks only before they are decomposed.
+    """The factors on this rank, averaged over ranks only before they are decomposed.
 
-    Averages over time and over ranks commute: every rank averages the rank's own share of the
-    batches over time, and a call of `whole` sums the averages over ranks.
+    Averages over time and over ranks commute: every rank averages its own examples over time, and
+    `whole` reduces the averages over ranks.
     """
 
     def _of_triangles(self, messages: Turns) -> Sender:
         return Sender(self.site.grid, self.statistics, messages)
 
     def _add_up(self) -> None:
-        """Leave the batch's statistics as they are: averages are summed later."""
+        """Keep the batch's statistics local: averages are reduced later."""
 
     def _answers_for(self, factor: Factor) -> bool:
         return True
 
     def whole(self, turn: int | None = None) -> Arena:
-        """Return averages over ranks and time, of all layers or of a turn, valid until `release`.
+        """Return averages over ranks and time, of all layers or one round, valid until `release`.
 
         Collective over: world.
         """
@@ -405,14 +403,14 @@ class LateFactors(Factors):
         return self.statistics
 
     def release(self) -> None:
-        """Make room for the next batch's statistics."""
+        """Clear the statistics for the next batch."""
         self.statistics.flat.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return averages over ranks, and weights, by name.
+        """Return the averages over ranks and their weights, by name.
 
-        Averages first move to the owners, as in a restart: the continued run and a resumed run stay
-        identical.
+        Averages are moved to their owners first, as in a restart, so that the run which continues
+        and one that is resumed stay identical.
 
         Collective over: world.
         """
@@ -434,12 +432,12 @@ class LateFactors(Factors):
             self._leave_identity_to_owners()
 
     def _leave_identity_to_owners(self) -> None:
-        """Let only the rank that saves an average begin the average at the identity."""
+        """Let only the rank that saves an average start it at the identity."""
         saved = (each for each in self._at_identity if self._saves(self._factors[each.name]))
         self._at_identity = list(saved)
 
     def _saves(self, factor: Factor) -> bool:
-        """Return whether the rank saves a factor: its owner does."""
+        """Return whether this rank saves a factor, which its owner does."""
         return factor.owner == self.plan.rank
 
 
@@ -449,11 +447,11 @@ def _average_of(factor: Factor) -> str:
 
 
 FACTORS = {"factors": Factors, "inverses": LateFactors}
-"""Factors, by the strategy's choice `reduce_factors_at`."""
+"""Classes of factors, by the strategy's `reduce_factors_at`."""
 
 
 class Squares(Sender):
-    """Send factors as square matrices, as published codes do."""
+    """Send factors as square matrices, as other implementations do."""
 
     def __init__(self, site: Site, statistics: Arena, messages: Turns) -> None:
         self._site, self._statistics = site, statistics
@@ -461,11 +459,11 @@ class Squares(Sender):
 
     @property
     def accumulated(self) -> Tensor:
-        """The statistics of the rank's batch."""
+        """The statistics of the local batch."""
         return self._statistics.flat
 
     def add_up(self, turn: int | None = None) -> None:
-        """Add up the statistics over ranks, as squares."""
+        """Reduce the statistics over ranks, as square matrices."""
         if not self.messages[turn]:
             return
         statistics, recorded = self._statistics, self._site.plan.recorded

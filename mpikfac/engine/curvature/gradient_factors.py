@@ -1,8 +1,8 @@
-"""Factors of the averaged gradient: made by owners, without hooks and messages.
+"""Factors of the averaged gradient: computed by owners, without hooks and messages.
 
-A, also called R, is the running mean of `X' X`, and G, also called L, of `Y Y'`, where a
-preconditioner makes X and Y of the averaged gradient `[outputs, inputs]`, see
-`Preconditioner.squared`. Everything behind the factors is as in K-FAC.
+A, also called R, is the running mean of `X' X`, and G, also called L, that of `Y Y'`. The
+preconditioner computes X and Y from the averaged gradient `[outputs, inputs]`; see
+`Preconditioner.squared`. Everything that follows is as in K-FAC.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from mpikfac.settings import Numbers
 
 
 class GradientFactors(Factors):
-    """Running averages of the factors that the rank decomposes.
+    """Running averages of the factors that this rank decomposes.
 
-    A batch counts as one example: the weight of an average is `1 - decay^n` after n batches, so an
-    average is without bias from the first batch on.
+    A batch counts as one example: the weight of an average is `1 - decay^n` after n batches, so
+    that averages are unbiased from the first batch on.
     """
 
     MARK = LEARNED
 
     def take(self, gradients: Gradients, bases: Bases, decay: float) -> None:
-        """Take the averaged gradients into the averages; gradients that are not finite count not.
+        """Merge the averaged gradients into the averages, except those that are not finite.
 
         Collective over: none.
         """
@@ -52,7 +52,7 @@ class GradientFactors(Factors):
         self.started, self.lacking = True, False
 
     def _moments(self, layer: PlannedLayer, side: str, rows: Tensor) -> Iterator[Running]:
-        """Yield the factors of a side on the rank, with the moments of `rows` `[..., n, m]`."""
+        """Yield a side's factors on this rank, with the moments of `rows` `[..., n, m]`."""
         factors, start = layer.side(side), 0
         for factor in factors:
             name, stop = factor.name, start + factor.order
@@ -71,15 +71,15 @@ class GradientFactors(Factors):
         yield Item(GRADIENT_WEIGHTS + factor.name, self.weights.get(factor.name))
 
     def marks(self) -> dict[str, Any]:
-        """Return whether any average has begun."""
+        """Return whether any average contains a batch."""
         return {LEARNED: 1} if self.started else {}
 
     def _in_state(self, names: Collection[str]) -> Iterable[Factor]:
-        """Return all factors if averages have begun; a rank's own share holds only the rank's."""
+        """Return all factors if averages have started; a rank saves only its own."""
         return self.plan.factors if LEARNED in names else ()
 
     def take_over(self, before: Factors) -> set[str]:
-        """Take over the averages of layers that have the same factors as before.
+        """Adopt the averages of layers that have the same factors as before.
 
         Collective over: world.
         """
@@ -90,26 +90,26 @@ class GradientFactors(Factors):
 
 
 def moment(rows: Tensor, factor: Factor) -> Tensor:
-    """Return `rows rows'` `[..., n, n]` in the form of a factor, of rows `[..., n, m]`."""
-    if factor.order == 1:  # a diagonal, also of several groups
+    """Return `rows rows'` `[..., n, n]` in the form of a factor, for rows `[..., n, m]`."""
+    if factor.order == 1:  # a diagonal, possibly of several groups
         return rows.square().sum(-1).reshape(factor.block(2))
     return product(rows, rows.mT)
 
 
 class OfGradient(DistributedPreconditioner):
-    """The preconditioner of preconditioners whose factors come from the averaged gradient."""
+    """Use preconditioners whose factors are computed from the averaged gradient."""
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = {"factors": GradientFactors}
     factors: GradientFactors
 
     def accumulate(self) -> None:
-        """Collect nothing of a part of a batch: the gradients' parts are enough."""
+        """Do nothing: parts of a batch only contribute gradients."""
 
     def learn(self, numbers: Numbers) -> None:
         """Learn nothing from the batch before gradients are averaged; see `make_directions`."""
 
     def make_directions(self, numbers: Numbers) -> None:
-        """Learn from averaged gradients, and precondition the gradients.
+        """Update the factors from averaged gradients, and precondition the gradients.
 
         Collective over: world and column.
         """
@@ -117,6 +117,6 @@ class OfGradient(DistributedPreconditioner):
         super().make_directions(numbers)
 
     def _average_statistics(self, numbers: Numbers) -> None:
-        """Take the averaged gradients into the factors."""
+        """Merge the averaged gradients into the factors."""
         self.factors.take(self.gradients, self.bases, numbers.decay)
         self.is_consistent = False

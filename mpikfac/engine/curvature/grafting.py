@@ -1,7 +1,7 @@
-"""Lengths of directions: what preconditioning gives, or what a first-order method would step.
+"""Lengths of directions: those of preconditioned gradients, or those of a first-order step.
 
-A graft may also take momentum of gradients before they are preconditioned, and turn gradients of
-uncovered parameters into steps.
+A graft can also apply momentum to gradients before they are preconditioned, and replace gradients
+of uncovered parameters by steps.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from mpikfac.preconditioners import Held, Preconditioner
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal layers to precondition together on the rank; a layer alone where that is no slower.
+    """Equal layers that the rank preconditions together, or one layer where that is as fast.
 
     Attributes:
-        names: of the layers.
-        held: the decompositions; of several layers, `[layers]` in front of all shapes.
-        direction: the directions, a view of the directions' arena: `[outputs, inputs]`, or of
-            several layers `[layers, outputs, inputs]`.
-        matrix: whether a layer maps vectors to vectors, and a direction has singular values.
-        apart: the orders of the parts of the smaller side that are made orthogonal apart.
-        each: the shape of numbers of layers that multiply a tensor of the stack.
+        names: the names of the layers.
+        held: the decompositions; for several layers, with a leading dimension `[layers]`.
+        direction: the directions, a view of their arena: `[outputs, inputs]`, or `[layers, outputs,
+            inputs]` for several layers.
+        matrix: whether a layer maps vectors to vectors, so that a direction has singular values.
+        apart: the sizes of the parts of the smaller side that are orthogonalized separately.
+        each: the shape in which one value per layer multiplies a tensor of the stack.
     """
 
     names: Sequence[str]
@@ -57,13 +57,13 @@ class Stack:
 
 
 class Graft:
-    """The base of all grafts: the length that preconditioning gives.
+    """The base class of grafts, which keeps the lengths of preconditioned gradients.
 
     Attributes:
-        stacks: the layers to precondition on the rank.
+        stacks: the layers that this rank preconditions.
         sources: the gradients to precondition, for each stack.
-        apart: copies of gradients into the sources that are no views of the gradients' arena.
-        uncovered: the uncovered parameters with steps, which lie in the arena of gradients.
+        apart: pairs for copying gradients to those sources that are not views of their arena.
+        uncovered: the uncovered parameters that get steps in the arena of gradients.
         predicted: whether K-FAC's quadratic model predicts the change of the loss.
     """
 
@@ -83,7 +83,7 @@ class Graft:
         for stack in stacks:
             blocks = [gradients.arena[name] for name in stack.names]
             source = blocks[0] if len(blocks) == 1 else gradients.arena.stack(stack.names)
-            if source is None:  # on a GPU with several ranks; the owners of equal layers differ
+            if source is None:  # on a GPU with several ranks, if equal layers have several owners
                 source = torch.stack(blocks)
                 self.apart += zip(source, blocks)
             self.sources.append(source)
@@ -91,10 +91,10 @@ class Graft:
         self._counts = [len(stack.names) for stack in stacks]
 
     def set_batch(self, inputs: Tensor | tuple[Any, ...], loss: Any) -> None:
-        """Take the rank's share of a batch, before the step.
+        """Pass the local batch to the graft, before the step.
 
         Raises:
-            ValueError: the graft needs no batch.
+            ValueError: the graft does not need a batch.
         """
         raise ValueError("grafting.set_batch(inputs, loss) needs grafting=QuadraticModel()")
 
@@ -106,50 +106,51 @@ class Graft:
         """
 
     def count(self) -> None:
-        """Count the step, on the host alone, before the gradients are used."""
+        """Count the step, on the host only, before the gradients are used."""
 
     def key(self) -> Hashable:
-        """Return what `smooth` and `write` read on the host, beside their arguments."""
+        """Return what `smooth` and `write` read on the host in addition to their arguments."""
         return None
 
     def smooth(self, momentum: float) -> None:
-        """Bring the `sources` up to date by momentum."""
+        """Update the `sources` by momentum."""
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write the rank's directions with their lengths to the arena of directions.
+        """Write the rank's directions, with their lengths, to the arena of directions.
 
-        The gradient replaces a direction that is not finite, as of a layer without decompositions.
+        The gradient replaces a direction that is not finite, such as that of a layer without
+        decompositions.
 
         Args:
-            found: what preconditioning gives, for each stack.
+            found: the preconditioned gradients, for each stack.
         """
-        usable = (self._norms(found) < math.inf).split(self._counts)  # not so if NaN
+        usable = (self._norms(found) < math.inf).split(self._counts)  # false if NaN
         for stack, direction, source, sound in zip(self.stacks, found, self.sources, usable):
             torch.where(sound.view(stack.each), direction, source, out=stack.direction)
 
     def _scale(self, lengths: Tensor) -> None:
-        """Give directions in the arena their lengths, `[layers]`; zeros stay zeros."""
+        """Set the lengths of the directions in the arena, `[layers]`; zeros stay zeros."""
         norms = self._norms([stack.direction for stack in self.stacks])
         scales = lengths / norms.clamp_min(torch.finfo(norms.dtype).tiny ** 0.5)
         for stack, scale in zip(self.stacks, scales.split(self._counts)):
             stack.direction.mul_(scale.view(stack.each))
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the norms of the layers in a tensor of each stack, `[layers]`."""
+        """Return the norm of every layer, `[layers]`, in one tensor per stack."""
         layers = [x.unbind() if n > 1 else (x,) for x, n in zip(tensors, self._counts)]
         return norms([*itertools.chain(*layers)])
 
     def descend(self, damping: float) -> Tensor | None:
-        """Change the gradients in the model, once all directions are there.
+        """Change the gradients in the model, once all directions are available.
 
         Returns:
-            The predicted change of the loss of all ranks, `[1]`; None if nothing changes.
+            The predicted change of the loss, summed over ranks, `[1]`; None if nothing changes.
 
-        Collective over: world with a `QuadraticModel`, else none.
+        Collective over: world with a `QuadraticModel`, otherwise none.
         """
 
     def items(self) -> Iterable[Item]:
-        """Return the tensors of the state of all ranks."""
+        """Return the tensors that belong to the state of all ranks."""
         return ()
 
 
@@ -167,7 +168,7 @@ class AdamGraft(Graft):
 
     Attributes:
         KIND: the kind of the averages' items.
-        DECAY: of the averages of squared gradients.
+        DECAY: the decay of the averages of squared gradients.
     """
 
     KIND, DECAY = GRAFT, 0.999
@@ -206,16 +207,15 @@ class AdamGraft(Graft):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return how averages are divided, the places of weights, and what the optimizer steps."""
+        """Return how averages are divided, addresses of weights, and what the optimizer steps."""
         own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
         stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
         return self._adam.even, *places, *stepped
 
     def smooth(self, momentum: float) -> None:
-        """Take gradients into the momenta; sources are means by Nesterov's momentum.
+        """Update the momenta; the sources become means with Nesterov's momentum.
 
-        Means begin with momenta of 0: the first steps of uncovered parameters are shorter than
-        Adam's.
+        Momenta start at 0, so the first steps of uncovered parameters are shorter than Adam's.
         """
         if not self._momenta:
             return
@@ -229,9 +229,9 @@ class AdamGraft(Graft):
     def write(self, found: Sequence[Tensor]) -> None:
         """Write directions with the lengths of Adam's steps; step uncovered parameters by Adam.
 
-        Lengths are at most `max_trust_ratio` times the norm of a layer's weights; weights that are
-        all 0 have no limit, so that the layer can begin to learn. Parameters of another optimizer
-        keep their gradients.
+        Lengths are at most `max_trust_ratio` times the norm of the layer's weights; there is no
+        limit if the weights are all 0, so that the layer can start to learn. Parameters that
+        another optimizer steps keep their gradients.
         """
         steps = self._adam.take(self._numerators)
         super().write(self.turned(found, steps))
@@ -247,8 +247,8 @@ class AdamGraft(Graft):
         """Return the directions for each stack, of any length.
 
         Args:
-            found: what preconditioning gives, for each stack.
-            steps: Adam's, of each layer.
+            found: the preconditioned gradients, for each stack.
+            steps: Adam's steps, for each layer.
         """
         return found
 
@@ -263,10 +263,10 @@ class AdamGraft(Graft):
 
 
 class OrthogonalGraft(AdamGraft):
-    """The length of Adam's step, after all singular values of a direction are made about equal."""
+    """The length of Adam's step, for directions with approximately equal singular values."""
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Orthogonalise directions that are matrices [Muon], block by block if they are large."""
+        """Orthogonalize directions that are matrices [Muon], block by block if they are large."""
         pairs = [(stack, one) for stack, one in zip(self.stacks, found) if stack.matrix]
         dims = [-2 if one.shape[-2] <= one.shape[-1] else -1 for _, one in pairs]
         parts = [one.split(stack.apart, dim) for (stack, one), dim in zip(pairs, dims)]
@@ -281,14 +281,14 @@ class OrthogonalGraft(AdamGraft):
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """Return the norms of tensors, `[tensors]`."""
+    """Return the norm of each tensor, `[tensors]`."""
     return torch.stack(torch._foreach_norm(tensors)) if tensors else torch.zeros(0)
 
 
 def _table(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the places of consecutive groups of `counts` members as rows, filled up by the end.
+    """Return the indices of consecutive groups of `counts` members as rows, padded with the end.
 
-    Sums over rows have one order on all devices; sums by `index_add_` have none on a GPU.
+    Sums over rows have the same order on all devices; `index_add_` has no fixed order on a GPU.
     """
     ends = list(itertools.accumulate(counts))
     most, end = max(counts, default=0), sum(counts)
@@ -299,10 +299,10 @@ def _table(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def graft_of(grafting: Grafting, *parts: Any) -> Graft:
-    """Return what gives directions their lengths.
+    """Return the graft for a `grafting` setting.
 
     Args:
-        parts: the arguments of `Graft` behind the first.
+        parts: the arguments of `Graft` after the first.
     """
     match grafting:
         case NoGrafting():

@@ -1,4 +1,4 @@
-"""How rounding and damping of factors compare, before the factors are decomposed."""
+"""Compare the rounding errors of factors with the damping, before factors are decomposed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpikfac.engine.nonfinite import Flags
 from mpikfac.plan import Factor
 from mpikfac.preconditioners import Means, Preconditioner, mean_eigenvalues, repeated
 
-# Errors of eigenvalues, relative to the damping.
+# Bounds of the errors of eigenvalues, relative to the damping.
 HARMLESS = 0.01  # in a decomposition
-COARSE = 100.0  # in averages: products of traces are far above the errors that matter
+COARSE = 100.0  # in averages: products of traces far exceed the errors that matter
 COARSE_DAMPED = 0.2  # in averages that are damped before the decomposition
 
 Warn = Callable[[Sequence[str]], object]
-"""Is called with the names of layers, at the latest with the next flags that the host reads."""
+"""Is called with names of layers, at the latest when the host next reads the flags."""
 
 
 def errors_of(
@@ -30,10 +30,10 @@ def errors_of(
     relative: bool,
     dtype: torch.dtype,
 ) -> dict[Factor, float]:
-    """Return the errors of eigenvalues in the dtype of sums, relative to the damping.
+    """Return the errors of eigenvalues in the dtype of the statistics, relative to the damping.
 
-    An error is about `eps` times the largest eigenvalue of `G (x) A`, which the product of the
-    traces bounds. Without the opposite side's factors, the rank cannot tell: NaN.
+    An error is about `eps` times the largest eigenvalue of `G (x) A`, which is at most the product
+    of the traces. If the rank lacks the factors of the opposite side, it is NaN.
     """
     if dtype == torch.float64:
         return dict.fromkeys((d.factor for d in decompositions), 0.0)
@@ -64,7 +64,7 @@ def damping_added(
 ) -> dict[str, Tensor]:
     """Return the damping that is part of factors' decompositions, `[]` or `[groups]`, by name.
 
-    `warn` is called with the layers with factors in which `eps` times the trace is large.
+    `warn` is called with the layers of factors for which `eps` times the trace is large.
     """
     sides = [s for d in decompositions for s in ((d.factor,), d.side, d.opposite) if s]
     means = mean_eigenvalues(sides, packed, dtype)
@@ -98,5 +98,5 @@ def _warn_marked(warn: Warn, names: Sequence[str], marks: Sequence[float]) -> No
 
 
 def _order(side: tuple[Factor, ...]) -> float:
-    """Return the order of all factors of a side together, of one group."""
+    """Return the total order of all factors of a side, for one group."""
     return sum(factor.size for factor in side) / side[0].groups

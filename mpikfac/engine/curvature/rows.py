@@ -1,4 +1,4 @@
-"""Orthogonal directions whose rows have about equal lengths [NorMuon]."""
+"""Orthogonal directions whose rows have approximately equal lengths [NorMuon]."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ DECAY, EPSILON = 0.95, 1e-10  # as published
 
 
 class RowsGraft(OrthogonalGraft):
-    """The length of Adam's step, after each row of an orthogonal direction is divided.
+    """The length of Adam's step, after each row of an orthogonal direction is normalized.
 
-    The divisor is the root of a running average of the row's mean square. The average begins with
-    0 in all rows alike, and the length of the whole is given anew, so no bias is corrected.
+    A row is divided by the root of a running average of its mean square. Averages of all rows start
+    at 0 together, and the length of the direction is set afterwards, so there is no need to correct
+    their bias.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class RowsGraft(OrthogonalGraft):
         self._squares = gradients.site.arena(lay_out([shapes]))
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Orthogonalise directions that are matrices, and divide their rows."""
+        """Orthogonalize directions that are matrices, and normalize their rows."""
         pairs = zip(self.stacks, super().turned(found, steps))
         return [self._divided(stack, polar) if stack.matrix else polar for stack, polar in pairs]
 
     def _divided(self, stack: Stack, polar: Tensor) -> Tensor:
-        """Take the rows' mean squares into the averages; return the divided rows.
+        """Merge the rows' mean squares into the averages, and return the normalized rows.
 
-        A direction that is not finite stays out of the averages.
+        A direction that is not finite does not change the averages.
         """
         averages, squares = together(self._squares, stack.names), polar.square().mean(-1)
         averages.copy_(where(squares.isfinite(), averages.lerp(squares, 1 - DECAY), averages))

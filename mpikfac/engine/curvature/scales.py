@@ -1,10 +1,9 @@
-"""Eigenvalues of EKFAC: second moments of gradients in the eigenbases [George et al. 2018].
+"""EKFAC's eigenvalues: second moments of gradients in the eigenbases [George et al. 2018].
 
-An example's gradient of a layer is `sum(g a^T)` over positions. Rotated by the eigenvectors of G
-and A, the elements of the gradient have mean squares over examples: the scales. The scales are the
-diagonal of the gradient's second moment in the eigenbasis, and of all diagonal matrices the
-nearest to the second moment. Products of the eigenvalues of G and A only estimate the scales, as
-if `a` and `g` were independent.
+An example's gradient of a layer is `sum(g a^T)` over positions. Rotate it by the eigenvectors of G
+and A: the mean squares of its elements over examples are the scales. They are the diagonal of the
+gradient's second moment in the eigenbasis, and thus of all diagonal matrices the one nearest to it.
+Products of the eigenvalues of G and A only estimate them, as if `a` and `g` were independent.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from mpikfac.numerics import all_finite, products_of_values, squares_in_bases
 from mpikfac.plan import count_of, scales
 from mpikfac.plan.names import DECOMPOSITIONS, DUE, PRECONDITIONER, SCALE_WEIGHTS, SCALES
 
-CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
+CHUNK = 2**20  # how many elements of examples' vectors and gradients are squared at once
 
 
 class Scales(PreconditionerPart):
-    """The scales of the layers whose preconditioner estimates scales; other layers have no scales.
+    """The scales of those layers whose preconditioner estimates them.
 
-    Scales start as products of the eigenvalues, whenever a layer's bases are new, with the weight
-    of the factors' averages. Batches are merged into scales as into factors' averages. The batch of
-    the step with new bases is lost, as the batch was recorded in the older bases.
+    Whenever a layer has new bases, its scales start as products of the eigenvalues, with the weight
+    of the factors' averages. Batches are merged into scales as they are into factors' averages. The
+    batch of the step with new bases is lost, because it was recorded in the previous bases.
 
     Attributes:
         averages: running averages `[outputs, inputs]`, by layer, used by directions.
-        weights: numbers of examples in the averages.
+        weights: the numbers of examples in the averages.
         sums: the rank's sums over a batch, and numbers of examples; zero between steps.
     """
 
@@ -52,7 +51,7 @@ class Scales(PreconditionerPart):
         self._layers = {layer.name: layer for layer in site.plan.rescaled}
         self._running = {name: self._running_of(name) for name in self.averages}
         self._messages = scales.reduce_scales(site.plan)
-        self._recorded: set[str] = set()  # layers that have a basis, and so scales
+        self._recorded: set[str] = set()  # layers that have bases, and therefore scales
         self._awaited: set[str] | None = None  # layers that wait for new bases; None: see `restart`
 
     def _running_of(self, name: str) -> Running:
@@ -60,7 +59,7 @@ class Scales(PreconditionerPart):
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def reset(self) -> None:
-        """Forget which layers have scales: new bases begin scales anew."""
+        """Discard all scales; they restart with new bases."""
         self._recorded, self._awaited = set(), None
 
     def abort_batch(self) -> None:
@@ -68,14 +67,14 @@ class Scales(PreconditionerPart):
         self.sums.flat.zero_()
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
-        """Add a call's squares of examples' gradients, times `weight`.
+        """Add the squares of examples' gradients in a call, times `weight`.
 
-        Calls in a pass count as if gradients were independent.
+        Several calls in a pass count as if their gradients were independent.
 
         Args:
-            layer: with a `group`, the call is of the group alone.
-            x: inputs, `prepared`.
-            g: gradients of the mean loss at the layer's outputs.
+            layer: the layer; with a `group`, only that group was called.
+            x: the inputs, `prepared`.
+            g: the gradients of the mean loss at the layer's outputs.
         """
         if layer.name not in self._recorded or not len(g):
             return
@@ -98,19 +97,19 @@ class Scales(PreconditionerPart):
             self.sums[name].zero_()
 
     def unscale(self, scale: float) -> bool:
-        """Take a loss's scale out of a batch's sums; return whether all sums are finite."""
-        self.sums.flat.div_(scale).div_(scale)  # twice, as the square may be no number of its dtype
+        """Divide a batch's sums by the loss scale; return whether all sums are finite."""
+        self.sums.flat.div_(scale).div_(scale)  # twice, because the square can overflow
         return all_finite(self.sums.flat)
 
     def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool, weight: float) -> None:
-        """Add up a batch's sums over ranks.
+        """Reduce a batch's sums over ranks.
 
         Collective over: world.
 
         Args:
-            statistics: the rank's sums of factors, beside numbers of examples.
-            of_loss: gradients are those of the loss, a mean over the batch.
-            weight: of the rank's examples.
+            statistics: the rank's sums for factors, and numbers of examples.
+            of_loss: whether gradients are those of the loss, a mean over the batch.
+            weight: the weight of the rank's examples.
         """
         for name in self._recorded:
             count, running = statistics[self._layers[name].factors[0].counted], self._running[name]
@@ -119,7 +118,7 @@ class Scales(PreconditionerPart):
         self.site.grid.exchange(self._messages, self.sums.flat)
 
     def merge(self, decay: float, step: int) -> None:
-        """Take a batch's sums over ranks into the averages."""
+        """Merge a batch's reduced sums into the averages."""
         if not self.averages:
             return
         self._check(step)
@@ -128,10 +127,10 @@ class Scales(PreconditionerPart):
         self.bases.rescaled()
 
     def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
-        """Start anew where bases are new: in all layers, or in those of a `turn` of a refresh.
+        """Restart the scales of layers with new bases: all layers, or those of round `turn`.
 
         Args:
-            weights: of the factors' averages.
+            weights: the weights of the factors' averages.
         """
         names, self._awaited = self._awaited, None
         if names is None:
@@ -164,7 +163,7 @@ class Scales(PreconditionerPart):
             return
         super().load_state_dict(state, names)
         self._record_all()
-        # Pending bases may be of one turn only, and turns may be dealt otherwise from here on.
+        # Pending bases may be of one round only, and layers may now belong to other rounds.
         if DUE in names:
             begun = {
                 DECOMPOSITIONS + block.name: layer.name
@@ -172,18 +171,18 @@ class Scales(PreconditionerPart):
                 for factor in layer.factors
                 for block in factor.blocks
             }
-            own = [begun[name] for name in names if name in begun]  # a share has its owner's
+            own = [begun[name] for name in names if name in begun]  # each rank has its own part
             self._awaited = set(chain(*self.site.grid.world.allgather(own)))
 
     def _record_all(self) -> None:
-        """From now on, record the layers that have a basis."""
+        """Record the layers that have bases from now on."""
         self._recorded = {name for name, scales in self.averages.items() if all_finite(scales)}
 
     def _check(self, step: int) -> None:
-        """Leave the batch's scales with NaN or infinity out of the averages."""
+        """Exclude the batch's scales with NaN or infinity from the averages."""
 
         def report(broken: list[str]) -> None:
             answered = [name for name in broken if self.plan.updaters[name] == self.plan.rank]
-            self.site.nonfinite.note("scales", answered, step, "their averages stay as they are")
+            self.site.nonfinite.note("scales", answered, step, "their averages do not change")
 
         leave_out_broken(self.sums.flat, list(self._running.values()), self.site.flags, report)

@@ -1,8 +1,8 @@
 """Compute second moments of a convolution's patches as autocorrelations, without the patches.
 
-The work is done by the kernel that computes a convolution's weight gradient: it sums products of
-two images' pixels at every offset. On a CPU it is nearly as fast as large matrix products, on
-channels-last images without a copy.
+This uses the kernel for the weight gradient of a convolution, which sums products of the pixels of
+two images at every offset. On a CPU, it is nearly as fast as large matrix products, and does not
+copy channels-last images.
 
 Images are two-dimensional. Channels come in `groups` of c channels, and are multiplied only within
 a group.
@@ -24,7 +24,7 @@ from mpikfac.numerics import squares
 
 def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
     """Return `sum(x x^T)` `[groups, c, c]` over pixels of images `[batch, channels, *size]`."""
-    x = x.unsqueeze(2).flatten(2, -2)  # of two dimensions
+    x = x.unsqueeze(2).flatten(2, -2)  # makes images two-dimensional
     channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
     if groups > 1 and channels == 1:
         return x.square().sum((0, 2, 3)).view(groups, 1, 1)
@@ -44,11 +44,10 @@ def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
 def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:
     """Return `sum(a a^T)` `[groups, inputs, inputs]` of a stride-1 convolution.
 
-    Products of two patch elements at offsets o and o', summed over output positions, are the
+    The products of two patch elements at offsets o and o', summed over output positions, are the
     autocorrelation of `x` at o' - o. If the sum is over *all* positions at which a patch touches
-    `x`, the sum depends on o' - o only. The positions around the layer's output are subtracted:
-    patches around the output see little of `x`, a thin strip along each side if the layer is
-    padded.
+    `x`, it depends only on o' - o. The positions around the layer's output are then subtracted:
+    their patches cover little of `x`, only a thin strip along each side if the layer is padded.
     """
     total = _sum_inside(channels_last(x), window, groups, (0, 1))
     return total.permute(4, 5, 0, 1, 6, 2, 3).flatten(4).flatten(1, 3)
@@ -57,7 +56,7 @@ def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:
 def _sum_inside(x: Tensor, window: Window, groups: int, dims: tuple[int, ...]) -> Tensor:
     """Return `sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over the output positions in `dims`.
 
-    In dimensions not in `dims`, all positions count at which a patch touches `x`.
+    In all other dimensions, the sum is over all positions at which a patch touches `x`.
     """
     if not dims:
         return _sum_everywhere(x, window, groups)
@@ -77,12 +76,12 @@ def _strip(
 ) -> tuple[Tensor, Window, slice]:
     """Return the strip of `x` seen by patches before or after the output positions of a dimension.
 
-    Outside of the output, the `hidden` taps nearest the output see only zeros of the padding. The
-    remaining taps become channels of the strip, and a pixel of the strip is a position in `dim`.
+    Outside of the output, the `hidden` taps nearest to the output see only zeros of the padding.
+    The remaining taps become channels of the strip, whose pixels are positions in `dim`.
 
     Returns:
-        The strip `[batch, groups * taps * c, ...]`, transposed if `dim` is 1; the strip's window;
-        the remaining taps.
+        The strip `[batch, groups * taps * c, ...]`, transposed if `dim` is 1; its window; and the
+        remaining taps.
     """
     pad, dilation = window.padding[dim][side], window.dilation[dim]
     thickness = window.reach[dim] - pad
@@ -99,14 +98,14 @@ def _strip(
     kernel, padding = list(window.kernel), list(window.padding)
     kernel[dim], padding[dim] = 1, (0, 0)
     shape = Window(kernel, window.stride, padding, window.dilation)
-    if dim == 1:  # transposed to lie along rows: the weight-gradient kernel is faster along rows
+    if dim == 1:  # transposed along rows, for which the weight-gradient kernel is faster
         strip = strip.transpose(2, 3)
         shape = Window(kernel[::-1], window.stride, padding[::-1], window.dilation[::-1])
     return channels_last(strip), shape, taps
 
 
 def _taps_from_channels(total: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """Return the sum over a strip with taps of `dim` moved from channels back to the kernel."""
+    """Return the sum over a strip, with the taps of `dim` moved from channels to the kernel."""
     kernel, groups, channels = shape[:2], shape[4], shape[-1]
     taps, length = kernel[dim], kernel[1 - dim]
     total = total.view(length, length, groups, taps, channels, taps, channels)
@@ -116,14 +115,14 @@ def _taps_from_channels(total: Tensor, dim: int, shape: torch.Size) -> Tensor:
 def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
     """Return `sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over all positions that touch `x`.
 
-    A position touches `x` if the patch does. The sum for a pair of offsets is the autocorrelation
-    at the offsets' difference: a block Toeplitz matrix.
+    A position touches `x` if its patch does. The sum for a pair of offsets is the autocorrelation
+    at their difference, so the result is a block Toeplitz matrix.
     """
     kh, kw = window.kernel
     if kh == kw == 1:
         return pixel_sum(x, groups)[None, None, None, None]
     half = _autocorrelation(x, window, groups)
-    full = half  # a single row has differences of both signs
+    full = half  # a single row already has differences of both signs
     if kh > 1:
         full = torch.cat([half.transpose(1, 2)[:, :, :, 1:].flip(3, 4), half], 3)
     by_difference = full.permute(3, 4, 0, 1, 2).flatten(0, 1)
@@ -133,7 +132,7 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
 
 @cache
 def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
-    """Return the index of the offsets' difference, for all pairs of offsets, `[(kh * kw)**2]`."""
+    """Return the index of the difference of all pairs of offsets, `[(kh * kw)**2]`."""
     rows, columns = torch.arange(kh, device=device), torch.arange(kw, device=device)
     down = (rows - rows[:, None])[:, None, :, None] + kh - 1
     right = (columns - columns[:, None])[None, :, None, :] + kw - 1
@@ -143,8 +142,8 @@ def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
 def _autocorrelation(x: Tensor, window: Window, groups: int) -> Tensor:
     """Return `sum_u x[c, u] x[d, u + delta]` `[groups, c, d, kh, 2 kw - 1]`, row differences >= 0.
 
-    The sum is a single call of the weight-gradient kernel with `x` in both roles; negative row
-    differences follow by symmetry.
+    This is one call of the weight-gradient kernel, with `x` in both roles; negative row differences
+    follow by symmetry.
     """
     (kh, kw), (below, right) = window.kernel, window.reach
     lower = torch.cat([x, torch.zeros_like(x[:, :, :below])], 2) if below else x
@@ -162,11 +161,11 @@ def _correlate(
     return by_group.float() if by_group.dtype == torch.bfloat16 else by_group
 
 
-# -- choice of the faster way --------------------------------------------------------------------
+# -- choice of the faster method -----------------------------------------------------------------
 
 
 def can_correlate(x: Tensor, window: Window) -> bool:
-    """Return whether `by_correlation` applies: stride 1, padding <= window's reach < size."""
+    """Return whether `by_correlation` applies: stride 1, and padding <= window's reach < size."""
     return tuple(window.stride) == (1, 1) and all(
         max(window.padding[dim]) <= window.reach[dim] < x.shape[2 + dim] for dim in (0, 1)
     )
@@ -175,9 +174,9 @@ def can_correlate(x: Tensor, window: Window) -> bool:
 def worth_correlating(x: Tensor, window: Window) -> bool:
     """Return whether `by_correlation` takes much less work than copying all patches.
 
-    Work is measured in products per example and pair of channels; the rule is fitted to times on
-    CPU cores. On a GPU, where the host starts kernels more slowly than the GPU runs them, patches
-    are always used, as they need the fewest kernels.
+    Work is measured in products per example and pair of channels; the rule was fitted to times on
+    CPU cores. On a GPU, which runs small kernels faster than the host launches them, patches are
+    always used, since they need the fewest kernels.
     """
     if x.is_cuda or x.is_xpu:
         return False
@@ -187,13 +186,13 @@ def worth_correlating(x: Tensor, window: Window) -> bool:
     shifts = kh * (2 * kw - 1) * (height + reach_h) * width
     above_below = seen_h**2 * (2 * kw - 1) * frame_h * width
     left_right = seen_w**2 * kh * frame_w * height
-    spreading = 200 * (kh * kw) ** 2 / len(x)  # writes the matrix once, for any batch size
+    spreading = 200 * (kh * kw) ** 2 / len(x)  # the matrix is written once, for any batch size
     patches = (kh * kw) ** 2 * (height + reach_h - frame_h) * (width + reach_w - frame_w)
     return x.shape[1] > 2 and shifts + above_below + left_right + spreading < 0.55 * patches
 
 
 def _in_kernel(x: Tensor) -> bool:
-    """Return whether the weight-gradient kernel is faster than matrix products: oneDNN's is."""
+    """Return whether the weight-gradient kernel is faster than products, as oneDNN's is."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 

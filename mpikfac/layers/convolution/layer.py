@@ -23,7 +23,7 @@ from mpikfac.plan import LayerShape
 class ConvLayer(Layer):
     """Cover a convolution in 1, 2 or 3 dimensions, with any number of groups, also transposed.
 
-    A transposed convolution is a convolution of the input with zeros between pixels, so its
+    A transposed convolution is a convolution of its input with zeros between the pixels, so its
     positions are output pixels as well.
     """
 
@@ -35,7 +35,7 @@ class ConvLayer(Layer):
         self.transposed = module.transposed
         self._around = () if module.padding_mode == "zeros" else _padding(module)
         if self.transposed:
-            # Large enough to keep a pixel after the cut by the padding.
+            # Large enough that a pixel is left after the padding is cut off.
             image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding), device="cpu")
             _, self._window = self._spread(module, image, module.output_padding)
         else:
@@ -44,7 +44,7 @@ class ConvLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape with the orders of a group's factors."""
+        """Return the shape, with the orders of the factors of one group."""
         module, groups = self.module, self.module.groups
         outputs = module.out_channels // groups
         if self.bias_alone:
@@ -53,7 +53,7 @@ class ConvLayer(Layer):
         return LayerShape(self.name, fan_in + self.bias, outputs, groups)
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the image that patches are taken from, without a border of zeros."""
+        """Return the image from which patches are taken, without a border of zeros."""
         if self.transposed:
             return self._spread(self.module, x, self._output_padding(x, g))[0]
         ends = [end for both in reversed(self._around) for end in both]
@@ -91,22 +91,22 @@ class ConvLayer(Layer):
         return totals if groups == 1 else totals.view(len(g), groups, -1)
 
     def form(self, side: str) -> Hashable:
-        """Return a key of convolutions whose moments are computed in the same way, sizes aside."""
+        """Return a key that convolutions share whose moments are computed alike, sizes aside."""
         window = (self._window, self.rounded_to) if side == "A" else ()
         return super().form(side), window
 
     def side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return images with the channels of all layers."""
+        """Return images that have the channels of all layers."""
         return torch.cat(tuple(tensors), 1)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return patches, and the gradients of the output pixels computed from them."""
         groups, pixels = self.shape.groups, g.flatten(2)
-        if self.transposed:  # the image that patches are taken from is flipped
+        if self.transposed:  # the image from which patches are taken is flipped
             pixels = pixels.flip(2)
         if self.bias_alone:
             return pixels.new_ones(len(g), pixels.shape[2], 1), pixels.mT
-        # With positions last, and a channel's pixels in a row, the copy is fast.
+        # The copy is fast with positions last, so that a channel's pixels are contiguous.
         n = x.dim() - 2
         views = patches(x.contiguous(), self._window)
         views = views.permute(0, *range(n + 1, 2 * n + 2), *range(1, n + 1))
@@ -124,7 +124,7 @@ class ConvLayer(Layer):
         return by_group.transpose(1, 2)
 
     def _output_padding(self, x: Tensor, g: Tensor) -> list[int]:
-        """Return a call's `output_padding`, from sizes: a call may pass `output_size` instead."""
+        """Return a call's `output_padding`, derived from sizes: calls can set `output_size`."""
         cuts = [int(cut) for cut in self.module.padding]
         each = zip(x.shape[2:], self.module.stride, cuts, self._window.reach)
         least = [(n - 1) * stride - 2 * cut + reach + 1 for n, stride, cut, reach in each]

@@ -1,8 +1,8 @@
 """Compute moments of a convolution's inputs and outputs, over positions and examples.
 
-Images have 1, 2 or 3 dimensions. With `groups`, channels are multiplied only within a group. Every
+Images have 1, 2 or 3 dimensions. With `groups`, channels are multiplied only within a group: every
 group has its own weight and moments, and results are `[groups, ...]`. Inputs are ordered as in a
-convolution's weight: channel, then kernel.
+convolution's weight: first by channel, then by kernel element.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mpikfac.numerics import squares, with_bias
 def output_sum(g: Tensor, groups: int = 1) -> Tensor:
     """Return `sum(g g^T)` `[channels, channels]` over pixels of `g` `[batch, channels, *size]`.
 
-    By group, `[groups, channels / groups, channels / groups]`.
+    With groups, the result is `[groups, channels / groups, channels / groups]`.
     """
     total = pixel_sum(g, groups)
     return total if groups > 1 else total[0]
 
 
 def output_vector(g: Tensor, groups: int = 1) -> Tensor:
-    """Return `sum(g)` `[channels]` over pixels; by group, `[groups, channels / groups]`."""
+    """Return `sum(g)` `[channels]` over pixels; with groups, `[groups, channels / groups]`."""
     return _by_group(g.sum((0, *range(2, g.dim()))), groups)
 
 
@@ -45,10 +45,10 @@ def input_sum(
 ) -> Tensor:
     """Return `sum(a a^T)` `[inputs, inputs]` over all patches of `x` `[batch, channels, *size]`.
 
-    By group, `[groups, inputs, inputs]`, with the inputs of a group.
+    With groups, the result is `[groups, inputs, inputs]`, with the inputs of one group.
 
     Args:
-        rounded_to: pixels, and sums of their products, are rounded to this dtype; sums still
+        rounded_to: the dtype to which pixels, and sums of their products, are rounded; sums still
             accumulate in float32.
     """
     pixels = x if rounded_to is None else _rounded(x, rounded_to)
@@ -68,7 +68,7 @@ def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 def input_vector(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tensor:
-    """Return `sum(a)` `[inputs]` over all patches; by group, `[groups, inputs]`."""
+    """Return `sum(a)` `[inputs]` over all patches; with groups, `[groups, inputs]`."""
     # Summing over the batch commutes with taking patches: patches are a view of the sum.
     views = patches(_batch_sum(x), window)
     positions = views.shape[1 : x.dim() - 1].numel()
@@ -104,7 +104,7 @@ def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
     if views[..., 0, 0, 0].numel() < channels * kh * kw:
         rows = views.flatten(3).flatten(0, 2)
         return squares(rows.T)[None]
-    # Patches as pixels with more channels, offsets before channels, are copied in long runs.
+    # If patches are pixels with more channels, offsets before channels, copies are long runs.
     pixels = views.permute(0, 1, 2, 4, 5, 3).flatten(3).permute(0, 3, 1, 2)
     total = pixel_sum(pixels).view(kh, kw, channels, kh, kw, channels)
     return total.permute(2, 0, 1, 5, 3, 4).reshape(1, channels * kh * kw, -1)

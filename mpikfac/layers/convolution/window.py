@@ -20,7 +20,7 @@ Index = tuple[slice | EllipsisType, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """Describe the geometry of a convolution, by dimension of the images.
+    """The geometry of a convolution, by dimension of the images.
 
     Attributes:
         padding: zeros before and after each dimension; in 2-D: ((top, bottom), (left, right)).
@@ -33,17 +33,17 @@ class Window:
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
-        """Return the distance between the kernel's first and last element, by dimension."""
+        """The distance between the kernel's first and last element, by dimension."""
         return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilation))
 
     @cached_property
     def zeros(self) -> list[int]:
-        """Return the padding as `F.pad` takes padding: the last dimension first."""
+        """The padding in the order that `F.pad` expects: the last dimension first."""
         return [count for pair in reversed(self.padding) for count in pair]
 
     @cached_property
     def taps(self) -> Index:
-        """Return the index of the kernel's elements in the reach of the kernel."""
+        """The index of the kernel's elements within its reach."""
         return every(self.dilation)
 
 
@@ -59,8 +59,8 @@ def patches(x: Tensor, window: Window) -> Tensor:
 def planar(x: Tensor, window: Window) -> tuple[Tensor, Window]:
     """Return a 2-D image and window with the same patches, in the same order of elements.
 
-    1-D is 2-D with a height of 1. 3-D becomes 2-D with more examples and more channels: every
-    position in depth is an example, and the slices seen from the position are the channels.
+    1-D becomes 2-D with a height of 1. 3-D becomes 2-D with more examples and channels: every
+    position in depth is an example, and the slices seen from it are channels.
     """
     if len(window.kernel) == 2:
         return x, window
@@ -82,13 +82,14 @@ def spread(
 ) -> tuple[Tensor, Window]:
     """Return the image and window with the patches that a transposed convolution multiplies.
 
-    A transposed convolution spreads the input's pixels with zeros in between, and convolves the
-    spread image with the flipped weight. `spread` flips the image instead: patches then have the
+    A transposed convolution spreads the pixels of its input, with zeros in between, and convolves
+    the result with the flipped weight. `spread` flips the image instead: patches then have the
     order of the weight's elements, input channel first, and the last patch belongs to the first
     position.
 
     Args:
-        padding: padding of the transposed convolution: the output is cut by `padding` on each side.
+        padding: the padding of the transposed convolution, which is cut off each side of the
+            output.
     """
     dims = range(2, x.dim())
     size = [(n - 1) * s + 1 + extra for n, s, extra in zip(x.shape[2:], stride, output_padding)]
@@ -96,7 +97,7 @@ def spread(
     image[every(stride, output_padding)] = x.flip(*dims)
     around = [(k - 1) * d - p for k, d, p in zip(kernel, dilation, padding)]
     for dim, zeros in zip(dims, around):
-        if zeros < 0:  # the cut is so large that no patch sees the pixels on the margin
+        if zeros < 0:  # so much is cut off that no patch sees the pixels on the margin
             image = image.narrow(dim, -zeros, image.shape[dim] + 2 * zeros)
     margins = tuple((max(zeros, 0), max(zeros, 0)) for zeros in around)
     return image, Window(kernel, (1,) * len(dims), margins, dilation)

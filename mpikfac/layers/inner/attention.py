@@ -1,4 +1,4 @@
-"""Cover the projections of `MultiheadAttention`, to the query itself or to other tensors."""
+"""Cover the projections of `MultiheadAttention`, for self-attention and cross-attention."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ProjectionLayer(InnerLayer):
 
 
 class ProjectionsLayer(Layer):
-    """Cover the projections of query, key and value with common parameters: one group for each.
+    """Cover the projections of query, key and value with joint parameters, one group for each.
 
-    Groups have separate factors and numbers of positions, like three linear layers.
+    The groups have separate factors and numbers of positions, like three linear layers.
 
     Args:
-        watched: for each group, the weight whose product is searched for, and its part.
+        watched: for each group, the weight whose product to find, and the part of it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ProjectionsLayer(Layer):
 
     @property
     def members(self) -> list[Layer]:
-        """The three projections, each with the statistics of a group."""
+        """The three projections, each with the statistics of one group."""
         return [self._member(group) for group in range(len(SOURCES))]
 
     def _member(self, group: int) -> Layer:
@@ -64,7 +64,7 @@ class ProjectionsLayer(Layer):
         return member
 
     def whole_shape(self) -> LayerShape:
-        """Return the shape of three groups; of a bias alone, without A."""
+        """Return the shape of three groups; without A if only the bias is covered."""
         groups, outputs, *inputs = self.arranged(self.parameters[0]).shape
         if self.bias_alone:
             return LayerShape(self.name, 1, outputs, groups, sides="G")
@@ -76,7 +76,7 @@ class ProjectionsLayer(Layer):
 
 
 def attention_layers(name: str, module: nn.Module) -> list[Layer]:
-    """Return an attention's trained projections: of query, key and value, and of the result."""
+    """Return an attention's trained projections of query, key and value, and of the result."""
     assert isinstance(module, nn.MultiheadAttention)
     prefix, packed, out = f"{name}." if name else "", module.in_proj_weight, module.out_proj
     layers: list[Layer] = []

@@ -12,13 +12,13 @@ from mpikfac.layers.layer import Layer
 
 
 class CellLayer(InnerLayer):
-    """Cover a cell's linear layer, of the input or of the hidden state, for all gates together."""
+    """Cover a cell's linear layer for the input or for the hidden state, all gates together."""
 
     arguments = ("input", "hx")
     module: nn.RNNCellBase
 
     def input_of(self, arguments: Mapping[str, Any], product: Node) -> Tensor:
-        """Return the input or the hidden state, `[batch, inputs]`; zeros before the first state."""
+        """Return the input or the hidden state, `[batch, inputs]`; initial states are zeros."""
         states, x = arguments.get(self.source), arguments["input"]
         if states is None:
             states = x.new_zeros(*x.shape[:-1], self.module.hidden_size)
@@ -27,7 +27,7 @@ class CellLayer(InnerLayer):
 
 
 def cell_layers(name: str, module: nn.Module) -> list[Layer]:
-    """Return a cell's linear layers with trained weights."""
+    """Return a cell's linear layers that have trained weights."""
     assert isinstance(module, nn.RNNCellBase)
     layers: list[Layer] = []
     for part, source in (("ih", "input"), ("hh", "hx")):

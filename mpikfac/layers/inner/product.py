@@ -1,9 +1,8 @@
-"""Find products with a weight in autograd's graph, and record a product as a linear layer.
+"""Find products with a weight in autograd's graph, and record them as linear layers.
 
-A module such as an attention multiplies by its weights without submodules for the products. In the
-graph of the forward call, the products are the nodes that use the transposed weight. A hook on such
-a node receives the gradient of the product. Other layers are not affected, and the results of the
-module do not change.
+A module such as an attention multiplies by its weights itself, without submodules. In the graph of
+the forward pass, these products are the nodes that use the transposed weight. A hook on such a node
+receives the gradient of the product. This affects neither other layers nor the module's results.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from torch import Tensor, nn
 from mpikfac.layers.layer import Call, Layer, skipping
 from mpikfac.numerics import in_transform
 
-Node = Any  # of autograd's graph
+Node = Any  # a node of autograd's graph
 TRANSPOSED = "TBackward0"
 SPLIT = ("SplitBackward0", "SplitWithSizesBackward0")
 PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # between a weight and its product
 
 
 class InnerLayer(Layer):
-    """Cover a linear layer inside a module; the gradient comes from the product's node.
+    """Cover a linear layer inside a module, with the gradient from the node of its product.
 
     A module can multiply by a weight in one product, or by parts of its rows in several.
 
     Args:
-        source: the argument of the module that is the layer's input; "" for none.
-        watched: the weight to find products with.
-        part: where the layer's rows begin in `watched`, in units of the layer's outputs.
+        source: the module's argument that is the layer's input; "" if there is none.
+        watched: the weight whose products to find.
+        part: where the layer's rows start in `watched`, in units of the layer's outputs.
 
     Raises:
-        TypeError: in a forward pass, no product with the weight is in autograd's graph.
+        TypeError: in a forward pass, autograd's graph has no product with the weight.
     """
 
     dimensions = 1  # `watch` always returns a batch
@@ -53,13 +52,13 @@ class InnerLayer(Layer):
         self.source, self._watched, self._part = source, watched, part
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return the inputs of the product and a hook on the gradient, example by example."""
+        """Return the inputs of the product, and a hook on the gradient, both by example."""
         result = output[0] if isinstance(output, tuple) else output
         if not (result.requires_grad and self._watched.requires_grad):
             return None
         products = products_with(self._watched, result.grad_fn, _tensors([positional, named]))
         if not products:
-            if in_transform():  # which can have its own graph
+            if in_transform():  # which can have a separate graph
                 return None
             raise TypeError(
                 f"layer {self.name!r}: no product with the weight is in autograd's graph; train "
@@ -71,7 +70,7 @@ class InnerLayer(Layer):
         x = self.input_of(dict(zip(self.arguments, positional)) | named, products[number])
         kind = x.device.type
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if autocast:  # autograd keeps a copy: x can change in place
+        if autocast:  # autograd saves a copy, so x can change in place
             x = x.detach().to(torch.get_autocast_dtype(kind))
 
         def listen(hook: Callable[[Tensor], None]) -> None:
@@ -90,7 +89,7 @@ class InnerLayer(Layer):
 
 
 def of_examples(rows: Tensor, batch: int) -> Tensor:
-    """Return rows `[shared * batch, n]`, the examples of a position in a row, by example."""
+    """Return rows `[shared * batch, n]`, contiguous by position, as `[batch, shared, n]`."""
     shared = rows.shape[:-1].numel() // max(1, batch)
     return rows.reshape(shared, batch, rows.shape[-1]).transpose(0, 1)
 
@@ -106,7 +105,7 @@ def products_with(weight: Tensor, last: Node, inputs: Iterable[Tensor]) -> list[
 
     Args:
         last: the node of a module's output.
-        inputs: tensors given to the module; the search ends there.
+        inputs: the tensors passed to the module, at which the search ends.
     """
     products: dict[int, Node] = {}
     seen = {value.grad_fn for value in inputs}
@@ -126,7 +125,7 @@ def products_with(weight: Tensor, last: Node, inputs: Iterable[Tensor]) -> list[
 
 
 def _part_of(weight: Tensor, node: Node, output: int) -> int | None:
-    """Return the number of the part of the weight that a node passes on, transposed, or None."""
+    """Return which part of the transposed weight a node passes on, or None."""
     transposed, part = False, 0
     while node is not None and node.name() in PASSED_ON:
         transposed |= node.name() == TRANSPOSED

@@ -1,4 +1,4 @@
-"""Encode values in fewer bytes, and combine vectors so that faulty ranks do little harm."""
+"""Encode values in fewer bytes, and aggregate vectors so that faulty ranks do little harm."""
 
 from mpikfac.numerics.messages.aggregation import ByVector as ByVector
 from mpikfac.numerics.messages.aggregation import by_vector as by_vector

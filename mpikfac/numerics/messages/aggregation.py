@@ -1,7 +1,7 @@
-"""Combine shards of all ranks' vectors by weights of whole vectors, with state across steps.
+"""Aggregate shards of all ranks' vectors with weights that depend on the whole vectors.
 
-Each rank has a shard of all vectors. The inner products are reduced over ranks, so all ranks
-compute the same weights.
+Each rank has a shard of all vectors. The inner products are all-reduced, so all ranks compute the
+same weights. Rules can have a state that they keep from step to step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from mpikfac.plan import Aggregation
 
 
 class ByVector:
-    """Combine shards by a rule without state.
+    """Aggregate shards by a rule without state; the base class of rules with state.
 
     Attributes:
-        memory: tensors that the rule stores across steps, by name; initially zeros.
+        memory: tensors that the rule keeps from step to step, by name; initially zero.
     """
 
     def __init__(self, rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> None:
@@ -25,7 +25,7 @@ class ByVector:
 
         Args:
             like: a shard of a vector, `[n]`.
-            first: the place of the shard in a vector.
+            first: the offset of the shard in a vector.
         """
         self.rule: Any = rule
         self.first = first
@@ -57,17 +57,17 @@ class ByVector:
 
         Args:
             products: the sum of the `products` of all shards.
-            parts: as given to `products`.
+            parts: the same as for `products`.
         """
         return combined(parts, self.rule.weights(products))
 
 
 def by_vector(rule: Aggregation, ranks: int, like: Tensor, first: int = 0) -> ByVector:
-    """Return the object that combines shards by the rule; the arguments are those of `ByVector`."""
+    """Return the object that applies a rule to shards; the arguments are those of `ByVector`."""
     return rule.combiner(ranks, like, first) or ByVector(rule, ranks, like, first)
 
 
 def combined(vectors: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of `vectors` `[ranks, n]`, without vectors of weight 0."""
+    """Return the weighted sum of `vectors` `[ranks, n]`, ignoring vectors with weight 0."""
     chosen = weights != 0
     return weights[chosen].to(vectors.dtype) @ vectors[chosen]

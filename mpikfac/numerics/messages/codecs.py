@@ -1,11 +1,12 @@
 """Encode values in fewer bytes, and decode: bfloat16, blocks of 8 bits, only the largest values.
 
-Error feedback [Seide et al. 2014]: the encoding error is stored as a residual and added to the next
-values before encoding. Sums over time therefore lose only the residual of the last step.
+Error feedback [Seide et al. 2014]: the encoding error is stored as a residual, and added to the
+next values before they are encoded. Sums over time therefore lose only the residual of the last
+step.
 
-A sum of matrices is not encoded element by element. PowerSGD [Vogels et al. 2019] sums `P = M Q`,
-makes the columns of P orthonormal, sums `Q = M^T P`, and uses `P Q^T` as the sum of all M. This is
-a step of a power iteration, which starts from the Q of the last step.
+Matrices are not reduced element by element. PowerSGD [Vogels et al. 2019] reduces `P = M Q`, makes
+the columns of P orthonormal, reduces `Q = M^T P`, and uses `P Q^T` as the sum of all M. This is one
+step of a power iteration, which starts from the Q of the last step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mpikfac.plan import ALIGNMENT, PLACE, Codec, CustomCodec, Matrix
 
-NOT_FINITE = -128  # among 8-bit numbers, which otherwise go from -127 to 127
+NOT_FINITE = -128  # among 8-bit integers; all others are from -127 to 127
 
 
 def encode(
@@ -26,9 +27,9 @@ def encode(
     """Return `values` `[n]` as bytes, `[codec.size(n)]`.
 
     Args:
-        residual: the residual `[n]` of the last encoding: added to `values`, then set to the new
-            residual. Non-finite values are sent, but not stored in the residual.
-        velocity: `[n]`, with "top-k" only: `momentum * velocity + values` replaces `values`,
+        residual: the residual `[n]` of the last encoding: it is added to `values`, then replaced by
+            the new one. Non-finite values are sent, but not stored in the residual.
+        velocity: `[n]`, only with "top-k": `momentum * velocity + values` replaces `values`,
             and becomes 0 where values are sent [DGC, Lin et al. 2018].
     """
     if residual is None:
@@ -72,15 +73,15 @@ def _to_int8(values: Tensor, _: Codec) -> Tensor:
     """Return blocks of an exponent and 8-bit values.
 
     The exponent is that of the largest value of the block; values are in units of 1/64 of 2 to the
-    exponent. The format is OCP's MXINT8 with shorter blocks: a block never spans two layers,
-    because the values of two layers can differ by orders of magnitude. Values that are not finite
-    in float32 become NaN.
+    exponent. The format is OCP's MXINT8 with shorter blocks: no block spans two layers, because the
+    values of different layers can differ by orders of magnitude. Values that are not finite in
+    float32 become NaN.
     """
     blocks = values.float().view(-1, ALIGNMENT)
     finite = blocks.isfinite()
     blocks = blocks.where(finite, 0)
     largest = blocks.abs().amax(1, keepdim=True)
-    exponents = (largest.view(torch.int32) >> 23).clamp_(min=7)  # units are no subnormal numbers
+    exponents = (largest.view(torch.int32) >> 23).clamp_(min=7)  # so that units are not subnormal
     numbers = (blocks * _power(260 - exponents)).round_().clamp_(-127, 127)
     encoded = torch.empty(len(blocks), 1 + ALIGNMENT, dtype=torch.uint8, device=values.device)
     encoded[:, :1] = exponents
@@ -97,7 +98,7 @@ def _add_int8(total: Tensor, encoded: Tensor, weight: int) -> None:
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """Return 2 to the power of `exponents - 127`, made from the bits of a float32."""
+    """Return 2 to the power of `exponents - 127`, from the bits of a float32."""
     return (exponents << 23).view(torch.float32)
 
 
@@ -109,7 +110,7 @@ def _to_largest(values: Tensor, codec: Codec) -> Tensor:
 
 def _add_largest(total: Tensor, encoded: Tensor, weight: int) -> None:
     places = places_of(encoded, total.element_size())
-    # A copy, because a part of a longer buffer may begin at an address unaligned for the dtype.
+    # A copy, because a part of a longer buffer can start at an address unaligned for the dtype.
     values = encoded[: len(places) * total.element_size()].clone().view(total.dtype)
     total[places] += weight * values
 
@@ -137,9 +138,9 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def renewed(right: Tensor, seed: int) -> Tensor:
-    """Return Q `[groups, inputs, rank]`, with useless columns replaced by normal random ones.
+    """Return Q `[groups, inputs, rank]`, with unusable columns replaced by normal random ones.
 
-    A column that is 0 would stay 0, and a column that is not finite would corrupt all later sums.
+    A column of zeros would stay zero, and one that is not finite would corrupt all later sums.
     """
     sizes = right.abs().sum(-2, keepdim=True)
     usable = sizes.isfinite() & (sizes > 0)

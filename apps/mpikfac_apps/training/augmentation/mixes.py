@@ -1,7 +1,7 @@
 """Mix the images of a batch in pairs: mixup [Zhang et al. 2018] and cutmix [Yun et al. 2019].
 
 A pair consists of the images at positions 2k and 2k + 1 of a batch. The order of images is random,
-so pairs are random. A rank with an even number of images has both images of each pair.
+so the pairs are random, too. A rank whose number of images is even has both images of each pair.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from mpikfac_apps.options.options import DataOptions
 
 UNIT = 2**16  # weights of mixup are multiples of 1/UNIT, so means of bytes are exact in float32
-DRAW = 1  # separates these random numbers from those of order, moves and dropout
+DRAW = 1  # separates these random draws from those of order, shifts and dropout
 
 Box = tuple[int, int, int, int]
 Mix = Callable[[Tensor, float, np.random.Generator], tuple[Tensor, float]]
@@ -27,12 +27,12 @@ Mix = Callable[[Tensor, float, np.random.Generator], tuple[Tensor, float]]
 class Mixes:
     """Mix the images of every step.
 
-    All random numbers of a step depend only on (seed, epoch, index), and are equal on all ranks, so
+    All random draws of a step depend only on (seed, epoch, index), and are equal on all ranks, so
     mixed batches are the same for every number of ranks.
 
     Args:
         mixup: alpha of the distribution Beta(alpha, alpha) of weights; None for no mixup.
-        cutmix: alpha for cutmix; None for no cutmix. With both, a step uses one of them at random.
+        cutmix: alpha for cutmix; None for no cutmix. With both, each step uses one at random.
         classes: the number of classes.
     """
 
@@ -70,9 +70,9 @@ class Mixes:
 
 
 def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tensor, float]:
-    """Return the means of the images of each pair in float32, and the weight of an image.
+    """Return the weighted mean of each pair's images in float32, and the weight of an image.
 
-    Products of bytes and weights, and the sums of two products, have at most 24 bits.
+    Products of bytes and weights, and sums of two such products, have at most 24 bits.
 
     Args:
         share: the weight of an image; its partner has the rest.
@@ -85,10 +85,10 @@ def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tens
 def cut_and_mixed(
     images: Tensor, share: float, generator: np.random.Generator
 ) -> tuple[Tensor, float]:
-    """Return the images with a box of the partner's pixels, and the fraction of own pixels.
+    """Return the images with a box of the partner's pixels, and the fraction of pixels kept.
 
     Args:
-        share: the fraction of own pixels if the whole box is inside the image.
+        share: the fraction of pixels kept if the whole box is inside the image.
     """
     height, width = images.shape[-2:]
     left, top, right, bottom = drawn_box(width, height, share, generator)
@@ -100,7 +100,7 @@ def cut_and_mixed(
 def drawn_box(width: int, height: int, share: float, generator: np.random.Generator) -> Box:
     """Return left, top, right and bottom of a box with `1 - share` of the area.
 
-    The centre of the box is any pixel, and parts of the box outside of the image are cut off.
+    The center of the box is any pixel; parts outside of the image are cut off.
     """
     side = math.sqrt(1 - share)
     middle = int(generator.integers(width)), int(generator.integers(height))
@@ -123,5 +123,5 @@ def shares(labels: Tensor, classes: int, share: float) -> Tensor:
 
 
 def partners(values: Tensor) -> Tensor:
-    """Return the values of an even number of images in the order of the images' partners."""
+    """Return the values of an even number of images, swapped between partners."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)

@@ -12,7 +12,7 @@ from mpikfac_apps.running import checkpoints
 
 
 def joined(comm: mpikfac.comm.Comm, options: Options) -> tuple[mpikfac.comm.Comm, Options]:
-    """Return the ranks of the rank's group, and the options of the group's run.
+    """Return the communicator of this rank's group, and the options of the group's run.
 
     Consecutive ranks form a group, as in `mpikfac.lab.Codistillation`.
 
@@ -35,15 +35,15 @@ def joined(comm: mpikfac.comm.Comm, options: Options) -> tuple[mpikfac.comm.Comm
 def open_checkpoint(
     world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Options
 ) -> mpikfac.checkpoint.Checkpoint | None:
-    """Return the checkpoint to resume from, of the same step in all groups; None to start anew.
+    """Return the checkpoint to resume from, at the same step in all groups; None to start at 0.
 
-    A job can die when one group has written a checkpoint, and another has not.
+    A job can die after one group has written a checkpoint and before another one has.
 
     Collective over: world.
 
     Args:
         world: the ranks of all groups.
-        comm: the ranks of the rank's group.
+        comm: the ranks of this rank's group.
 
     Raises:
         UserError: see `checkpoints.open_checkpoint`; or groups have no step in common.
@@ -67,5 +67,5 @@ def open_checkpoint(
 
 
 def writer(options: Options) -> str:
-    """Return the words that precede log lines on the screen if several groups write there."""
+    """Return a prefix for log lines on the screen if several groups write there, else ""."""
     return f"{Path(options.run_dir).name}: " if options.codistillation.groups > 1 else ""

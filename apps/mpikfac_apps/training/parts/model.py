@@ -1,4 +1,4 @@
-"""The network of a run: its first weights, its optimizer, and its frozen and split layers."""
+"""The network of a run: its initial weights, its optimizer, and its frozen and split layers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from mpikfac_apps.training.parts.problem import Problem
 
 
 class PreparedModel:
-    """The network of a run, before a trainer takes it.
+    """The network of a run, before it is passed to a trainer.
 
     Attributes:
         model: the network.
         optimizer: steps the network.
-        trace: times the stages of a step, also those of split layers.
+        trace: times the stages of a step, including those of split layers.
     """
 
     def __init__(self, problem: Problem, starts: bool, epoch: int) -> None:
-        """Make the network, as it is at the beginning of an epoch.
+        """Create the network in its form at the beginning of an epoch.
 
         Collective over: problem.comm.
 
         Args:
-            starts: whether the run starts at step 0; else a checkpoint has the weights.
+            starts: whether the run starts at step 0; otherwise, a checkpoint has the weights.
         """
         self.trace = mpikfac.Trace()
         self.model, self.optimizer = trainers.make_model(problem, starts)
@@ -32,13 +32,13 @@ class PreparedModel:
         self._split = trainers.split_layers(problem, self.model, self.trace)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Freeze or unfreeze layers for an epoch; the trainer takes up changes at the next step."""
+        """Freeze or unfreeze layers for an epoch; the trainer adopts changes at the next step."""
         if isinstance(self.model, airbench.Airbench):
             self.model.begin_epoch(epoch)
         if self._frozen:
             self._frozen.begin_epoch(epoch)
 
     def detach(self) -> None:
-        """Make split layers ordinary layers again."""
+        """Turn split layers back into ordinary layers."""
         if self._split:
             self._split.detach()

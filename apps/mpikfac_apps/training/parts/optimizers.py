@@ -14,11 +14,11 @@ from mpikfac.model import fitting, laid_out
 from mpikfac_apps.inspecting.weights import last_module
 from mpikfac_apps.options.options import Options
 
-AVERAGED = "run/averaged"  # item of a checkpoint: steps in the average
+AVERAGED = "run/averaged"  # an item of checkpoints: the number of steps in the average
 
 
 def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that the options name; for K-FAC, SGD follows the directions."""
+    """Return the optimizer that the options select; with K-FAC, SGD follows the directions."""
     parameters, lr, beta = model.parameters(), options.rate, options.momentum
     decay = options.weight_decay
     match options.optimizer:
@@ -70,12 +70,12 @@ def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     decay = options.weight_decay
     if options.optimizer == "lars":
         return LARS(parameters, lr, weight_decay=decay, momentum=beta)
-    # Without adam_debias, the package divides a correct step by 1 - beta1^t once more.
+    # Without adam_debias, the package divides an already corrected step by 1 - beta1^t again.
     return Lamb(parameters, lr, (beta, 0.999), weight_decay=decay, adam_debias=True)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Lay the state out as after a restart, so that a resumed run rounds in the same way."""
+    """Convert the state's memory layout to that after a restart, so that both round equally."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value):
@@ -85,7 +85,7 @@ def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """Return the weights of linear layers and convolutions, without the first and the last layer.
+    """Return the weights of linear layers and convolutions, except for the first and last layer.
 
     A filter counts as a matrix `[outputs, inputs x height x width]`. The first layer can be an
     embedding.
@@ -147,10 +147,10 @@ class Average:
         self._averaged.update_parameters(model)
 
     def model(self, inputs: Iterable[Tensor]) -> nn.Module:
-        """Return a model with the averages as weights.
+        """Return a model whose weights are the averages.
 
-        Running statistics of BatchNorm are means over the batches of `inputs`, as they belong to
-        the weights with which they were measured.
+        BatchNorm's running statistics are computed from the batches of `inputs`, since statistics
+        belong to the weights with which they were measured.
         """
         update_bn(inputs, self._averaged.module)
         return self._averaged.module
@@ -177,7 +177,7 @@ class Average:
 
 
 def _towards(decay: float) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | int], None]:
-    """Return the function that moves averages towards weights, after a number of steps."""
+    """Return the function that moves averages towards weights, given the number of steps so far."""
 
     def move(averages: Sequence[Tensor], weights: Sequence[Tensor], steps: Tensor | int) -> None:
         torch._foreach_lerp_(list(averages), list(weights), max(1 / (int(steps) + 1), 1 - decay))

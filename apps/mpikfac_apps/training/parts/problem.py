@@ -24,7 +24,7 @@ from mpikfac_apps.text import measured, percent
 from mpikfac_apps.training import batches, settings
 from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
-# Training images from which averaged weights get their statistics: in total, and in a pass.
+# Training images used to compute the statistics of averaged weights: in total, and per pass.
 SAMPLE, PASS = 1024, 128
 FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # in words, after the measure
 
@@ -80,16 +80,16 @@ class Problem:
     Collective over: comm, as are all methods.
 
     Args:
-        images_before: the checksums of the images in a checkpoint; none for any images.
+        images_before: the checksums of the images in a checkpoint; empty to accept any images.
 
     Attributes:
         network: the kind of network.
         task: what the network learns.
-        batches: the images of the rank.
-        checksums: of all images, by name; see `Dataset.checksums`.
+        batches: this rank's images.
+        checksums: the checksums of all images, by name; see `Dataset.checksums`.
         calendar: the steps of every epoch.
-        normalise: converts images, as `batches` returns them, to inputs of the network.
-        loss: returns the mean training loss of outputs and targets.
+        normalise: converts images from `batches` to inputs of the network.
+        loss: returns the mean training loss for outputs and targets.
     """
 
     def __init__(
@@ -140,7 +140,9 @@ class Problem:
             return model(inputs).float(), self.task.targets(inputs, labels)
 
     def check(self, model: nn.Module) -> None:
-        """Check that a network accepts the images, and has one output per class; warn of softmax.
+        """Check that a network accepts the images and has one output per class.
+
+        Warns if its outputs are those of a softmax.
 
         Raises:
             ValueError: see `models.check`.
@@ -151,14 +153,14 @@ class Problem:
             log.warning("%s", doubts)
 
     def averaged_model(self, average: Average) -> nn.Module:
-        """Return the model of averaged weights, with statistics of a sample of the images."""
+        """Return the model with averaged weights, whose statistics come from a sample of images."""
         torch.manual_seed(self.options.seed)  # dropout is equal on all ranks
         return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return loss and measures of all test images, each image counted once."""
+        """Return loss and measures over all test images, each of which counts once."""
         measures = self.task.tests(self.classes)
-        numbers = self.task.numbers(self.classes)  # of the first measure
+        numbers = self.task.numbers(self.classes)  # how many values the first measure has
         meter = Meter(self.comm, self.device, measures=numbers + len(measures) - 1)
         model.eval()
         with torch.no_grad():

@@ -43,8 +43,8 @@ def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.O
     Collective over: problem.comm.
 
     Args:
-        starts: whether the run starts at step 0, with the weights of the option `weights`; else a
-            checkpoint has the weights.
+        starts: whether the run starts at step 0, with the weights of the option `weights`;
+            otherwise, a checkpoint has the weights.
     """
     comm, options = problem.comm, problem.options
     with mpikfac.comm.together(comm, "building the network"):
@@ -71,7 +71,7 @@ def load_weights(comm: mpikfac.comm.Comm, model: nn.Module, file: Path) -> None:
 
 
 def frozen_layers(model: nn.Module, options: Options) -> Frozen | None:
-    """Return the layers that are frozen in the first epochs; None if the options name no epochs."""
+    """Return the layers that are frozen in the first epochs, or None if none are."""
     if not options.frozen_epochs:
         return None
     frozen = Frozen(model, options.frozen_epochs)
@@ -111,7 +111,7 @@ def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
 
 
 def in_words(options: Options, preconditioner: mpikfac.preconditioners.Preconditioner) -> str:
-    """Describe the most important hyperparameters of a run with K-FAC or another preconditioner."""
+    """Describe the main hyperparameters of a run with K-FAC or another preconditioner."""
     damping = options.kfac.damping
     relative = "relative " * damping.is_relative
     words = (
@@ -129,7 +129,7 @@ def make_training(
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
 ) -> Training:
-    """Return a run's training with a new trainer, without the state of a checkpoint.
+    """Return a run's training with a new trainer, not yet with the state of a checkpoint.
 
     Collective over: the team, and all groups.
 
@@ -166,7 +166,7 @@ def training_of_group(
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
 ) -> Training:
-    """Return the training of the ranks that train a model together.
+    """Return the training for the ranks that train one model together.
 
     Collective over: the team.
     """

@@ -1,7 +1,7 @@
-"""The kinds of training: what a run needs of its trainer, and how each kind of trainer does it.
+"""The kinds of training: what a run needs from its trainer, and how each kind provides it.
 
-A run makes the same calls for all kinds. A kind that has nothing to do in a call inherits one that
-does nothing.
+A run makes the same calls for all kinds. If a kind has nothing to do in a call, it inherits a
+method that does nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Training:
-    """Training by averaged gradients and a first-order optimizer; the base of all kinds.
+    """Training with averaged gradients and a first-order optimizer; the base class of all kinds.
 
     Collective over: world, unless a docstring says otherwise.
 
     Args:
-        problem: has the loss, and the options of the run.
+        problem: has the loss and the options of the run.
 
     Attributes:
         trainer: the trainer of the run.
-        everyone: the ranks of the run, of all groups.
-        alone: whether a rank steps independently of the ranks of other clients.
-        tensors_per_weight: values per weight in a checkpoint: the weight and the momentum.
+        everyone: the ranks of the run, in all groups.
+        alone: whether a rank steps independently of other clients' ranks.
+        tensors_per_weight: how many values a checkpoint has per weight: the weight, the momentum.
     """
 
     alone = False
@@ -53,14 +53,14 @@ class Training:
         outputs: Tensor,
         loss: Tensor,
     ) -> Tensor:
-        """Return what a step minimises, for the loss of a forward pass; not collective."""
+        """Return what a step minimizes, given the loss of a forward pass; not collective."""
         return loss
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
         """Step the trainer after all passes.
 
         Args:
-            images: the rank's part of the batch, as `Batches.get` returns images.
+            images: the rank's part of the batch, in the form that `Batches.get` returns.
             mean_loss: the mean of the losses of all passes.
         """
         if self._hears_loss:
@@ -76,14 +76,14 @@ class Training:
         """
 
     def numbers(self) -> dict[str, float]:
-        """Return values of this kind for a line of metrics.jsonl; not collective."""
+        """Return metrics of this kind of training for metrics.jsonl; not collective."""
         return {}
 
     def asked(self, votes: list[int]) -> list[int]:
         """Return the sums of votes over all ranks of the run.
 
         Args:
-            votes: the sums over the ranks that train a model together.
+            votes: their sums over the ranks that train one model together.
         """
         return votes
 
@@ -95,27 +95,27 @@ class Training:
         return self.trainer.trace.events
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores besides the trainer's state; not collective."""
+        """Return what a checkpoint stores in addition to the trainer's state; not collective."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state` from the items of a checkpoint."""
 
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
-        """Log values of this kind about the whole run.
+        """Log metrics of this kind of training about the whole run.
 
         Collective over: comm.
         """
 
 
 class KfacTraining(Training):
-    """Training by K-FAC."""
+    """Training with K-FAC."""
 
     trainer: mpikfac.KFAC
 
     def __init__(self, problem: Problem, trainer: mpikfac.KFAC) -> None:
         super().__init__(problem, trainer)
-        # Steps of Adam's length also need averages of squared gradients.
+        # Steps with Adam's length also need averages of squared gradients.
         self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.grafting.by_adam
 
     def record(self, outputs: Tensor) -> None:
@@ -135,7 +135,7 @@ class KfacTraining(Training):
 
 
 class QuadraticTraining(KfacTraining):
-    """Training by K-FAC, with length and momentum of a step from a quadratic model of the loss."""
+    """Training with K-FAC, with length and momentum of steps from a quadratic model of the loss."""
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
         """Step the trainer; the model uses the images from which the factors are estimated."""
@@ -158,11 +158,11 @@ class ClientTraining(Training):
         return {"staleness": mean_staleness(self.trainer.staleness)}
 
     def call_meeting(self) -> None:
-        """Request all clients to meet after one of the next steps."""
+        """Request a meeting of all clients after one of the next steps."""
         self.trainer.call()
 
     def events(self) -> list[Event]:
-        """Return the recorded events; the ranks of a client are a row of the run's ranks."""
+        """Return the recorded events, where a client's ranks are a row of the run's ranks."""
         events = self.trainer.trace.events
         return [event._replace(over=event.over.replace("world", "row", 1)) for event in events]
 
@@ -175,8 +175,8 @@ class GroupTraining(Training):
     """Training in groups of ranks that learn from each other's predictions.
 
     Args:
-        training: the training of the rank's group.
-        codistillation: the rule of the groups.
+        training: the training of this rank's group.
+        codistillation: how the groups learn from each other.
         everyone: the ranks of all groups.
     """
 
@@ -191,7 +191,7 @@ class GroupTraining(Training):
         self.tensors_per_weight = training.tensors_per_weight
 
     def record(self, outputs: Tensor) -> None:
-        """Use the outputs for the trainer of the group."""
+        """Pass the outputs to the training of the group."""
         self.training.record(outputs)
 
     def objective(self, images: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
@@ -199,12 +199,12 @@ class GroupTraining(Training):
         return loss + self.codistillation.term(self.problem.normalise(images), outputs)
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
-        """Step the trainer of the group; swap weights with the other groups if a swap is due."""
+        """Step the group's trainer; swap weights with the other groups if a swap is due."""
         self.training.step(images, labels, mean_loss)
         self.codistillation.end_step()
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the group's training."""
+        """Return the metrics of the group's training."""
         return self.training.numbers()
 
     def asked(self, votes: list[int]) -> list[int]:
@@ -212,7 +212,7 @@ class GroupTraining(Training):
         return [round(vote) for vote in mpikfac.comm.summed(self.everyone, votes)]
 
     def state(self) -> dict[str, Any]:
-        """Return the weights of the other groups as of the last swap."""
+        """Return the weights of the other groups at the last swap."""
         return self.codistillation.state_dict()
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Follow the tests of a run: keep the weights of the best, and count those since then."""
+"""Follow the tests of a run: keep the best weights, and count the tests since then."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Best:
-    """The best test of a run so far; equal on all ranks, as are the results of tests.
+    """The best test of a run so far; equal on all ranks, like the results of tests.
 
     Collective over: none, as are all methods.
 
     Attributes:
         value: the measure of the best test; NaN before the first test.
-        since: the number of tests since the best test.
+        since: the number of tests since the best one.
     """
 
     def __init__(self, task: Task) -> None:
@@ -41,7 +41,7 @@ class Best:
         return better
 
     def state(self) -> dict[str, float | int]:
-        """Return the items of a checkpoint: none before the first test."""
+        """Return the items for a checkpoint: none before the first test."""
         values = self.value, self.since
         return {} if math.isnan(self.value) else dict(zip(ITEMS, values))
 
@@ -60,7 +60,7 @@ class Best:
 
 
 def keep(model: nn.Module, run_dir: Path, result: str) -> None:
-    """Write a network's weights as the best weights of a run; a failure is a warning.
+    """Write a network's weights as the best ones of a run; if that fails, only warn.
 
     Args:
         result: the result of the test, for the log.

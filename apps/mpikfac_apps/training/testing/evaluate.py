@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after a single line about a mistake that the user can correct.
+        SystemExit: with code 2, after a single line about an error that the user can correct.
     """
     return run_on_ranks(lambda _: EVALUATE.read(argv), evaluate)
 
@@ -61,7 +61,7 @@ def tested(
     device: torch.device,
     watchdog: Watchdog,
 ) -> str:
-    """Return a line with the results of the test, which has the limits of the run.
+    """Return a line with the results of the test, which has the run's time limits.
 
     Collective over: comm.
 
@@ -97,10 +97,10 @@ def tested(
 
 
 def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Options:
-    """Return the options of the run of a checkpoint, with a batch for the number of ranks.
+    """Return the options of a checkpoint's run, with a batch that fits the number of ranks.
 
     Raises:
-        ValueError: the checkpoint has no settings, or the run needs a file to be executed.
+        ValueError: the checkpoint has no settings, or the run would execute a file.
     """
     before = settings.of_checkpoint(checkpoint)
     if before is None:
@@ -124,7 +124,7 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
 def average_of(
     options: Options, model: nn.Module, checkpoint: mpikfac.checkpoint.Checkpoint
 ) -> Average | None:
-    """Return the averages of weights of a checkpoint; None if the run tested no averages."""
+    """Return a checkpoint's averages of weights, or None if the run did not test averages."""
     if not options.ema_decay or AVERAGED not in checkpoint:
         return None
     average = Average(model, options.ema_decay)

@@ -19,7 +19,7 @@ class EvaluateOptions:
             directory of a run.
         weights: a file of weights to test in place of the checkpoint's weights, such as
             RUN_DIR/best.pt; null for the checkpoint's weights, or the averages of a run with
-            `average`.
+            `ema_decay`.
         trust: allow executing the files FILE.py of the run's `model` and `data.name`.
         data_path: the directory of the data set; null for that of the run.
         device: the device of each rank; "auto" uses a GPU if there is one.

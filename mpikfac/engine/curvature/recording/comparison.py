@@ -1,8 +1,8 @@
-"""Compare gradients of linear layers with the calls that factors are made of.
+"""Compare gradients of linear layers with the calls from which factors are computed.
 
-A weight that a loss uses outside of the layer's calls, as in a weight penalty, has a gradient whose
-curvature no factor holds. A few random projections of `sum g a^T`, in the first passes of a run,
-find such gradients at the cost of a few vectors.
+If a loss also uses a weight outside of the layer's calls, as a weight penalty does, no factor
+contains the curvature of that part of the gradient. A few random projections of `sum g a^T`, in
+the first passes of a run, detect such gradients at the cost of a few vectors.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch import Tensor, distributed
 
 from mpikfac.layers import Layer
 
-PASSES = 3  # that are compared
+PASSES = 3  # how many are compared
 PROBES = 4
-LARGE = 0.2  # of the gradient
+LARGE = 0.2  # relative to the gradient
 ROUNDING = 16.0  # in units of the last place
 
 log = logging.getLogger("mpikfac")
 
 
 class Comparison:
-    """The projections of gradients in the pass that runs now."""
+    """The projections of gradients in the current pass."""
 
     def __init__(self, layers: Iterable[Layer], on: bool) -> None:
-        """Compare layers that are plain linear layers, if `on`."""
+        """Compare those layers that are plain linear layers, if `on`."""
         self._layers = {x.name: x for x in layers if type(x) is Layer and not x.bias_alone}
         self._left = PASSES if on else 0
         self._probes: dict[str, tuple[Tensor, Tensor]] = {}
-        # Projections of the calls' products, and bounds of the rounding.
+        # Projections of the calls' products, and bounds of their rounding errors.
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
-        """Begin a pass: layers without a gradient so far are compared."""
+        """Begin a pass, in which layers that have no gradient yet are compared."""
         self._sums.clear()
         if not self._left:
             return
@@ -48,7 +48,7 @@ class Comparison:
 
     @torch.no_grad()
     def add(self, layer: Layer, x: Tensor, g: Tensor) -> None:
-        """Add a call of a layer, which multiplied in the dtype of `g`."""
+        """Add a call of a layer that multiplied in the dtype of `g`."""
         if layer.name not in self._sums:
             return
         of_outputs, of_inputs = self._probes_of(layer)
@@ -60,7 +60,7 @@ class Comparison:
 
     @torch.no_grad()
     def end(self) -> None:
-        """End a pass; warn once of gradients that calls do not explain."""
+        """End a pass; warn once about gradients that the calls do not explain."""
         if not self._sums:
             return
         self._left -= 1
@@ -88,7 +88,7 @@ class Comparison:
             )
 
     def _probes_of(self, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Return signs `[outputs, probes]` and `[inputs, probes]`, the same on all ranks."""
+        """Return random signs `[outputs, probes]` and `[inputs, probes]`, the same on all ranks."""
         if layer.name not in self._probes:
             weight, generator = layer.parameters[0], torch.Generator().manual_seed(0)
             sides = (

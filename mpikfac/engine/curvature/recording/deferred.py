@@ -1,7 +1,8 @@
-"""Compute moments of many layers together, after a backward pass: as many kernels as of one layer.
+"""Compute the moments of many layers together, with as many kernels as for one layer.
 
-A GPU spends as long on the start of a small kernel as on the kernel. Calls wait until the backward
-pass has ended; then inputs of one shape, of layers of a form, are the groups of one layer.
+On a GPU, launching a small kernel takes as long as the kernel itself. Calls wait for the end of the
+backward pass; then inputs of the same shape, from layers of the same form, are treated as the
+groups of one layer.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from mpikfac.layers import SIDE_BY_SIDE
 from mpikfac.numerics import add_triangle, without_autocast
 
 MOST_BYTES = 2**30
-"""Bytes of waiting calls, with the patches that moments need: from here on, no call waits."""
+"""The limit, in bytes, of waiting calls and the patches of their moments; no call waits above."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A side of a call; inputs and gradients are the program's, without a copy.
+    """One side of a call; inputs and gradients are the program's own tensors, not copies.
 
     Attributes:
-        tensors: what the moment is of: inputs or gradients; or both, of other kinds of layers.
-        weight: of the moment in the sums.
-        versions: of the tensors, as torch counts changes in place.
+        tensors: what the moment is computed from: inputs or gradients; or both, for other kinds of
+            layers.
+        weight: the weight of the moment in the sums.
+        versions: the tensors' versions, by which torch counts in-place changes.
     """
 
     side: SideSums
@@ -40,7 +42,7 @@ class Waiting:
     versions: Sequence[int]
 
     def check(self) -> None:
-        """Return if the tensors are as they were in the call.
+        """Check that the tensors have not changed since the call.
 
         Raises:
             RuntimeError: a tensor was changed in place.
@@ -50,7 +52,7 @@ class Waiting:
             raise changed_in_place(self.side.layer, what, "the end of the backward pass")
 
     def form(self) -> Hashable:
-        """Return what calls share whose moments are computed together."""
+        """Return a key that is equal for calls whose moments are computed together."""
         side, (tensor, *_) = self.side, self.tensors
         if type(side.layer) not in SIDE_BY_SIDE:
             return id(side)
@@ -60,9 +62,9 @@ class Waiting:
 
 
 class DeferredMoments(Moments):
-    """Moments that are added to the sums when a backward pass has ended.
+    """Moments that are added to the sums at the end of a backward pass.
 
-    Sums with overlap have to leave inside the backward pass: there, `Moments` adds them at once.
+    Overlapped sums must be sent during the backward pass; for those, `Moments` adds them at once.
     """
 
     def __init__(self, *bound: Any) -> None:
@@ -79,12 +81,12 @@ class DeferredMoments(Moments):
         self._bytes = 0
 
     def finish(self) -> dict[str, bool]:
-        """Turn the sums into factors, also those of a backward pass that was interrupted."""
+        """Turn the sums into factors, including those of an interrupted backward pass."""
         self._add_waiting()
         return super().finish()
 
     def end_pass(self) -> None:
-        """Add the moments of the pass, of many layers together."""
+        """Add the moments of the pass, for many layers together."""
         self._add_waiting()
 
     def _take(self, sides: Iterable[SideSums], x: Tensor, g: Tensor, *weights: float) -> None:
@@ -102,7 +104,7 @@ class DeferredMoments(Moments):
 
     @without_autocast
     def _add_waiting(self) -> None:
-        """Add the moments of the calls that wait."""
+        """Add the moments of the waiting calls."""
         if not self._waiting:
             return
         stacks: dict[Hashable, list[Waiting]] = {}
@@ -114,11 +116,11 @@ class DeferredMoments(Moments):
             stacks.setdefault((waiting.form(), calls[id(waiting.side)]), []).append(waiting)
         self._bytes = 0
         with self._stage_of_all(), torch.no_grad():
-            while stacks:  # the memory of a stack is free before the next
+            while stacks:  # frees the memory of a stack before the next one
                 self._add_stack(stacks.popitem()[1])
 
     def _add_stack(self, stack: Sequence[Waiting]) -> None:
-        """Add the moments of calls of one form to their sums."""
+        """Add the moments of calls of the same form to their sums."""
         side, tensors, weight = stack[0].side, stack[0].tensors, stack[0].weight
         if len(stack) == 1:
             super()._take([side], tensors[0], tensors[-1], weight, weight)
@@ -131,7 +133,7 @@ class DeferredMoments(Moments):
 
 
 def _add_all(sums: Sequence[Sum], moments: Tensor, weight: float) -> None:
-    """Add each sum's own moment, of `[sums, ...]`, times `weight`."""
+    """Add to each sum its own moment, from `[sums, ...]`, times `weight`."""
     totals, factor = [each.total for each in sums], sums[0].factor
     shape = len(sums), *totals[0].shape
     if factor.preconditioner.vector:

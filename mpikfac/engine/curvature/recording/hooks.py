@@ -1,4 +1,4 @@
-"""Hooks on a model and its layers: they decide which passes belong to the batch."""
+"""Hooks on a model and its layers, which decide which passes belong to the batch."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ log = logging.getLogger("mpikfac")
 class RecordingHooks(Part):
     """Pass the calls of layers that count on to the `moments`.
 
-    A call counts if the model is in `train()` mode, passes are neither paused nor those of a model
-    at rest, and a backward pass makes gradients of parameters from it. With a Fisher of labels that
-    `KFAC.record` draws, only the passes of `record` count. Passes whose gradients are set to None
-    or 0 before the next pass do not count either: moments hold the passes that `.grad` holds.
+    A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
+    computes gradients of parameters from it. If the Fisher matrix uses labels that `KFAC.record`
+    draws, only the passes of `record` count. A pass does not count, either, if its gradients are
+    set to None or 0 before the next pass: the moments contain the passes that `.grad` contains.
 
     Attributes:
         recording: whether passes count.
-        paused: whether forward passes are not the batch's.
-        passes: the forward passes of the model so far.
+        paused: whether forward passes do not belong to the batch.
+        passes: the number of forward passes of the model so far.
     """
 
     def __init__(self, model: nn.Module, moments: Moments) -> None:
@@ -51,12 +51,12 @@ class RecordingHooks(Part):
         self.recording, self.paused = False, False
         self._model, self._moments = model, moments
         self._closed = False
-        self._derivatives_told = self.plan.rank > 0  # one rank tells, once
+        self._derivatives_told = self.plan.rank > 0  # one rank warns, once
         self.passes = 0
-        # Whether the next call of a layer begins a pass, as a backward pass has come in between.
+        # Whether the next call of a layer begins a pass, because a backward pass came in between.
         self._between = True
         self._running = self._interrupted = False  # backward passes that count
-        self._followed = False  # whether the end of the backward pass notes gradients
+        self._followed = False  # whether gradients are noted at the end of the backward pass
         self._retained = RetainedGradients(moments.parameters)
         self._removed_told = self.plan.rank > 0
         self._comparison = Comparison(moments.layers, moments.of_loss and self.plan.rank == 0)
@@ -66,14 +66,14 @@ class RecordingHooks(Part):
         finalize(self, _remove, self._hooks)
 
     def attach(self) -> None:
-        """Add hooks to the model and its layers: from here on, passes count."""
+        """Add hooks to the model and its layers; from now on, passes count."""
         if self.recording or self._closed:
             return
         self.recording = True
         layers = self._moments.layers
         if not layers:
             return
-        own = ref(self)  # a model may outlive the trainer
+        own = ref(self)  # a model can outlive the trainer
         self._outputs.come_first()
         on_pass = self._model.register_forward_pre_hook(Hook(self._on_pass, own))
         self._hooks += [Eagerly(), self._outputs, on_pass]
@@ -83,23 +83,23 @@ class RecordingHooks(Part):
                 self._hooks += layer.attach(module, hook)
 
     def detach(self) -> None:
-        """Remove the hooks: until `attach`, the model is as without K-FAC."""
+        """Remove the hooks: until `attach`, the model behaves as without K-FAC."""
         if self.recording:
             self.recording = False
             _remove(self._hooks)
 
     def close(self) -> None:
-        """Remove the hooks for good: a step with new factors finds no pass."""
+        """Remove the hooks for good: a later step that updates factors finds no pass."""
         self.detach()
         self.recording = self._closed = True
 
     def abort_batch(self) -> None:
-        """Drop the passes since the last step, also a backward pass that was interrupted."""
+        """Drop the passes since the last step, including an interrupted backward pass."""
         self._running = self._interrupted = False
         self._retained.clear()
 
     def check_ended(self) -> None:
-        """Warn of statistics of a backward pass that did not end, before a step takes them."""
+        """Warn if a step is about to use statistics of a backward pass that did not end."""
         self._retained.clear()
         if self._running or self._interrupted or self._moments.awaits_pass:
             log.warning(
@@ -111,7 +111,7 @@ class RecordingHooks(Part):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Inside, forward passes are not the batch's."""
+        """Return a context in which forward passes do not belong to the batch."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -120,7 +120,7 @@ class RecordingHooks(Part):
 
     @contextmanager
     def standing_for(self, turn: Turn) -> Iterator[None]:
-        """Inside, a backward pass is one of several passes in the place of the loss's pass."""
+        """Return a context whose backward pass is one of several that replace the loss's pass."""
         self._turn = turn
         try:
             yield
@@ -162,11 +162,11 @@ class RecordingHooks(Part):
             listen_to(partial(self._on_gradient, layer, [x.detach()], version, self.passes))
 
     def _note_forward(self) -> None:
-        """Note a call of a layer outside of backward passes: the pass before has ended."""
-        if torch.is_grad_enabled():  # else a thread tests the model during a backward pass
+        """Record a call of a layer outside of backward passes: the previous pass has ended."""
+        if torch.is_grad_enabled():  # otherwise a thread evaluates the model in a backward pass
             self._interrupted |= self._running
             self._running = self._followed = False
-        if self._between:  # parts of the model are called, not the model
+        if self._between:  # the program calls parts of the model, not the model
             self._begin_pass()
 
     # -- backward passes -------------------------------------------------------------------------
@@ -174,10 +174,10 @@ class RecordingHooks(Part):
     def _on_gradient(
         self, layer: Layer, inputs: list[Tensor], version: int, forward_pass: int, g: Tensor
     ) -> None:
-        """Take one call into the sums if it counts; `inputs` holds the call's input until then."""
+        """Add a call to the sums if it counts; until then, `inputs` holds the call's input."""
         if self.paused:
             return
-        if not makes_gradients(layer.parameters):  # a gradient of inputs alone
+        if not makes_gradients(layer.parameters):  # only a gradient of inputs
             self._await_derivative(layer, g)
             return
         self._follow_gradients()
@@ -194,7 +194,7 @@ class RecordingHooks(Part):
         self._moments.add(layer, x, g, forward_pass, self._turn)
 
     def _follow_gradients(self) -> None:
-        """Drop passes whose gradients are gone, and note gradients when this pass has ended."""
+        """Drop passes whose gradients were removed, and arrange to note this pass's gradients."""
         if self._followed:
             return
         self._followed = True
@@ -212,7 +212,7 @@ class RecordingHooks(Part):
     def _note_gradients(self, of_loss: bool) -> None:
         """Note the gradients that a pass of the loss has left in the model."""
         self._followed = False
-        if not self._derivatives_told:  # which explains another gradient
+        if not self._derivatives_told:  # derivatives would explain a difference
             self._comparison.end()
         if of_loss:
             self._retained.note(self._moments.recorded)
@@ -229,10 +229,10 @@ class RecordingHooks(Part):
         self._moments.end_pass()
 
     def _await_derivative(self, layer: Layer, g: Tensor) -> None:
-        """Warn once if the loss will turn out to depend on `g`, which leads to an input's gradient.
+        """Warn once if the loss turns out to depend on `g`, a gradient with respect to an input.
 
-        With `create_graph=True`, `g` has a graph; a backward pass that makes gradients of
-        parameters runs through it only if the loss has the gradient of the input as a part.
+        With `create_graph=True`, `g` has a graph; a backward pass that computes gradients of
+        parameters only runs through it if the loss contains the gradient of the input.
         """
         g = outside_of_transforms(g)
         if not self._derivatives_told and g.grad_fn is not None:
@@ -245,7 +245,7 @@ class RecordingHooks(Part):
 
 
 def _second_pass(layer: Layer) -> RuntimeError:
-    """Return the error of a forward pass whose statistics are taken."""
+    """Return the error for a forward pass whose statistics are already in the sums."""
     return RuntimeError(
         f"layer {layer.name!r}: a second backward pass through one forward pass has no statistics "
         f"of its own; add the losses and call backward once, give the outputs of all heads to one "
@@ -255,13 +255,13 @@ def _second_pass(layer: Layer) -> RuntimeError:
 
 
 def _remove(hooks: list[Attached]) -> None:
-    """Take all hooks away from the model."""
+    """Remove all hooks from the model."""
     while hooks:
         hooks.pop().remove()
 
 
 def _warn_of_removed(name: str, dropped: bool) -> None:
-    """Warn of a pass whose gradients no step takes."""
+    """Warn about a pass whose gradients no step uses."""
     if dropped:
         log.warning(
             "layer %r: the gradients of a backward pass were set to None or 0 before the step, so "
@@ -278,7 +278,7 @@ def _warn_of_removed(name: str, dropped: bool) -> None:
 
 
 def _warn_of_derivatives(layer: Layer) -> None:
-    """Warn of a loss whose gradient has a part that the factors lack."""
+    """Warn about a loss whose gradient has a part that the factors lack."""
     log.warning(
         "layer %r: the loss holds derivatives of the network in its inputs (create_graph=True), as "
         "of a PINN or with a gradient penalty, and the factors lack their part: the curvature is "

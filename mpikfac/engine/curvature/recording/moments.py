@@ -1,4 +1,4 @@
-"""The moments of a batch: what a call of a layer adds to the sums, and factors from the sums."""
+"""The moments of a batch: what each call of a layer adds to the sums that become factors."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ log = logging.getLogger("mpikfac")
 class Moments(Part):
     """Sums of `a a^T` and `g g^T`, or of `a` and `g`, over the calls since the last `finish`.
 
-    If factors are overlapped, a layer's sums are sent as soon as the backward pass has passed the
-    layer.
+    If factors are overlapped, the sums of a layer are sent as soon as the backward pass has left
+    the layer.
 
     Attributes:
-        of_loss: whether gradients are those of the loss; else of labels that are drawn.
-        begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
-        vectors: of each layer's passes of the batch; tables of entries have none.
-        chosen: the vectors of statistics.
-        recorded: names of layers with sums that are not finished.
+        of_loss: whether gradients are those of the loss; otherwise, those of sampled labels.
+        begin: where the chosen examples start, as a fraction of the distance between them, from 0
+            to 1.
+        vectors: the number of vectors in the passes of the batch, by layer; 0 for embeddings.
+        chosen: the number of vectors in the statistics, by layer.
+        recorded: the names of layers with unfinished sums.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Moments(Part):
         estimator: Estimator,
         observers: Sequence[PreconditionerPart] = (),
     ) -> None:
-        """Bind the layers with statistics on the rank to their sums.
+        """Bind the layers that have statistics on this rank to their sums.
 
         Args:
             observers: record every call that counts.
@@ -63,9 +64,9 @@ class Moments(Part):
         self.recorded: set[str] = set()
         self._finished: set[str] = set()
         self._counted: dict[str, ExampleCounts] = {}  # of finished layers
-        self._uneven: set[str] = set()  # layers that a warning was about
+        self._uneven: set[str] = set()  # layers that a warning has named
         self.vectors, self.chosen = Counter[str](), Counter[str]()
-        self._stage: Callable[[], AbstractContextManager[None]]  # of a call
+        self._stage: Callable[[], AbstractContextManager[None]]  # times a call
         self._stage = partial(self.site.trace.stage, STATISTICS)
 
     def abort_batch(self) -> None:
@@ -91,32 +92,32 @@ class Moments(Part):
         for observer in self._observers:
             observer.drop_layer(name)
 
-    # -- what there is ---------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------
 
     @property
     def layers(self) -> list[Layer]:
-        """The layers with sums on the rank; of a layer with groups, a layer for each group."""
+        """The layers with sums on this rank; a layer with groups appears once per group."""
         return [sums.layer for sums in self._sums()]
 
     @property
     def parameters(self) -> dict[str, Sequence[Tensor]]:
-        """The parameters of each layer with sums on the rank, by name."""
+        """The parameters of each layer with sums on this rank, by name."""
         return {name: sums[0].layer.parameters for name, sums in self._layers.items()}
 
     @property
     def awaits_pass(self) -> bool:
-        """Whether a call waits for another pass of several in the place of the loss's pass."""
+        """Whether a call waits for another of several passes that replace the loss's pass."""
         return any(sums.counts.vectors and not sums.complete for sums in self._sums())
 
     @property
     def examples(self) -> int:
-        """The number of examples of the rank's batch since the last `finish`."""
+        """The number of examples in the local batch since the last `finish`."""
         of_batch = [sums for sums in self._sums() if sums.layer.of_batch]
         return max((sums.counts.examples for sums in of_batch), default=0)
 
     @property
     def of_gradients(self) -> list[str]:
-        """Names of statistics made of gradients, or of squares of gradients."""
+        """The names of statistics that are computed from gradients or their squares."""
         names = (
             factor_sum.factor.name
             for sums in self._sums()
@@ -124,7 +125,7 @@ class Moments(Part):
             if side.quadratic
             for factor_sum in side.sums
         )
-        return list(dict.fromkeys(names))  # groups share a name
+        return list(dict.fromkeys(names))  # groups have the same name
 
     def _sums(self) -> Iterator[LayerSums]:
         """Yield the sums of all layers and groups."""
@@ -134,14 +135,14 @@ class Moments(Part):
 
     @without_autocast
     def add(self, layer: Layer, x: Tensor, g: Tensor, forward_pass: int, turn: Turn | None) -> None:
-        """Add the moments of a call to the sums of the layer.
+        """Add the moments of a call to the layer's sums.
 
         Args:
-            layer: the layer, or a group of the layer.
-            x: inputs of the call.
-            g: gradients at the outputs, of the backward pass that runs now.
+            layer: the layer, or one of its groups.
+            x: the inputs of the call.
+            g: the gradients at the outputs, from the current backward pass.
             forward_pass: the number of the call's forward pass.
-            turn: of a backward pass that is one of several in the place of the loss's pass.
+            turn: describes a backward pass that is one of several replacing the loss's pass.
         """
         sums, early = self._layers[layer.name][layer.group or 0], self.factors.sender.early
         self._begin(layer, x, turn)
@@ -149,7 +150,7 @@ class Moments(Part):
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
         with self._stage(), torch.no_grad():
-            if len(x):  # an empty batch counts 0 examples
+            if len(x):  # an empty batch has 0 examples
                 self._add(sums, x, g, forward_pass, turn)
             sums.complete = turn is None or turn.last
             complete = all(part.complete for part in self._layers[layer.name])
@@ -158,7 +159,7 @@ class Moments(Part):
                 self.factors.ready(layer.name)
 
     def _begin(self, layer: Layer, x: Tensor, turn: Turn | None) -> None:
-        """Begin a batch, if the call is the first of the batch."""
+        """Begin a batch if the call is its first."""
         if self.recorded:
             return
         if not self._finished and self.factors.sender.early:
@@ -176,7 +177,7 @@ class Moments(Part):
             x = x.to(g.dtype).to(dtype)
         g = g.to(dtype)
         vectors, prepared = layer.positions(g), layer.prepared(x, g)
-        of_layer = 0 if layer.group else vectors  # the first group stands for all
+        of_layer = 0 if layer.group else vectors  # counted for the first group only
         if first:
             sums.counts.add(len(x), vectors, forward_pass)
             self.vectors[layer.name] += of_layer * x.is_floating_point()
@@ -193,12 +194,12 @@ class Moments(Part):
     def _weight_of_squares(
         self, sums: LayerSums, examples: int, weight: float, turn: Turn | None
     ) -> float:
-        """Return the weight of squares of gradients, for the `weight` of moments of inputs."""
+        """Return the weight of squares of gradients if moments of inputs have weight `weight`."""
         layer = sums.layer
         if turn is None:
             power = (0.5 if sums.vector else 1.0) * (2 if layer.of_part else 1)
             return weight * self.estimator.num_per_example_loss_terms**power
-        # A mean over this pass alone, not over all micro-batches.
+        # A mean over this pass only, not over all microbatches.
         if layer.of_part:
             return turn.weight * weight * (turn.rows * turn.terms)
         return turn.weight * weight * (examples * (turn.rows if layer.of_batch else examples))
@@ -210,7 +211,7 @@ class Moments(Part):
                 factor_sum.add(moment, weights[side.quadratic])
 
     def end_pass(self) -> None:
-        """End a backward pass: nothing is left to add here."""
+        """End a backward pass; here, nothing is left to add."""
 
     # -- a batch ---------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class Moments(Part):
         """Turn the sums into the rank's factors, multiplied by the number of examples.
 
         Returns:
-            By layer with statistics on the rank, whether a training pass had a call of the layer.
+            For each layer with statistics on this rank, whether it was called in a training pass.
 
         Raises:
             RuntimeError: no layer has statistics.
@@ -234,7 +235,7 @@ class Moments(Part):
         left = [name for name in self._layers if name not in self._finished]
         of_part = [name for name in left if self._layers[name][0].layer.of_part]
         self._finish_layers([name for name in left if name not in of_part])
-        self._finish_layers(of_part)  # now that the number of the batch's examples is known
+        self._finish_layers(of_part)  # now that the batch's number of examples is known
         self._finished.clear()
         self._check_counts()
         return seen
@@ -247,14 +248,14 @@ class Moments(Part):
         if scaled:
             sums, scales, _ = zip(*scaled)
             torch._foreach_mul_([each.total for each in sums], scales)
-            # Once for each factor: a factor may have several sums, of parts of a layer.
+            # Once per factor: a factor can have several sums, for parts of a layer.
             counted = {each.factor.counted: (each.count, batch) for each, _, batch in scaled}
             counts, batches = map(list, zip(*counted.values()))
             torch._foreach_zero_(counts)
             torch._foreach_add_(counts, batches)
 
     def _scales(self, name: str) -> Iterator[tuple[Sum, float, float]]:
-        """Yield the sums of a layer, the scales that make factors, and the number of examples."""
+        """Yield a layer's sums, the scales that turn them into factors, and the example count."""
         normalization = self.estimator.normalization
         for sums in self._layers[name]:
             counts = sums.counts
@@ -266,20 +267,20 @@ class Moments(Part):
             for side in sums.sides:
                 scale = scales[side.side] * batch
                 if side.quadratic and not self.of_loss:
-                    scale /= batch**2  # sums are of gradients of examples' own losses
+                    scale /= batch**2  # the sums contain gradients of the examples' own losses
                 elif side.quadratic and sums.layer.of_part:  # the loss is a mean over the batch
                     scale *= (self._examples() / batch) ** (1 if sums.vector else 2)
                 for factor_sum in side.sums:
                     yield factor_sum, scale, float(batch)
 
     def _examples(self) -> int:
-        """Return the number of examples that layers of the whole batch have seen."""
+        """Return the number of examples that layers applied to the whole batch have seen."""
         counted = self._counted.items()
         whole = [c.examples for name, c in counted if self._layers[name][0].layer.of_batch]
         return max(whole or [c.examples for _, c in counted])
 
     def _check_counts(self) -> None:
-        """Warn once of layers that saw other numbers of examples than others in as many passes."""
+        """Warn once about layers whose example counts differ although their pass counts agree."""
         finished, self._counted = self._counted, {}
         alike: dict[int, dict[int, list[str]]] = {}  # by passes, by examples
         for name, counts in finished.items():
@@ -292,7 +293,7 @@ class Moments(Part):
 
 
 def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
-    """Warn of layers that saw different numbers of examples of a batch; `sets` by the number."""
+    """Warn about layers with different numbers of examples of a batch; `sets` is by number."""
     seen = [
         f"{number} examples by {', '.join(map(repr, names[:3]))}{' ...' * (len(names) > 3)}"
         for number, names in sorted(sets.items())
@@ -309,10 +310,10 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
 
 
 def _check_rows(layer: Layer, examples: int, rows: int) -> None:
-    """Return if all labels at once are those of `examples`.
+    """Check that the number of rows of the outputs is the number of examples.
 
     Raises:
-        ValueError: outputs have rows for positions: gradients of positions would mix.
+        ValueError: outputs have a row for each position, so gradients of positions would mix.
     """
     if rows != examples:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Keep the outputs of modules before a global forward hook of the program can replace them.
 
-Torch calls global hooks before the hooks of a module. Without a global hook of the program, nothing
-is registered here.
+Torch calls global hooks before a module's own hooks. If the program has no global hook, nothing is
+registered here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class OwnOutputs:
-    """The outputs of some modules in the calls that run now."""
+    """The outputs of some modules in calls that are still running."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = WeakSet(modules)
@@ -31,11 +31,11 @@ class OwnOutputs:
             hooks.move_to_end(self._handle.id, last=False)
 
     def take(self, module: nn.Module, output: Any) -> Any:
-        """Return a module's own output of the call that runs now; `output` if none was kept."""
+        """Return a module's own output of the current call, or `output` if none was kept."""
         return self._outputs.pop(module, output)
 
     def remove(self) -> None:
-        """Keep no further outputs."""
+        """Stop keeping outputs."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

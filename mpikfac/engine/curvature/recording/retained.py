@@ -1,4 +1,4 @@
-"""Tell which gradients of earlier backward passes the program has removed before the step."""
+"""Detect which gradients of earlier backward passes the program has removed before the step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Retained(NamedTuple):
     """The gradients of a layer after a backward pass.
 
     Attributes:
-        versions: identities, and how often each gradient was changed in place.
-        sizes: the norms, which no host waits for.
+        versions: the identity of each gradient, and how often it was changed in place.
+        sizes: the norms, for which the host does not wait.
     """
 
     versions: list[tuple[int, int]]
@@ -25,7 +25,7 @@ class RetainedGradients:
     """The gradients that the backward passes since the last step have left in `.grad`.
 
     Args:
-        parameters: of each layer, by name.
+        parameters: the parameters of each layer, by name.
     """
 
     def __init__(self, parameters: Mapping[str, Sequence[Tensor]]) -> None:
@@ -33,7 +33,7 @@ class RetainedGradients:
         self._retained: dict[str, Retained] = {}
 
     def note(self, names: Iterable[str]) -> None:
-        """Note the gradients of layers, after a backward pass."""
+        """Record the gradients of layers, after a backward pass."""
         with torch.no_grad():
             for name in names:
                 if gradients := self._gradients(name):
@@ -41,9 +41,9 @@ class RetainedGradients:
                     self._retained[name] = Retained(versions, torch._foreach_norm(gradients, 1))
 
     def removed(self) -> list[str]:
-        """Return the layers whose gradients are None or 0 now, and were not after a pass.
+        """Return the layers whose gradients are None or 0 now, but were not after a pass.
 
-        Elements are read only if the program has changed the gradients.
+        Elements are only read if the program has changed the gradients.
         """
         return [
             name for name, retained in self._retained.items() if self._is_removed(name, retained)
@@ -59,9 +59,9 @@ class RetainedGradients:
         return [p.grad for p in self._parameters[name] if p.grad is not None]
 
     def drop(self, name: str) -> None:
-        """Drop what is noted of a layer."""
+        """Discard the record of a layer."""
         del self._retained[name]
 
     def clear(self) -> None:
-        """Drop what is noted, at the end of a batch."""
+        """Discard all records, at the end of a batch."""
         self._retained.clear()

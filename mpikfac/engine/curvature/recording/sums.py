@@ -17,10 +17,10 @@ from mpikfac.settings import Estimator, Subsample
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of a factor, bound to its place in the arena of statistics.
+    """The sum for a factor, bound to its place in the arena of statistics.
 
     Attributes:
-        block: where the factor lies in the moment of its side.
+        block: the factor's range in the moment of its side.
         total: the sum: a triangle or a vector.
         count: `[1]`, the number of examples in the sum.
     """
@@ -42,11 +42,11 @@ class Sum:
 
 @dataclass(frozen=True)
 class SideSums:
-    """The sums of A or of G of a layer.
+    """The sums for A or for G of a layer.
 
     Attributes:
-        quadratic: sums are of squares of gradients; else of inputs alone.
-        vector: sums are of vectors; else of their squares.
+        quadratic: whether they are sums of squares of gradients; otherwise, of inputs only.
+        vector: whether they are sums of vectors; otherwise, of their squares.
     """
 
     layer: Layer
@@ -59,7 +59,7 @@ class SideSums:
         """Return the moment of a call for each sum.
 
         Args:
-            layer: the layer, or several layers as the groups of a layer.
+            layer: the layer, or several layers as the groups of one layer.
         """
         blocks = [each.block for each in self.sums]
         if not self.vector:
@@ -70,7 +70,7 @@ class SideSums:
 
 @dataclass
 class ExampleCounts:
-    """How many examples and vectors went into the sums of a layer, in how many forward passes."""
+    """The numbers of examples and vectors in a layer's sums, and of their forward passes."""
 
     examples: int = 0
     vectors: int = 0
@@ -79,7 +79,7 @@ class ExampleCounts:
 
     def add(self, examples: int, vectors: int, forward_pass: int) -> None:
         """Count one call of the layer."""
-        # A layer called again in the same pass sees the same examples at more positions.
+        # A repeated call in the same pass has the same examples, at more positions.
         if forward_pass != self.last_pass:
             self.examples += examples
             self.passes += 1
@@ -89,12 +89,13 @@ class ExampleCounts:
 
 @dataclass
 class LayerSums:
-    """The sums of a layer, or of a group of a layer, and the counts of the sums.
+    """The sums of a layer, or of one of its groups, with their counts.
 
     Attributes:
-        subsample: the examples to take from a call.
-        rounded: dtypes that products take as they are; other dtypes become that of the sums.
-        complete: whether the last backward pass of a call has passed the layer.
+        subsample: selects the examples of a call that are used.
+        rounded: dtypes that are multiplied without conversion; others are converted to the dtype of
+            the sums.
+        complete: whether the last backward pass of a call has left the layer.
     """
 
     layer: Layer
@@ -106,14 +107,14 @@ class LayerSums:
     complete: bool = False
 
     def start_over(self) -> None:
-        """Begin to count the next batch."""
+        """Start counting the next batch."""
         self.counts, self.complete = ExampleCounts(), False
 
 
 def bound_layers(
     layers: Iterable[Layer], factors: Factors, estimator: Estimator
 ) -> dict[str, list[LayerSums]]:
-    """Return the sums of layers with statistics on the rank, of each group of a layer."""
+    """Return, for each layer with statistics on this rank, the sums of each of its groups."""
     planned = {layer.name: layer for layer in factors.plan.layers}
     shares = factors.plan.pooled
     of_layers = {
@@ -132,7 +133,7 @@ def bound_layers(
 def bound(
     layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: Subsample
 ) -> LayerSums:
-    """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
+    """Return a layer's sums, or those of one of its groups, in the rank's statistics."""
     sides, vector = [], planned.preconditioner.vector
     for side in layer.shape.sides:
         factors, start, sums = planned.side(side), 0, []
@@ -153,7 +154,7 @@ def bound(
 
 
 def changed_in_place(layer: Layer, what: str, before: str) -> RuntimeError:
-    """Return the error of a tensor that has changed too early."""
+    """Return the error for a tensor that was changed too early."""
     return RuntimeError(
         f"layer {layer.name!r}: {what} was changed in place after the call, and before {before}; "
         f"give the layer a clone of its own, or change a clone"
