@@ -507,7 +507,7 @@ def test_a_run_whose_last_step_is_not_finite_is_not_complete(tmp_path, capfd):
     with pytest.raises(SystemExit) as leave:
         train.main(arguments(tmp_path, "--optimizer=sgd", "--lr=1e18", "--max_steps=2"))
     assert leave.value.code == 2
-    assert "a number of step 2, the last step, was not finite" in capfd.readouterr().err
+    assert "a value of step 2, the last step, was not finite" in capfd.readouterr().err
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
