@@ -277,9 +277,11 @@ def test_ranks_that_disagree_on_the_optimizer_all_stop(comm, make, difference):
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
 @pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.FirstOrderTrainer])
-@pytest.mark.parametrize("difference", ["width", "dtype", "frozen"])
-def test_ranks_that_disagree_on_the_model_all_stop(comm, make, difference):
-    """Oracle: the same text on every rank, for any difference."""
+@pytest.mark.parametrize(
+    ("difference", "name"), [("width", "0.weight"), ("dtype", "0.weight"), ("frozen", "0.bias")]
+)
+def test_ranks_that_disagree_on_the_model_all_stop(comm, make, difference, name):
+    """Oracle: the same text on every rank, for any difference, with the first tensor's name."""
     last = comm.rank == comm.size - 1
     model = torch.nn.Sequential(torch.nn.Linear(3 + (last and difference == "width"), 2))
     if last and difference == "dtype":
@@ -287,4 +289,4 @@ def test_ranks_that_disagree_on_the_model_all_stop(comm, make, difference):
     if last and difference == "frozen":
         model[0].bias.requires_grad_(False)
     text = told(comm, lambda: make(model, torch.optim.SGD(model.parameters(), lr=0.1), comm))
-    assert text.startswith("ranks disagree on model")
+    assert text.startswith(f"ranks disagree on tensor {name!r}: ")
