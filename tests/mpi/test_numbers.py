@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import MemOpt, Refresh, Strategy, UserError
-from mpikfac.numerics import eigenbases, inverses
+from mpikfac import MemOpt, Refresh, Strategy, UserError, numerics
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -164,8 +163,8 @@ def fail_at(monkeypatch, order):
 
         return decomposed
 
-    for preconditioner, name in ((eigenbases, "eigenbasis"), (inverses, "damped_inverse")):
-        monkeypatch.setattr(preconditioner, name, failing(getattr(preconditioner, name)))
+    for name in ("eigenbasis", "damped_inverse"):
+        monkeypatch.setattr(numerics, name, failing(getattr(numerics, name)))
 
 
 @pytest.mark.parametrize("preconditioner", ["eigen", "inverse"])
@@ -175,8 +174,8 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
 ):
     """Oracle: nothing is counted if a later attempt works; damping as documented."""
     seen = []
-    for module, name in ((eigenbases, "eigenbasis"), (inverses, "damped_inverse")):
-        function = getattr(module, name)
+    for name in ("eigenbasis", "damped_inverse"):
+        function = getattr(numerics, name)
 
         def picky(factor, *damping, function=function):
             seen.append((factor.dtype, *map(float, damping)))
@@ -185,7 +184,7 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
                 raise ArithmeticError("on purpose")
             return function(factor, *damping)
 
-        monkeypatch.setattr(module, name, picky)
+        monkeypatch.setattr(numerics, name, picky)
     model = problem.network().float()
     settings = problem.SETTINGS | {"preconditioner": preconditioner}
     kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
