@@ -21,6 +21,7 @@ WORLD = mpikfac.world()
 REPORTS = WORLD.rank == 0
 SECONDS_PER_TEST = paced(300)
 STDERR = pytest.StashKey[int]()
+FAILED = pytest.StashKey[bool]()
 
 
 HERE = Path(__file__).parent
@@ -90,11 +91,20 @@ def pytest_runtest_logreport(report):
         print(f"rank {WORLD.rank}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr)
 
 
-def pytest_sessionfinish(exitstatus):
+def pytest_sessionfinish(session, exitstatus):
+    session.config.stash[FAILED] = bool(exitstatus)
     for thread in threading.enumerate():  # work in the background aborts a process that ends
         own = thread.name == "mpikfac watch"  # ends when the process does
         if thread.daemon and not own and not isinstance(thread, threading._DummyThread):
             thread.join(timeout=paced(2))
     if exitstatus and not REPORTS:
-        # A failing rank's exit ends the job: rank 0 first prints its own report.
+        # A failing rank ends the job: rank 0 first prints its own report.
         time.sleep(paced(2))
+
+
+def pytest_unconfigure(config):
+    """End the job if a test failed here: other ranks may wait for this rank."""
+    if config.stash.get(FAILED, False) and WORLD.size > 1:
+        sys.stdout.flush()
+        time.sleep(paced(1))
+        WORLD.Abort(1)
