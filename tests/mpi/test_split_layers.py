@@ -395,7 +395,7 @@ def test_refusals_of_strategies(comm):
     for sync in (LocalSGD(sync_every=2), Synchronous(aggregation=Median())):
         with pytest.raises(ValueError, match=f"tp_size={comm.size} needs "):
             FirstOrderTrainer(model, optimizer, comm, Strategy(sync=sync))
-    with pytest.raises(ValueError, match=f"over {comm.size} ranks, and 1 ranks average"):
+    with pytest.raises(ValueError, match=f"over {comm.size} ranks, but 1 ranks average"):
         FirstOrderTrainer(model, optimizer, comm.Split(comm.rank))
     with pytest.raises(ValueError, match="handed_on=True needs assignment.factor_reduction="):
         mpikfac.KFAC(model, optimizer, comm, Strategy(MemOpt(factor_reduction="local")))

@@ -12,7 +12,7 @@ from mpikfac import KFAC, FirstOrderTrainer
 from mpikfac.numerics import fisher
 
 COMM = mpikfac.world()
-OF_PASSES, OF_STEPS = "backward pass before this step was interrupted", "begun before and did not"
+OF_PASSES, OF_STEPS = "backward pass before this step was interrupted", "started before and did not"
 
 
 class Stop(nn.Module):
