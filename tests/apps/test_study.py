@@ -17,7 +17,7 @@ import yaml
 import mpikfac
 from mpikfac.lab import DiLoCo, Parle, TopK
 from mpikfac_apps.guard.processes import processes_with
-from mpikfac_apps.lab.study import jobs, progress, spec, study
+from mpikfac_apps.lab.study import jobs, progress, results, spec, study
 from support.pace import paced
 
 STUDY = {
@@ -548,3 +548,31 @@ def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert study.main([str(file), f"--run_dir={tmp_path / 'place'}"]) == 2
     assert "launcher=slurm needs sbatch on PATH" in capsys.readouterr().err
+
+
+def test_preconditioners_and_clips_are_axes(tmp_path):
+    """Oracle: the types by hand; variants with different results have different letters."""
+    own = {"soft": {"strategy": "comm-opt", "kfac.preconditioner": "eigen"}}
+    matrix = {
+        "strategy": ["comm-opt", "soft"],
+        "ranks": [2],
+        "kfac.clip": ["kl", None],
+    }
+    found = spec.read(written(tmp_path, strategies=own, matrix=matrix))
+    kinds = [type(cell.options.kfac.preconditioner).__name__ for cell in found.cells]
+    assert kinds == ["NoneType", "NoneType", "Eigen", "Eigen"]
+    assert len(set(results.estimators(found.cells).values())) == 4
+
+
+def test_bytes_of_local_steps_are_those_of_their_exchanges(tmp_path):
+    """Oracle: by hand: every fourth step sends the weights, which are as many as gradients."""
+    own = {
+        "local": {"strategy": "local-sgd", "optimizer": "sgd", "sync.sync_every": 4},
+        "each": {"strategy": "local-sgd", "optimizer": "sgd", "sync.sync_every": 2},
+    }
+    matrix = {"strategy": ["local", "each"], "ranks": [2]}
+    found = spec.read(written(tmp_path, strategies=own, matrix=matrix))
+    local, each = results.read(found, tmp_path)
+    assert each.handed == pytest.approx(2 * local.handed) and local.handed > 0
+    assert each.wire == pytest.approx(2 * local.wire)
+    assert (local.interval % 4, each.interval % 2) == (0, 0)
