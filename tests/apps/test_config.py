@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections import Counter
@@ -706,3 +707,19 @@ def test_a_rate_scaled_by_ranks_warms_up_from_the_unscaled_rate():
 def test_a_warm_up_never_has_rate_0():
     """Oracle: 0, which would waste a step."""
     assert min(rates(2, range(4), warmup_epochs=2)) > 0
+
+
+def test_every_option_is_explained():
+    """Oracle: the fields of the options; help and page take an option's text from the docstring."""
+    kinds = [kind for kind in vars(options).values() if dataclasses.is_dataclass(kind)]
+    own = [kind for kind in kinds if kind.__module__ == options.__name__]
+    assert len(own) > 5
+    explained = {kind: " ".join(base.__doc__ or "" for base in kind.__mro__) for kind in own}
+    unexplained = [
+        f"{kind.__name__}.{field.name}"
+        for kind, text in explained.items()
+        for field in dataclasses.fields(kind)
+        if not field.metadata.get("inline")
+        and not re.search(rf"^ {{8}}(\w+, )*{field.name}(, \w+)*: ", text, re.MULTILINE)
+    ]
+    assert unexplained == []

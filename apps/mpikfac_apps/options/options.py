@@ -100,8 +100,9 @@ class DataOptions:
         classes: the number of classes of synthetic images; null for 10.
         workers: the number of processes per rank that decode images in files in advance; 0: the
             rank decodes; null for 2. Results do not depend on it.
-        broken: the number of images in files that may be broken. A broken image is replaced by the
-            next image of its class, and logged; one more broken image ends the run. null for 0.
+        max_broken_images: the number of images in files that may be broken. A broken image is
+            replaced by the next image of its class, and logged; one more broken image ends the run.
+            null for 0.
         cache: a directory on the disk of each node, to which one rank of each node copies the
             images of a packed file before the training. null for no copy.
     """
@@ -372,9 +373,9 @@ class LearningOptions:
             gradient in AdamW, Muon, SOAP and LAMB.
         label_smoothing: the fraction of an image's label that is distributed equally over all
             classes in the training loss; the test uses the plain label.
-        average: the decay of an exponential average of the weights over steps, such as 0.99, which
-            tests of the network use; in the first steps it is the plain mean. 0: tests use the
-            weights themselves.
+        ema_decay: the decay of an exponential average of the weights over steps, such as 0.99,
+            which tests of the network use; in the first steps it is the plain mean. 0: tests use
+            the weights themselves.
         distribution: the strategy.
         weights: a file of initial weights: a state_dict, or a file of `mpikfac export`, .pt or
             .safetensors. Tensors of the last module can be missing or have another shape; these
@@ -383,10 +384,10 @@ class LearningOptions:
         frozen_epochs: the number of epochs at the start in which only the last module with
             parameters is trained, the classifier; all other layers are frozen, and trained from the
             second step of the next epoch on. null: all layers are trained from the start.
-        feedback: the names of modules, such as [layer1, layer2], each of which ends a block of
-            layers. Gradients of blocks are computed from the error of the outputs by fixed signs,
-            not from the next block [Han & Yoo 2019]; inside blocks, gradients are exact. K-FAC
-            needs kfac.fisher_type=forward-only. Empty: all gradients are exact.
+        direct_feedback: the names of modules, such as [layer1, layer2], each of which ends a block
+            of layers. Gradients of blocks are computed from the error of the outputs by fixed
+            signs, not from the next block [Han & Yoo 2019]; inside blocks, gradients are exact.
+            K-FAC needs kfac.fisher_type=forward-only. Empty: all gradients are exact.
         seed: the seed of initial weights, of the order of images and of augmentation.
     """
 
