@@ -16,6 +16,7 @@ PUBLISH_BASES = "publish bases"
 REDUCE_GRADIENTS = "reduce gradients"
 EXCHANGE_WEIGHTS = "exchange weights"
 EXCHANGE_IN_NODE = "exchange weights in node"
+EXCHANGES = EXCHANGE_WEIGHTS, EXCHANGE_IN_NODE
 PUBLISH_DIRECTIONS = "publish gradients"
 CLIP = "clip"
 PUBLISH_WEIGHTS = "publish weights"

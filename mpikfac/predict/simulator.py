@@ -22,7 +22,7 @@ STAGES = (
     *(names.REDUCE_STATISTICS, names.DECOMPOSE, names.SEND_FACTORS, names.RECEIVE_BASES),
     *(names.PUBLISH_BASES, names.GRADIENTS, names.REDUCE_GRADIENTS, names.MOMENTS),
     *(names.PRECONDITION, names.PUBLISH_DIRECTIONS, names.CLIP, names.OPTIMIZER),
-    *(names.PUBLISH_WEIGHTS, names.EXCHANGE_WEIGHTS, names.EXCHANGE_IN_NODE),
+    *(names.PUBLISH_WEIGHTS, *names.EXCHANGES),
 )
 BACKWARD = (names.BACKWARD, names.STATISTICS)
 OVERLAPPED = ("urgent", "overlapped")  # kinds of events
@@ -213,11 +213,11 @@ def _of_turns(
     all_layers, *turns = plan.of(0).turns
     turns = turns if kind[1] and turns else [all_layers]
     share = plan.strategy.sync.share_of_steps
-    everywhere, in_node = share(names.EXCHANGE_WEIGHTS), share(names.EXCHANGE_IN_NODE)
+    everywhere, in_node = map(share, names.EXCHANGES)
     left_out = {
         (): everywhere,
         (names.EXCHANGE_WEIGHTS,): in_node - everywhere,
-        (names.EXCHANGE_WEIGHTS, names.EXCHANGE_IN_NODE): 1 - in_node,
+        names.EXCHANGES: 1 - in_node,
     }
     steps = [
         (_step(plan, machine, job, ranks, kind, turn, without), part / len(turns))

@@ -33,7 +33,6 @@ from mpikfac_apps.problems import models
 from mpikfac_apps.text import in_lines, mib, number, show, table
 
 WIDTH = 96
-EXCHANGES = (names.EXCHANGE_WEIGHTS, names.EXCHANGE_IN_NODE)
 SLOW = 20_000  # ranks
 TABLE = 60  # layers; for larger models, a line names several layers
 
@@ -220,7 +219,7 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
     """Return the heading of the tables of collectives."""
     sync, apart = plan.strategy.sync, []
     if sync.local_steps:
-        every, in_node = (round(1 / sync.share_of_steps(stage)) for stage in EXCHANGES)
+        every, in_node = (round(1 / sync.share_of_steps(stage)) for stage in names.EXCHANGES)
         apart = [f"  exchange weights: after every {every} steps; other steps send no gradients"]
         if in_node != every:
             apart.append(f"  exchange weights in node: after every {in_node} steps")

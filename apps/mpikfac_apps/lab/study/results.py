@@ -48,7 +48,6 @@ GROUPS = {
 WAITING, OTHER = "waiting", "other"
 # Options and choices of place, transport and records change no result, except by rounding. All
 # options and choices that are missing in the sets change results.
-EXCHANGES = (mpikfac.plan.names.EXCHANGE_WEIGHTS, mpikfac.plan.names.EXCHANGE_IN_NODE)
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("exit_code", "watchdog_timeout", "shrink", "log_every", "trace_steps", "threads", "metrics"),
@@ -273,7 +272,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
     intervals = kfac.lasting_factor_update_steps, inv_update_steps(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *intervals))
     period, ranks, sync = kinds.total(), looked_at(plan), plan.strategy.sync
-    part = {stage: sync.share_of_steps(stage) for stage in EXCHANGES}
+    part = {stage: sync.share_of_steps(stage) for stage in mpikfac.plan.names.EXCHANGES}
     wire = handed = 0.0
     for rank in ranks:
         for (statistics, refresh, share), count in kinds.items():

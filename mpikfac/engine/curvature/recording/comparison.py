@@ -37,10 +37,10 @@ class Comparison:
     def begin(self) -> None:
         """Begin a pass, in which layers that have no gradient yet are compared."""
         self._sums.clear()
-        if not self._left:
-            return
         averaged = distributed.is_available() and distributed.is_initialized()
-        for name, layer in {} if averaged else self._layers.items():
+        if averaged or not self._left:  # another library's averages are not the rank's own
+            return
+        for name, layer in self._layers.items():
             weight = layer.parameters[0]
             if weight.grad is None and weight.requires_grad:
                 zeros = torch.zeros(PROBES, dtype=torch.float64, device=weight.device)
@@ -80,8 +80,8 @@ class Comparison:
             log.warning(
                 "layer %r%s: the gradient of the weight is not that of the module's calls, as with "
                 "a weight penalty, a gradient penalty, a hook of the weight, or F.linear(x, "
-                "layer.weight) outside of the module; factors include the calls alone: use "
-                "weight_decay in the place of a penalty, call the module, or leave the layer to "
+                "layer.weight) outside of the module; factors include only the calls: use "
+                "weight_decay instead of a penalty, call the module, or leave the layer to "
                 "first-order steps by coverage=mpikfac.Coverage(skip=[...])",
                 other[0],
                 f" and {len(other) - 1} others" * (len(other) > 1),
