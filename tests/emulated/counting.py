@@ -14,7 +14,8 @@ import mpikfac
 from mpikfac_apps.problems import models
 
 EVERY = {"factor_update_steps": 2, "inv_update_steps": 4}
-KINDS = {5: "ordinary", 6: "with factors", 4: "with decompositions"}
+# Later than the first passes with factors, in which gradients are compared with the calls.
+KINDS = {9: "ordinary", 10: "with factors", 8: "with decompositions"}
 
 
 class Step(NamedTuple):
