@@ -138,7 +138,8 @@ def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
     if len(side) == 1:
         return _block_from_left(side[0], matrix, transpose)
     multiply = partial(_block_from_left, transpose=transpose)
-    return _block_by_block(multiply, side, matrix, -2, _rows if transpose else _columns)
+    length = _length(side, matrix, _rows if transpose else _columns)
+    return _block_by_block(multiply, side, matrix, -2, length)
 
 
 def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
@@ -146,7 +147,8 @@ def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
     if len(side) == 1:
         return _block_from_right(side[0], matrix, transpose)
     multiply = partial(_block_from_right, transpose=transpose)
-    return _block_by_block(multiply, side, matrix, -1, _columns if transpose else _rows)
+    length = _length(side, matrix, _columns if transpose else _rows)
+    return _block_by_block(multiply, side, matrix, -1, length)
 
 
 def _block_by_block(
@@ -163,6 +165,17 @@ def _block_by_block(
         return multiply(side[0], matrix)
     parts = matrix.split([length(block) for block in side], dim)
     return torch.cat([multiply(b, part) for b, part in zip(side, parts)], dim)
+
+
+def _length(
+    side: Side, matrix: Tensor, of_block: Callable[[Tensor], int]
+) -> Callable[[Tensor], int]:
+    """Return the length of blocks, `of_block` unless they are diagonals."""
+    return _order if side and side[0].dim() < matrix.dim() else of_block
+
+
+def _order(diagonal: Tensor) -> int:
+    return diagonal.shape[-1]
 
 
 def _rows(block: Tensor) -> int:

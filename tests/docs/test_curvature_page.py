@@ -142,7 +142,8 @@ def test_a_preconditioner_of_ones_own(tmp_path):
     )
     own = code("class Diagonal(")
     grafting = "grafting=mpikfac.AdamGrafting(orthogonalize=False)"
-    plain = own.replace("preconditioner=Diagonal()", f"preconditioner=Diagonal(), {grafting}")
-    (tmp_path / "program.py").write_text(f"{BEFORE}{setup}{plain}{SOLVED}")
+    given = f"damping=0.03, preconditioner=Diagonal(), {grafting}"
+    made = f"kfac = mpikfac.KFAC(model, optimizer, comm, {given})\n"
+    (tmp_path / "program.py").write_text(f"{BEFORE}{setup}{own}{made}{SOLVED}")
     job = launch(2, str(tmp_path / "program.py"))
     assert job.stdout.splitlines() == ["divided by the diagonals"] * 2, job.stderr

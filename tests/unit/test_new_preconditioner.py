@@ -10,6 +10,7 @@ import torch
 
 import mpikfac
 from mpikfac import MemOpt, Refresh, Strategy
+from mpikfac.numerics import from_left, from_right
 from mpikfac.preconditioners import PRECONDITIONERS
 from support import diagonal, inside, oracles, problem
 from support.diagonal import Diagonal
@@ -89,3 +90,13 @@ def test_a_preconditioner_says_what_it_lacks():
         bare.decompose(torch.eye(2), 0.0, None)
     with pytest.raises(NotImplementedError, match=r"'diagonal' does not define direction\(\)"):
         bare.direction(torch.eye(2), None)
+
+
+@pytest.mark.parametrize("groups", [(), (3,)])
+@pytest.mark.parametrize("orders", [(5,), (2, 3)])
+def test_a_decomposition_can_consist_of_blocks_of_a_diagonal(groups, orders):
+    """Oracle: products with the dense diagonal matrix."""
+    side = [torch.rand(*groups, order, dtype=torch.float64) for order in orders]
+    dense, matrix = torch.cat(side, -1).diag_embed(), torch.rand(*groups, 5, 5).double()
+    torch.testing.assert_close(from_left(side, matrix), dense @ matrix)
+    torch.testing.assert_close(from_right(matrix, side), matrix @ dense)
