@@ -42,7 +42,7 @@ PROGRAMS = {
     "strategies": Program(
         "planning.strategies",
         "planning.options:LIST",
-        "list the published strategies of distributing K-FAC",
+        "list the published strategies of distributing K-FAC, or describe one",
     ),
     "plan": Program(
         "planning.plan",

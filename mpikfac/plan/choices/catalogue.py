@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -191,9 +192,8 @@ def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
     if name not in NAMED:
         near = get_close_matches(name, NAMED, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(NAMED)}"
-        raise ValueError(
-            f"strategy={name!r} is unknown; {known} (`import mpikfac.lab` adds those of the lab)"
-        )
+        lab = "" if "mpikfac.lab" in sys.modules else " (`import mpikfac.lab` adds those of the lab)"
+        raise ValueError(f"strategy={name!r} is unknown; {known}{lab}")
     return NAMED[name].strategy, dict(NAMED[name].settings)
 
 
