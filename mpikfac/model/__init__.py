@@ -22,7 +22,9 @@ from mpikfac.model.checks import report_uncovered as report_uncovered
 from mpikfac.model.checks import taking_up as taking_up
 from mpikfac.model.descent import Descent as Descent
 from mpikfac.model.descent import StepGuard as StepGuard
+from mpikfac.model.equality import Writes as Writes
 from mpikfac.model.equality import check_equal as check_equal
+from mpikfac.model.equality import check_written as check_written
 from mpikfac.model.equality import checksums as checksums
 from mpikfac.model.sharded import check_unsharded as check_unsharded
 from mpikfac.model.state import MOMENTUM as MOMENTUM
