@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import threading
 from functools import partial
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -745,6 +748,75 @@ def test_a_model_with_hooks_is_not_scripted():
     kfac.close()
     x, _ = batch()
     torch.testing.assert_close(torch.jit.script(kfac.model)(x), kfac.model(x))
+
+
+class Attending(nn.Module):
+    """A convolution, running statistics and an attention: layers with hooks of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(1, 4, 2, stride=2), nn.BatchNorm2d(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.norm(self.patches(x)).flatten(2).mT
+        return self.head(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+
+
+def saved_and_loaded(model: nn.Module, _: torch.Tensor) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def traced_and_loaded(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, x), buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+CAPTURES = {
+    "trace": torch.jit.trace,
+    "trace, save and load": traced_and_loaded,
+    "export": lambda model, x: torch.export.export(model, (x,), strict=False).module(),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "save and load": saved_and_loaded,
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "compile": lambda model, _: torch.compile(model, backend="eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates tracing, and compares random graphs
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_trained_model_is_captured_and_trains_on(capture, training):
+    """Oracle: outputs of a model without hooks, and weights and averages of an undisturbed run."""
+    found = []
+    x = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(6) % 3
+    for captured in (True, False):
+        torch.manual_seed(0)
+        kfac = trainer(Attending())
+        for step in range(3):
+            if step == 1:
+                plain = Attending().train(training)
+                plain.load_state_dict(kfac.model.state_dict())
+                kept = copy.deepcopy(plain.state_dict())
+                kfac.model.train(training)
+                with torch.set_grad_enabled(training):  # torch's own attention needs it in eval()
+                    other = CAPTURES[capture](kfac.model, x) if captured else plain
+                    torch.testing.assert_close(other(x), plain(x), atol=1e-5, rtol=0)
+                kfac.model.train().load_state_dict(kept)  # running statistics
+            kfac.optimizer.zero_grad()
+            F.cross_entropy(kfac.model(x), y).backward()
+            kfac.step()
+        found.append([*kfac.model.state_dict().values(), *averages(kfac)])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_thread_that_tests_the_model_interrupts_nothing(caplog):
