@@ -899,3 +899,88 @@ def test_a_gradient_that_no_call_makes_is_told_once(penalty, dtype, caplog):
     told = [r.getMessage() for r in caplog.records if "not that of the module's calls" in r.msg]
     assert len(told) == (penalty != "none")
     assert all(line.startswith("layer '0': ") for line in told)
+
+
+class Cells(nn.Module):
+    """Two kinds of cells over a few steps of time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTMCell(5, 4), nn.GRUCell(4, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = hidden = None
+        for each in x.unbind(1):
+            state = self.lstm(each, state)
+            hidden = self.gru(state[0], hidden)
+        return hidden
+
+
+class Attention(nn.Module):
+    """An attention of queries of width 4, to keys and values of these widths."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, **settings)
+        self.keys = nn.Linear(4, settings.get("kdim", 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.keys(x.sin())
+        return self.attention(x, keys, keys)[0].mean(1)
+
+
+COMPARED = {
+    "1-D": (lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), (6, 2, 9)),
+    "2-D": (lambda: nn.Conv2d(2, 4, 3, bias=False), (6, 2, 6, 6)),
+    "3-D": (lambda: nn.Conv3d(1, 3, 2), (6, 1, 4, 4, 4)),
+    "groups": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2, dilation=(1, 2)), (6, 4, 6, 6)),
+    "same": (lambda: nn.Conv2d(2, 4, (2, 3), padding="same"), (6, 2, 6, 6)),
+    "circular": (
+        lambda: nn.Conv2d(2, 4, 3, padding=(1, 2), padding_mode="circular"),
+        (6, 2, 5, 5),
+    ),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, 2, padding=1, output_padding=1, groups=2),
+        (6, 4, 4, 4),
+    ),
+    "one image": (lambda: nn.Conv2d(2, 4, 3), (2, 6, 6)),
+    "channels last": (
+        lambda: nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last),
+        (6, 2, 6, 6),
+    ),
+    "embedding": (lambda: nn.Embedding(7, 4, padding_idx=2), (6, 3)),
+    "cells": (Cells, (6, 3, 5)),
+    "attention": (Attention, (6, 3, 4)),
+    "batch first, no bias": (lambda: Attention(batch_first=True, bias=False), (6, 3, 4)),
+    "keys of another width": (lambda: Attention(kdim=5, vdim=5), (6, 3, 4)),
+    "one sequence": (Attention, (3, 4)),
+}
+WEIGHTS = {
+    "none": lambda weights: 0.0,
+    "one": lambda weights: 5.0 * weights[0].pow(2).sum(),
+    "last": lambda weights: 5.0 * (weights[-1].pow(4) + weights[-1]).sum(),
+}
+
+
+@pytest.mark.parametrize(
+    ("penalised", "dtype"),
+    [("none", torch.bfloat16), *((penalised, torch.float32) for penalised in WEIGHTS)],
+)
+@pytest.mark.parametrize("kind", COMPARED)
+def test_gradients_of_all_kinds_of_layers_are_compared(kind, penalised, dtype, caplog):
+    """Oracle: the log; no line for the loss alone."""
+    make, shape = COMPARED[kind]
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    made = torch.Generator().manual_seed(1)
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    kfac = trainer(model)
+    for _ in range(2):
+        x = torch.randn(shape, generator=made).to(dtype)
+        if kind == "embedding":
+            x = torch.randint(7, shape, generator=made)
+        kfac.optimizer.zero_grad()
+        (model(x).float().square().mean() + WEIGHTS[penalised](weights)).backward()
+        kfac.step()
+    told = [r.getMessage() for r in caplog.records if "not that of the module's calls" in r.msg]
+    assert len(told) == (penalised != "none"), told

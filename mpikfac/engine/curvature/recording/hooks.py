@@ -37,9 +37,10 @@ class RecordingHooks(Part):
     """Pass the calls of layers that count on to the `moments`.
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
-    computes gradients of parameters from it. Calls that trace or export the model do not count. If the Fisher matrix uses labels that `KFAC.record`
-    draws, only the passes of `record` count. A pass does not count, either, if its gradients are
-    set to None or 0 before the next pass: the moments contain the passes that `.grad` contains.
+    computes gradients of parameters from it. Calls that trace or export the model do not count. If
+    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. A
+    pass does not count, either, if its gradients are set to None or 0 before the next pass: the
+    moments contain the passes that `.grad` contains.
 
     Attributes:
         recording: whether passes count.
