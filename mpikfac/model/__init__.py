@@ -37,4 +37,5 @@ from mpikfac.model.state import missing_state as missing_state
 from mpikfac.model.state import model_state as model_state
 from mpikfac.model.state import needed_state as needed_state
 from mpikfac.model.state import set_group_setting as set_group_setting
+from mpikfac.model.state import settings_in as settings_in
 from mpikfac.model.state import unstored_settings as unstored_settings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,10 @@ RANKS = mpikfac.world().size
 pytestmark = pytest.mark.skipif(
     RANKS == 1 or problem.DEVICE.type != "cpu", reason="needs two ranks of gloo"
 )
+
+
+# So `.grad` is divided and averaged while the backward pass runs.
+ddp = partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
 
 
 @pytest.fixture
@@ -37,12 +43,12 @@ def test_only_own_gradients_are_compared(comm, wrapped, penalised, caplog):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 3))
     run, first = model, model[0]
     if wrapped == "model":
-        run = model = nn.parallel.DistributedDataParallel(model)
+        run = model = ddp(model)
     elif wrapped == "part":
-        run = nn.parallel.DistributedDataParallel(model)
+        run = ddp(model)
     elif wrapped == "whole":
         whole = nn.Sequential(model, nn.Linear(3, 3).requires_grad_(False))
-        run = nn.parallel.DistributedDataParallel(whole)
+        run = ddp(whole)
     kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.01), comm)
     made = torch.Generator().manual_seed(comm.rank)
     for _ in range(2):
