@@ -57,6 +57,16 @@ class EmbeddingLayer(Layer):
             means[:, self.module.padding_idx] = 0
         return means
 
+    def projections(
+        self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return rows of `of_inputs`, which are unit vectors times it, and projections of `g`."""
+        rows = of_inputs[0].clone()
+        if self.module.padding_idx is not None:
+            rows[self.module.padding_idx] = 0
+        vectors = self.outputs(g).flatten(0, self._last).to(of_outputs.dtype)
+        return rows[x.flatten()], vectors @ of_outputs[0]
+
     @property
     def _dtype(self) -> torch.dtype:
         """Return the dtype of counts; bfloat16 has too few digits for counts."""

@@ -48,6 +48,7 @@ from mpikfac.numerics.moments import with_bias as with_bias
 from mpikfac.numerics.orthogonal import orthogonalised as orthogonalised
 from mpikfac.numerics.passes import at_end_of_backward as at_end_of_backward
 from mpikfac.numerics.passes import in_backward as in_backward
+from mpikfac.numerics.passes import in_capture as in_capture
 from mpikfac.numerics.passes import in_transform as in_transform
 from mpikfac.numerics.passes import listen as listen
 from mpikfac.numerics.passes import makes_gradients as makes_gradients

@@ -50,6 +50,14 @@ TABLE = (
         "tests/mpi/test_equality.py",
         ranks=3,
     ),
+    Mistake(
+        "votes: weights that owners replace are not compared",
+        "model/equality.py",
+        "self.recent.append(found)",
+        "self.recent.append({})",
+        "tests/mpi/test_equality.py",
+        ranks=3,
+    ),
     # -- optimizers of a preconditioner by name
     Mistake(
         "optimizers by name: Shampoo's own step length gives no warning",
