@@ -1,4 +1,5 @@
 from .codistillation.codistillation import Codistillation as Codistillation
+from .curvature.curvature import Curvature as Curvature
 from .curvature_servers.config import CurvatureServers as CurvatureServers
 from .curvature_servers.decomposer import run_curvature_server as run_curvature_server
 from .direct_feedback.feedback import DirectFeedback as DirectFeedback

@@ -73,7 +73,7 @@ class NormLayer(Layer):
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
         """Return views of `matrix` `[units, 1, inputs]`, shaped as scale and shift."""
-        columns = matrix.view(self.shape.groups, -1).unbind(1)
+        columns = matrix.view(self.shape.groups, self.shape.inputs).unbind(1)
         return [column.view(p.shape) for column, p in zip(columns, self.parameters)]
 
     def _gradients(self, x: Tensor, g: Tensor) -> Tensor:
