@@ -8,28 +8,26 @@ functions of it are elementwise: its inverse, its roots, its log-determinant and
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpikfac.checkpoint import Checkpoint, latest_checkpoint, read_checkpoint
-from mpikfac.errors import UserError
+from mpikfac.comm import Comm, Group, SplitComm, handed_over, together
 from mpikfac.kfac import KFAC
+from mpikfac.lab.curvature import states
 from mpikfac.lab.curvature.eigenbasis import Eigenbasis, Function
 from mpikfac.lab.curvature.matrices import ParameterMatrices
+from mpikfac.lab.curvature.owners import Owners
 from mpikfac.layers import Coverage, Layer, cover
-from mpikfac.numerics import unfold_triangle
-from mpikfac.plan.names import FACTORS, OF_KFAC, OF_MODEL, WEIGHTS
+from mpikfac.plan.names import OF_KFAC
 from mpikfac.settings import Damping, in_force
+from mpikfac.trace import Trace
 
 USUAL = Damping(relative=0.1)
 """A tenth of each layer's mean eigenvalue, as in studies of influence [Grosse et al. 2023]."""
-MANIFEST = "manifest.json"
-REPLICAS = "copies/"  # items of runs whose ranks have different weights
 
 
 class Curvature:
@@ -46,9 +44,14 @@ class Curvature:
     parameters' shapes, or an additional first dimension of examples. Results have the same form.
     Arithmetic is in float64.
 
+    Each layer has an owner. Vectors can differ between ranks: they are sent to the owners of the
+    layers, and the results return. All other results are equal on all ranks.
+
     Attributes:
         layers: the names of the covered layers.
-        damping: the damping of the run at its last step; None if it is not known.
+        damping: the damping of the trainer at its last step; None after `load`.
+        bases: the eigenbases and eigenvalues of the rank's own layers.
+        owners: divides the layers over the ranks.
     """
 
     def __init__(
@@ -56,77 +59,109 @@ class Curvature:
         model: nn.Module,
         layers: Sequence[Layer],
         items: Mapping[str, Any],
+        owners: Owners,
         skip: Collection[str] = (),
         damping: Damping | None = None,
     ) -> None:
-        """Decompose the factors of the layers.
+        """Decompose the factors of the rank's own layers; use `load` or `of` instead.
 
         Args:
-            items: a state with factors and their weights, such as a checkpoint.
+            items: a state with these factors.
         """
-        self.layers = [layer.name for layer in layers]
-        self.damping = damping
-        self._matrices = ParameterMatrices(model, layers, skip)
-        factors = {layer.name: factor_names(layer, items) for layer in layers}
-        self._bases = {layer.name: _basis(layer, factors[layer.name], items) for layer in layers}
+        self.layers, self.damping = [layer.name for layer in layers], damping
+        self.owners, self._matrices = owners, ParameterMatrices(model, layers, skip)
+        self.bases = {
+            layer.name: Eigenbasis.of_factors(
+                layer.shape, states.factors(layer, items), device(model)
+            )
+            for layer in layers
+            if layer.name in owners.own
+        }
 
     @classmethod
     def load(
         cls,
         path: str | Path,
         model: nn.Module,
+        comm: Comm | None = None,
         *,
         coverage: Coverage | None = None,
         skip: Collection[str] = (),
+        trace: Trace | None = None,
     ) -> Curvature:
         """Load the weights of a checkpoint into the model, and return the curvature at them.
+
+        Any number of ranks can load; each decomposes the factors of its own layers.
+
+        Collective over: comm.
 
         Args:
             path: the directory of a checkpoint, or of a run, whose newest checkpoint is used.
             model: of the run's architecture. Freeze what the run froze.
+            comm: None for all ranks.
             coverage: that of the run, if it was not the default.
             skip: names of parameters or modules that the factors do not cover; vectors may contain
                 them, and results leave them out.
+            trace: counts seconds and bytes of the messages.
 
         Raises:
-            UserError: there is no complete checkpoint, or a file is damaged.
-            ValueError: the checkpoint is not that of the model, has no factors, or does not cover a
-                trained parameter that is not in `skip`.
+            UserError: there is no complete checkpoint, or it is damaged; it is not that of the
+                model, has no factors of a layer, or ranks with different weights; or the factors do
+                not cover a trained parameter that is not in `skip`.
         """
-        checkpoint = read_checkpoint(_newest(Path(path)))
-        _load_weights(model, checkpoint)
-        layers, _ = cover(model, coverage)
-        return cls(model, layers, checkpoint, skip)
+        comm = SplitComm.of(comm).trains
+        checkpoint = states.find(comm, Path(path))
+        group = Group(comm, 0, trace or Trace(), "owners")
+        with together(comm, f"taking the curvature of {checkpoint.path}", untrusted=True):
+            states.load_weights(model, checkpoint)
+            layers, _ = cover(model, coverage)
+            owners = Owners([layer.shape for layer in layers], group, device(model))
+            return cls(model, layers, checkpoint, owners, skip)
 
     @classmethod
-    def of(cls, trainer: KFAC, skip: Collection[str] = ()) -> Curvature:
+    def of(
+        cls, trainer: KFAC, *, skip: Collection[str] = (), trace: Trace | None = None
+    ) -> Curvature:
         """Return the curvature at the trainer's weights, from its factors after its last step.
-
-        Args:
-            skip: see `load`.
 
         Collective over: world.
 
+        Args:
+            skip: see `load`.
+            trace: see `load`.
+
         Raises:
-            ValueError: the trainer's factors are not those of a Fisher matrix, or see `load`.
+            UserError: the trainer's factors are not those of a Fisher matrix, or see `load`.
         """
-        estimator, damping = trainer.estimator, trainer.settings.damping
-        if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
-            raise ValueError(
-                f"fisher_type={estimator.fisher_type!r} with "
-                f"normalization={estimator.normalization!r} estimates no Fisher matrix of an "
-                f"example; train with another fisher_type, and normalization='expand'"
-            )
-        number = in_force("damping", damping.number, trainer.steps)
-        run = Damping(relative=number) if damping.is_relative else Damping(number)
+        comm, model, layers = trainer.grid.world, trainer.model, trainer.layers
+        group = Group(comm, 0, trace or Trace(), "owners")
+        owners = Owners([layer.shape for layer in layers], group, device(model))
+        doing = "taking the curvature of a trainer"
+        with together(comm, doing):
+            _check_trainer(trainer)
         state = trainer.preconditioner.factors.state_dict()
-        items = {OF_KFAC + name: value for name, value in state.items()}
-        return cls(trainer.model, trainer.layers, items, skip, run)
+        held = {OF_KFAC + name: value for name, value in state.items()}
+        names = {name for of_rank in comm.allgather([*held]) for name in of_rank}
+        with together(comm, doing):
+            own = [layer for layer in layers if layer.name in owners.own]
+            needed = [name for layer in own for name in states.item_names(layer, names)]
+        items = handed_over(comm, held, needed)
+        with together(comm, doing):
+            return cls(model, layers, items, owners, skip, _damping_of(trainer))
+
+    def close(self) -> None:
+        """Free the communicator of the owners.
+
+        Collective over: comm.
+        """
+        self.owners.close()
 
     # -- functions of the curvature --------------------------------------------------------------
 
     def apply(self, vectors: Mapping[str, Tensor], function: Function) -> dict[str, Tensor]:
         """Return `f(C) v`, where `f(C)` has C's eigenvectors and the function's values.
+
+        Collective over: comm.
 
         Args:
             function: maps a layer's eigenvalues `[groups, outputs, inputs]` to values of this
@@ -136,44 +171,64 @@ class Curvature:
             ValueError: a covered parameter is missing, or a name is unknown.
         """
         matrices = self._matrices.matrices(vectors)
-        applied = {name: self._bases[name].apply(function, m) for name, m in matrices.items()}
-        return self._matrices.tensors(applied, vectors)
+        return self._matrices.tensors(self._applied(matrices, function), vectors)
 
     def solve(
         self, vectors: Mapping[str, Tensor], damping: float | Damping = USUAL
     ) -> dict[str, Tensor]:
-        """Return `(C + damping I)^-1 v`; a relative damping is a multiple of mean eigenvalues."""
+        """Return `(C + damping I)^-1 v`; see `damped_power` for the damping.
+
+        Collective over: comm.
+        """
         return self.power(vectors, -1.0, damping)
 
     def power(
         self, vectors: Mapping[str, Tensor], exponent: float, damping: float | Damping = USUAL
     ) -> dict[str, Tensor]:
-        """Return `(C + damping I)^exponent v`, such as whitened gradients for -0.5."""
+        """Return `(C + damping I)^exponent v`, such as whitened gradients for -0.5.
+
+        Collective over: comm.
+        """
         return self.apply(vectors, damped_power(exponent, damping))
 
     def quadratic(self, vectors: Mapping[str, Tensor], damping: float | Damping = USUAL) -> Tensor:
-        """Return `v^T (C + damping I)^-1 v`, `[]` or `[examples]`, in float64."""
+        """Return `v^T (C + damping I)^-1 v`, `[]` or `[examples]`, in float64.
+
+        Collective over: comm.
+        """
         matrices = self._matrices.matrices(vectors)
-        function = damped_power(-1.0, damping)
-        applied = {name: self._bases[name].apply(function, m) for name, m in matrices.items()}
-        products = [(m * applied[name]).flatten(1).sum(1) for name, m in matrices.items()]
-        total = torch.stack(products).sum(0)
+        solved = self._applied(matrices, damped_power(-1.0, damping))
+        total = sum((m * solved[name]).flatten(1).sum(1) for name, m in matrices.items())
+        assert isinstance(total, Tensor)
         return total if self._matrices.has_examples(vectors) else total.squeeze(0)
+
+    def _applied(self, matrices: Mapping[str, Tensor], function: Function) -> dict[str, Tensor]:
+        return self.owners.ask(matrices, lambda n, rows: self.bases[n].apply(function, rows))
 
     # -- values of the whole curvature -----------------------------------------------------------
 
     def eigenvalues(self, layer: str) -> Tensor:
-        """Return a layer's eigenvalues in ascending order, in float64."""
-        if layer not in self._bases:
+        """Return a layer's eigenvalues in ascending order, in float64.
+
+        Collective over: comm.
+        """
+        if layer not in self.layers:
             raise ValueError(f"layer={layer!r} must be one of {', '.join(self.layers)}")
-        return self._bases[layer].values.flatten().sort().values
+        values = {name: basis.values for name, basis in self.bases.items()}
+        found = self.owners.publish(values, {layer: self.owners.shapes[layer]})
+        return found[layer].flatten().sort().values
 
     def trace(self) -> float:
-        """Return the trace of C."""
+        """Return the trace of C.
+
+        Collective over: comm.
+        """
         return sum(self._totals(lambda values: values).values())
 
     def logdet(self, scale: float, prior: float) -> float:
         """Return the log-determinant of `scale C + prior I`.
+
+        Collective over: comm.
 
         Args:
             scale: the number of examples, for the posterior of all of them.
@@ -186,6 +241,12 @@ class Curvature:
         """Return each layer's effective number of parameters, `tr scale C (scale C + prior I)^-1`.
 
         It is the gamma of [MacKay 1992]: how many parameters the data determines.
+
+        Collective over: comm.
+
+        Args:
+            scale: see `logdet`.
+            prior: see `logdet`.
         """
         _check(scale, prior)
         return self._totals(lambda values: scale * values / (scale * values + prior))
@@ -195,8 +256,14 @@ class Curvature:
     ) -> dict[str, Tensor]:
         """Draw deviations from the weights of the posterior `N(0, (scale C + prior I)^-1)`.
 
+        Samples do not depend on the number of ranks.
+
+        Collective over: comm.
+
         Args:
-            generator: on the host.
+            scale: see `logdet`.
+            prior: see `logdet`.
+            generator: on the host, in the same state on all ranks.
             count: the number of samples.
 
         Returns:
@@ -205,16 +272,21 @@ class Curvature:
         _check(scale, prior)
         seed = int(torch.randint(2**62, (), generator=generator))
         drawn = {}
-        for number, (name, basis) in enumerate(self._bases.items()):
-            own = torch.Generator().manual_seed(seed + number)  # independent of other layers
-            shape = count, *basis.values.shape
-            noise = torch.randn(shape, generator=own, dtype=torch.float64)
-            drawn[name] = basis.rotate_back(noise * (scale * basis.values + prior).rsqrt())
-        return self._matrices.tensors(drawn)
+        for number, name in enumerate(self.layers):
+            if name in self.bases:
+                basis = self.bases[name]
+                own = torch.Generator().manual_seed(seed + number)  # whoever owns the layer
+                shape = count, *basis.values.shape
+                noise = torch.randn(shape, generator=own, dtype=torch.float64).to(basis.values)
+                drawn[name] = basis.rotate_back(noise * (scale * basis.values + prior).rsqrt())
+        shapes = {name: (count, *shape) for name, shape in self.owners.shapes.items()}
+        return self._matrices.tensors(self.owners.publish(drawn, shapes))
 
     def _totals(self, function: Function) -> dict[str, float]:
         """Return the sums of the function's values over the eigenvalues of each layer."""
-        return {name: function(b.values).sum().item() for name, b in self._bases.items()}
+        own = {name: function(basis.values).sum() for name, basis in self.bases.items()}
+        totals = self.owners.publish(own, dict.fromkeys(self.layers, ()))
+        return {name: total.item() for name, total in totals.items()}
 
 
 def damped_power(exponent: float, damping: float | Damping) -> Function:
@@ -239,73 +311,35 @@ def damped_power(exponent: float, damping: float | Damping) -> Function:
     return function
 
 
+def device(model: nn.Module) -> torch.device:
+    """Return the device of a model's parameters."""
+    return next(model.parameters()).device
+
+
 def _check(scale: float, prior: float) -> None:
-    if not (scale >= 0 and 0 < prior < math.inf):
+    if not (0 <= scale < math.inf and 0 < prior < math.inf):
         raise ValueError(f"scale={scale!r} must be at least 0, and prior={prior!r} above 0")
 
 
-# -- items of a state ----------------------------------------------------------------------------
-
-
-def factor_names(layer: Layer, items: Collection[str]) -> dict[str, list[str]]:
-    """Return the names of the items of a layer's factors, block by block, for "A" and "G".
+def _check_trainer(trainer: KFAC) -> None:
+    """Check that the trainer's factors estimate a Fisher matrix at weights that all ranks have.
 
     Raises:
-        ValueError: the items lack a factor of the layer.
+        ValueError: they do not.
     """
-    prefix = re.escape(f"{OF_KFAC}{FACTORS}{layer.name}.")
-    blocks = [re.fullmatch(f"{prefix}([AG])([0-9]*)", name) for name in items]
-    found = sorted((b[1], int(b[2] or 0), b[0]) for b in blocks if b)
-    names = {side: [name for own, _, name in found if own == side] for side in "AG"}
-    if missing := [side for side in layer.shape.sides if not names[side]]:
+    estimator, sync = trainer.estimator, trainer.plan.strategy.sync
+    if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
         raise ValueError(
-            f"factor {layer.name}.{missing[0]} is not in the state: its run took no step, or trained "
-            f"the layer without factors of a Fisher matrix; to leave the layer out, pass "
-            f"coverage=mpikfac.Coverage(skip=[{layer.path!r}]) and skip=[{layer.path!r}]"
+            f"fisher_type={estimator.fisher_type!r} with "
+            f"normalization={estimator.normalization!r} estimates no Fisher matrix of an example; "
+            f"train with another fisher_type, and normalization='expand'"
         )
-    return names
+    if sync.local_steps:
+        raise ValueError(f"with sync={sync.name!r} each rank has its own weights; average them")
 
 
-def _basis(
-    layer: Layer, names: Mapping[str, Sequence[str]], items: Mapping[str, Any]
-) -> Eigenbasis:
-    """Decompose the factors of a layer.
-
-    Raises:
-        ValueError: an average contains no batch.
-    """
-    for name in (name for of_side in names.values() for name in of_side):
-        if not items[OF_KFAC + WEIGHTS + name.removeprefix(OF_KFAC + FACTORS)]:
-            raise ValueError(f"{name!r} contains no batch; take a later checkpoint")
-    factors = {side: [unfold_triangle(items[n]) for n in names[side]] for side in names}
-    return Eigenbasis.of_factors(layer.shape, factors)
-
-
-def _newest(path: Path) -> Path:
-    """Return the directory of a checkpoint: the path itself, or the newest one of a run.
-
-    Raises:
-        UserError: there is none.
-    """
-    if (path / MANIFEST).exists():
-        return path
-    for root in (path / "checkpoints", path):
-        if root.is_dir() and (newest := latest_checkpoint(root)):
-            return newest
-    raise UserError(f"{path} has no complete checkpoint; give the directory of one or of a run")
-
-
-def _load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load the weights and buffers of a checkpoint.
-
-    Raises:
-        ValueError: they are not those of the model, or they differ between ranks.
-    """
-    if any(name.startswith(REPLICAS) for name in checkpoint):
-        raise ValueError(
-            f"{checkpoint.path} has a model for each rank, and factors of none of them; train "
-            f"with a sync that keeps one model"
-        )
-    names = [name for name in checkpoint if name.startswith(OF_MODEL)]
-    tensors = {name.removeprefix(OF_MODEL): checkpoint[name] for name in names}
-    model.load_state_dict(cast(dict[str, Any], tensors))
+def _damping_of(trainer: KFAC) -> Damping:
+    """Return the damping in force as a number."""
+    damping = trainer.settings.damping
+    number = in_force("damping", damping.number, trainer.steps)
+    return Damping(relative=number) if damping.is_relative else Damping(number)

@@ -33,7 +33,9 @@ class Eigenbasis:
     values: Tensor
 
     @classmethod
-    def of_factors(cls, shape: LayerShape, factors: Mapping[str, Sequence[Tensor]]) -> Eigenbasis:
+    def of_factors(
+        cls, shape: LayerShape, factors: Mapping[str, Sequence[Tensor]], device: torch.device
+    ) -> Eigenbasis:
         """Decompose the factors of a layer in float64.
 
         Args:
@@ -43,7 +45,8 @@ class Eigenbasis:
             ValueError: a factor does not fit the layer, or is not finite.
             ArithmeticError: LAPACK's iteration does not converge.
         """
-        (of_a, a), (of_g, g) = (_decomposed(shape, side, factors[side]) for side in "AG")
+        on_device = {side: [f.to(device, torch.float64) for f in factors[side]] for side in "AG"}
+        (of_a, a), (of_g, g) = (_decomposed(shape, s, fs, device) for s, fs in on_device.items())
         return cls(a, g, of_g[..., :, None] * of_a[..., None, :])
 
     def rotate(self, matrices: Tensor) -> Tensor:
@@ -61,24 +64,24 @@ class Eigenbasis:
 
 
 def _decomposed(
-    shape: LayerShape, side: str, factors: Sequence[Tensor]
+    shape: LayerShape, side: str, factors: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Return the eigenvalues `[groups, n]` of a side, and the blocks of its eigenvectors."""
     groups, order = shape.groups, shape.inputs if side == "A" else shape.outputs
     name = f"{shape.name}.{side}"
     if not factors:
-        return torch.ones(groups, order, dtype=torch.float64), ()
+        return torch.ones(groups, order, dtype=torch.float64, device=device), ()
     if not all(factor.isfinite().all() for factor in factors):
         raise ValueError(f"factor {name!r} holds NaN or infinity; take an earlier checkpoint")
     if len(factors) == 1 and factors[0].shape == (groups * order, 1, 1):
-        return factors[0].double().view(groups, order).clamp(min=0), ()
+        return factors[0].view(groups, order).clamp(min=0), ()
     if sum(factor.shape[-1] for factor in factors) != order:
         shapes = ", ".join(str([*factor.shape]) for factor in factors)
         raise ValueError(
             f"factor {name!r} is {shapes}, and the model's layer needs order {order}: the run had "
             f"another model, or another coverage"
         )
-    blocks = [factor.double().reshape(groups, *factor.shape[-2:]) for factor in factors]
+    blocks = [factor.reshape(groups, *factor.shape[-2:]) for factor in factors]
     values, vectors = zip(*map(eigenbasis, blocks))
     return torch.cat(values, -1), vectors
 
