@@ -42,7 +42,10 @@ class NormLayer(Layer):
             return F.layer_norm(x, module.normalized_shape, eps=module.eps)
         if isinstance(module, nn.RMSNorm):
             return F.rms_norm(x, module.normalized_shape, eps=module.eps)
-        return F.batch_norm(x, None, None, training=True, eps=module.eps)
+        running = module.running_mean, module.running_var
+        if module.training or running[0] is None:
+            return F.batch_norm(x, None, None, training=True, eps=module.eps)
+        return F.batch_norm(x, *running, training=False, eps=module.eps)
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """Return `sum(u u^T)` `[units, inputs, inputs]` over examples with gradients `u`."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpikfac.comm import Comm, Group, SplitComm, handed_over, together
+from mpikfac.comm import Comm, SplitComm, handed_over, together
 from mpikfac.kfac import KFAC
 from mpikfac.lab.curvature import states
 from mpikfac.lab.curvature.eigenbasis import Eigenbasis, Function
@@ -48,7 +48,8 @@ class Curvature:
     layers, and the results return. All other results are equal on all ranks.
 
     Attributes:
-        layers: the names of the covered layers.
+        model: the model.
+        layers: the covered layers, by name.
         damping: the damping of the trainer at its last step; None after `load`.
         bases: the eigenbases and eigenvalues of the rank's own layers.
         owners: divides the layers over the ranks.
@@ -58,25 +59,17 @@ class Curvature:
         self,
         model: nn.Module,
         layers: Sequence[Layer],
-        items: Mapping[str, Any],
+        bases: Mapping[str, Eigenbasis],
         owners: Owners,
         skip: Collection[str] = (),
         damping: Damping | None = None,
     ) -> None:
-        """Decompose the factors of the rank's own layers; use `load` or `of` instead.
-
-        Args:
-            items: a state with these factors.
-        """
-        self.layers, self.damping = [layer.name for layer in layers], damping
-        self.owners, self._matrices = owners, ParameterMatrices(model, layers, skip)
-        self.bases = {
-            layer.name: Eigenbasis.of_factors(
-                layer.shape, states.factors(layer, items), device(model)
-            )
-            for layer in layers
-            if layer.name in owners.own
-        }
+        """Use eigenbases of the rank's own layers; `load` and `of` compute them."""
+        self.model, self.damping = model, damping
+        self.layers = {layer.name: layer for layer in layers}
+        self.bases, self.owners = bases, owners
+        self._matrices = ParameterMatrices(model, layers, skip)
+        self._skip = skip
 
     @classmethod
     def load(
@@ -111,12 +104,13 @@ class Curvature:
         """
         comm = SplitComm.of(comm).trains
         checkpoint = states.find(comm, Path(path))
-        group = Group(comm, 0, trace or Trace(), "owners")
-        with together(comm, f"taking the curvature of {checkpoint.path}", untrusted=True):
+        doing = f"taking the curvature of {checkpoint.path}"
+        with together(comm, doing, untrusted=True):
             states.load_weights(model, checkpoint)
             layers, _ = cover(model, coverage)
-            owners = Owners([layer.shape for layer in layers], group, device(model))
-            return cls(model, layers, checkpoint, owners, skip)
+        owners = _owners_of(layers, model, comm, trace)
+        with together(comm, doing, untrusted=True):
+            return cls(model, layers, _bases(layers, checkpoint, owners, model), owners, skip)
 
     @classmethod
     def of(
@@ -134,8 +128,7 @@ class Curvature:
             UserError: the trainer's factors are not those of a Fisher matrix, or see `load`.
         """
         comm, model, layers = trainer.grid.world, trainer.model, trainer.layers
-        group = Group(comm, 0, trace or Trace(), "owners")
-        owners = Owners([layer.shape for layer in layers], group, device(model))
+        owners = _owners_of(layers, model, comm, trace)
         doing = "taking the curvature of a trainer"
         with together(comm, doing):
             _check_trainer(trainer)
@@ -147,7 +140,22 @@ class Curvature:
             needed = [name for layer in own for name in states.item_names(layer, names)]
         items = handed_over(comm, held, needed)
         with together(comm, doing):
-            return cls(model, layers, items, owners, skip, _damping_of(trainer))
+            bases = _bases(layers, items, owners, model)
+            return cls(model, layers, bases, owners, skip, _damping_of(trainer))
+
+    def replicate(self) -> Curvature:
+        """Return the same curvature with the eigenbases of all layers on every rank.
+
+        Its methods are not collective. Use it for many vectors, which then stay on their ranks.
+
+        Collective over: comm.
+        """
+        layers = list(self.layers.values())
+        parts = {f"{n}/{key}": t for n, b in self.bases.items() for key, t in b.parts().items()}
+        found = self.owners.hand_over(parts)
+        bases = {name: Eigenbasis.of_parts(_of_layer(found, name)) for name in self.layers}
+        owners = _owners_of(layers, self.model, None, None)
+        return Curvature(self.model, layers, bases, owners, self._skip, self.damping)
 
     def close(self) -> None:
         """Free the communicator of the owners.
@@ -171,7 +179,7 @@ class Curvature:
             ValueError: a covered parameter is missing, or a name is unknown.
         """
         matrices = self._matrices.matrices(vectors)
-        return self._matrices.tensors(self._applied(matrices, function), vectors)
+        return self._matrices.tensors(self.apply_to_matrices(matrices, function), vectors)
 
     def solve(
         self, vectors: Mapping[str, Tensor], damping: float | Damping = USUAL
@@ -197,12 +205,22 @@ class Curvature:
         Collective over: comm.
         """
         matrices = self._matrices.matrices(vectors)
-        solved = self._applied(matrices, damped_power(-1.0, damping))
+        solved = self.apply_to_matrices(matrices, damped_power(-1.0, damping))
         total = sum((m * solved[name]).flatten(1).sum(1) for name, m in matrices.items())
         assert isinstance(total, Tensor)
         return total if self._matrices.has_examples(vectors) else total.squeeze(0)
 
-    def _applied(self, matrices: Mapping[str, Tensor], function: Function) -> dict[str, Tensor]:
+    def apply_to_matrices(
+        self, matrices: Mapping[str, Tensor], function: Function
+    ) -> dict[str, Tensor]:
+        """Return `f(C)` applied to vectors as matrices `[examples, groups, outputs, inputs]`.
+
+        Collective over: comm.
+
+        Args:
+            matrices: in float64, by layer.
+            function: see `apply`.
+        """
         return self.owners.ask(matrices, lambda n, rows: self.bases[n].apply(function, rows))
 
     # -- values of the whole curvature -----------------------------------------------------------
@@ -309,6 +327,30 @@ def damped_power(exponent: float, damping: float | Damping) -> Function:
         return (values + number * unit) ** exponent
 
     return function
+
+
+def _bases(
+    layers: Sequence[Layer], items: Mapping[str, Any], owners: Owners, model: nn.Module
+) -> dict[str, Eigenbasis]:
+    """Decompose the factors of the rank's own layers."""
+    return {
+        layer.name: Eigenbasis.of_factors(layer.shape, states.factors(layer, items), device(model))
+        for layer in layers
+        if layer.name in owners.own
+    }
+
+
+def _of_layer(tensors: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """Return the parts of a layer's eigenbasis, by their own names."""
+    named = ((name.rpartition("/"), tensor) for name, tensor in tensors.items())
+    return {own: tensor for (of_layer, _, own), tensor in named if of_layer == layer}
+
+
+def _owners_of(
+    layers: Sequence[Layer], model: nn.Module, comm: Comm | None, trace: Trace | None
+) -> Owners:
+    shapes = [layer.shape for layer in layers]
+    return Owners(shapes, comm, trace or Trace(), device(model))
 
 
 def device(model: nn.Module) -> torch.device:

@@ -49,6 +49,18 @@ class Eigenbasis:
         (of_a, a), (of_g, g) = (_decomposed(shape, s, fs, device) for s, fs in on_device.items())
         return cls(a, g, of_g[..., :, None] * of_a[..., None, :])
 
+    def parts(self) -> dict[str, Tensor]:
+        """Return all tensors by name: "a0", "a1", ..., "g0", ... and "values"."""
+        blocks = {f"{s}{i}": b for s in "ag" for i, b in enumerate(getattr(self, s))}
+        return blocks | {"values": self.values}
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, Tensor]) -> Eigenbasis:
+        """Return the eigenbasis that has these `parts`."""
+        counts = {side: sum(name[0] == side for name in parts) for side in "ag"}
+        a, g = ([parts[f"{side}{i}"] for i in range(count)] for side, count in counts.items())
+        return cls(a, g, parts["values"])
+
     def rotate(self, matrices: Tensor) -> Tensor:
         """Return `Q_G^T matrix Q_A` of matrices `[..., groups, outputs, inputs]`."""
         rotated = _from_left([block.mT for block in self.g], matrices)

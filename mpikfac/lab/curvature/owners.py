@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from mpikfac.comm import Group
+from mpikfac.comm import Comm, Group, handed_over
 from mpikfac.plan import LayerShape, Message, Shape, message, rows
+from mpikfac.trace import Trace
 
 COUNT, QUERIES, ANSWERS, PUBLISH = "count vectors", "send vectors", "return vectors", "publish"
 ITEMSIZE = 8  # of float64
@@ -62,7 +63,12 @@ def publish_messages(counts: Sequence[int], rank: int) -> list[Message]:
 
 
 class Owners:
-    """Divide layers over the ranks of a group, and exchange what belongs to layers.
+    """Divide layers over ranks, and exchange what belongs to layers.
+
+    Collective over: comm.
+
+    Args:
+        comm: None if this rank owns all layers, and calls are not collective.
 
     Attributes:
         own: the names of this rank's layers.
@@ -70,13 +76,16 @@ class Owners:
         sizes: the elements of a vector in the layers of each rank.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self, layers: Sequence[LayerShape], comm: Comm | None, trace: Trace, device: torch.device
+    ) -> None:
+        self._comm, self._device = comm, device
+        self._group = None if comm is None or comm.size == 1 else Group(comm, 0, trace, "owners")
         self.shapes: dict[str, Shape] = {
             shape.name: (shape.groups, shape.outputs, shape.inputs) for shape in layers
         }
-        self._names = assign(layers, group.size)
-        self.own = self._names[group.member]
+        self._names = assign(layers, self._group.size if self._group else 1)
+        self.own = self._names[self._group.member if self._group else 0]
         self.sizes = [sum(math.prod(self.shapes[n]) for n in names) for names in self._names]
 
     def close(self) -> None:
@@ -84,7 +93,8 @@ class Owners:
 
         Collective over: owners.
         """
-        self._group.free()
+        if self._group:
+            self._group.free()
 
     def ask(
         self, matrices: Mapping[str, Tensor], answer: Callable[[str, Tensor], Tensor]
@@ -98,9 +108,9 @@ class Owners:
 
         Collective over: owners.
         """
-        if self._group.size == 1:
+        if self._group is None:
             return {name: answer(name, rows_of) for name, rows_of in matrices.items()}
-        examples = self._counts(next(iter(matrices.values())))
+        examples = self.count(len(next(iter(matrices.values()))))
         there = elements_to(self.sizes, examples)
         out, back = there[self._group.member], [row[self._group.member] for row in there]
         sent = torch.cat([matrices[n].flatten() for names in self._names for n in names])
@@ -130,6 +140,8 @@ class Owners:
 
         Collective over: owners.
         """
+        if self._group is None:
+            return {name: tensors[name] for name in shapes}
         order = [name for names in self._names for name in names if name in shapes]
         flats = [tensors[name].flatten() for name in order if name in tensors]
         sent = torch.cat([torch.empty(0, dtype=torch.float64, device=self._device), *flats])
@@ -141,9 +153,34 @@ class Owners:
         """Return how many elements of layers' tensors each rank publishes."""
         return [sum(math.prod(shapes[n]) for n in names if n in shapes) for names in self._names]
 
-    def _counts(self, matrices: Tensor) -> list[int]:
-        """Return the number of vectors of each rank."""
-        count = torch.tensor([len(matrices)], dtype=torch.float64)
+    def gather(self, vectors: Tensor) -> Tensor:
+        """Return the vectors `[examples, n]` of all ranks, ordered by rank.
+
+        Collective over: owners.
+        """
+        if self._group is None:
+            return vectors
+        return self._group.gather_rows(vectors, self.count(len(vectors)), PUBLISH)
+
+    def hand_over(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of all ranks by name; each name belongs to one rank.
+
+        Collective over: owners.
+        """
+        if self._comm is None:
+            return dict(tensors)
+        names = [name for of_rank in self._comm.allgather([*tensors]) for name in of_rank]
+        found = handed_over(self._comm, tensors, names)
+        return {name: tensor.to(self._device) for name, tensor in found.items()}
+
+    def count(self, examples: int) -> list[int]:
+        """Return the number of examples of each rank.
+
+        Collective over: owners.
+        """
+        if self._group is None:
+            return [examples]
+        count = torch.tensor([examples], dtype=torch.float64)
         return [int(n) for n in self._group.gather(count, 0, COUNT)]
 
     def _split(self, flat: Tensor, names: Sequence[str], examples: int) -> dict[str, Tensor]:
