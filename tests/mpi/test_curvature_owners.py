@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac.lab import Curvature
+from mpikfac.lab import Curvature, influence, self_influence
 from mpikfac.lab.curvature.owners import (
     ANSWERS,
     COUNT,
@@ -15,7 +15,7 @@ from mpikfac.lab.curvature.owners import (
     publish_messages,
     query_messages,
 )
-from support.curved import network, trained, vectors
+from support.curved import F64, losses, network, trained, vectors
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 STRATEGIES = {
@@ -104,3 +104,24 @@ def test_an_error_of_one_rank_ends_all(comm, saved):
     mpikfac.save_checkpoint(comm, path, items, 4)
     with pytest.raises(mpikfac.UserError, match=r"factor '3\.G' holds NaN or infinity"):
         Curvature.load(path, network(), comm)
+
+
+def test_influence_does_not_depend_on_the_ranks(comm, alone, saved):
+    """Oracle: one rank with all examples and queries.
+
+    Ranks have different numbers of examples and queries, one rank none.
+    """
+    _, path = saved
+    counts = [(rank + 1) % comm.size + (comm.size == 1) for rank in range(comm.size)]
+    torch.manual_seed(1)
+    images, labels = torch.randn(sum(counts), 2, 3, 3, dtype=F64), torch.randint(3, (sum(counts),))
+    own = images.split(counts)[comm.rank], labels.split(counts)[comm.rank]
+    models = network().eval(), network().eval()
+    one, several = (Curvature.load(path, m, c) for m, c in zip(models, (alone, comm)))
+    expected = influence(one, losses, [(images, labels)], (images, labels))
+    found = influence(several, losses, [own] if counts[comm.rank] else [], own)
+    columns = expected.split(counts, 1)[comm.rank]
+    torch.testing.assert_close(found, columns, **EXACT)
+    alone_with_all = self_influence(one, losses, [(images, labels)])
+    own_part = self_influence(several, losses, [own])
+    torch.testing.assert_close(own_part, alone_with_all.split(counts)[comm.rank], **EXACT)

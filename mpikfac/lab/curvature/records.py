@@ -81,7 +81,7 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
 
 def _on_call(layer: Layer, records: list[Record], _: nn.Module, *called: Any) -> None:
     call = layer.watch(*called)
-    if call is not None:
+    if call is not None and call[0].numel():  # a rank can have no examples
         x, listen = call
         listen(lambda g: records.append(_record(layer, x, g)))
 
