@@ -86,6 +86,12 @@ PROGRAMS = {
         "inspecting.options:INSPECT",
         "show the contents and the spectra of a checkpoint",
     ),
+    "influence": Program(
+        "lab.influence.influence",
+        "lab.influence.options:INFLUENCE",
+        "score training images by their influence on test images",
+        ranks=True,
+    ),
     "pack": Program(
         "inspecting.pack",
         "inspecting.options:PACK",
