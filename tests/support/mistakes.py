@@ -757,7 +757,7 @@ TABLE = (
     ),
     Mistake(
         "codecs: values are rounded towards 0",
-        "numerics/messages/codecs.py",
+        "plan/choices/int8.py",
         ".round_().clamp_(-127, 127)",
         ".trunc_().clamp_(-127, 127)",
         "tests/property/test_codecs.py",

@@ -9,7 +9,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from mpikfac.plan.choices.assignment import CommOpt, HybridOpt, MemOpt
-from mpikfac.plan.choices.compression import BFloat16, Compression, Int8
+from mpikfac.plan.choices.bfloat16 import BFloat16
+from mpikfac.plan.choices.compression import Compression
+from mpikfac.plan.choices.int8 import Int8
 from mpikfac.plan.choices.refresh import Refresh
 from mpikfac.plan.choices.strategy import Strategy
 from mpikfac.plan.choices.transport import Transport
