@@ -1,4 +1,4 @@
-"""Trainers wrapped as torch optimizers, for programs that call `optimizer.step()`."""
+"""Wrap trainers as torch optimizers, for programs that call `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTS = {
     **{"coverage": Coverage, "damping": Damping, "estimator": Estimator},
     **{"grafting": AdamGrafting, "clip": KLClip},
 }
-"""Arguments of `KFAC` whose values have settings themselves."""
+"""Arguments of `KFAC` whose values have their own settings."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -50,14 +50,15 @@ class Optimizer(torch.optim.Optimizer):
         max_norm: the maximum norm of the averaged gradient; see `KFAC.step`. None for no bound.
 
     Raises:
-        ValueError: `trainer` is not a trainer, or torch.distributed joins more processes than MPI.
+        ValueError: `trainer` is not a trainer, or torch.distributed connects more processes than
+            MPI.
         UserError: ranks disagree on `max_norm`.
 
     Attributes:
         trainer: the trainer.
     """
 
-    # With it, a GradScaler leaves the gradients to `step`, and passes the scale as an attribute.
+    # This makes a GradScaler leave the gradients to `step`, and pass the scale as an attribute.
     _step_supports_amp_scaling = True
     trainer: Trainer
     _max_norm: float | None
@@ -75,7 +76,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(fields)  # __init__ would create new parameter groups and a new state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise TypeError: a copy would observe no model, and a file would lack K-FAC's state."""
+        """Raise TypeError: a copy would not observe a model, and a file would lack the state."""
         raise TypeError(
             f"{type(self).__name__} must not be copied or pickled: the copy would have no state of "
             f"K-FAC; use state_dict()"
@@ -99,8 +100,8 @@ class Optimizer(torch.optim.Optimizer):
         """Take the trainer's step; return the loss if there is a closure.
 
         A `torch.amp.GradScaler` can call it: `scaler.scale(loss).backward()`,
-        `scaler.step(optimizer)`, `scaler.update()`. All ranks skip the step if gradients of any
-        rank are not finite. Each rank's scaler keeps its own scale.
+        `scaler.step(optimizer)`, `scaler.update()`. All ranks skip the step if any rank's gradients
+        are not finite. Each rank's scaler keeps its own scale.
 
         Collective over: world.
 
@@ -109,8 +110,8 @@ class Optimizer(torch.optim.Optimizer):
                 shard of the batch, and returns the loss; called once.
 
         Raises:
-            ValueError: `scaler.unscale_` has changed the gradients, or torch.distributed joins more
-                processes than MPI; see also `KFAC.step`.
+            ValueError: `scaler.unscale_` has changed the gradients, or torch.distributed connects
+                more processes than MPI; see also `KFAC.step`.
             UserError: see `KFAC.step`.
         """
         _check_processes()
@@ -150,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         rank's state is complete, so rank 0's can be loaded by all ranks, and by any number of
         ranks. The exceptions are preconditioners whose factors come from the averaged gradient,
         such as "shampoo" and "soap", and `Refresh(staleness=1)`: there, each rank stores only the
-        factors that it decomposes, or the pending decompositions that it has computed, and must
+        factors that it decomposes or the pending decompositions that it has computed, so each must
         load its own state; rank 0's is refused.
 
         Collective over: see `KFAC.state_dict`.
@@ -170,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         present = self.trainer.state_dict()
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
-        # A copy: a state taken from this trainer shares its memory, which loading clears.
+        # Copied, because a state taken from this trainer shares its memory, which loading clears.
         state = copy.deepcopy(dict(state_dict)) | model
         try:
             self.trainer.load_state_dict(state)
@@ -184,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class KFACOptimizer(Optimizer):
-    """K-FAC with the recommended settings, as a torch optimizer over all ranks of the job.
+    """Optimize with K-FAC and the recommended settings, as a torch optimizer over all ranks.
 
         optimizer = mpikfac.KFACOptimizer(model)
         for images, labels in loader:  # each rank: its own shard
@@ -219,7 +220,7 @@ class KFACOptimizer(Optimizer):
         UserError: ranks disagree on model, plan, settings or versions.
 
     Attributes:
-        preconditioner: the preconditioner that the class fixes; None if it is an argument.
+        preconditioner: the preconditioner that the class sets; None if it is an argument.
     """
 
     preconditioner: ClassVar[str | None] = None
@@ -264,7 +265,7 @@ class KFACOptimizer(Optimizer):
             momentum = number(0) if callable(number) else number
         trained = model.parameters() if params is None else params
         descent = Descent(trained, lr, momentum, weight_decay)
-        grafting = grafting.with_momentum(momentum)  # an error prints the number
+        grafting = grafting.with_momentum(momentum)  # error messages print the number
         if momentum:
             grafting = grafting.with_momentum(descent.momentum)
         super().__init__(
@@ -344,10 +345,10 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def _check_processes() -> None:
-    """Check that MPI joins all processes that torch.distributed joins.
+    """Check that MPI connects all processes that torch.distributed connects.
 
     Raises:
-        ValueError: torch's launcher started the processes, so K-FAC would average nothing.
+        ValueError: torch's launcher started the processes, so K-FAC could not average over them.
     """
     if distributed.is_available() and distributed.is_initialized():
         joined, ranks = distributed.get_world_size(), world().size

@@ -32,8 +32,8 @@ class Method:
 
     Attributes:
         parts: the parts with a state, in the order in which they are reset.
-        is_consistent: whether the rank's state is that after the last step, with nothing of a later
-            step.
+        is_consistent: whether the rank's state is that after the last step, without anything from a
+            later step.
         outgrown: whether the batches so far require a new plan for the model.
     """
 
@@ -108,7 +108,7 @@ class Method:
         """
 
     def take_over(self, before: Any) -> None:
-        """Copy everything that still fits from the method before the change.
+        """Copy everything that still fits from the previous method.
 
         Collective over: world.
         """

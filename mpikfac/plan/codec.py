@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from mpikfac.plan.layout import ALIGNMENT, Shape
 
-PLACE = 4  # bytes of the index of a value
-# How ranks sum what MPI cannot. PowerSGD needs two small sums, one after the other.
+PLACE = 4  # size of a value's index in bytes
+# How ranks sum values that MPI cannot sum. PowerSGD needs two small sums, one after the other.
 IN_SHARDS, IN_TWO_SUMS = "Alltoall, Allgather", "Allreduce, Allreduce"
 CODECS = ("bfloat16", "int8", "top-k", "power-sgd")
 EVERYWHERE = {"int8": IN_SHARDS, "top-k": "Allgather", "power-sgd": IN_TWO_SUMS}

@@ -41,7 +41,7 @@ PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a collective of `rank`, counted from the arrival of the last member."""
+    """Return the seconds of a collective of `rank`, from the arrival of the last member."""
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
@@ -111,7 +111,7 @@ def collective_seconds(
 
     Args:
         size: bytes of the whole buffer, as sent.
-        sharing: communicators that do the same at once and share the link of a node.
+        sharing: the number of communicators that do the same at once and share a node's link.
         codec: the encoding; it costs 0 s if it was not measured.
         parts: bytes of every member's part, for Alltoallv from every member to every member; equal
             parts by default.
@@ -228,7 +228,7 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
     """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a slot."""
     factors = plan.of(rank).decomposed(turn)
-    # Reciprocals of diagonals are free.
+    # Reciprocals of diagonals take no time.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 
 
@@ -352,7 +352,7 @@ def product_seconds(multiplications: int, machine: Machine) -> float:
 
 
 def _preconditioner_of_vectors(plan: Plan) -> str:
-    """Return the name of a preconditioner of the plan that keeps vectors; "" if none does."""
+    """Return the name of a preconditioner in the plan that keeps vectors; "" if there is none."""
     return next(
         (layer.preconditioner.name for layer in plan.covered if layer.preconditioner.vector), ""
     )

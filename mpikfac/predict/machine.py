@@ -20,7 +20,7 @@ from mpikfac.predict.algorithms import LIBRARIES
 
 Point = tuple[float, float]
 LARGEST = 1e30
-"""The maximum of any number; beyond it, products of numbers are not finite."""
+"""The maximum of any value; beyond it, products of values are not finite."""
 PRIMITIVES = (
     *("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast", "Send"),
     *("Allgather", "Alltoall, Allgather"),
@@ -259,7 +259,7 @@ def fitted(points: Sequence[Point]) -> Level:
     size, seconds = np.asarray(points, float).T
     terms = np.stack([1 / seconds, size / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
-    if latency <= 0:  # noise: the smallest message is an upper bound, and the line starts there
+    if latency <= 0:  # noise: the smallest message is an upper bound, where the line starts
         latency = min(seconds)
         per_byte = max((seconds - latency) @ size, 0.0) / (size @ size)
     # If points show only latency, the bandwidth is at most 1000 times the largest message's rate.

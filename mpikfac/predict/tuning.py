@@ -85,7 +85,7 @@ def tuned(
     """Return the strategy with merged messages and replicated factors that suit the machine.
 
     With `overlap`, overlapped messages are merged again. With `replicate_below`, small factors are
-    replicated up to a new order. Strategies without them stay without.
+    replicated up to a new order. Strategies without these options remain unchanged.
     """
     if ranks == 1:
         return strategy
@@ -128,7 +128,7 @@ def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> 
     """Return the number of layers per message, front to back, with which messages end first.
 
     Messages are sent one after another, from the last layer to the first. A message begins once its
-    layers are ready and the message before has ended; each merged layer saves a latency. As in
+    layers are ready and the previous message has ended; each merged layer saves a latency. As in
     MG-WFBP [Shi et al. 2019], but by dynamic programming, which finds the optimum.
 
     Args:

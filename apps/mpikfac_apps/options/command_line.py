@@ -90,7 +90,7 @@ class CommandLine(Generic[Group]):
         sources = of_arguments([HELP_ALL.get(text, text) for text in arguments], self.files)
         if kept:
             sources.insert(0, kept_options(kept))
-        settled(self.group, sources, self.presets)  # names of types are replaced by full keys
+        settled(self.group, sources, self.presets)  # full keys replace the names of types
         usual = self.usual(self.group, given(sources)) if self.usual else {}
         of_usual = OptionSource(usual)
         types, preset = settled(self.group, [of_usual, *sources], self.presets)

@@ -40,7 +40,7 @@ def checked(options: Options, ranks: int) -> Options:
     """Check that options fit together; return them with `batch` and loss terms filled in.
 
     Raises:
-        ValueError: options do not fit together, or do not fit the number of ranks.
+        ValueError: options cannot be combined, or do not fit the number of ranks.
     """
     training = training_ranks(options, ranks)
     check_conflicts(options, training)

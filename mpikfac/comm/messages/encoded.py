@@ -1,7 +1,7 @@
-"""Carry out collectives of encoded values: MPI moves bytes, and the ranks decode and sum them.
+"""Execute collectives of encoded values: MPI moves bytes, and the ranks decode and sum them.
 
-The sender decodes the same bytes as the receivers, and everyone sums in rank order, so the results
-are bitwise equal on all ranks.
+The sender decodes the same bytes as the receivers, and all of them sum in rank order, so the
+results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LATER, RIGHT = "later", "right"  # parts of keys in the memory, in addition to t
 
 
 class Encoded:
-    """Carry out messages that have a codec, except for reductions that MPI computes itself.
+    """Execute messages that have a codec, except for reductions that MPI computes itself.
 
     Attributes:
-        memory: what a rank keeps for the next step. Under a stage: the residuals of the stage's
-            arena, which are encoding errors that are added to the next message. Under a stage and
-            LATER: the velocity of values that have not been sent yet. Under a stage, a span and
-            RIGHT: the previous reduced Q of a message.
+        memory: what a rank keeps for the next step. The key of a stage holds the residuals of its
+            arena, which are encoding errors that are added to the next message; a stage with LATER,
+            the velocity of values that have not been sent yet; and a stage with a span and RIGHT,
+            the previous reduced Q of a message.
     """
 
     def __init__(self, direct: bool, memory: dict[Hashable, Tensor] | None = None) -> None:
@@ -50,7 +50,7 @@ class Encoded:
             tensor.zero_()
 
     def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """All-reduce: every member sums one shard, encodes the sum and sends it to everyone."""
+        """All-reduce: every member sums one shard, encodes the sum and sends it to all members."""
         (span,) = message.spans
         length = shard_length(span[1] - span[0], comm.size)
         encoded = self._encoded(flat, span, message.stage, codec)
@@ -61,7 +61,7 @@ class Encoded:
             add_decoded(total, part, codec)
         residual = torch.zeros_like(total) if codec.feedback else None
         shard = encode(total, codec, residual)
-        # Only the sum of the residuals over ranks matters, so this rank keeps the sum's error too.
+        # Only the sum of the residuals over ranks matters, so this rank also keeps the sum's error.
         if residual is not None:
             start = min(span[0] + comm.rank * length, span[1])
             residuals = self.memory[message.stage][start : min(start + length, span[1])]
@@ -199,7 +199,7 @@ PRIMITIVES = {
     "Allgatherv": Encoded._gather,
     "Bcast": Encoded._broadcast,
 }
-"""The methods that carry out a message, by the name of its primitive in the plan."""
+"""The methods that execute a message, by the name of its primitive in the plan."""
 
 
 def in_turn(sides: Tensor, codec: Codec, side: int) -> list[Tensor]:

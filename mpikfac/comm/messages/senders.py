@@ -40,7 +40,7 @@ class Sender:
         """Hold an arena whose content can change until `add_up`.
 
         Args:
-            divided: views of the arena that get means over ranks instead of sums.
+            divided: views of the arena that receive means over ranks instead of sums.
         """
         self.grid, self.arena, self.messages = grid, arena, messages
         self.divided = list(divided)

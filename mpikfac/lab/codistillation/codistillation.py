@@ -55,7 +55,7 @@ class Codistillation:
         trace: times the stages; a new trace if None.
 
     Raises:
-        ValueError: an argument cannot work; raised before any communication.
+        ValueError: an argument is invalid; raised before any communication.
         UserError: ranks disagree on an argument or on the form of the model.
 
     Attributes:

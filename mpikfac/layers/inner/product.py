@@ -33,7 +33,7 @@ class InnerLayer(Layer):
         part: where the layer's rows start in `watched`, in units of the layer's outputs.
 
     Raises:
-        TypeError: in a forward pass, autograd's graph has no product with the weight.
+        TypeError: the autograd graph of a forward pass has no product with the weight.
     """
 
     dimensions = 1  # `watch` always returns a batch
@@ -58,7 +58,7 @@ class InnerLayer(Layer):
             return None
         products = products_with(self._watched, result.grad_fn, _tensors([positional, named]))
         if not products:
-            if in_transform():  # which can have a separate graph
+            if in_transform():  # the hidden state can have a separate graph
                 return None
             raise TypeError(
                 f"layer {self.name!r}: no product with the weight is in autograd's graph; train "

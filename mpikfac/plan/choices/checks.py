@@ -9,7 +9,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Return a number of any library as Python's int or float, and anything else unchanged.
+    """Return a number from any library as a Python int or float, and anything else unchanged.
 
     An array or a tensor with a single element is a number.
     """
@@ -21,7 +21,7 @@ def plain(value: Any) -> Any:
 
 
 def make_plain(choices: object) -> None:
-    """Convert numbers in the fields of choices to Python's types, to print and compare them."""
+    """Convert numbers in the fields of choices to Python types, to print and compare them."""
     for name, value in vars(choices).items():
         alike = tuple(map(plain, value)) if type(value) is tuple else plain(value)
         object.__setattr__(choices, name, alike)

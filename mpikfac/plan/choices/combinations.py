@@ -116,7 +116,7 @@ class Combination:
         return value != self.default if self.values is None else value in self.values
 
     def unmet(self, choices: Choices) -> list[str]:
-        """Return the names of unmet requirements; none if one that is met is enough."""
+        """Return the names of unmet requirements; none if a single met one is enough."""
         checked = [name for name in self.needs if name in choices]
         unmet = [name for name in checked if not _fits(self.needs[name], choices[name], choices)]
         return [] if self.any_of and len(unmet) < len(checked) else unmet
@@ -192,7 +192,7 @@ STRATEGY: tuple[Combination, ...] = (
         "transport.ranks_per_node",
         None,
         _AT_ONCE,
-        "an ordered sum and an overlapped message have one level",
+        "ordered sums and overlapped messages have a single level",
     ),
     Combination(
         "transport.owner_sums",
@@ -214,7 +214,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"transport.fusion": None, "transport.overlap": False},
             **{"refresh.stagger": 1, "transport.virtual_ranks": None},
         },
-        "shards are of all layers, in one message",
+        "shards cover all layers, in one message",
     ),
     Combination(
         "transport.balanced_shards",
@@ -229,7 +229,7 @@ STRATEGY: tuple[Combination, ...] = (
             "transport.virtual_ranks": None,
             "assignment.factor_reduction": OneOf(("allreduce", "reduce_scatter")),
         },
-        "averages over time are summed over ranks, in no order",
+        "averages over time are summed over ranks in an arbitrary order",
     ),
     Combination(
         "sync.local_steps",
@@ -244,7 +244,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"assignment.shard_optimizer": False, "transport.virtual_ranks": None},
             "refresh.servers": 0,
         },
-        "a server steps its weights by one update after another",
+        "a server applies one update after another to its weights",
     ),
     Combination(
         "sync.aggregation.sums",

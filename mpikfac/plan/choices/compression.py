@@ -29,7 +29,7 @@ class Compressor(Choice):
 
     @property
     def momentum(self) -> float:
-        """The momentum of gradients that the encoding applies in place of the optimizer."""
+        """The momentum that the encoding applies to gradients in place of the optimizer."""
         return 0.0
 
     def codec(self, layout: Layout, feedback: bool) -> Codec:
@@ -45,7 +45,7 @@ class Compressor(Choice):
         return self.codec(layout, True)
 
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return the part of the trainer that takes part in each step; None if there is none.
+        """Return the part of the trainer that acts in each step; None if there is none.
 
         Args:
             site: the rank's `mpikfac.engine.Site`.

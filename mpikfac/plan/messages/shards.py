@@ -17,7 +17,7 @@ from mpikfac.plan.messages.levels import BETWEEN_NODES, IN_NODE, Seat, in_two_le
 from mpikfac.plan.messages.messages import Message, cut, message
 
 Spans = Sequence[tuple[int, int]]
-LEAST = 2**18  # elements; with fewer, latencies outweigh unequal parts
+LEAST = 2**18  # elements; with fewer, latency costs more than unequal parts
 PASSED = "Isend, Irecv"
 
 

@@ -213,7 +213,7 @@ def _json(path: Path, form: Any) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     if not files.has_form(content, form):
-        raise ValueError(f"{path} is damaged; delete the file: it has another form")
+        raise ValueError(f"{path} is damaged; delete the file: it has a different form")
     return content
 
 

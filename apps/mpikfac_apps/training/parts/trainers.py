@@ -144,7 +144,8 @@ def make_training(
     steps = problem.calendar.first(problem.options.epochs)
     if burn_in >= steps and world.rank == 0:
         log.warning(
-            "burn_in=%d: groups learn nothing from each other in the %d steps of the run; try less",
+            "burn_in=%d: groups learn nothing from each other in the %d steps of the run; use a "
+            "smaller value",
             *(burn_in, steps),
         )
     codistillation = mpikfac.lab.Codistillation(
@@ -175,7 +176,7 @@ def training_of_group(
         kfac = options.kfac
         strategy, chosen = make_strategy(options.distribution, kfac, comm.size)
         if not strategy.sync.waits_for_all:
-            assert team.intercomm, "there is a server"
+            assert team.intercomm, "this rank's job has a server"
             mpikfac.comm.announce(team.intercomm, (problem.classes, problem.channels))
             clients = mpikfac.lab.AsyncSGD(model, optimizer, team, strategy)
             return ClientTraining(problem, clients)
