@@ -196,7 +196,7 @@ def test_a_second_job_in_a_run_directory_is_refused(tmp_path):
     line = refused(tmp_path, TRAIN)
     lock.release()
     assert f"is in use by process {os.getpid()} on " in line
-    assert line.endswith("or give another directory")
+    assert line.endswith("or use another directory")
 
 
 OTHER_CODE = """

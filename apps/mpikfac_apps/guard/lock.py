@@ -213,7 +213,7 @@ def _refusal(path: Path, holder: Holder, silent: float) -> str:
     return (
         f"{path.parent} is in use by process {holder.pid} on {holder.host}{job}, started "
         f"{holder.started}, last sign of life {max(silent, 0):.0f} s ago; end that run (if it was "
-        f"killed, wait {STALE:.0f} s) or give another directory"
+        f"killed, wait {STALE:.0f} s) or use another directory"
     )
 
 

@@ -124,7 +124,7 @@ class Requests:
         return self._stop or self._checkpoint
 
     def saved(self, seconds: float) -> None:
-        """Record how long a checkpoint took, whether written or failed, and start the next interval."""
+        """Record how long a checkpoint took, even if it failed, and start the next interval."""
         self._checkpoint = ""
         self._saved, self._next_save = self._clock(), self._save_interval
         self._slowest = max(self._slowest, seconds)

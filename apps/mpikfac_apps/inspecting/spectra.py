@@ -108,7 +108,7 @@ def sides(averages: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 def eigenvalues(factor: Tensor) -> Tensor:
     """Return eigenvalues in ascending order `[n]`; NaN for a non-finite factor.
 
-    They are computed in float64, as float32 cannot distinguish small eigenvalues from 0.
+    They are computed in float64, because float32 cannot distinguish small eigenvalues from 0.
     """
     if not factor.isfinite().all():
         return torch.full([factor.shape[:-1].numel()], torch.nan, dtype=torch.float64)

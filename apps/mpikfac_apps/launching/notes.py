@@ -56,7 +56,7 @@ class Output:
         self._waits = 0.0  # monotonic time since which a note or a part of a line waits
 
     def feed(self, content: bytes) -> None:
-        """Receive what the launcher has written, and forward whole lines that do not begin a note."""
+        """Receive what the launcher has written, and forward whole lines other than notes."""
         if not (self._note or self._line):
             self._waits = time.monotonic()
         *lines, self._line = re.split(END, self._line + content)

@@ -287,7 +287,7 @@ def _explained(text: str, options: Mapping[str, Leaf], explain: Callable[[str], 
 def _unrecognised(argument: str, options: Collection[str], unknown_key: str) -> str:
     """Return the message about an argument that is not an option; `unknown_key` if it is a key."""
     if not argument.startswith("--"):
-        return f"{argument!r} belongs to no option; write --key value"
+        return f"{argument!r} is not the value of an option; write --key value"
     key = argument.lstrip("-").partition("=")[0]
     if key in options:
         return f"{argument} needs no name; write only the value of {key}"

@@ -136,7 +136,7 @@ def _check_groups(options: Options, ranks: int) -> None:
         ),
         (
             options.quadratic,
-            "another kfac.grafting than quadratic-model",
+            "a kfac.grafting other than quadratic-model",
             "its quadratic model does not include the peers",
         ),
         (

@@ -297,7 +297,7 @@ def _described(group: type) -> tuple[str, dict[str, str], dict[str, Any]]:
 
 
 def _hints(group: type) -> dict[str, Any]:
-    """Return the types of the fields; other annotations can refer to names that are not imported."""
+    """Return the types of the fields; other annotations can name what is not imported."""
     names = {field.name for field in dataclasses.fields(group)}
     hints: dict[str, Any] = {}
     for base in reversed(group.__mro__):

@@ -318,9 +318,7 @@ USUAL_RATES = {
     **{"lars": 10.0, "lamb": 0.03},
 }
 """Learning rates; for K-FAC, with steps of the length of Adam's and momentum of gradients."""
-FOR_DIRECTIONS = (
-    0.4  # factor of the default rate, because momentum of directions lengthens the steps
-)
+FOR_DIRECTIONS = 0.4  # of the default rate, because momentum of directions lengthens steps
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Saver:
         )
 
     def abandon(self) -> None:
-        """Forget the pending checkpoint, because parts of lost ranks can be missing; not collective."""
+        """Drop the pending checkpoint, because lost ranks' parts can be missing; not collective."""
         self._guard.end_write()
         self._writer.abandon()
 

@@ -196,7 +196,7 @@ class Loop(ABC):
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
         if self.record:
             self.record.close()
-        self.comm.Barrier()  # while the watchdog runs, because MPI would wait for a stuck rank forever
+        self.comm.Barrier()  # while the watchdog runs: MPI would wait for a stuck rank forever
         if not stopped:
             log.info("complete after %d steps, %.1f s", steps, seconds)
             return 0

@@ -30,7 +30,7 @@ class Start:
 
         Raises:
             OSError: the file RUN/tracking_id cannot be read or written.
-            ValueError: the file contains another text.
+            ValueError: the file contains a different text.
         """
         path = self.directory / "tracking_id"
         try:

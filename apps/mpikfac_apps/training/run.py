@@ -125,7 +125,7 @@ class Run(Loop):
             self.recording.write()
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
-        """Take a training step on the local batch, in several passes if the options request them."""
+        """Take a training step on the local batch, in several passes if the options request it."""
         self.set_rate(step)
         in_parts = self.trainer.plan.of(self.comm.rank).parts
         passes = in_parts or self.options.accumulate

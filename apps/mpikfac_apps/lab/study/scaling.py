@@ -24,7 +24,7 @@ LEFT_OUT = ("stale-inverse", "event-driven", "curvature-servers")
 STRATEGIES = tuple(
     name for name, entry in mpikfac.plan.NAMED.items() if entry.same and name not in LEFT_OUT
 )
-"""Strategies with the results of COMM-OPT, for each of which the measured steps are valid."""
+"""Strategies with COMM-OPT's results, for all of which the measured steps are valid."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Steps:
 
     @property
     def kind(self) -> str:
-        """The optimizer, with the strategy if that changes results."""
+        """The optimizer, with the strategy if it changes results."""
         options = self.cell.cell.options
         label = f"kfac ({options.distribution.strategy})"
         return label if other_estimator(options) else self.optimizer

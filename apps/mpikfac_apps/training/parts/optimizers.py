@@ -94,7 +94,7 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     layers = [module for module in model.modules() if isinstance(module, kinds)]
     entries = {
         layer.weight: isinstance(layer, nn.Embedding) for layer in layers
-    }  # only once if it is shared
+    }  # once if it is shared
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 
 
