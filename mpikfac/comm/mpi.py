@@ -133,8 +133,7 @@ def _refuse_in_worker() -> None:
     if launched and worker and "mpi4py.MPI" not in sys.modules:
         print(
             "mpikfac: a worker process must not start MPI, which its rank has already started: "
-            "call "
-            "world() under if __name__ == '__main__', or in a function that no worker calls",
+            "call world() under if __name__ == '__main__', or in a function that no worker calls",
             file=sys.stderr,
             flush=True,
         )

@@ -263,7 +263,8 @@ BAD = {
     ),
     "frozen layers on curvature servers": (
         "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
-        "frozen_epochs=2 needs refresh=owners, not curvature-servers: curvature servers know only the layers from the start",
+        "frozen_epochs=2 needs refresh=owners, not curvature-servers: curvature servers know only "
+        "the layers from the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",

@@ -510,12 +510,12 @@ def test_a_restart_needs_the_same_images(images, tmp_path):
     name, other = (moved / f"train/ant/0{number}.jpg" for number in range(2))
     content = name.read_bytes()
     name.write_bytes(other.read_bytes())
-    with pytest.raises(ValueError, match="other training images .* of pixels"):
+    with pytest.raises(ValueError, match="different training images .* of pixels"):
         settings.check_images(before, checksums(moved))
     name.write_bytes(content)
     settings.check_images(before, checksums(moved))
     name.rename(moved / "train/ant/new.jpg")
-    with pytest.raises(ValueError, match="other training images .* of images"):
+    with pytest.raises(ValueError, match="different training images .* of images"):
         settings.check_images(before, checksums(moved))
 
 

@@ -259,7 +259,7 @@ def test_other_images_of_a_function_are_seen(tmp_path, capfd):
     own = f"--data.name={file}:data"
     assert train.main([own, "--batch=12", f"--run_dir={run}", "--max_steps=1", "--threads=1"]) == 0
     file.write_text(IMAGES.format(changed="47, 0, 7, 7"))
-    assert "other training images" in refused(capfd, run, own, "--max_steps=2")
+    assert "different training images" in refused(capfd, run, own, "--max_steps=2")
     file.write_text(IMAGES.format(changed="59, 0, 7,  7"))  # another size: compiled anew
     words = "the test images differ from those of the checkpoint"
     assert words in go_on(run, own, "--max_steps=2")

@@ -209,9 +209,7 @@ def area(scores: np.ndarray, labels: np.ndarray) -> float:
     score; equal scores count as a half [Hanley & McNeil 1982].
     """
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[
-        places
-    ]  # from 1; equal scores get the mean
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1; equal scores get the mean
     hits = labels.sum()
     others = len(labels) - hits
     if not hits * others:

@@ -91,10 +91,10 @@ class Saver:
             return
         self._reminded = now
         writing = self._writer.comm.size - written
-        who = f"rank {late - 1} still writes" if writing == 1 else f"{writing} ranks still write"
+        who = f"rank {late - 1} is" if writing == 1 else f"{writing} ranks are"
         log.warning(
-            "%s a checkpoint of step %d, begun %d s ago; training continues, and the job ends "
-            "after %d s",
+            "%s still writing a checkpoint of step %d, begun %d s ago; training continues, and the "
+            "job ends after %d s",
             *(who, self.step, now - self._began, LONGER * limit),
         )
 

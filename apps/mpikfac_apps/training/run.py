@@ -93,7 +93,7 @@ class Run(Loop):
         self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
         self.best = best.Best(problem.task)
         self._first_loss = math.nan  # of this rank, since this start
-        numbers = problem.task.numbers(problem.classes)  # how many values a measure has
+        numbers = problem.task.numbers(problem.classes)  # of values per measure
         super().__init__(
             *(comm, options, guard, self.training.trainer),
             steps=self.timetable.steps,

@@ -281,8 +281,7 @@ def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
             continue
         raise ValueError(
             f"the checkpoint belongs to different training images (checksum {before[key]} of "
-            f"{key}, "
-            f"now {now[key]}); use the same images, or start a new run"
+            f"{key}, now {now[key]}); use the same images, or start a new run"
         )
 
 

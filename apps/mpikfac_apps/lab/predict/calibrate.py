@@ -44,8 +44,8 @@ DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
 CUBES = [2**k for k in range(4, 12)]  # orders of products
 LONGEST = 0.5  # seconds of the last message or factor; larger sizes are left out
 BUDGET = 0.1  # seconds for the repetitions of one measurement
-STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
-TURNS, STEPS = 6, 4  # of overlapped and of plain steps: rounds, and steps per round
+STEPS_BUDGET = 5.0  # seconds for the steps of one network, per measurement
+TURNS, STEPS = 6, 4  # rounds of overlapped and of plain steps, and steps per round
 STAGE = "calibrate"
 
 

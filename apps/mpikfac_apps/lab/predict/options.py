@@ -59,7 +59,7 @@ def strategy_names(text: str) -> tuple[str, ...]:
     chosen = STRATEGIES if text == "all" else tuple(map(str.strip, text.split(",")))
     for name in chosen:
         if name.removeprefix(SGD) not in STRATEGIES:
-            raise ValueError(f"{name!r} is unknown; try all or some of {', '.join(STRATEGIES)}")
+            raise ValueError(f"{name!r} is unknown; try all, or some of {', '.join(STRATEGIES)}")
     return chosen
 
 

@@ -227,8 +227,8 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
         *machine_in_words(machine),
         "The choices that no other choice with the same intervals and compression beats:",
         "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
-        f"  values that differ by less than {STEP - 1:.0%} may count as equal",
-        "* computes other results than requested; predictions do not say how well it trains",
+        f"  values that differ by less than {STEP - 1:.0%} can count as equal",
+        "* computes results other than those requested; predictions do not say how well it trains",
     ]
 
 
