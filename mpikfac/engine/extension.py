@@ -45,7 +45,7 @@ class OneModel(Part):
             ValueError: the exchange does not use the loss.
         """
         raise ValueError(
-            "exchange.report_loss(loss) is for sync=LSGD(...); other exchanges do not use the loss"
+            "exchange.report_loss(loss) is for sync=LSGD(...); leave it out with other exchanges"
         )
 
     def begin_step(self, step: int) -> None:
