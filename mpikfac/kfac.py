@@ -240,7 +240,7 @@ class KFAC(Trainer):
         change. Does nothing if `fisher_type` is "empirical" or "forward-only", and in steps without
         new factors.
 
-        Collective over: world with `overlap`, as is the backward pass itself; else none.
+        Collective over: world with `overlap`, like the backward pass itself; else none.
 
         Args:
             outputs: the model's outputs, `[batch, outputs]` or `[batch, outputs, *positions]`; or

@@ -283,9 +283,9 @@ class DistributedMuon(KFACOptimizer):
 
         optimizer = mpikfac.DistributedMuon(model, lr=0.0075)
 
-    It takes the arguments of `KFACOptimizer`, except for `preconditioner`. The gradient of a layer
-    is reduced to the rank that owns the layer; this rank computes the polar factor and steps the
-    layer, and the new weights are sent to all ranks. A step sends no more bytes than averaging
+    It accepts the arguments of `KFACOptimizer`, except for `preconditioner`. The gradient of a
+    layer is reduced to the rank that owns the layer; this rank computes the polar factor and steps
+    the layer, and the new weights are sent to all ranks. A step sends no more bytes than averaging
     gradients does. `state_dict` returns only the rank's part of the state: save one file per rank,
     or use `save_checkpoint`. With `strategy="comm-opt"`, every rank computes every polar factor,
     and rank 0's state is complete. `coverage=Coverage(skip=[...])` leaves layers to Adam's step.
@@ -302,7 +302,7 @@ class DistributedShampoo(KFACOptimizer):
 
         optimizer = mpikfac.DistributedShampoo(model, lr=0.0075)
 
-    It takes the arguments of `KFACOptimizer`, except for `preconditioner`. Strategy and state are
+    It accepts the arguments of `KFACOptimizer`, except for `preconditioner`. Strategy and state are
     as in `DistributedMuon`; the owner of a layer also keeps its factors, and computes their inverse
     roots every `inv_update_steps` steps [Gupta et al. 2018].
 
@@ -325,7 +325,7 @@ class DistributedSOAP(DistributedShampoo):
 
 
 def _check_names(name: str, settings: Mapping[str, Any]) -> None:
-    """Check that `KFAC` takes the settings of a `KFACOptimizer`, or of the derived class `name`.
+    """Check that `KFAC` accepts the settings of a `KFACOptimizer`, or of its subclass `name`.
 
     Raises:
         TypeError: a name is unknown.
@@ -354,6 +354,6 @@ def _check_processes() -> None:
         joined, ranks = distributed.get_world_size(), world().size
         if joined > ranks:
             raise ValueError(
-                f"torch.distributed joins {joined} processes, but MPI joins {ranks}: start the "
-                f"program by mpirun, as K-FAC averages statistics over the ranks of MPI"
+                f"torch.distributed connects {joined} processes, but MPI connects {ranks}: start "
+                f"the program with mpirun, because K-FAC averages statistics over MPI's ranks"
             )

@@ -139,8 +139,8 @@ class Trainer:
         unstored = ", ".join(unstored_settings(optimizer))
         if unstored and team.trains.rank == 0:
             log.warning(
-                "the optimizer's groups hold %s: ranks do not compare them and states do not hold "
-                "them; give numbers, or tuples of numbers",
+                "the optimizer's groups hold %s: ranks do not compare them, and states do not "
+                "contain them; use numbers, or tuples of numbers",
                 unstored,
             )
 
@@ -331,7 +331,7 @@ class Trainer:
         Collective over: world.
         """
         if self.built.method.outgrown:
-            self._take_up("factors are cut into blocks, as a batch has few vectors")
+            self._take_up("factors are cut into blocks, because a batch has few vectors")
 
     def accumulate(self) -> None:
         """Accumulate a part of the local batch; call this after the part's backward pass.

@@ -63,7 +63,7 @@ def tell_of_renamed(root: Path, step: int) -> None:
                 later = read_checkpoint(path).step
                 if later > step:
                     log.warning(
-                        "%s holds step %d, and is skipped; rename it to step-%09d to take it",
+                        "%s holds step %d, and is skipped; rename it to step-%09d to use it",
                         *(path, later, later),
                     )
 

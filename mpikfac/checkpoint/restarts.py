@@ -61,7 +61,7 @@ def note_end(root: str | Path) -> None:
 def starts_from(checkpoint: Checkpoint) -> int:
     """Return how many starts in a row resumed from the checkpoint and committed no newer one.
 
-    A damaged record counts as no record.
+    A damaged record is ignored.
     """
     with suppress(*UNREADABLE):
         counts = {digest: starts for _, digest, starts in _read(checkpoint.path.parent)}

@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
     Attributes:
         trainer: the number of the trainer that takes the step, or -1 at the end of the program.
-        arguments: the arguments of the step on which ranks must agree, as texts.
+        arguments: the arguments of the step on which ranks must agree, as text.
         met: whether all ranks of the job take the step.
     """
 

@@ -365,7 +365,8 @@ class Gradients:
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(
-                "with transport.overlap=True the backward pass has sent the batch; call step()"
+                "with transport.overlap=True the backward pass has already sent gradients; call "
+                "step()"
             )
 
     def _take_back(self) -> None:

@@ -68,8 +68,7 @@ class Method:
             scaled: whether the loss was scaled by a `GradScaler`.
 
         Raises:
-            ValueError: the method does not support a scaler, or needs a batch that it was not
-                given.
+            ValueError: the method does not support a scaler, or needs a batch that was not passed.
         """
 
     def unscale(self, scaler: Scaler) -> bool:

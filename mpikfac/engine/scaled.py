@@ -19,7 +19,7 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
         ValueError: gradients are already unscaled, or sent before they can be unscaled.
     """
     if not hasattr(scaler, "is_enabled"):
-        raise ValueError(f"step() takes a GradScaler or None, not {type(scaler).__name__}")
+        raise ValueError(f"step() accepts a GradScaler or None, not {type(scaler).__name__}")
     if not scaler.is_enabled():
         return None
     if is_unscaled(scaler, optimizer):

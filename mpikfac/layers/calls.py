@@ -1,4 +1,4 @@
-"""Measure the sizes of the calls of layers in a pass, as they enter the statistics of factors."""
+"""Measure the sizes of layers' calls in a pass, as they enter the statistics of factors."""
 
 from __future__ import annotations
 

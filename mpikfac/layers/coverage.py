@@ -177,7 +177,7 @@ def offers(
         if left and not within(name, coverage.skip) and same_as(module, coverage.covers):
             names.setdefault(type(module), []).append(name)
     return [
-        f"trained first-order, as {kind.__name__} is a derived class: {', '.join(modules)}; "
+        f"trained first-order, because {kind.__name__} is a derived class: {', '.join(modules)}; "
         f"{offer(kind, coverage.covers)}"
         for kind, modules in names.items()
     ]

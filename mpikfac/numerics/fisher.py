@@ -44,7 +44,7 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
     """
     if outputs.dim() != 2:
         raise ValueError(
-            f"fisher_type='type-2' takes outputs [batch, outputs], not {list(outputs.shape)}; use "
+            f"fisher_type='type-2' needs outputs [batch, outputs], not {list(outputs.shape)}; use "
             f"estimator=mpikfac.Estimator(fisher_type='mc')"
         )
     with torch.no_grad():
@@ -129,7 +129,7 @@ def _check_head(outputs: Tensor, loss: Loss) -> None:
     """
     if outputs.dim() < 2:
         raise ValueError(
-            f"record() takes outputs [batch, outputs, ...], not {list(outputs.shape)}; for a "
+            f"record() needs outputs [batch, outputs, ...], not {list(outputs.shape)}; for a "
             f"single output, use outputs.unsqueeze(1)"
         )
     if loss != "cross-entropy":
@@ -142,5 +142,5 @@ def _check_head(outputs: Tensor, loss: Loss) -> None:
     sums = outputs.detach().sum(1)
     if bool((outputs >= 0).all()) and bool(((sums - 1).abs() < 1e-4).all()):
         raise ValueError(
-            "outputs are positive and sum to 1, so they are probabilities; record() takes logits"
+            "outputs are positive and sum to 1, so they are probabilities; record() needs logits"
         )

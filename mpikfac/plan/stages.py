@@ -165,7 +165,7 @@ def gathered(
     itemsize: int,
     codec: Codec | None,
 ) -> list[Message]:
-    """Return messages that give all segments to all members of `over`; see `messages.gathers`."""
+    """Return messages that send all segments to all members of `over`; see `messages.gathers`."""
     team = rank.grid.team(rank.rank, over)
     member = team.index(rank.rank)
     of_one_level = gathers(stage, over, layout, kinds.get, member, len(team), itemsize, codec)

@@ -1,7 +1,7 @@
 """Simulate the steps of a plan on a machine: total seconds, and seconds of communication.
 
-Ranks meet in collectives, so a stage takes as long as on the slowest rank. A few representative
-ranks are enough, so plans of thousands of ranks are simulated in seconds.
+Ranks meet in collectives, so a stage takes as long as it does on the slowest rank. A few
+representative ranks are enough, so plans of thousands of ranks are simulated in seconds.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def tuned(
 
 
 def _holds(message: Message, rank: RankPlan) -> bool:
-    """Return whether a message with gradients has a layer, or without K-FAC a parameter."""
+    """Return whether a message contains a layer's gradient, or a parameter's without K-FAC."""
     offsets = (rank.layouts.gradients.offsets[name] for name in rank.messages_of)
     return any(start <= offset < stop for offset in offsets for start, stop in message.spans)
 

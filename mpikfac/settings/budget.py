@@ -41,9 +41,9 @@ class Updates(NamedTuple):
 class Budget:
     """Cut factors and lengthen intervals, so that K-FAC stays cheap compared to a batch's passes.
 
-    Cuts bound the cost of directions, and intervals that of updates. Both follow from the plan and
-    the first batch with statistics, over all ranks together. They are therefore the same on all
-    machines, on any number of ranks, and after a restart.
+    Cutting factors bounds the cost of directions, and longer intervals bound that of updates. Both
+    follow from the plan and the first batch with statistics, over all ranks together. They are
+    therefore the same on all machines, on any number of ranks, and after a restart.
 
     Args:
         share: the operations of statistics and decompositions, averaged over an interval, relative
@@ -188,7 +188,7 @@ def cost(
 ) -> tuple[float, str]:
     """Return the operations of a step relative to those of its passes, and a line about them.
 
-    Intervals are taken after step 160, where they no longer grow.
+    Intervals are those after step 160, where they no longer grow.
     """
     updates = [1 / evaluate(each, SETTLED) for each in (factor_update_steps, inv_update_steps)]
     added = {name: one.direction + one.updates(*updates) for name, one in operations.items()}

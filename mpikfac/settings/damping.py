@@ -67,7 +67,7 @@ class LevenbergMarquardt:
         factor = self.damping_adaptation_decay**self.damping_adaptation_interval
         if ratio > GOOD:
             self.damping = max(self.damping * factor, self.min_damping)
-        elif not ratio >= POOR:  # also where a loss is NaN
+        elif not ratio >= POOR:  # NaN as well, where a loss is NaN
             self.damping = min(self.damping / factor, self.max_damping)
 
 
@@ -83,7 +83,7 @@ class Damping:
         value: the damping itself.
         relative: the damping as a multiple of the mean eigenvalue of each layer's `G (x) A`, or of
             each block, if factors are cut into blocks. A relative damping suits all losses and
-            networks, and needs no tuning as gradients shrink.
+            networks, and needs no tuning while gradients shrink.
 
     Raises:
         ValueError: a number is not positive at step 0, or both are set.

@@ -194,7 +194,7 @@ class Estimator:
             (each.to(torch.promote_types(each.dtype, torch.float32)), loss)
             for each, loss in zip(outputs, losses, strict=True)
         ]
-        if self.fisher_type == "type-2":  # head by head, as the heads' labels are independent
+        if self.fisher_type == "type-2":  # head by head, because the heads' labels are independent
             count, weight = sum(each.shape[1] for each in outputs), 1.0
             passes = (
                 [root if other is head else torch.zeros_like(other) for other, _ in heads]

@@ -303,7 +303,7 @@ def test_a_derived_class_and_normalisations_are_left_out_with_reasons(file, monk
 def test_a_tied_weight_is_left_out_with_its_modules(file, capsys):
     """Oracle: the modules, and the layers of the attention, by hand."""
     found, text = wrong(capsys, f"{file()}:tied", "--input", "5", "--tokens", "6")
-    why = "as no layer covers all modules that share entries.weight = head.weight"
+    why = "because no layer covers all modules that share entries.weight = head.weight"
     for kind, name in (("Embedding", "entries"), ("Linear", "head")):
         assert f"  {kind}: trained first-order, {why}\n    {name}\n" in text
     layers = ["norm", "attention.in_proj", "attention.out_proj"]

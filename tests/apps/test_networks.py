@@ -475,7 +475,7 @@ def test_first_weights_reach_all_ranks_and_a_resumed_run_takes_its_own(ran):
         assert torch.equal(found[f"model/{name}"], value)
     said = (ran / "begun" / "log.txt").read_text()
     assert said.count("tensors that keep their initial values: none") == 1
-    assert said.count("donor.pt is not read: the run continues from a checkpoint") == 1
+    assert said.count("donor.pt is ignored: the run continues from a checkpoint") == 1
 
 
 class Rounded(nn.Module):

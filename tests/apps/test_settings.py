@@ -209,7 +209,7 @@ def test_two_exclusive_options_are_refused_by_name(run, capfd):
     go_on(run, "--max_steps=3", "--kfac.relative_damping=0.2")
     line = refused(capfd, run, "--kfac.damping=0.3")
     assert "kfac.damping=0.3 and relative_damping=0.2 exclude each other" in line
-    assert f"change options that come from {saved(run).path}" in line
+    assert f"change the options that come from {saved(run).path}" in line
     mended = ("--kfac.damping=0.3", "--kfac.relative_damping=null", "--max_steps=4")
     assert "kfac.damping null -> 0.3" in go_on(run, *mended)
 

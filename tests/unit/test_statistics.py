@@ -380,7 +380,7 @@ def test_a_batch_that_is_on_its_way_is_not_discarded(comm):
         comm, problem.network(), strategy=Strategy(MemOpt(), transport=Transport(overlap=True))
     )
     with pytest.raises(
-        ValueError, match="overlap=True the backward pass has sent the batch; call step"
+        ValueError, match="overlap=True the backward pass has already sent gradients; call step"
     ):
         kfac.clear_statistics()
 

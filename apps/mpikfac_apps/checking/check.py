@@ -168,7 +168,7 @@ def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str])
         return subject.refused[name]
     if ties:
         shared = " = ".join(ties)
-        return f"trained first-order, as no layer covers all modules that share {shared}"
+        return f"trained first-order, because no layer covers all modules that share {shared}"
     if type(module) in mpikfac.NORMS:
         return (
             "trained first-order; coverage=mpikfac.Coverage(covers={**mpikfac.KINDS, "

@@ -70,8 +70,8 @@ class Leaf:
         key: the name that a user writes, with dots: "kfac.damping".
         path: names of the fields that lead to the value.
         kind: the type.
-        default: the value if the option is not given, as a user would write it; REQUIRED if the
-            option must be given.
+        default: the value if the option is not set, as a user would write it; REQUIRED if the
+            option must be set.
         help: the text about the field in the docstring of the dataclass.
         section: the heading above the option in help; by default the first line of the docstring
             of the dataclass.
@@ -168,12 +168,12 @@ def listed(names: Collection[str], default: Any = REQUIRED) -> Any:
 
 
 def required(*bounds: str, read: Callable[[str], Any] | None = None) -> Any:
-    """Return a field that must be given; `read` converts a text to the value."""
+    """Return a field that must be set; `read` converts a text to the value."""
     return dataclasses.field(metadata={"bounds": bounds, "read": read})
 
 
 def positional(*bounds: str) -> Any:
-    """Return a field that must be given, as a value without a name."""
+    """Return a field that must be set, as a value without a name."""
     return dataclasses.field(metadata={"bounds": bounds, "positional": True})
 
 
@@ -368,7 +368,7 @@ def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] 
     """Return a dataclass with the values of options; missing ones have their defaults.
 
     Args:
-        given: the keys that a user gives.
+        given: the keys that a user sets.
 
     Raises:
         ValueError: the dataclass rejects a value; one line.

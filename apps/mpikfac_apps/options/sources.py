@@ -88,7 +88,7 @@ class Words(OptionSource):
         super().rename(short, key)
 
     def leave_out(self, groups: Collection[str]) -> None:
-        """Drop nothing: whatever a user types is intended."""
+        """Keep everything: whatever a user types is intended."""
 
     def arguments(self) -> list[str]:
         """Return the words."""

@@ -161,7 +161,7 @@ def of_timm(name: str, classes: int, channels: int) -> nn.Module:
 
 
 def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
-    """Return the default image and number of classes, and whether no other image fits.
+    """Return the default image size and number of classes, and whether the size is fixed.
 
     Raises:
         ValueError: timm is not installed, or has no network with this name.

@@ -139,7 +139,7 @@ def known(path: Path, key: str) -> dict[str, Row]:
 
 
 def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
-    """Return, for each value, how often it occurred and counted before."""
+    """Return, for each value, how often it has occurred, and how often as a click, before it."""
     seen, counts = Counter[str](), []
     for value, counts_too in zip(values, counted):
         counts.append(seen[value])

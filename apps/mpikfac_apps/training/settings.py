@@ -81,7 +81,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
         pinned = _pinned(before, kept, options, ranks)
         return parse(argv, ranks, kept | pinned) if pinned else options
     except ValueError as error:
-        raise ValueError(f"{error}; change options that come from {path}") from error
+        raise ValueError(f"{error}; change the options that come from {path}") from error
 
 
 def _checkpoint(options: Options) -> Path | None:

@@ -156,7 +156,7 @@ class Encoded:
         return len(encoded)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
-        """Return a span of `flat` as bytes; with feedback, keep the encoding error as residual."""
+        """Return a span of `flat` as bytes; with feedback, keep the error as the residual."""
         part, codec = slice(*span), codec.within(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)

@@ -70,7 +70,7 @@ class Sender:
         """Store the content of the arena as one part of the local batch.
 
         Raises:
-            ValueError: this sender does not take batches in parts.
+            ValueError: this sender does not accept batches in parts.
         """
         raise ValueError("accumulate() was called more than 0 times before step()")
 

@@ -462,8 +462,8 @@ def check_joins(link: Any, ranks: int) -> None:
     joined = link.remote_size if link else 0
     if joined != ranks:
         raise ValueError(
-            f"refresh.servers={ranks}, but {joined} curvature servers join; "
-            f"give it what mpikfac.split_comm(comm, {ranks}) returned"
+            f"refresh.servers={ranks}, but {joined} curvature servers join; pass the result of "
+            f"mpikfac.split_comm(comm, {ranks})"
         )
 
 

@@ -125,8 +125,8 @@ class Codistillation:
         """
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ValueError(
-                f"term() takes logits [batch, classes, ...] of at least 2 classes, "
-                f"not {list(outputs.shape)}"
+                f"term() needs logits [batch, classes, ...] of at least 2 classes, not "
+                f"{list(outputs.shape)}"
             )
         if not self.learning:
             return outputs.new_zeros(())

@@ -237,7 +237,7 @@ class NearMost(FactorAggregation):
     factor: float
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes: of blocks and of counts."""
+        """Return the number of inner products that the rule needs: of blocks and of counts."""
         return 2 * len(self.blocks) * ranks**2
 
     def combiner(self, first: int) -> Any:

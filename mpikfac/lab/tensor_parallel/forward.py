@@ -63,7 +63,8 @@ class SplitForward:
     def watch(self, x: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Hook], object]]:
         """Return the input of the rank's examples, and a function to register gradient hooks.
 
-        Collective over: group, now and in the backward pass, if the layer takes or gives slices.
+        Collective over: group, now and in the backward pass, if the layer receives or passes on
+            slices.
         """
 
         def on_gradient(hook: Hook) -> None:
@@ -124,7 +125,7 @@ class SplitForward:
             channels //= self.group.size
         if x.dim() < least or x.shape[self.channels] != channels:
             raise ValueError(
-                f"split layer {self.name!r} takes batches of {channels} channels with at least "
+                f"split layer {self.name!r} needs batches of {channels} channels with at least "
                 f"{least} dimensions, not {list(x.shape)}"
             )
 

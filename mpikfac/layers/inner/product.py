@@ -52,7 +52,7 @@ class InnerLayer(Layer):
         self.source, self._watched, self._part = source, watched, part
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return the inputs of the product, and a hook on the gradient, both by example."""
+        """Return the product's inputs, and a hook on its gradient, both with examples first."""
         result = output[0] if isinstance(output, tuple) else output
         if not (result.requires_grad and self._watched.requires_grad):
             return None

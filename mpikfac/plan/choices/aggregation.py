@@ -86,7 +86,7 @@ class FactorAggregation:
     blocks: tuple[tuple[int, int, int], ...]
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes."""
+        """Return the number of inner products that the rule needs."""
         raise NotImplementedError
 
     def combiner(self, first: int) -> Any:

@@ -1,4 +1,4 @@
-"""What choices require of each other, as a table that code checks and a page prints.
+"""What choices require of each other, as a table that is checked by code and printed on a page.
 
 Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the preconditioner,
 and the settings of `KFAC`. A name can also be a property of a method, such as "sync.local_steps",
@@ -186,7 +186,7 @@ STRATEGY: tuple[Combination, ...] = (
         "transport.overlap",
         (True,),
         {"transport.virtual_ranks": None, "transport.packing": "triangle"},
-        "layers are sent as the backward pass records them",
+        "layers are sent while the backward pass records them",
     ),
     Combination(
         "transport.ranks_per_node",
@@ -253,7 +253,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"assignment.shard_optimizer": False, **_AT_ONCE},
             **{"transport.ranks_per_node": None, "compression.gradients": None},
         },
-        "a rule takes the uncompressed vectors of all ranks at once",
+        "a rule needs the uncompressed vectors of all ranks at once",
     ),
     Combination(
         "sync.factor_aggregation.sums",
@@ -263,7 +263,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"transport.ranks_per_node": None, "compression.factors": None},
             "transport.packing": "triangle",
         },
-        "a rule takes the uncompressed factors of all ranks at once",
+        "a rule needs the uncompressed factors of all ranks at once",
     ),
 )
 """What the choices of a `Strategy` require of each other; methods add their own rows."""

@@ -126,7 +126,7 @@ NEEDS = tuple(
         f"compression.{field}",
         None,
         _PLAIN,
-        "compressed messages are sent by all ranks at once, as one buffer",
+        "all ranks send compressed messages at the same time, as one buffer",
     )
     for field in ("factors", "inverses", "gradients")
 )

@@ -44,7 +44,7 @@ class Grafting(Choice):
 
     @property
     def normalize_rows(self) -> bool:
-        """Whether the rows of a direction are first given about equal lengths."""
+        """Whether the rows of a direction are first scaled to about equal lengths."""
         return False
 
     @property

@@ -132,7 +132,7 @@ def gathers(
     itemsize: int,
     codec: Codec | None = None,
 ) -> list[Message]:
-    """Return messages that give all segments to every member of `over`, on rank `member`.
+    """Return messages that send all segments to every member of `over`, on rank `member`.
 
     Neighbouring blocks of a `kind` share a message; blocks of kind None are left out, as are
     segments beyond the number of members.

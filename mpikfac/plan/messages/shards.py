@@ -119,7 +119,7 @@ def passed(
 ) -> tuple[Passed, ...]:
     """Return what members send to each other when `spans` become `to`, in the order of elements.
 
-    Both are the parts of all members, of the same elements; elements that stay are left out.
+    Both list the parts of all members and cover the same elements; elements that stay are left out.
     """
     sources, targets = _in_order(spans), _in_order(to)
     moves: list[Passed] = []

@@ -169,7 +169,8 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
         "  other messages, which no batch hides; step, exposed: the step as simulated,",
         "  and the part in which a rank does nothing but communicate.",
         "overlap: whether messages are sent during the backward pass; the faster one is advised",
-        "images: the minimum images per rank whose computing takes as long as overlapped messages",
+        "images: the minimum images per rank whose computation takes as long as overlapped "
+        "messages",
     ]
 
 

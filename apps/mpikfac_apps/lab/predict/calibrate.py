@@ -329,7 +329,7 @@ def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
 
 
 class TimedNetwork:
-    """Time a network's training steps, which all ranks take at once, independently of each other.
+    """Time a network's training steps, which all ranks take at the same time, independently.
 
     Attributes:
         orders: the orders of the network's factors.

@@ -21,7 +21,8 @@ CLEAR = "\r\033[K"  # move to the start of a terminal's line, and clear it
 class StudyProgress:
     """The progress of a study: a line that changes on a terminal, otherwise a line per minute.
 
-    The remaining time is an estimate: cells that are still to run take the mean of the ended cells,
+    The remaining time is an estimate: cells that have not run yet count as long as the mean of
+        ended cells,
     and the running cell continues at its pace.
 
     Attributes:

@@ -244,8 +244,8 @@ def _mean(numbers: Sequence[float]) -> float | None:
 def best_variants(cells: Sequence[Measured]) -> set[tuple[str, int]]:
     """Return the variant with the best mean result for each strategy and number of ranks.
 
-    Only variants with the most complete seeds of a strategy count. If each strategy has a single
-    variant, there are no best variants.
+    Of a strategy's variants, only those with the most complete seeds are considered. If each
+    strategy has a single variant, there are no best variants.
     """
     ends: dict[tuple[str, int], dict[str, list[float]]] = {}
     for cell in cells:

@@ -75,7 +75,7 @@ def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tens
     Products of bytes and weights, and sums of two such products, have at most 24 bits.
 
     Args:
-        share: the weight of an image; its partner has the rest.
+        share: the weight of an image; its partner gets the rest.
     """
     weight = round(share * UNIT)
     means = weight * images.int() + (UNIT - weight) * partners(images).int()

@@ -55,7 +55,7 @@ def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.O
     if options.weights is not None and starts:
         load_weights(comm, model, Path(options.weights))
     elif options.weights is not None:
-        log.info("weights=%s is not read: the run continues from a checkpoint", options.weights)
+        log.info("weights=%s is ignored: the run continues from a checkpoint", options.weights)
     return model, optimizer
 
 

@@ -54,7 +54,7 @@ class Training:
         outputs: Tensor,
         loss: Tensor,
     ) -> Tensor:
-        """Return what a step minimizes, given the loss of a forward pass; not collective."""
+        """Return the objective of a step from the loss of a forward pass; not collective."""
         return loss
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
