@@ -18,7 +18,7 @@ PATIENCE = 2.0
 
 
 class UserError(Exception):
-    """Report a mistake that the user can correct; the text has the wrong value and valid ones.
+    """Report a mistake that the user can correct; the message has the wrong value and valid ones.
 
     Every rank raises the same text; one rank prints it, and all ranks exit. The text is a single
     printable line, even if part of it comes from a file.

@@ -133,7 +133,7 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
     Raises:
         Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
-        ValueError: the file is not JSON, or too deep; the text lacks the path.
+        ValueError: the file is not JSON, or too deep; the message lacks the path.
     """
     return json_of(read_bytes(path, limit, links))
 
@@ -143,7 +143,7 @@ def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not JSON of this form; the text names the path.
+        ValueError: the file is not JSON of this form; the message names the path.
     """
     try:
         content = read_json(path, limit)

@@ -78,8 +78,8 @@ class Optimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raise TypeError: a copy would not observe a model, and a file would lack the state."""
         raise TypeError(
-            f"{type(self).__name__} must not be copied or pickled: the copy would have no state of "
-            f"K-FAC; use state_dict()"
+            f"{type(self).__name__} must not be copied or pickled: the copy would lack K-FAC's "
+            f"state; use state_dict()"
         )
 
     @property
@@ -194,7 +194,7 @@ class KFACOptimizer(Optimizer):
             optimizer.step()  # averages gradients over ranks, preconditions them, and steps
 
     By default, momentum is applied before gradients are preconditioned, directions are made
-    orthogonal, and each step has the length of Adam's, bounded relative to the norm of the
+    orthogonal, and each step is as long as Adam's, bounded relative to the norm of the
     weights: see `AdamGrafting`. `trainer` is the `KFAC`; if the ranks' shards differ in size, call
     `optimizer.trainer.step(examples=n)`.
 

@@ -56,7 +56,7 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
     Collective over: comm.
 
     Raises:
-        RanksDifferError: they differ; the text names the first such key, both values and ranks.
+        RanksDifferError: they differ; the message names the first such key, both values and ranks.
     """
     printed = {key: repr(value) for key, value in values.items()}
     first, *following = comm.allgather(printed)

@@ -54,7 +54,7 @@ class Group:
         Collective over: group.
 
         Raises:
-            UserError: layers or shapes differ; the text names both.
+            UserError: layers or shapes differ; the message names both.
         """
         first, *calls = self._comm.allgather((layer, tuple(x.shape), str(x.dtype)))
         for member, call in enumerate(calls, start=1):

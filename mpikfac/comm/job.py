@@ -167,7 +167,8 @@ def check_survivable() -> None:
     Collective over: none.
 
     Raises:
-        ValueError: MPI, or the way it was started, would end the job; the text has the remedy.
+        ValueError: MPI, or the way it was started, would end the job; the message states the
+            remedy.
     """
     if survives():
         return

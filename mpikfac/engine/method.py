@@ -152,7 +152,7 @@ class MethodFactory:
     def plan(
         self, model: CoveredModel, strategy: Strategy, optimizer: Optimizer, team: SplitComm
     ) -> Plan:
-        """Plan the communication, and check that choices, ranks and optimizer fit together.
+        """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
             ValueError: they do not.

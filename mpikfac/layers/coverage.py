@@ -104,7 +104,7 @@ def cover(
             layer.of_part = within(name, coverage.part_of_batch)
             layer.of_batch = not (layer.of_part or within(name, coverage.own_examples))
             layer.shape = _ruled(coverage.rule, layer.shape)
-            if layer.of_part:  # scales of EKFAC would need the size of the whole batch
+            if layer.of_part:  # EKFAC's scales would need the size of the whole batch
                 layer.shape = replace(layer.shape, rescaled=False)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}

@@ -78,7 +78,7 @@ def offer(kind: type[nn.Module], covers: Kinds) -> str:
 
 
 def covered_base(kind: type[nn.Module], covers: Kinds) -> type[nn.Module] | None:
-    """Return the nearest covered class of torch from which a class is derived."""
+    """Return the nearest covered torch class from which a class is derived."""
     covered = {*KINDS, *NORMS}.intersection(covers)
     return next((base for base in kind.__mro__[1:] if base in covered), None)
 

@@ -45,7 +45,7 @@ def skipping(names: Sequence[str]) -> str:
 
 
 class NotCovered(ValueError):
-    """Report that a module cannot be covered; the text is the reason, without the module's name.
+    """Report that a module cannot be covered; the message is the reason, without the module's name.
 
     Raised by the constructor of a layer. `cover` collects the reasons of all modules of a model.
     """

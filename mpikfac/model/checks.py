@@ -316,7 +316,7 @@ def check_rates(optimizer: Optimizer, choice: str) -> None:
     """Check that all groups of the optimizer have a learning rate.
 
     Raises:
-        ValueError: a group has none; the text calls what needs the rates `choice`.
+        ValueError: a group has none; the message calls whatever needs the rates `choice`.
     """
     if not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(

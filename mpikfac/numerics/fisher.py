@@ -124,7 +124,7 @@ def _check_head(outputs: Tensor, loss: Loss) -> None:
     """Check that `outputs` `[batch, outputs, ...]` can be the outputs of a loss.
 
     Raises:
-        ValueError: there is no dimension of outputs; or, for a cross-entropy, outputs are
+        ValueError: there is no output dimension; or, for a cross-entropy, outputs are
             probabilities, or there is only one.
     """
     if outputs.dim() < 2:

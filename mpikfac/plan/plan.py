@@ -263,7 +263,7 @@ def _check_layers(
     """Check that preconditioners and ranks of layers fit the strategy.
 
     Raises:
-        ValueError: a preconditioner or a rank does not fit.
+        ValueError: a preconditioner or a rank is incompatible with the strategy.
     """
     names = tuple(form.name for form in forms)
     for layer in layers:

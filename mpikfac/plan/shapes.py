@@ -256,7 +256,7 @@ def check_layers(
     """Check that `choices`, with each layer's preconditioner, rank and diagonal, meet `table`.
 
     Raises:
-        ValueError: see `check`; the text names a layer that sets its own preconditioner, rank or
+        ValueError: see `check`; the message names a layer that sets its own preconditioner, rank or
             diagonal.
     """
     for layer in layers:

@@ -68,7 +68,7 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
     fetches share the link of a server. A warm start is not simulated.
 
     Raises:
-        ValueError: the machine has no times of the model, or the plan has K-FAC layers, which
+        ValueError: the machine has no times for the model, or the plan has K-FAC layers, which
             servers do not support.
     """
     asynchrony: Any = plan.strategy.sync

@@ -138,7 +138,7 @@ class Machine:
         Beyond the measured batches, the parts of the step that grow with the batch are scaled.
 
         Raises:
-            ValueError: the machine has no times of the model.
+            ValueError: the machine has no times for the model.
         """
         networks = sorted(
             (network for network in self.networks if network.model == model),
@@ -147,7 +147,7 @@ class Machine:
         if not networks:
             models = ", ".join(sorted({network.model for network in self.networks})) or "none"
             raise ValueError(
-                f"machine {self.name!r} has no times of model={model!r}, only of: {models}; "
+                f"machine {self.name!r} has no times for model={model!r}, only of: {models}; "
                 f"measure them with mpikfac calibrate --model {model}"
             )
         batches = [network.batch for network in networks]
@@ -164,12 +164,12 @@ class Machine:
         """Return the seconds to decompose a factor; cubic in the order beyond the largest one.
 
         Raises:
-            ValueError: the machine has no times of the preconditioner.
+            ValueError: the machine has no times for the preconditioner.
         """
         points = self.decompositions.get(preconditioner)
         if not points:
             raise ValueError(
-                f"machine {self.name!r} has no times of preconditioner={preconditioner!r}, only "
+                f"machine {self.name!r} has no times for preconditioner={preconditioner!r}, only "
                 f"of: {', '.join(self.decompositions) or 'none'}"
             )
         largest = points[-1][0]

@@ -57,7 +57,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     exchange. With clients and servers, a step is that of a client.
 
     Raises:
-        ValueError: the machine has no times of the model or of the preconditioner, or a value of
+        ValueError: the machine has no times for the model or of the preconditioner, or a value of
             the job is out of bounds.
     """
     _check(job)

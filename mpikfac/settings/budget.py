@@ -162,7 +162,7 @@ def seen_in(text: str) -> dict[str, Seen]:
     """Return the sizes of a run's first batch, from their text.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has a different form.
     """
     try:
         seen = {name: Seen(**counts) for name, counts in json.loads(text or "{}").items()}
@@ -175,7 +175,7 @@ def seen_in(text: str) -> dict[str, Seen]:
 
 
 def _updates(interval: Schedule, settled: int) -> float:
-    """Return the updates per step with settled intervals, or on average in the steps before."""
+    """Return updates per step once intervals are settled, or the average in the steps before."""
     steps = [SETTLED] if settled else range(SETTLED)
     return sum(1 / evaluate(interval, step) for step in steps) / len(steps)
 

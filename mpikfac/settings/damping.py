@@ -28,7 +28,7 @@ class LevenbergMarquardt:
         max_damping: the maximum damping.
 
     Raises:
-        ValueError: a number is out of its bounds.
+        ValueError: a number is out of bounds.
     """
 
     damping: float = 0.03
@@ -76,7 +76,7 @@ class Damping:
     """Tikhonov damping: a number added to the eigenvalues of each layer's `G (x) A`.
 
     The number is a constant, a schedule (a function of the step), or a `LevenbergMarquardt`, which
-    `KFAC.update_damping` adapts. The larger the damping, the more a step resembles one of SGD. Set
+    `KFAC.update_damping` adapts. The larger the damping, the more a step resembles an SGD step. Set
     `value` or `relative`, not both; if neither is set, `relative` is 10.
 
     Args:

@@ -57,7 +57,7 @@ def check_passes(subject: Subject, examples: int, ranks: int) -> None:
     """Run the passes of the comparisons, forward and backward; on several ranks also in eval().
 
     Raises:
-        ValueError: the model's own code raises an error; the text is one line.
+        ValueError: the model's own code raises an error; the message is one line.
     """
     for training in [True, False][: min(ranks, 2)]:
         mode = "train" if training else "eval"

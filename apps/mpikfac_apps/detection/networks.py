@@ -21,7 +21,7 @@ def build(name: str, classes: int, size: int) -> nn.Module:
         size: height and width of images in pixels.
 
     Raises:
-        ValueError: torchvision is not installed, or does not fit torch.
+        ValueError: torchvision is not installed, or does not match torch.
     """
     return NETWORKS[name](torchvision(), classes, size)
 
@@ -30,7 +30,7 @@ def torchvision() -> Any:
     """Return the package, with its module of detectors.
 
     Raises:
-        ValueError: torchvision is not installed, or does not fit torch.
+        ValueError: torchvision is not installed, or does not match torch.
     """
     try:
         importlib.import_module("torchvision.models.detection")

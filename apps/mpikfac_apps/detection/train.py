@@ -78,7 +78,7 @@ class Detection(Work):
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: the options cannot be combined, or do not fit the ranks.
+        UserError: the options cannot be combined, or do not match the ranks.
     """
 
     measures = tuple(name.removeprefix("loss_") for name in LOSSES)

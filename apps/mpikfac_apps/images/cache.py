@@ -96,7 +96,7 @@ def sound_copy(content: Content, directory: Path) -> Path:
     """Return the file with a copy of the bytes; write it unless there is an intact copy.
 
     Raises:
-        OSError: the copy cannot be written; the text has the reason.
+        OSError: the copy cannot be written; the message states the reason.
         ValueError: the packed file has no checksum, or one that does not match its images.
     """
     if not is_digest(content.digest):

@@ -22,7 +22,7 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
     `load` selects `images` of them.
 
     Raises:
-        ValueError: the folder has a different layout; the text is one line with the expected
+        ValueError: the folder has a different layout; the message is one line with the expected
             layout.
     """
     listing, _ = with_names(path, size)

@@ -89,7 +89,7 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
             keep the bytes.
 
     Raises:
-        ValueError: an image cannot be decoded; the text names it.
+        ValueError: an image cannot be decoded; the message names it.
         OSError: a file cannot be read or written.
     """
     gathered, partial_file = (out.with_name(f".{out.name}.{end}") for end in ("images", "partial"))

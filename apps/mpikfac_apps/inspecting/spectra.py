@@ -43,8 +43,8 @@ class Spectrum:
 
         For `EKFAC`, the matrix has the products that the preconditioner's eigenvalues start from.
         Rounding can make eigenvalues negative; these count as 0. For a layer with several groups,
-        the result covers all pairs of an A and a G, so it is an upper bound. A preconditioner with
-        roots inverts powers.
+        the result covers all pairs of an A and a G, so it is an upper bound. A preconditioner that
+        uses roots inverts powers of the factors.
         """
         form, exponent = preconditioner.form, getattr(preconditioner, "exponent", None)
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))

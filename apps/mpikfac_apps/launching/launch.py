@@ -157,7 +157,7 @@ def remove_left(parent: Path) -> None:
 
 
 def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
-    """Raise an error for a start inside of a job of a scheduler, or of MPI.
+    """Raise an error for a start inside a scheduler's or an MPI job.
 
     Raises:
         ValueError: the text is one line that says what to write instead.

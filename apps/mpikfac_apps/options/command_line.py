@@ -82,7 +82,8 @@ class CommandLine(Generic[Group]):
             kept: options by key, as in a YAML file; needs `files`.
 
         Raises:
-            ValueError: an option is wrong; the text is one line with key, value and allowed values.
+            ValueError: an option is wrong; the message is a line with key, value and allowed
+                values.
             SystemExit: code 0, after help.
         """
         arguments = sys.argv[1:] if argv is None else list(argv)
@@ -111,7 +112,7 @@ class CommandLine(Generic[Group]):
         Neither values nor files are read first.
 
         Raises:
-            ValueError: an option does not exist; the text is one line with the most similar names.
+            ValueError: an option does not exist; the message is one line with similar names.
             SystemExit: code 0, after help.
         """
         names = _names(arguments)

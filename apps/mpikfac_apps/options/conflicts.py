@@ -24,7 +24,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     """Check for values that are valid alone but not together, in a job where `ranks` ranks train.
 
     Raises:
-        ValueError: two values cannot be combined; the text is one line with options and a remedy.
+        ValueError: two values cannot be combined; the message has the options and a remedy.
     """
     check_data(options.data)
     _check_images(options)
@@ -182,7 +182,7 @@ def check_pillow(what: str) -> None:
     """Check that the package that decodes images is installed.
 
     Raises:
-        ValueError: it is missing; the text is one line with the remedy.
+        ValueError: it is missing; the message is one line with the remedy.
     """
     if importlib.util.find_spec("PIL") is None:
         raise ValueError(
@@ -218,7 +218,7 @@ def check_pairs(options: Options, ranks: int) -> None:
     """Check that each rank has an even number of images if images are mixed in pairs.
 
     Raises:
-        ValueError: a rank has half a pair; the text is one line with the options.
+        ValueError: a rank has half a pair; the message is one line with the options.
     """
     for name, value in mixes(options).items():
         for batch in numbers_of(options.batches):
@@ -265,7 +265,7 @@ def check_parts(options: Options, ranks: int) -> None:
     """Check that the number of virtual ranks or passes fits the batch.
 
     Raises:
-        ValueError: it does not; the text is one line with the options.
+        ValueError: it does not; the message is one line with the options.
     """
     virtual, batches = options.virtual_ranks, numbers_of(options.batch)
     for batch in filter(None, batches):
@@ -321,7 +321,7 @@ def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
     """Check for momentum of gradients in addition to a strategy's; `KFAC` checks this as well.
 
     Raises:
-        ValueError: there are two momenta; the text is one line with the options.
+        ValueError: there are two momenta; the message is one line with the options.
     """
     compressor, momentum = strategy.compression.gradients, options.momentum
     own = getattr(compressor, "momentum", 0.0)

@@ -193,12 +193,12 @@ class StrategyOptions:
         """The strategy.
 
         Raises:
-            ValueError: choices do not fit together.
+            ValueError: choices cannot be combined.
         """
         return Strategy(*(getattr(self, joint) for joint in JOINTS))
 
     def renamed(self, name: str) -> StrategyOptions:
-        """Return the options with another strategy by name, and none of their own choices."""
+        """Return the options with a different strategy, by name, and without other choices."""
         return replace(self, strategy=name, **vars(get_strategy(name)[0]))
 
     def own_choices(self) -> list[str]:
@@ -317,7 +317,7 @@ USUAL_RATES = {
     **{"kfac": RATE, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
     **{"lars": 10.0, "lamb": 0.03},
 }
-"""Learning rates; for K-FAC, with steps of the length of Adam's and momentum of gradients."""
+"""Learning rates; for K-FAC, with steps as long as Adam's and momentum of gradients."""
 FOR_DIRECTIONS = 0.4  # of the default rate, because momentum of directions lengthens steps
 
 
@@ -533,7 +533,7 @@ DAMPING = ("damping", "relative_damping")
 
 
 def _defaults(preconditioner: str) -> tuple[dict[str, Any], Any]:
-    """Return the options of K-FAC by key that a preconditioner changes, and its momentum."""
+    """Return K-FAC's options that a preconditioner changes, by key, and its momentum."""
     defaults = joints.type_of("preconditioner", Preconditioner, preconditioner).defaults
     now, usual = flat(KfacOptions(**vars(defaults))), flat(KfacOptions())
     changed = {key: v for key, v in now.items() if v is not None and v != usual.get(key)}

@@ -1,4 +1,4 @@
-"""Create the strategy, the settings of K-FAC and the learning rate from options."""
+"""Create the strategy, K-FAC's settings and the learning rate from options."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def make_strategy(
     A setting chosen neither by the options nor by the strategy is missing.
 
     Raises:
-        ValueError: choices cannot be combined, or do not fit the number of ranks.
+        ValueError: choices cannot be combined, or are invalid for the number of ranks.
     """
     given = {key: getattr(kfac, key) for key in OF_STRATEGY}
     overrides = {key: value for key, value in given.items() if value is not None}

@@ -101,7 +101,7 @@ def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[st
     """Write the traces of a plan, and return a line about the files.
 
     Raises:
-        ValueError: a message has no counterpart in a trace, or the machine has no times of the
+        ValueError: a message has no counterpart in a trace, or the machine has no times for the
             model.
         OSError: a file cannot be written.
     """

@@ -133,7 +133,7 @@ class Crew:
         """Load a state, on any number of ranks.
 
         Raises:
-            UserError: an item is missing, or does not fit.
+            UserError: an item is missing or invalid.
         """
         for number, member in self.members.items():
             prefix = f"member-{number}/"

@@ -150,7 +150,7 @@ class Member:
         """Load a state, on any number of ranks.
 
         Raises:
-            UserError: an item is missing, or does not fit.
+            UserError: an item is missing or invalid.
         """
         self.trainer.load_state_dict(state)
         self.follow({name: state[NUMBER + name] for name in self._numbers})

@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> PopulationOptions:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
     Raises:
-        ValueError: an option is wrong; the text is one line with key, value and allowed values.
+        ValueError: an option is wrong; the message is one line with key, value and allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     options = POPULATION.read(argv)

@@ -159,7 +159,7 @@ def load(
         classes: synthetic: the number of classes.
 
     Raises:
-        ValueError: a file or an argument is wrong; the text has the wrong value and a remedy.
+        ValueError: a file or an argument is wrong; the message has the wrong value and a remedy.
         OSError: a file cannot be read.
     """
     entry, arguments = source(name), {"path": path, "size": size, "classes": classes}
@@ -470,7 +470,7 @@ def source(name: str) -> Source:
     """Return the entry of a data set, or of FILE.py:FUNCTION.
 
     Raises:
-        ValueError: no data set has that name; the text lists all names.
+        ValueError: no data set has that name; the message lists all names.
     """
     if is_own(name):
         own.check_file(name)
@@ -497,7 +497,7 @@ def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG
     """Return the data set that FILE.py:FUNCTION returns: four tensors, or a `Dataset`.
 
     Raises:
-        ValueError: the function returns something else; the text is one line with the right form.
+        ValueError: the function returns something else; the message states the right form.
     """
     data = own.result(name)
     if isinstance(data, Dataset):

@@ -1,4 +1,4 @@
-"""Networks by name, with the networks of files and of timm, and a small CNN for digits.
+"""Networks by name, including those from files and timm, and a small CNN for digits.
 
 `network` is the only function that knows the forms of names.
 """
@@ -141,7 +141,7 @@ OTHERS = "FILE.py:FUNCTION", "timm:NAME"
 
 
 def network(name: str) -> NetworkEntry:
-    """Return the entry of a network: of `MODELS`, of a file, or of timm.
+    """Return the entry of a network: from `MODELS`, a file, or timm.
 
     Raises:
         ValueError: no network has that name, the file raises, or timm is not installed; one line.

@@ -151,7 +151,7 @@ def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a change
 
 
 def of_timm(name: str, classes: int, channels: int) -> nn.Module:
-    """Return a network of timm with initial weights.
+    """Return a timm network with initial weights.
 
     Raises:
         ValueError: timm cannot create the network.
@@ -200,7 +200,7 @@ def timm() -> Any:
 
 
 def torchvision_of(version: str) -> str:
-    """Return pip's arguments for the torchvision of a version of torch, of the same build.
+    """Return pip's arguments for the torchvision that matches a version and build of torch.
 
     Torch 2.N.M belongs to torchvision 0.(N + 15).M since 2.9. A build such as "cu128" has its own
     index.

@@ -68,6 +68,6 @@ class Work(ABC):
         """Load a `state`, on any number of ranks.
 
         Raises:
-            ValueError: an item is missing, or does not fit.
+            ValueError: an item is missing or invalid.
         """
         self.trainer.load_state_dict(checkpoint)

@@ -101,7 +101,7 @@ class Recommendation(Work):
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: the data cannot be read, or do not fit the options.
+        UserError: the data cannot be read, or do not match the options.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ class Loop(ABC):
         """Load a `state`.
 
         Raises:
-            ValueError: an item is missing, or does not fit.
+            ValueError: an item is missing or invalid.
         """
 
     def state(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class Loop(ABC):
         """Restore the state from a checkpoint, if any; return what to keep of metrics.jsonl.
 
         Raises:
-            UserError: the checkpoint does not fit the run.
+            UserError: the checkpoint does not belong to this run.
         """
         if checkpoint is None:
             return 0, ""

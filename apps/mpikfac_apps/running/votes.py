@@ -108,7 +108,7 @@ class StepVotes:
         return False
 
     def _tell_of_loss(self, troubled: bool) -> None:
-        """Warn if the values that were not finite began with this rank's loss, a step ago."""
+        """Warn if non-finite values began with this rank's loss, in the previous step."""
         if troubled and not self._troubled and not self._losses[1].isfinite():
             log.warning(
                 "rank %d, step %d: the loss is %s; check the rank's batch and the model's outputs",

@@ -376,7 +376,7 @@ class PreconditionerFactory(MethodFactory):
     def plan(
         self, model: CoveredModel, strategy: Strategy, optimizer: Optimizer, team: SplitComm
     ) -> Plan:
-        """Plan the communication, and check that choices, ranks and optimizer fit together.
+        """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
             ValueError: two choices exclude each other, the number of curvature servers differs, a
@@ -454,7 +454,7 @@ def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
 
 
 def check_joins(link: Any, ranks: int) -> None:
-    """Check that `link` connects the rank to `ranks` curvature servers; None connects to 0.
+    """Check that `link` connects the rank to `ranks` curvature servers; None stands for 0.
 
     Raises:
         ValueError: the number of curvature servers differs.

@@ -121,7 +121,7 @@ class Codistillation:
             outputs: the logits that the model returned for `inputs`.
 
         Raises:
-            ValueError: the outputs have no dimension of classes.
+            ValueError: the outputs have no class dimension.
         """
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ValueError(
@@ -193,7 +193,7 @@ class Codistillation:
         Collective over: world.
 
         Raises:
-            UserError: on some rank an item is missing or does not fit the model, or groups have
+            UserError: on some rank an item is missing or does not match the model, or groups have
                 taken different numbers of steps.
         """
         with together(self._grid.world, "loading state", untrusted=True):

@@ -203,7 +203,7 @@ PLAIN = tuple(
 class DiLoCo(LocalSGD):
     """Local SGD in which the mean change of replicas is the gradient of an outer step.
 
-    The outer step is one of SGD with Nesterov momentum [DiLoCo, Douillard et al. 2023]. With
+    The outer step is an SGD step with Nesterov momentum [DiLoCo, Douillard et al. 2023]. With
     `fragments`, `delay` or `mixing`, exchanges are spread over steps [Streaming DiLoCo, Douillard
     et al. 2025].
 

@@ -83,7 +83,7 @@ class AsyncSGD(Trainer):
     first client.
 
     Raises:
-        ValueError: choices or ranks do not fit.
+        ValueError: choices or ranks are incompatible.
         UserError: ranks disagree on the model.
     """
 
@@ -466,7 +466,7 @@ def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> Paramet
     """Return the choices of the strategy, after checking that team and optimizer fit.
 
     Raises:
-        ValueError: choices, ranks or the optimizer do not fit.
+        ValueError: choices, ranks or the optimizer are incompatible.
     """
     choices = strategy.sync
     if not isinstance(choices, ParameterServer):

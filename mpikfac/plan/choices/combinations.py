@@ -131,7 +131,8 @@ def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
         of: the layer that the choices belong to, as " of layer 'conv1'".
 
     Raises:
-        ValueError: a requirement is not met; the text has all of them, the values and the reason.
+        ValueError: a requirement is not met; the message states all of them, the values and the
+            reason.
     """
     for row in table:
         if row.applies(choices) and (unmet := row.unmet(choices)):

@@ -123,7 +123,7 @@ def foreseen_of(
     """Return plan and intervals of a named strategy, with messages chosen for the machine.
 
     Raises:
-        ValueError: choices cannot be combined, or the machine has no times of the network.
+        ValueError: choices cannot be combined, or the machine has no times for the network.
     """
     usual = options.inv_update_steps or BASIS_EVERY  # regardless of what the strategy sets
     kfac = replace(options.kfac, inv_update_steps=usual)

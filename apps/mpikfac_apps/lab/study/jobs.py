@@ -33,7 +33,7 @@ PATIENCE = 60.0  # seconds that a job can take to end
 CELLS = "MPIKFAC_CELLS"
 """The variable with the directory of the cells, in the processes of a job."""
 KILLED = 128  # added to the number of the signal that has ended a rank
-NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)  # of a launcher of MPI
+NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)  # of an MPI launcher
 FORM = {"code": int, "why": str, "seconds": float}  # of a result
 
 

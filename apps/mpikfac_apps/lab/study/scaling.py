@@ -183,7 +183,7 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     """Return predicted seconds of a mean step.
 
     Raises:
-        ValueError: the options do not fit the ranks, or the machine lacks times.
+        ValueError: the options are invalid for the ranks, or the machine lacks times.
     """
     job = job_of(options, ranks, inv_update_steps(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds

@@ -139,7 +139,7 @@ def read(path: Path) -> Study:
     """Return the study that a file describes.
 
     Raises:
-        ValueError: the file is wrong; the text is one line with the wrong value and its place.
+        ValueError: the file is wrong; the message is one line with the wrong value and its place.
     """
     try:
         text = files.read_text(path, links=True)

@@ -53,7 +53,7 @@ def run(study: Study, directory: Path) -> int:
 
     Raises:
         ValueError: no launcher is found, or a second study is using the directory.
-        KeyboardInterrupt: the study was interrupted; no job is left.
+        KeyboardInterrupt: the study was interrupted; no job is left running.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     lock = Lock(directory)

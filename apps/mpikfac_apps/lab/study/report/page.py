@@ -296,7 +296,7 @@ def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tup
             pictures.predicted(cells, predictions),
             "Milliseconds of a step. The label of a point is the number of ranks. On the line, "
             "prediction and measurement are equal.",
-            "the study does not name a machine, or the machine has no times of the networks and "
+            "the study does not name a machine, or the machine has no times for the networks and "
             "batches",
         ),
     )
