@@ -66,7 +66,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
         The names of the buffers that differ.
 
     Raises:
-        RanksDifferError: parameters differ; the text names the first one.
+        RanksDifferError: parameters differ; the message names the first one.
     """
     differing = _differing(comm.allgather(checksums(model, leave)))
     weights = [name for name, _ in model.named_parameters()]

@@ -194,7 +194,7 @@ def test_work_that_is_not_predicted_is_named(capsys):
         (
             "--model resnet50 --machine v100-edr --ranks 2 --preconditioner eva "
             "--strategy deferred-allreduce",
-            "no times of preconditioner='eva'",
+            "no times for preconditioner='eva'",
         ),
         ("--model resnet50 --machine v100-edr --ranks 2 --json /nowhere/x", "/nowhere/x"),
         ("--model resnet50 --ranks 2", "--machine"),

@@ -83,7 +83,7 @@ TABLE = (
     Mistake(
         "optimizers by name: an error prints a method's address instead of the momentum",
         "optimizer.py",
-        "grafting = grafting.with_momentum(momentum)  # an error prints the number",
+        "grafting = grafting.with_momentum(momentum)  # error messages print the number",
         "pass",
         "tests/unit/test_kfac_optimizer.py",
     ),
@@ -127,7 +127,7 @@ TABLE = (
     Mistake(
         "factors of the gradient: learned before gradients are averaged",
         "engine/curvature/gradient_factors.py",
-        '"""Learn nothing from the batch before gradients are averaged; see `make_directions`."""',
+        '"""Do nothing before gradients are averaged; see `make_directions`."""',
         "super().learn(numbers)",
         "tests/mpi/test_gradient_preconditioners.py",
         2,
@@ -1248,7 +1248,7 @@ TABLE = (
     Mistake(
         "exchange: a rank's local votes count at an exchange",
         "lab/local_sgd/replicas.py",
-        "            self._votes.heard = []  # heard of the rank alone\n",
+        "            self._votes.heard = []  # from this rank alone\n",
         "",
         "tests/mpi/test_replicas.py",
         2,

@@ -171,7 +171,7 @@ def check_keys(
         explain: returns the message about an unknown key.
 
     Raises:
-        ValueError: a key is wrong; the text is one line with file, line and key.
+        ValueError: a key is wrong; the message is one line with file, line and key.
     """
     _check_group(document, path, "", keys, explain)
 

@@ -60,12 +60,12 @@ def listing() -> list[str]:
 def legend() -> list[str]:
     """Return lines about the units of costs."""
     text = (
-        "Sent are the bytes of a rank in a ring, in addition to averaging gradients: in "
-        "steps with new factors + in a refresh + in every step. P ranks, w workers. "
-        "4F, 4T and 4V are the bytes of all factors as squares, as triangles and as "
-        "vectors; 4N those of all gradients, 4R those of thin matrices in their place. K-FAC "
-        "is one of several preconditioners under these plans: shampoo, kl-shampoo and soap "
-        "send no factors, the first term; muon and normuon send no bases either, the second."
+        "\"Sends\" lists the bytes that a rank sends in a ring, in addition to averaging gradients: "
+        "in steps with new factors + in a refresh + in every step. P ranks, w workers. 4F, 4T and "
+        "4V are the bytes of all factors as squares, as triangles and as vectors; 4N those of all "
+        "gradients, and 4R those of the thin matrices that replace them. K-FAC is one of several "
+        "preconditioners under these plans: shampoo, kl-shampoo and soap do not send factors (the "
+        "first term); muon and normuon do not send bases (the second) either."
     )
     return textwrap.wrap(text, WIDTH)
 

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def predictions(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:
-    """Return a row for each strategy and number of ranks; the reason if there is no prediction.
+    """Return a row for each strategy and number of ranks, or the reason if there is no prediction.
 
     Raises:
         ValueError: no strategy can be predicted.
@@ -115,7 +115,7 @@ def job_of(
 
 @dataclass(frozen=True)
 class NetworkShapes:
-    """What predictions need of a network.
+    """What predictions need to know about a network.
 
     Attributes:
         covered: the shapes with K-FAC.
@@ -152,9 +152,9 @@ def foreseen_of(
     """Return plan and intervals of a named strategy, with messages chosen for the machine.
 
     Raises:
-        ValueError: choices do not fit together, or the machine has no times of the network.
+        ValueError: choices cannot be combined, or the machine has no times for the network.
     """
-    usual = options.inv_update_steps or BASIS_EVERY  # whatever the strategy sets
+    usual = options.inv_update_steps or BASIS_EVERY  # regardless of what the strategy sets
     kfac = replace(options.kfac, inv_update_steps=usual)
     first_order = name.startswith("sgd")
     shapes = network.bare if first_order else network.covered
@@ -179,7 +179,7 @@ def chosen(options: PredictionOptions, name: str, ranks: int) -> StrategyOptions
     """Return a named strategy with the choices that replace its own.
 
     Raises:
-        ValueError: the strategy has no such choice, or choices do not fit together.
+        ValueError: the strategy has no such choice, or choices cannot be combined.
     """
     strategy, _ = mpikfac.get_strategy(name)
     if not any(key.startswith("assignment.") for key in options.change):
