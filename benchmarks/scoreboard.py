@@ -59,9 +59,9 @@ def page() -> Iterator[str]:
         "of eigenbases.",
         "",
         "The authors also list the times of epochs, with factors in every step and bases in every",
-        "tenth. K-FAC's steps are predicted well, and SGD's are predicted to be much faster: an",
-        "epoch includes reading the images, and torch and Horovod were those of 2020. So the ratios",
-        "above are too high because of the denominator. Milliseconds of a step:",
+        "tenth. K-FAC's steps are predicted well; SGD's are predicted to be much faster, as an",
+        "epoch includes reading the images, and torch and Horovod were those of 2020. So the",
+        "ratios above are too high because of the denominator. Milliseconds of a step:",
         "",
         *table(["", "where", "published", *compared], map(cells, epochs())),
         *("", "## Steps on emulated hosts", ""),
@@ -146,7 +146,7 @@ def epochs() -> Iterator[Row]:
 def of_steps(
     ranks: Iterable[int], strategy: str, factor_update_steps: int, inv_update_steps: int
 ) -> list[float]:
-    """Return the seconds of a step of SGD, and of a strategy with eigenbases, by number of ranks."""
+    """Return the seconds of a step of SGD, then of a strategy, for each number of ranks."""
     words = f"--machine v100-edr --model resnet50 --ranks {','.join(map(str, ranks))}"
     words += f" --strategy sgd,{strategy} --preconditioner eigen --grafting none"
     words += " --transport.overlap false"

@@ -60,7 +60,7 @@ def listing() -> list[str]:
 def legend() -> list[str]:
     """Return lines about the units of costs."""
     text = (
-        "\"Sends\" lists the bytes that a rank sends in a ring, in addition to averaging gradients: "
+        '"Sends" lists the bytes that a rank sends in a ring, in addition to averaging gradients: '
         "in steps with new factors + in a refresh + in every step. P ranks, w workers. 4F, 4T and "
         "4V are the bytes of all factors as squares, as triangles and as vectors; 4N those of all "
         "gradients, and 4R those of the thin matrices that replace them. K-FAC is one of several "

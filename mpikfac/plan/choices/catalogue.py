@@ -194,8 +194,9 @@ def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
     if name not in NAMED:
         near = get_close_matches(name, NAMED, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(NAMED)}"
-        lab = "" if "mpikfac.lab" in sys.modules else " (`import mpikfac.lab` adds those of the lab)"
-        raise ValueError(f"strategy={name!r} is unknown; {known}{lab}")
+        without_lab = " (`import mpikfac.lab` adds those of the lab)"
+        more = "" if "mpikfac.lab" in sys.modules else without_lab
+        raise ValueError(f"strategy={name!r} is unknown; {known}{more}")
     return NAMED[name].strategy, dict(NAMED[name].settings)
 
 
