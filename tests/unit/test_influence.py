@@ -12,6 +12,7 @@ from mpikfac import layers
 from mpikfac.lab import Curvature, influence, self_influence
 from mpikfac.lab.curvature.matrices import ParameterMatrices
 from mpikfac.lab.curvature.records import gradients, products, record
+from support import inside
 from support.curved import F64, losses, network, trained
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -219,4 +220,4 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"one loss per example, \[examples\], not \[\]"):
         influence(curvature, lambda m, d: F.cross_entropy(m(d[0]), d[1]), [data], data)
     with pytest.raises(ValueError, match="has 2 examples, and the batch 6"):
-        record(kfac.model, kfac.layers, lambda m, d: losses(m, d).repeat(3), data)
+        record(kfac.model, inside.layers(kfac), lambda m, d: losses(m, d).repeat(3), data)
