@@ -58,7 +58,7 @@ def test_a_quadratic_problem_has_the_derivative_of_its_training():
 
     The loss is quadratic, so the curvature is constant and exact. A step changes the deviation d by
     `-lr P (H d - g / N)`; the sum of a geometric series has the deviation after all steps. Steps
-    are small, so `(1 - lr p)^K` is nearly `exp(-lr K p)`; with the exponential, the result is exact.
+    are small, so `(1 - lr p)^K` is nearly `exp(-lr K p)`, with which the result is exact.
     """
     torch.manual_seed(1)
     examples, lr, steps, damping, decay = 12, 1e-5, 100_000, 0.3, 0.05
