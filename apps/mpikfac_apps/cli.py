@@ -45,7 +45,7 @@ def mend_streams() -> None:
 
 
 def complain(program: str, error: Exception) -> None:
-    """Print an error on a single line; parts of the text may come from files."""
+    """Print an error on a single line; parts of the text can come from files."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 
@@ -105,4 +105,6 @@ def checkpoint_at(path: Path) -> Path:
     for root in (path / "checkpoints", path):
         if root.is_dir() and (newest := mpikfac.checkpoint.latest_checkpoint(root)):
             return newest
-    raise ValueError(f"{path} has no complete checkpoint; give the directory of one or of a run")
+    raise ValueError(
+        f"{path} has no complete checkpoint; pass the directory of a checkpoint or of a run"
+    )

@@ -28,7 +28,7 @@ def counts(text: str) -> tuple[int, ...]:
     """Return whole numbers from 1 to `MOST` from a text such as "16,64".
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has a different form.
     """
     for part in text.split(","):
         if not part.isdecimal() or not 1 <= int(part) <= MOST:
@@ -89,7 +89,7 @@ def brief_mib(size: float) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join names to a list, such as "a, b and c"."""
+    """Join names into a list, such as "a, b and c"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
 

@@ -17,11 +17,11 @@ from mpikfac.trace import Trace
 
 Call = Callable[[Any, Any], None]
 FIRST = 16
-"""In how many of its first exchanges of rows a group compares whether they require gradients."""
+"""The first exchanges of rows in which a group compares whether they require gradients."""
 
 
 class Group:
-    """Exchange activations between ranks, for example those among which split layers are divided.
+    """Exchange activations between ranks, for example the ranks over which layers are split.
 
     Collective over: comm.
 
@@ -38,7 +38,7 @@ class Group:
         self._comm = cast(MPI.Intracomm, comm.Split(color, comm.rank))
         self._comm.name = name
         self.size, self.member, self.trace = self._comm.size, self._comm.rank, trace
-        self._compared = 0  # how many exchanges have been compared
+        self._compared = 0  # number of exchanges compared so far
         self._buffers = Buffers(trace, cuda_aware())
 
     def free(self) -> None:
@@ -54,7 +54,7 @@ class Group:
         Collective over: group.
 
         Raises:
-            UserError: layers or shapes differ; the text names both.
+            UserError: layers or shapes differ; the message names both.
         """
         first, *calls = self._comm.allgather((layer, tuple(x.shape), str(x.dtype)))
         for member, call in enumerate(calls, start=1):
@@ -164,8 +164,8 @@ class Group:
         count = max(map(len, flats))
         if count > MAX_COUNT:
             raise ValueError(
-                f"a message of the stage {stage!r} has {count} elements, and MPI takes at most "
-                f"{MAX_COUNT}: take smaller batches"
+                f"a message of the stage {stage!r} has {count} elements, and MPI accepts at most "
+                f"{MAX_COUNT}: use smaller batches"
             )
         with (
             self._buffers.both(*flats, stage) as buffers,

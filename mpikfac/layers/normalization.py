@@ -67,11 +67,11 @@ class NormLayer(Layer):
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return the factor `batch`: squares of the mean loss's gradients are too small by it."""
+        """Return `batch`, by which squares of the mean loss's gradients are too small."""
         return {"A": 1.0 if vectors else float(batch)}
 
     def positions(self, g: Tensor) -> int:
-        """Return the number of examples, as positions are summed within examples."""
+        """Return the number of examples, because positions are summed within examples."""
         return len(g)
 
     def parts(self, matrix: Tensor) -> list[Tensor]:

@@ -568,7 +568,7 @@ def test_ranges_of_two_seeds_say_who_may_be_as_quick():
     means = {
         name: mean_of(values) for name, values in (("a", [1, 2]), ("b", [2, 3]), ("c", [3, 4]))
     }
-    assert doubt("a", means) == " Within the ranges of seeds, b may be as fast as a."
+    assert doubt("a", means) == " Within the ranges of seeds, b might be as fast as a."
     assert doubt("a", {"a": mean_of([1]), "b": mean_of([2])}) == ""
 
 

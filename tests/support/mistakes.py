@@ -50,6 +50,14 @@ TABLE = (
         "tests/mpi/test_equality.py",
         ranks=3,
     ),
+    Mistake(
+        "votes: weights that owners replace are not compared",
+        "model/equality.py",
+        "self.recent.append(found)",
+        "self.recent.append({})",
+        "tests/mpi/test_equality.py",
+        ranks=3,
+    ),
     # -- optimizers of a preconditioner by name
     Mistake(
         "optimizers by name: Shampoo's own step length gives no warning",
@@ -75,7 +83,7 @@ TABLE = (
     Mistake(
         "optimizers by name: an error prints a method's address instead of the momentum",
         "optimizer.py",
-        "grafting = grafting.with_momentum(momentum)  # an error prints the number",
+        "grafting = grafting.with_momentum(momentum)  # error messages print the number",
         "pass",
         "tests/unit/test_kfac_optimizer.py",
     ),
@@ -119,7 +127,7 @@ TABLE = (
     Mistake(
         "factors of the gradient: learned before gradients are averaged",
         "engine/curvature/gradient_factors.py",
-        '"""Learn nothing from the batch before gradients are averaged; see `make_directions`."""',
+        '"""Do nothing before gradients are averaged; see `make_directions`."""',
         "super().learn(numbers)",
         "tests/mpi/test_gradient_preconditioners.py",
         2,
@@ -749,7 +757,7 @@ TABLE = (
     ),
     Mistake(
         "codecs: values are rounded towards 0",
-        "numerics/messages/codecs.py",
+        "plan/choices/int8.py",
         ".round_().clamp_(-127, 127)",
         ".trunc_().clamp_(-127, 127)",
         "tests/property/test_codecs.py",
@@ -1240,7 +1248,7 @@ TABLE = (
     Mistake(
         "exchange: a rank's local votes count at an exchange",
         "lab/local_sgd/replicas.py",
-        "            self._votes.heard = []  # heard of the rank alone\n",
+        "            self._votes.heard = []  # from this rank alone\n",
         "",
         "tests/mpi/test_replicas.py",
         2,

@@ -263,7 +263,7 @@ def test_what_no_layer_covers_is_logged_once(comm, caplog):
     kfac.step()
     first_order, cost = caplog.messages
     assert first_order == (
-        "trained first-order, as no layer covers them: "
+        "trained first-order, because no layer covers them: "
         "BatchNorm1d 1 (weight, bias); Linear 2 (weight, bias)"
     )
     assert cost.startswith("K-FAC: ")

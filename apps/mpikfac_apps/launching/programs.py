@@ -1,4 +1,4 @@
-"""The programs of the command `mpikfac` by name, and what they answer before they start."""
+"""The programs of the command `mpikfac` by name, and what they print before they start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROGRAMS = {
     "strategies": Program(
         "planning.strategies",
         "planning.options:LIST",
-        "list the published strategies of distributing K-FAC",
+        "list the published strategies of distributing K-FAC, or describe one",
     ),
     "plan": Program(
         "planning.plan",
@@ -126,8 +126,8 @@ PROGRAMS = {
 def run(name: str, arguments: list[str]) -> int:
     """Run a program; return the exit code.
 
-    Help and unknown options are answered first, before torch and MPI are imported, which takes
-    seconds. A rank of an MPI job leaves this to the program, in which a single rank answers.
+    Help and unknown options are handled before torch and MPI are imported, which takes seconds. A
+    rank of an MPI job leaves this to the program, in which a single rank answers.
     """
     if not any(variable in os.environ for variable in RANK_VARIABLES):
         code = answer(name, arguments)

@@ -51,7 +51,7 @@ def print_plan(options: PlanOptions) -> int:
     """Print the plan of the options; return 0.
 
     Raises:
-        ValueError: options do not fit together.
+        ValueError: options cannot be combined.
     """
     if options.ranks > SLOW:
         print(f"planning {options.ranks} ranks takes minutes", file=sys.stderr, flush=True)
@@ -71,7 +71,7 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
     """Return the plan of a training after the first batch.
 
     Raises:
-        ValueError: options do not fit together.
+        ValueError: options cannot be combined.
     """
     return foreseen_of(options).plan
 
@@ -80,7 +80,7 @@ def foreseen_of(options: PlanOptions) -> Foreseen:
     """Return plan, intervals and cost of a training with the options, after the first batch.
 
     Raises:
-        ValueError: options do not fit together.
+        ValueError: options cannot be combined.
     """
     entry = models.network(options.model)
     covered = coverage(options.kfac, entry.covers)
@@ -101,7 +101,7 @@ def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[st
     """Write the traces of a plan, and return a line about the files.
 
     Raises:
-        ValueError: a message has no counterpart in a trace, or the machine has no times of the
+        ValueError: a message has no counterpart in a trace, or the machine has no times for the
             model.
         OSError: a file cannot be written.
     """
@@ -158,7 +158,10 @@ def owners(plan: mpikfac.plan.Plan) -> list[str]:
     """Return lines about the owners of the factors of each layer, or of the layers."""
     if not plan.factors:
         columns = [f"{name} c{column}" for name, column in plan.columns_of.items()]
-        return ["Layers without factors, and the columns that make directions", *in_lines(columns)]
+        return [
+            "Layers without factors, and the columns that compute their directions",
+            *in_lines(columns),
+        ]
     if len(plan.layers) > TABLE:
         return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
     rows: list[tuple[str, ...]] = [("layer", "order A", "order G", "column", "owner A", "owner G")]

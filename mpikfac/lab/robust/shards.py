@@ -11,7 +11,7 @@ from mpikfac.lab.robust.config import NearMost
 from mpikfac.lab.robust.rules import farthest, near_most
 from mpikfac.numerics import ByVector
 
-SPREAD = 2_654_435_761  # a prime: seeds of neighbouring steps and shards differ
+SPREAD = 2_654_435_761  # a prime, so that seeds of neighbouring steps and shards differ
 
 
 class Centred(ByVector):
@@ -108,7 +108,7 @@ class Near:
     """
 
     def __init__(self, rule: NearMost, first: int) -> None:
-        """Begin.
+        """Begin at a shard's position.
 
         Args:
             first: the place of the shard in a vector.

@@ -2,7 +2,7 @@
 
     mpikfac compare runs/a runs/b --target 0.97 --figure curves.svg --table table.tex
 
-Seconds include training steps only, not evaluation and checkpoints. Runs that differ only by the
+Seconds include only training steps, not evaluation and checkpoints. Runs that differ only by the
 seed are the seeds of a variant.
 """
 
@@ -212,7 +212,7 @@ def titles(measure: Measure, target: float) -> list[str]:
 
 
 def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -> str:
-    """Format the mean or range of the known values; the text says if some are missing."""
+    """Format the mean or range of the known values, and note if some are missing."""
     mean = mean_of(numbers)
     if mean is None:
         return "never"
