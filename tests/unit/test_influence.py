@@ -210,6 +210,16 @@ def test_influence_predicts_leaving_an_example_out():
         torch.testing.assert_close(scores[left] / (1 - leverage[left]), change, **EXACT)
 
 
+def test_more_queries_than_memory_are_refused(monkeypatch):
+    """Oracle: 8 bytes for each of 80 parameters, by hand, and a machine of 1,000 bytes."""
+    kfac = trained(network())
+    curvature, data = Curvature.of(kfac), batch(2)
+    kfac.model.eval()
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 1}.get)
+    with pytest.raises(ValueError, match=r"2 queries of 80 parameters take 1,280 bytes"):
+        influence(curvature, losses, [data], data)
+
+
 def test_refusals():
     """Oracle: one line each."""
     kfac = trained(network())

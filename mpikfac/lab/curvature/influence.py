@@ -8,6 +8,7 @@ To first order, leaving out example t of N raises the loss of query q by
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -52,7 +53,8 @@ def influence(
         and the examples of this rank.
 
     Raises:
-        ValueError: see `record`: modules in training mode, or a loss of several examples.
+        ValueError: a module is in training mode, a loss is not that of one example, or the
+            solutions for all queries do not fit into memory.
     """
     gradients_of = query_gradients(curvature, measure or losses, queries)
     solved = curvature.apply_to_matrices(gradients_of, damped_power(-1.0, damping))
@@ -114,12 +116,13 @@ def inner_products(
         Products `[vectors, examples]`, divided by the number of examples of all ranks.
     """
     owners = curvature.owners
+    counts = owners.count(len(next(iter(matrices.values()))))
+    _check_memory(sum(counts), sum(owners.sizes))
     everyone = {
-        name: owners.gather(rows.flatten(1)).view(-1, *owners.shapes[name])
+        name: owners.gather(rows.flatten(1), counts).view(-1, *owners.shapes[name])
         for name, rows in matrices.items()
     }
-    count = len(next(iter(everyone.values())))
-    found = [torch.empty(count, 0, dtype=torch.float64)]
+    found = [torch.empty(sum(counts), 0, dtype=torch.float64)]
     for batch in examples:
         records = _records(curvature, losses, batch)
         total = sum(products(everyone[name], calls) for name, calls in records.items())
@@ -127,6 +130,23 @@ def inner_products(
         found.append(total.cpu())
     own = torch.cat(found, 1)
     return own / sum(owners.count(own.shape[1]))
+
+
+def _check_memory(queries: int, parameters: int) -> None:
+    """Check that the solutions of all queries fit into memory.
+
+    Raises:
+        ValueError: they do not.
+    """
+    needed, memory = (
+        8 * queries * parameters,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+    if needed > memory:
+        raise ValueError(
+            f"{queries} queries of {parameters:,} parameters take {needed:,} bytes on each rank, "
+            f"and the memory has {memory:,}; pass fewer queries at a time"
+        )
 
 
 def _records(curvature: Curvature, losses: Losses, batch: Any) -> Records:
