@@ -302,17 +302,8 @@ OPEN_NAMES = {
 }
 # What has a member of the name of a part, and is no trainer: names, and functions' results.
 NO_TRAINERS = {
-    *(
-        "axis",
-        "curvature",
-        "tp_plan",
-        "factor",
-        "hypothesis",
-        "layer",
-        "layouts",
-        "method",
-        "mpikfac",
-    ),
+    *("axis", "tp_plan", "factor", "hypothesis", "layer", "layouts", "method", "mpikfac"),
+    "curvature",
     *("network", "options", "plan", "shape", "make_plan", "plan_of", "choose_tensor_parallel_plan"),
 }
 # The file that knows the inside; the benchmark that also runs older states of the library; and
