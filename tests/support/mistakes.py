@@ -1346,8 +1346,8 @@ TABLE = (
     Mistake(
         "rows: a row counts as a single number",
         "comm/group.py",
-        "row = math.prod(sent.shape[1:]) * (1",
-        "row = (1",
+        "return math.prod(x.shape[1:]) * (1",
+        "return (1",
         "tests/mpi/test_rows.py",
         2,
     ),
