@@ -290,9 +290,10 @@ def _too_large(path: str | Path, size: int, limit: int) -> Refused:
 def _levels(content: Any) -> int:
     """Return the nesting depth of lists and objects in JSON; counting stops at `DEEP` + 1."""
     level, levels = [content], 0
-    while levels <= DEEP and (
-        level := [nested for nested in level if isinstance(nested, dict | list)]
-    ):
+    while levels <= DEEP:
+        level = [nested for nested in level if isinstance(nested, dict | list)]
+        if not level:
+            break
         levels += 1
         level = [
             inner

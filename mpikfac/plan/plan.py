@@ -274,9 +274,8 @@ def _check_layers(
             )
     sources = {form.name: form.of for form in forms}
     for layer in layers:
-        if (preconditioner := layer.preconditioner or names[0]) and sources[
-            preconditioner
-        ] != sources[names[0]]:
+        preconditioner = layer.preconditioner or names[0]
+        if preconditioner and sources[preconditioner] != sources[names[0]]:
             raise ValueError(
                 f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with "
                 f"factors of the same kind, but those of preconditioner={names[0]!r} come from the "

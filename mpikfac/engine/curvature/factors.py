@@ -419,7 +419,10 @@ class LateFactors(Factors):
             self.whole()
             for name, running in self._running.items():
                 owned = self._saves(self._factors[name])
-                running.average.copy_(running.total) if owned else running.average.zero_()
+                if owned:
+                    running.average.copy_(running.total)
+                else:
+                    running.average.zero_()
                 running.weight.copy_(running.count * owned)
             self._leave_identity_to_owners()
             self.release()
