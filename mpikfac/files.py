@@ -199,7 +199,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = False) -> None:
-    """Replace the content of a file, see `writing`; after a failure, the file can be incomplete.
+    """Replace the content of a file (see `writing`); after a failure, it can be incomplete.
 
     Raises:
         OSError: the file cannot be written.

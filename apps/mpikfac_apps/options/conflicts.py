@@ -155,7 +155,7 @@ def _check_groups(options: Options, ranks: int) -> None:
 
 
 def check_data(data: DataOptions) -> None:
-    """Check that options of the data fit together."""
+    """Check that the data options can be combined."""
     entry = source(data.name)
     if entry.needs and getattr(data, entry.needs[0]) is None:
         key, meaning = entry.needs
