@@ -257,7 +257,7 @@ def test_time_of_jobs_counts_a_run_that_cells_share_once(tmp_path):
     for cell in wanted.cells:
         fill(tmp_path, cell)
     page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
-    assert "by last start</td><td>0.5 min" in page  # 27 s; 36 s are 0.6 min
+    assert "last start</td><td>0.5 min" in page  # 27 s; 36 s are 0.6 min
 
 
 def test_each_number_of_ranks_has_a_panel_and_no_panel_is_empty(tmp_path):
