@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -16,13 +17,15 @@ from mpikfac.comm import Comm, SplitComm, agree, world
 from mpikfac.errors import UserError
 from mpikfac.kfac import KFAC
 from mpikfac.layers import Coverage
-from mpikfac.model import Descent, check_kind
+from mpikfac.model import Descent, check_kind, settings_in
 from mpikfac.numerics import PassedScale
 from mpikfac.plan import AdamGrafting, Grafting, KLClip, Strategy, check_size, plain
+from mpikfac.plan.names import OF_GROUPS
 from mpikfac.preconditioners import named_preconditioner
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator
 from mpikfac.trainer import Trainer
 
+GROUPS = "param_groups"
 MODEL = "model/"  # names of items of the model in a trainer's state
 PASSED = "grad_scale", "found_inf"
 """Attributes that a GradScaler sets on an optimizer for one step."""
@@ -147,17 +150,22 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rank's part of the trainer's state, without the model.
 
         Items are named as in `KFAC.state_dict`: hyperparameters and state of the optimizer,
-        factors, decompositions, the number of steps. With COMM-OPT, the default strategy, each
-        rank's state is complete, so rank 0's can be loaded by all ranks, and by any number of
-        ranks. The exceptions are preconditioners whose factors come from the averaged gradient,
-        such as "shampoo" and "soap", and `Refresh(staleness=1)`: there, each rank stores only the
-        factors that it decomposes or the pending decompositions that it has computed, so each must
-        load its own state; rank 0's is refused.
+        factors, decompositions, the number of steps. In addition, `"param_groups"` has the form of
+        torch's optimizers, for frameworks that read it; if a program changes a hyperparameter
+        there, the changed one is loaded.
+
+        With COMM-OPT, the default strategy, each rank's state is complete, so rank 0's can be
+        loaded by all ranks, and by any number of ranks. The exceptions are preconditioners whose
+        factors come from the averaged gradient, such as "shampoo" and "soap", and
+        `Refresh(staleness=1)`: there, each rank stores only the factors that it decomposes, or the
+        pending decompositions that it has computed, and must load its own state; rank 0's is
+        refused.
 
         Collective over: see `KFAC.state_dict`.
         """
         state = self.trainer.state_dict()
-        return {name: value for name, value in state.items() if not name.startswith(MODEL)}
+        own = {name: value for name, value in state.items() if not name.startswith(MODEL)}
+        return own | {GROUPS: _numbered(self.param_groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the rank's part of a `state_dict`, on all ranks or on none.
@@ -173,6 +181,8 @@ class Optimizer(torch.optim.Optimizer):
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
         # Copied, because a state taken from this trainer shares its memory, which loading clears.
         state = copy.deepcopy(dict(state_dict)) | model
+        edited = settings_in(state.pop(GROUPS, ()))
+        state |= {OF_GROUPS + n: value for n, value in edited if OF_GROUPS + n in state}
         try:
             self.trainer.load_state_dict(state)
         except UserError as error:
@@ -182,6 +192,16 @@ class Optimizer(torch.optim.Optimizer):
                 f"{error}; the state_dict may be that of a single rank: load each rank's own file, "
                 f"or use save_checkpoint and load_checkpoint"
             ) from error
+
+
+def _numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups as torch's `state_dict` does, with numbers in place of parameters."""
+    number = itertools.count()
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [next(number) for _ in group["params"]]}
+        for group in groups
+    ]
 
 
 class KFACOptimizer(Optimizer):

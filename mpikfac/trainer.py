@@ -47,6 +47,7 @@ from mpikfac.model import (
     check_synchronous,
     check_tensors,
     check_unsharded,
+    check_written,
     checksums,
     common_type,
     describe,
@@ -267,7 +268,15 @@ class Trainer:
         return {"steps": numbers.step, "optimizer": groups, **of_method, **arguments}
 
     def _tensors(self) -> dict[str, object]:
-        """Return checksums of weights and buffers, in steps that compare them."""
+        """Return checksums of what the program has written, and of all weights at times."""
+        writes, written = self.built.update.writes, {}
+        if writes is not None:
+            writes.look()
+            written = {"written": [*writes.recent]}
+        return written | self._all_tensors()
+
+    def _all_tensors(self) -> dict[str, object]:
+        """Return checksums of weights and buffers in steps that compare them."""
         if self.steps % COMPARE_EVERY or self._strategy.sync.local_steps:
             return {}
         return {"tensors": checksums(self.model, self._own_tensors())}
@@ -320,6 +329,8 @@ class Trainer:
             if not self._strategy.sync.local_steps:
                 world, own = self.built.grid.world, self._own_tensors()
                 self._unequal |= {*check_equal(world, self.model, own)}
+                if (writes := self.built.update.writes) is not None:
+                    check_written(world, writes)
         if changed:
             self._take_up("the trained parameters have changed")
         else:

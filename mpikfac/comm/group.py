@@ -95,6 +95,23 @@ class Group:
         self._send(self._comm.Allgather, sent, received, stage)
         return _joined(received, dim)
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int], stage: str) -> Tensor:
+        """Return the rows of all members, ordered by member; `counts` has those of each member.
+
+        Collective over: group.
+        """
+        if self.size == 1:
+            return x
+        sent = x.contiguous()
+        received = sent.new_empty(sum(counts), *sent.shape[1:])
+        row = math.prod(sent.shape[1:]) * (1 if sent.dtype in SUMMABLE else sent.itemsize)
+
+        def allgatherv(outgoing: Any, incoming: Any) -> None:
+            self._comm.Allgatherv(outgoing, [incoming, [row * count for count in counts]])
+
+        self._send(allgatherv, sent, received, stage)
+        return received
+
     def sum_parts(self, x: Tensor, dim: int, stage: str) -> Tensor:
         """Return this rank's part, along `dim`, of the sum of all members' tensors.
 

@@ -147,6 +147,7 @@ class Gradients:
     Attributes:
         layers: the layers covered by K-FAC.
         uncovered: parameters and running statistics without a covering layer.
+        trained: the trained parameters.
         sender: reduces the arena over ranks; an extension can replace it.
         broken: the names of blocks whose average contains NaN or infinity, among those that this
             rank steps; the step does not change them.
@@ -164,7 +165,7 @@ class Gradients:
         self.site, self.plan, self.layers, self.uncovered = site, site.plan, layers, uncovered
         self.blocks: list[Block] = [*layers, *uncovered]
         (self.votes,) = (block for block in uncovered if isinstance(block, Votes))
-        self._trained = Trained(model, [p for block in self.blocks for p in block.parameters])
+        self.trained = Trained(model, [p for block in self.blocks for p in block.parameters])
         self.arena = site.arena(site.plan.layouts.gradients)
         self.slots = slots_in(self.arena, self.blocks, site)
         self.uncovered_slots = slots_in(self.arena, uncovered, site)
@@ -200,22 +201,22 @@ class Gradients:
         Raises:
             ValueError: a parameter was converted or moved.
         """
-        changed = self._trained.changed()
+        changed = self.trained.changed()
         if changed:
-            self._trained.leave_changed()
+            self.trained.leave_changed()
             self._reader.abort_batch()  # so that leftover gradients are not an error
         self.votes.mark(values, changed)
         return changed
 
     def look_at_parts(self, values: object) -> None:
-        """Vote again in all accumulated parts, with values that are known only during the step."""
-        self.votes.mark(values, self._trained.changed())
+        """Vote again, in all accumulated parts, with values that are only known in the step."""
+        self.votes.mark(values, self.trained.changed())
         votes = self.sender.accumulated[..., self.arena.span(self.votes.name)]
         self.votes.counted(votes).copy_(self.votes.counted(self.votes.tensor))
 
     def unknown(self, stepped: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that have gradients but belong to no block."""
-        return [p for p in stepped if p.grad is not None and p not in self._trained]
+        return [p for p in stepped if p.grad is not None and p not in self.trained]
 
     def read(self) -> None:
         """Copy the model's gradients into the arena.

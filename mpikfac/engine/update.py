@@ -8,12 +8,20 @@ from torch.optim import Optimizer
 
 from mpikfac.comm import summed
 from mpikfac.engine.gradients import Gradients, Slot, slots_in
+from mpikfac.model import Writes
 from mpikfac.numerics import copy_all
 from mpikfac.plan import lay_out, names, stages
 
 
 class Everyone:
-    """The base class: every rank has all averaged gradients, and steps all blocks."""
+    """The base class: every rank has all averaged gradients, and steps all blocks.
+
+    Attributes:
+        writes: what the program writes to weights between steps, if a step would hide it; None if
+            ranks keep what they have written.
+    """
+
+    writes: Writes | None = None
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
@@ -86,6 +94,7 @@ class Owners(Everyone):
         self._before = site.arena(changing)
         encoded = [block for block in gradients.blocks if block.name in site.plan.messages_of]
         self._changing = slots_in(self._before, encoded, site)
+        self.writes = Writes(gradients.trained.by_name)
 
     def _square(self) -> Tensor:
         square = super()._square()
@@ -105,8 +114,11 @@ class Owners(Everyone):
                 for parameter in slot.block.parameters:
                     parameter.grad = None
         copy_all(pair for s in self._changing for pair in s.block.values_to(s.parts))
-        super().step(optimizer)
-        self._publish()
+        try:
+            super().step(optimizer)
+            self._publish()
+        finally:  # what an interrupted step has written was not the program
+            self.writes.note()
 
     def _publish(self) -> None:
         flat, slots = self.gradients.arena.flat, self.gradients.slots

@@ -279,6 +279,25 @@ class Layer:
             return rows.new_ones(*rows.shape[:-1], 1), rows
         return self.with_ones(self.inputs(x)), rows
 
+    def projections(
+        self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return `a`, without the bias's 1, and `g` times vectors, for every position.
+
+        The sum of their product over positions is `u^T W v` for each pair of vectors, with the
+        weight's gradient `W` `[groups, outputs, inputs]`, summed over groups.
+
+        Args:
+            of_inputs: the vectors `v` of each group, `[groups, inputs, vectors]`.
+            of_outputs: the vectors `u` of each group, `[groups, outputs, vectors]`.
+
+        Returns:
+            Both as `[positions, vectors]`.
+        """
+        rows = self.inputs(x), self.outputs(g)
+        a, b = (side.flatten(0, self._last).to(of_inputs.dtype) for side in rows)
+        return a @ of_inputs[0], b @ of_outputs[0]
+
     def with_ones(self, vectors: Tensor) -> Tensor:
         """Return vectors `a` `[..., inputs]`, with a 1 appended for a bias."""
         return F.pad(vectors, (0, 1), value=1.0) if self.bias else vectors

@@ -91,6 +91,11 @@ class Trained:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._kinds = {(p.dtype, p.device) for p in self._parameters.values()}
 
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """The parameters, by their names in the model."""
+        return {self._names[key]: parameter for key, parameter in self._parameters.items()}
+
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._parameters
 

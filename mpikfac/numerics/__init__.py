@@ -32,13 +32,9 @@ from mpikfac.numerics.inverses import damped_inverse as damped_inverse
 from mpikfac.numerics.inverses import error_of_inverse as error_of_inverse
 from mpikfac.numerics.inverses import tikhonov_share as tikhonov_share
 from mpikfac.numerics.messages import ByVector as ByVector
-from mpikfac.numerics.messages import add_decoded as add_decoded
 from mpikfac.numerics.messages import by_vector as by_vector
 from mpikfac.numerics.messages import combined as combined
 from mpikfac.numerics.messages import encode as encode
-from mpikfac.numerics.messages import matrix_in as matrix_in
-from mpikfac.numerics.messages import orthonormal as orthonormal
-from mpikfac.numerics.messages import renewed as renewed
 from mpikfac.numerics.moments import ADDED_IN_FLOAT32 as ADDED_IN_FLOAT32
 from mpikfac.numerics.moments import factor_scales as factor_scales
 from mpikfac.numerics.moments import squares as squares
@@ -48,6 +44,7 @@ from mpikfac.numerics.moments import with_bias as with_bias
 from mpikfac.numerics.orthogonal import orthogonalised as orthogonalised
 from mpikfac.numerics.passes import at_end_of_backward as at_end_of_backward
 from mpikfac.numerics.passes import in_backward as in_backward
+from mpikfac.numerics.passes import in_capture as in_capture
 from mpikfac.numerics.passes import in_transform as in_transform
 from mpikfac.numerics.passes import listen as listen
 from mpikfac.numerics.passes import makes_gradients as makes_gradients

@@ -7,7 +7,6 @@ extensions that replace a stage.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import replace
 
 from mpikfac.plan import names
 from mpikfac.plan.choices import Compressor
@@ -89,9 +88,7 @@ def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message
     layout, compressor = rank.layouts.gradients, rank.strategy.compression.gradients
     apart = rank.strategy.transport.overlap
     kinds = {name: number if apart else -1 for name, number in rank.messages_of.items()}
-    codec = codec_of_sums(rank, layout)
-    if codec and compressor:
-        codec = replace(codec, momentum=compressor.momentum)
+    codec = None if compressor is None else compressor.codec_of_gradients(rank, layout)
     return [
         message
         for codec, kinds in with_uncovered(rank, codec, kinds, -1)

@@ -61,7 +61,7 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
         one = algorithms.transfer(sent, math.ceil(ranks / nodes))
         return sum(round_seconds(one, machine, sharing))
     if message.codec and message.primitive == IN_TWO_SUMS:
-        return sum(seconds("Allreduce", plan.itemsize * side) for side in message.codec.sides())
+        return sum(seconds("Allreduce", plan.itemsize * size) for size in message.codec.reductions)
     if message.primitive == "Send, Bcast":
         return seconds("Send", message.size) + seconds("Bcast", message.size)
     if message.over == "curvature" and message.primitive == "Send":

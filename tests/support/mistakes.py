@@ -50,6 +50,14 @@ TABLE = (
         "tests/mpi/test_equality.py",
         ranks=3,
     ),
+    Mistake(
+        "votes: weights that owners replace are not compared",
+        "model/equality.py",
+        "self.recent.append(found)",
+        "self.recent.append({})",
+        "tests/mpi/test_equality.py",
+        ranks=3,
+    ),
     # -- optimizers of a preconditioner by name
     Mistake(
         "optimizers by name: Shampoo's own step length gives no warning",
@@ -749,7 +757,7 @@ TABLE = (
     ),
     Mistake(
         "codecs: values are rounded towards 0",
-        "numerics/messages/codecs.py",
+        "plan/choices/int8.py",
         ".round_().clamp_(-127, 127)",
         ".trunc_().clamp_(-127, 127)",
         "tests/property/test_codecs.py",

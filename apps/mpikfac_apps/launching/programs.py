@@ -42,7 +42,7 @@ PROGRAMS = {
     "strategies": Program(
         "planning.strategies",
         "planning.options:LIST",
-        "list the published strategies of distributing K-FAC",
+        "list the published strategies of distributing K-FAC, or describe one",
     ),
     "plan": Program(
         "planning.plan",
@@ -85,6 +85,12 @@ PROGRAMS = {
         "inspecting.inspect",
         "inspecting.options:INSPECT",
         "show the contents and the spectra of a checkpoint",
+    ),
+    "influence": Program(
+        "lab.influence.influence",
+        "lab.influence.options:INFLUENCE",
+        "score training images by their influence on test images",
+        ranks=True,
     ),
     "pack": Program(
         "inspecting.pack",

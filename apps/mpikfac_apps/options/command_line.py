@@ -232,7 +232,8 @@ def _placeholders(options: Iterable[Leaf]) -> Iterator[str]:
     """Yield the required arguments, for the usage line."""
     for leaf in options:
         if leaf.positional:
-            yield leaf.key.upper() + (" ..." if leaf.is_list else "")
+            word = leaf.key.upper() + (" ..." if leaf.is_list else "")
+            yield word if leaf.default is REQUIRED else f"[{word}]"
         elif leaf.default is REQUIRED:
             yield f"--{leaf.key} {_placeholder(leaf)}"
 
@@ -247,6 +248,7 @@ def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {"type": leaf.kind | str if leaf.scheduled else leaf.kind}
     if leaf.default is not REQUIRED:
         settings["default"] = leaf.default
+        settings |= {"nargs": "?"} if leaf.positional else {}
     elif leaf.positional and leaf.is_list:
         settings |= {"nargs": "+", "type": typing.get_args(leaf.kind)[0]}
     elif not leaf.positional:

@@ -172,9 +172,9 @@ def required(*bounds: str, read: Callable[[str], Any] | None = None) -> Any:
     return dataclasses.field(metadata={"bounds": bounds, "read": read})
 
 
-def positional(*bounds: str) -> Any:
-    """Return a field that must be set, as a value without a name."""
-    return dataclasses.field(metadata={"bounds": bounds, "positional": True})
+def positional(*bounds: str, default: Any = dataclasses.MISSING) -> Any:
+    """Return a field that is given as a value without a name; without `default`, it is required."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds, "positional": True})
 
 
 def read_by(read: Callable[[str], Any], default: str | None) -> Any:

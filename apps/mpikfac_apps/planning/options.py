@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpikfac_apps.options.command_line import CommandLine
-from mpikfac_apps.options.fields import bounded, inline, listed, read_by, required
+from mpikfac_apps.options.fields import bounded, inline, listed, positional, read_by, required
 from mpikfac_apps.options.options import (
     MODELS,
     PRESETS,
@@ -88,7 +88,13 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class StrategiesOptions:
-    """List the strategies by name: computation, messages, source. No MPI."""
+    """List the published strategies, or describe one of them. No MPI.
+
+    Args:
+        name: the strategy to describe: computation, messages, source; null lists all strategies.
+    """
+
+    name: str | None = positional(default=None)
 
 
 PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC, usual=usual_values, presets=PRESETS)

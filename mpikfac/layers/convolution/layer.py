@@ -116,6 +116,36 @@ class ConvLayer(Layer):
         a = F.pad(a, (0, 0, 0, 1), value=1.0) if self.bias else a
         return a.mT, pixels.mT
 
+    def projections(
+        self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return patches and gradients times vectors: a convolution with few channels.
+
+        It computes in the gradient's dtype, at least in float32.
+        """
+        groups, dtype = self.shape.groups, torch.promote_types(g.dtype, torch.float32)
+        vectors, module = of_inputs.shape[-1], self.module
+        kernels = of_inputs.to(dtype).mT.unflatten(2, (-1, *module.kernel_size))
+        if self.transposed:
+            kernels = kernels.transpose(1, 2)
+        products = self._convolved(x.to(dtype), kernels.flatten(0, 1), g)
+        pixels = g.to(dtype).flatten(2).unflatten(1, (groups, -1))
+        each = products.flatten(2).unflatten(1, (groups, vectors)), of_outputs.to(dtype).mT @ pixels
+        a, b = (side.movedim(2, -1).flatten(0, -2) for side in each)
+        return a, b
+
+    def _convolved(self, x: Tensor, kernels: Tensor, g: Tensor) -> Tensor:
+        """Convolve as in the call with gradients `g`, with other kernels and without a bias."""
+        module, dims = self.module, len(self.module.kernel_size)
+        stride, dilation, groups = module.stride, module.dilation, module.groups
+        if self.transposed:
+            paddings = module.padding, self._output_padding(x, g)
+            transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+            return transposed(x, kernels, None, stride, *paddings, groups, dilation)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        zeros = 0 if self._around else module.padding
+        return convolve(self.prepared(x, g), kernels, None, stride, zeros, dilation, groups)
+
     def arranged(self, parameter: Tensor) -> Tensor:
         """Return weight or bias; for a transposed convolution's weight, outputs before inputs."""
         if not self.transposed or parameter.dim() == 1:

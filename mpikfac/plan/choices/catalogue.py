@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 from mpikfac.plan.choices.assignment import CommOpt, HybridOpt, MemOpt
-from mpikfac.plan.choices.compression import BFloat16, Compression, Int8
+from mpikfac.plan.choices.bfloat16 import BFloat16
+from mpikfac.plan.choices.compression import Compression
+from mpikfac.plan.choices.int8 import Int8
 from mpikfac.plan.choices.refresh import Refresh
 from mpikfac.plan.choices.strategy import Strategy
 from mpikfac.plan.choices.transport import Transport
@@ -191,9 +194,9 @@ def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
     if name not in NAMED:
         near = get_close_matches(name, NAMED, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(NAMED)}"
-        raise ValueError(
-            f"strategy={name!r} is unknown; {known} (`import mpikfac.lab` adds those of the lab)"
-        )
+        without_lab = " (`import mpikfac.lab` adds those of the lab)"
+        more = "" if "mpikfac.lab" in sys.modules else without_lab
+        raise ValueError(f"strategy={name!r} is unknown; {known}{more}")
     return NAMED[name].strategy, dict(NAMED[name].settings)
 
 

@@ -38,11 +38,15 @@ class Compressor(Choice):
         Args:
             feedback: whether the encoding's error is added to the next values.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define codec()")
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
         """Return the encoding for reductions of gradients, or of changes of weights."""
         return self.codec(layout, True)
+
+    def codec_of_gradients(self, rank: RankPlan, layout: Layout) -> Codec:
+        """Return the encoding for reductions of gradients."""
+        return self.codec_of_sums(rank, layout)
 
     def attach(self, site: Any, gradients: Any) -> Any:
         """Return the part of the trainer that acts in each step; None if there is none.
@@ -56,28 +60,6 @@ class Compressor(Choice):
     def described(self) -> str:
         """Return a description of the encoding."""
         return f"{self.name} numbers"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class BFloat16(Compressor):
-    """Round values to 16 bits; the errors are too small to be fed back."""
-
-    name: ClassVar[str] = "bfloat16"
-
-    def codec(self, layout: Layout, feedback: bool) -> Codec:
-        """Return the encoding of an arena."""
-        return Codec(self.name, feedback=False)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Int8(Compressor):
-    """Send 8 bits per value and an exponent per 16 values; errors are added to the next values."""
-
-    name: ClassVar[str] = "int8"
-
-    def codec(self, layout: Layout, feedback: bool) -> Codec:
-        """Return the encoding of an arena."""
-        return Codec(self.name, feedback=feedback)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -69,7 +69,7 @@ def _levels(of_team: Message, seat: Seat, itemsize: int) -> list[Message]:
         member, nodes = seat.node, seat.nodes
         return message(of_team.stage, primitive, over, spans, nodes, itemsize, member, root, codec)
 
-    if primitive in ("Allreduce", *EVERYWHERE.values()):
+    if primitive in EVERYWHERE:
         shards = cut(*spans[0], places, of_team.codec)
         across_nodes = between(primitive, [shards[seat.place]])
         return [inside("Reduce_scatter", shards), across_nodes, inside("Allgatherv", shards)]

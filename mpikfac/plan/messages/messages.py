@@ -230,10 +230,10 @@ def _alike(spans: Sequence[Span]) -> bool:
 
 
 def cut(start: int, stop: int, count: int, codec: Codec | None = None) -> list[tuple[int, int]]:
-    """Return `count` neighbouring aligned spans of nearly equal size; matrices stay whole."""
+    """Return `count` neighbouring aligned spans of about equal size, cut at the codec's borders."""
     blocks = (stop - start) // ALIGNMENT
     edges = [start + blocks * k // count * ALIGNMENT for k in range(count)]
-    if codec and codec.matrices:
-        borders = [*(matrix.start for matrix in codec.matrices), stop]
+    if codec and codec.borders:
+        borders = [*codec.borders, stop]
         edges = [min(border for border in borders if border >= edge) for edge in edges]
     return list(zip(edges, [*edges[1:], stop]))

@@ -20,6 +20,7 @@ from mpikfac_apps import cli
 from mpikfac_apps.lab.predict.options import ADVISE, SGD, AdviseOptions
 from mpikfac_apps.lab.predict.predictions import (
     BOUNDED,
+    OVERLAP,
     WIDTH,
     Row,
     intervals_in_words,
@@ -37,7 +38,6 @@ from mpikfac_apps.text import MIB, number, show, table
 
 PASSES = ("forward", "backward")
 FLOAT32 = 4  # bytes
-OVERLAP = "transport.overlap"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

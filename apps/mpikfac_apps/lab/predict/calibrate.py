@@ -34,7 +34,11 @@ from mpikfac_apps.problems import models, own
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
-ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
+ENCODED: list[tuple[str, mpikfac.plan.Codec]] = [
+    ("Allreduce", mpikfac.plan.BFloat16Codec()),
+    ("Allgatherv", mpikfac.plan.BFloat16Codec()),
+    (mpikfac.plan.IN_SHARDS, mpikfac.plan.Int8Codec(feedback=True)),
+]
 PRECONDITIONERS = ("inverse", "eva")
 DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
     "inverse": lambda factor: mpikfac.numerics.damped_inverse(factor, 0.03),
@@ -170,7 +174,9 @@ def message_samples(
     sharing = max(sum(host in group_hosts for group_hosts in hosts_of.values()) for host in hosts)
     group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
     grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())
-    kinds: list[tuple[str, str | None]] = [(primitive, None) for primitive in PRIMITIVES]
+    kinds: list[tuple[str, mpikfac.plan.Codec | None]] = [
+        (primitive, None) for primitive in PRIMITIVES
+    ]
     kinds += [("Send", None)] if size == 2 else []
     kinds += ENCODED if size == comm.size else []
     return [
@@ -179,16 +185,11 @@ def message_samples(
             size,
             nodes,
             sharing if nodes > 1 else 1,
-            curve(comm, device, grid, primitive, encoding(codec)),
-            codec,
+            curve(comm, device, grid, primitive, codec),
+            codec.name if codec else None,
         )
         for primitive, codec in kinds
     ]
-
-
-def encoding(codec: str | None) -> mpikfac.plan.Codec | None:
-    """Return the codec, with error feedback if training uses it."""
-    return None if codec is None else mpikfac.plan.Codec(codec, feedback=codec != "bfloat16")
 
 
 def curve(

@@ -62,6 +62,7 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
         "  rank does nothing but communicate, and wait, for slower ranks.",
         "MiB kept by the fullest rank, without model, momenta and grafting; MiB sent by",
         "  a rank in a mean step",
+        "sgd: overlaps its messages with the backward pass if that is faster",
         "* upper bounds: as if no core were free for the background and all factors had changed",
     ]
     if machine.between is None:
