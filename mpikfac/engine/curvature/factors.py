@@ -337,7 +337,7 @@ class Factors(Part):
 
         A factor starts from scratch if the state has a vector instead of a matrix, or vice versa.
         """
-        # One rank's part of the state may lack factors.
+        # A single rank's part of the state can lack factors.
         if not any(n == STARTED or n.startswith(tuple(FORMS.values())) for n in names):
             return []
         opposite = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}

@@ -57,7 +57,7 @@ def predicted(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy; the reason if there is no prediction.
+    """Return the row of a strategy, or the reason if there is no prediction.
 
     "sgd" is the baseline of all others: it overlaps its messages if that is faster, unless the
     options say whether to overlap.
