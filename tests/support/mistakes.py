@@ -1346,8 +1346,10 @@ TABLE = (
     Mistake(
         "rows: a row counts as a single number",
         "comm/group.py",
-        "row = math.prod(sent.shape[1:]) * (1",
-        "row = (1",
+        "*sent.shape[1:])\n        row = math.prod(sent.shape[1:]) * (1 if sent.dtype in SUMMABLE else "
+        "sent.itemsize)\n\n        def alltoallv",
+        "*sent.shape[1:])\n        row = (1 if sent.dtype in SUMMABLE else sent.itemsize)\n\n        "
+        "def alltoallv",
         "tests/mpi/test_rows.py",
         2,
     ),
@@ -1402,7 +1404,7 @@ TABLE = (
     # -- gradients: the largest elements, with warm-up and clipping
     Mistake(
         "largest: padding counts as sent elements",
-        "plan/codec.py",
+        "lab/top_k/codec.py",
         "(elements - sum(stop - start for start, stop in self.padding))",
         "elements",
         "tests/mpi/test_feedback.py",

@@ -221,7 +221,7 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
     if outputs.shape[1:] != (classes,):
         raise ValueError(
             f"model={name} returns {list(outputs.shape[1:])} for an image, but the data has "
-            f"{classes} classes; a function can receive the number as `classes`"
+            f"{classes} classes; give the function a parameter `classes`"
         )
     if made := own.named_probabilities(outputs):
         return (
