@@ -1346,10 +1346,9 @@ TABLE = (
     Mistake(
         "rows: a row counts as a single number",
         "comm/group.py",
-        "*sent.shape[1:])\n        row = math.prod(sent.shape[1:]) * (1 if sent.dtype in SUMMABLE else "
-        "sent.itemsize)\n\n        def alltoallv",
-        "*sent.shape[1:])\n        row = (1 if sent.dtype in SUMMABLE else sent.itemsize)\n\n        "
-        "def alltoallv",
+        "row = math.prod(sent.shape[1:]) * (1 if sent.dtype in SUMMABLE else sent.itemsize)\n\n"
+        "        def alltoallv",
+        "row = 1 if sent.dtype in SUMMABLE else sent.itemsize\n\n        def alltoallv",
         "tests/mpi/test_rows.py",
         2,
     ),
