@@ -568,7 +568,7 @@ class Trainer:
         return self.built.exchange.shared(state | {STEPS: self.steps})
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Return the names of a complete state that `names` lacks."""
+        """Return the names of a complete state that are missing from `names`."""
         complete = {
             part.PREFIX + name
             for part in self.built.parts

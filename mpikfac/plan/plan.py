@@ -187,7 +187,7 @@ def plan_for(
         split: the split layers of the model.
 
     Raises:
-        ValueError: a choice is not supported; the text states its requirements.
+        ValueError: a choice is not supported; the message states its requirements.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
