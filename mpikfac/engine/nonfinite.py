@@ -36,7 +36,7 @@ class Nonfinite:
     def __repr__(self) -> str:
         """Return the rank and its counts by kind."""
         counts = ", ".join(f"{kind} {times}" for kind, times in self.counts.items() if times)
-        return f"Nonfinite(rank {self.rank}: {counts or 'all numbers were finite'})"
+        return f"Nonfinite(rank {self.rank}: {counts or 'all values were finite'})"
 
     def note(
         self,

@@ -26,7 +26,7 @@ def test_numbers_are_counted_and_told_once_in_a_row(caplog):
 def test_counts_are_shown_on_a_line():
     """Oracle: the lines, written out."""
     nonfinite = Nonfinite(rank=3)
-    assert repr(nonfinite) == "Nonfinite(rank 3: all numbers were finite)"
+    assert repr(nonfinite) == "Nonfinite(rank 3: all values were finite)"
     nonfinite.note("gradient", ["a", "b"], 0, "")
     nonfinite.note("decomposition", ["a"], 0, "")
     assert repr(nonfinite) == "Nonfinite(rank 3: gradient 2, decomposition 1)"
