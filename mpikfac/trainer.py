@@ -429,7 +429,7 @@ class Trainer:
     def combined(self) -> bool:
         """Whether votes are means over all ranks; False only between two exchanges of weights.
 
-        If exchanges make all replicas equal, it is also True only if all ranks have the same model.
+        If exchanges make all replicas equal, it also tells whether all ranks have the same model.
         """
         return self.built.exchange.heard
 
