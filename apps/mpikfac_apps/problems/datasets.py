@@ -271,7 +271,7 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
 
 
 def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
-    """Return a grey patch of each photo of CIFAR-10, at a random position.
+    """Return a grey patch of each CIFAR-10 photo, at a random position.
 
     Raises:
         ValueError: photos have fewer pixels.

@@ -232,7 +232,7 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
 
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Return the model with weights of convolutions in the memory format channels last."""
+    """Return the model with convolution weights in channels-last memory format."""
     for weight in model.parameters():
         if weight.dim() in FORMATS:
             weight.data = weight.data.contiguous(memory_format=FORMATS[weight.dim()])
