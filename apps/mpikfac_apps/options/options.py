@@ -307,7 +307,7 @@ class KfacOptions:
 
     @property
     def lasting_factor_update_steps(self) -> int:
-        """The steps between updates of factors at the start; for default intervals, the final value."""
+        """The steps between updates of factors at the start, or finally for default intervals."""
         return (
             FACTOR_EVERY if self.factor_update_steps is None else at_start(self.factor_update_steps)
         )
