@@ -53,7 +53,7 @@ def test_a_streak_outlasts_what_was_tried_in_between():
     nonfinite.note("decomposition", [], TOLERATED, "", tried=["b"])
     nonfinite.note("decomposition", ["b"], TOLERATED, "", tried=["b"])
     with pytest.raises(
-        UserError, match=rf"{TOLERATED + 1} times .*: the decomposition of 'a'; see"
+        UserError, match=rf"{TOLERATED + 1} times .*: the decomposition of 'a'; check"
     ):
         nonfinite.note("decomposition", ["a"], TOLERATED, "", tried=["a"])
 
