@@ -268,8 +268,10 @@ class Gradients:
         for block in self.blocks:
             if not isinstance(block, Votes):
                 values = self.arena[block.name]
-                # The gradient of a rank without examples can be NaN, the mean of nothing.
-                values.mul_(weight) if examples else values.zero_()
+                if examples:
+                    values.mul_(weight)
+                else:
+                    values.zero_()  # the mean of no examples is NaN
         self.weight = weight
         self.weight_of_statistics = examples * all_seen / (seen * total) if seen else 1.0
 

@@ -302,7 +302,7 @@ def _unrecognised(argument: str, options: Collection[str], unknown_key: str) -> 
         return f"{argument!r} is not the value of an option; write --key value"
     key = argument.lstrip("-").partition("=")[0]
     if key in options:
-        return f"{argument} needs no name; write only the value of {key}"
+        return f"{argument} is positional; write only the value of {key}"
     if inside := [option for option in options if option.startswith(f"{key}.")]:
         return f"{key} is a group of options; set one of them, such as --{inside[0]}"
     return unknown_key

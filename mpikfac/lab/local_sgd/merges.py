@@ -91,7 +91,10 @@ class Merge:
         Collective over: world, if an exchange is due.
         """
         due = self.sync.due(step)
-        self.merge() if due else self.after_step()
+        if due:
+            self.merge()
+        else:
+            self.after_step()
         return due
 
     def after_step(self) -> None:
@@ -257,9 +260,10 @@ class Streamed(OuterStep):
             self._step_of(slice(span.start, min(span.stop, self.copies.trained)))
         for slot in self._parts[part]:
             for value, mean in slot.block.values_from(slot.parts):
-                value.lerp_(mean.to(value.dtype), 1 - mixing) if slot.block.parameters else (
+                if slot.block.parameters:
+                    value.lerp_(mean.to(value.dtype), 1 - mixing)
+                else:
                     value.copy_(mean)
-                )
 
     def _step_of(self, span: slice) -> None:
         """Convert a mean change to new common weights, and store them."""
