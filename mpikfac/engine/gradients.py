@@ -1,4 +1,4 @@
-"""A model's gradients on one rank: from local to averaged, and back into the model."""
+"""Average a model's gradients over ranks, and write them back into the model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mpikfac.comm import Sender, summed
 from mpikfac.engine.site import Site
@@ -48,7 +50,7 @@ def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
 
 
 class Reader:
-    """Copy gradients into the arena when the step requests it."""
+    """Copy gradients into the arena when the step requests them."""
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         self.slots, self.sender = list(slots), sender
@@ -73,15 +75,17 @@ class EarlyReader(Reader):
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         super().__init__(slots, sender)
-        self._made: Counter[str] = Counter()  # how many gradients of a block the pass has computed
+        self._made: Counter[str] = Counter()  # gradients of a block that the pass has computed
         # Gradients that have been sent, and their versions, by the parameter's id.
         self._sent: dict[int, tuple[Tensor | None, int]] = {}
+        own = ref(self)  # a model can outlive the trainer
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(hook)
             for slot in self.slots
-            for hook in [Hook(self._on_gradient, slot)]
+            for hook in [Hook(self._on_gradient, own, slot)]
             for parameter in slot.block.parameters
         ]
+        finalize(self, _remove, self._hooks)
 
     def read(self) -> None:
         """Send the gradients that no backward pass has computed, and check the others."""
@@ -102,11 +106,13 @@ class EarlyReader(Reader):
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
 
-    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
-        name = slot.block.name
+    @staticmethod
+    def _on_gradient(own: ref[EarlyReader], slot: Slot, _: Tensor) -> None:
+        self, name = own(), slot.block.name
+        if self is None:
+            return
         self._made[name] += 1
         if self._made[name] == len(slot.block.parameters):
             del self._made[name]
@@ -131,6 +137,11 @@ class EarlyReader(Reader):
                 )
 
 
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 def _version(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
@@ -140,20 +151,21 @@ READERS = {False: Reader, True: EarlyReader}
 
 
 class Gradients:
-    """A model's gradients in an arena, from local to averaged, and back into the model.
+    """Hold a model's gradients in an arena, average them over ranks, and write them back.
 
     Running statistics are sent with the gradients, so that they stay equal on all ranks.
 
     Attributes:
         layers: the layers covered by K-FAC.
         uncovered: parameters and running statistics without a covering layer.
+        trained: the trained parameters.
         sender: reduces the arena over ranks; an extension can replace it.
-        broken: the names of blocks whose average has NaN or infinity, among those that this rank
-            steps; the step does not change them.
+        broken: the names of blocks whose average contains NaN or infinity, among those that this
+            rank steps; the step does not change them.
         shortened: the factor by which `max_norm` scales gradients in the step, `[]`; 1.0 without
             a bound.
         weight: the weight of the rank in averages; its mean over ranks is 1.
-        weight_of_statistics: a weight of the rank's statistics in addition to their numbers of
+        weight_of_statistics: a weight of the rank's statistics, in addition to their numbers of
             examples.
         counts: the batch counts of normalization layers, for batches in parts.
     """
@@ -164,26 +176,29 @@ class Gradients:
         self.site, self.plan, self.layers, self.uncovered = site, site.plan, layers, uncovered
         self.blocks: list[Block] = [*layers, *uncovered]
         (self.votes,) = (block for block in uncovered if isinstance(block, Votes))
-        self._trained = Trained(model, [p for block in self.blocks for p in block.parameters])
+        self.trained = Trained(model, [p for block in self.blocks for p in block.parameters])
         self.arena = site.arena(site.plan.layouts.gradients)
         self.slots = slots_in(self.arena, self.blocks, site)
         self.uncovered_slots = slots_in(self.arena, uncovered, site)
         self.broken: Collection[str] = ()
         self.shortened: Tensor | float = 1.0
         self.weight = self.weight_of_statistics = 1.0
-        # The reader keeps this sender: extensions never replace one that is early or in parts.
+        # The reader keeps this sender, because extensions never replace one that is early or in
+        # parts.
         messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
         self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
         self.counts = Counts(self.statistics if self.sender.in_parts else [])
         self._reader = READERS[self.sender.early](self.slots, self.sender)
-        self._hook = model.register_load_state_dict_post_hook(Hook(self._on_load))
+        # Weak, as above: the model would keep the arena of a trainer that is gone.
+        self._hooks = [model.register_load_state_dict_post_hook(Hook(self._on_load, ref(self)))]
+        finalize(self, _remove, self._hooks)
         self.keep()
 
     def detach(self) -> None:
         """Remove the hooks."""
-        self._hook.remove()
+        _remove(self._hooks)
         self._reader.detach()
 
     # -- local gradients -------------------------------------------------------------------------
@@ -199,22 +214,22 @@ class Gradients:
         Raises:
             ValueError: a parameter was converted or moved.
         """
-        changed = self._trained.changed()
+        changed = self.trained.changed()
         if changed:
-            self._trained.leave_changed()
-            self._reader.abort_batch()  # so that gradients left in place are not an error
+            self.trained.leave_changed()
+            self._reader.abort_batch()  # so that leftover gradients are not an error
         self.votes.mark(values, changed)
         return changed
 
     def look_at_parts(self, values: object) -> None:
         """Vote again, in all accumulated parts, with values that are only known in the step."""
-        self.votes.mark(values, self._trained.changed())
+        self.votes.mark(values, self.trained.changed())
         votes = self.sender.accumulated[..., self.arena.span(self.votes.name)]
         self.votes.counted(votes).copy_(self.votes.counted(self.votes.tensor))
 
     def unknown(self, stepped: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that have gradients but belong to no block."""
-        return [p for p in stepped if p.grad is not None and p not in self._trained]
+        return [p for p in stepped if p.grad is not None and p not in self.trained]
 
     def read(self) -> None:
         """Copy the model's gradients into the arena.
@@ -234,7 +249,7 @@ class Gradients:
         self._take_back()
 
     def weigh(self, examples: int, seen: int) -> None:
-        """Weight what the rank averages by the number of examples in its mean loss.
+        """Weight the rank's contributions by the number of examples in its mean loss.
 
         Args:
             seen: the number of examples in the rank's statistics, which from now on have the same
@@ -243,17 +258,20 @@ class Gradients:
         Collective over: world.
 
         Raises:
-            ValueError: no rank has an example, or values are sent before the weight is known.
+            ValueError: no rank has any examples, or values are sent before the weight is known.
         """
         examples = int(examples)
         total, all_seen = self._counted_examples(examples, seen if examples else 0)
         if not total:
-            raise ValueError(f"examples={examples} on all ranks; a step needs an example")
+            raise ValueError(f"examples={examples} on all ranks; a step needs at least one example")
         weight = examples * self.plan.grid.count / total
         for block in self.blocks:
             if not isinstance(block, Votes):
                 values = self.arena[block.name]
-                values.mul_(weight) if examples else values.zero_()  # a mean of nothing is NaN
+                if examples:
+                    values.mul_(weight)
+                else:
+                    values.zero_()  # the mean of no examples is NaN
         self.weight = weight
         self.weight_of_statistics = examples * all_seen / (seen * total) if seen else 1.0
 
@@ -273,7 +291,7 @@ class Gradients:
             if count != counts[first]:
                 raise ValueError(
                     f"examples={count:.0f} on rank {rank} and {counts[first]:.0f} on rank {first}: "
-                    f"the ranks of a group of split layers need equally many"
+                    f"the ranks of a group of split layers need the same number"
                 )
         return sum(counts), all_seen
 
@@ -322,7 +340,7 @@ class Gradients:
             for slot in slots:
                 parameters = slot.block.parameters
                 if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):
-                    slot.block.abort_batch()  # also if frozen since the last step
+                    slot.block.abort_batch()  # even if the parameter was frozen after the last step
                 elif slot.steps:
                     copies += slot.block.gradients_from(slot.parts)
             copy_all(copies)
@@ -336,9 +354,11 @@ class Gradients:
 
     # -- running statistics, and batches without a step ------------------------------------------
 
-    def _on_load(self, *_: object) -> None:
-        """Keep the running statistics that the user's program has loaded."""
-        self.keep()
+    @staticmethod
+    def _on_load(own: ref[Gradients], *_: object) -> None:
+        """Adopt the running statistics that the user's program has loaded."""
+        if (self := own()) is not None:
+            self.keep()
 
     def keep(self) -> None:
         """Store the current running statistics, so that `abort_batch` can restore them."""
@@ -363,7 +383,8 @@ class Gradients:
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(
-                "with transport.overlap=True a batch is sent as it is made; call step()"
+                "with transport.overlap=True the backward pass has already sent gradients; call "
+                "step()"
             )
 
     def _take_back(self) -> None:

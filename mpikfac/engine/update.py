@@ -1,4 +1,4 @@
-"""Who clips and steps the model: every rank all of it, or owners their own blocks."""
+"""Clip and step the model, either on every rank or with each owner stepping its own blocks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from torch.optim import Optimizer
 
 from mpikfac.comm import summed
 from mpikfac.engine.gradients import Gradients, Slot, slots_in
+from mpikfac.model import Writes
 from mpikfac.numerics import copy_all
 from mpikfac.plan import lay_out, names, stages
 
 
 class Everyone:
-    """The base class: every rank has all averaged gradients, and steps all blocks."""
+    """The base class: every rank has all averaged gradients, and steps all blocks.
+
+    Attributes:
+        writes: what the program writes to weights between steps, if a step would hide it; None if
+            ranks keep what they have written.
+    """
+
+    writes: Writes | None = None
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
@@ -55,8 +63,8 @@ class Everyone:
     def abort_batch(self) -> None:
         """Drop the reduced batch on all ranks, except for its votes.
 
-        Compression errors and the state of a robust rule are discarded, since they may include the
-        batch.
+        Compression errors and the state of a robust rule are discarded, because they can include
+        the batch.
 
         Collective over: world.
         """
@@ -72,7 +80,7 @@ class Everyone:
 
 
 class Owners(Everyone):
-    """Every block is stepped by its updater, which sends the weights to all ranks.
+    """Let each block's updater step it and send the weights to all ranks.
 
     The optimizer has no state for blocks that other ranks step.
     """
@@ -81,11 +89,12 @@ class Owners(Everyone):
         super().__init__(gradients)
         site, arena = self.site, gradients.arena
         self._messages = stages.publish_weights(site.plan)
-        # Weights before a step if only changes are sent; 0 for blocks that are sent unchanged.
+        # The weights before a step, if only changes are sent; 0 for blocks that are sent in full.
         changing = arena.layout if stages.publishes_changes(site.plan) else lay_out([])
         self._before = site.arena(changing)
         encoded = [block for block in gradients.blocks if block.name in site.plan.messages_of]
         self._changing = slots_in(self._before, encoded, site)
+        self.writes = Writes(gradients.trained.by_name)
 
     def _square(self) -> Tensor:
         square = super()._square()
@@ -105,8 +114,11 @@ class Owners(Everyone):
                 for parameter in slot.block.parameters:
                     parameter.grad = None
         copy_all(pair for s in self._changing for pair in s.block.values_to(s.parts))
-        super().step(optimizer)
-        self._publish()
+        try:
+            super().step(optimizer)
+            self._publish()
+        finally:  # what an interrupted step has written was not the program
+            self.writes.note()
 
     def _publish(self) -> None:
         flat, slots = self.gradients.arena.flat, self.gradients.slots
@@ -121,7 +133,7 @@ class Owners(Everyone):
     def _receives(self, slot: Slot) -> bool:
         """Return whether the rank copies a block's weights from the messages.
 
-        If changes were encoded, the sender also uses the decoded ones.
+        If changes were encoded, the sender itself also uses the decoded ones.
         """
         return bool(self._before) or not slot.steps
 

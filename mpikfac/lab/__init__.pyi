@@ -1,4 +1,9 @@
 from .codistillation.codistillation import Codistillation as Codistillation
+from .curvature.curvature import Curvature as Curvature
+from .curvature.influence import influence as influence
+from .curvature.influence import self_influence as self_influence
+from .curvature.source import Segment as Segment
+from .curvature.source import source as source
 from .curvature_servers.config import CurvatureServers as CurvatureServers
 from .curvature_servers.decomposer import run_curvature_server as run_curvature_server
 from .direct_feedback.feedback import DirectFeedback as DirectFeedback

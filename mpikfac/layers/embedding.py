@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac.layers.layer import Layer, NotCovered
@@ -56,6 +57,24 @@ class EmbeddingLayer(Layer):
         if self.module.padding_idx is not None:
             means[:, self.module.padding_idx] = 0
         return means
+
+    def projections(
+        self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return rows of `of_inputs`, which are unit vectors times it, and projections of `g`."""
+        rows = of_inputs[0].clone()
+        if self.module.padding_idx is not None:
+            rows[self.module.padding_idx] = 0
+        vectors = self.outputs(g).flatten(0, self._last).to(of_outputs.dtype)
+        return rows[x.flatten()], vectors @ of_outputs[0]
+
+    def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the unit vectors, which take `inputs` values per position, and gradients."""
+        entries, count = x.reshape(len(x), -1), len(self.module.weight)
+        units = F.one_hot(entries, count).to(g.dtype)
+        if self.module.padding_idx is not None:
+            units[..., self.module.padding_idx] = 0
+        return units, self.outputs(g)
 
     @property
     def _dtype(self) -> torch.dtype:

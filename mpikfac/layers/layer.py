@@ -45,7 +45,7 @@ def skipping(names: Sequence[str]) -> str:
 
 
 class NotCovered(ValueError):
-    """Report that a module cannot be covered; the text is the reason, without the module's name.
+    """Report that a module cannot be covered; the message is the reason, without the module's name.
 
     Raised by the constructor of a layer. `cover` collects the reasons of all modules of a model.
     """
@@ -152,7 +152,7 @@ class Layer:
         x = positional[0] if positional else named["input"]
         if x.layout != torch.strided or x.is_nested:
             x = self._dense(x)
-        if x.is_floating_point():  # under autocast autograd keeps a copy: x may change in place
+        if x.is_floating_point():  # under autocast autograd keeps a copy, so x can change in place
             x = x.detach().to(output.dtype)
         # A split layer can have other examples and channels than the rank's.
         watch = getattr(self.module.forward, "watch", None)
@@ -249,7 +249,7 @@ class Layer:
         return self.outputs(g).sum(1)
 
     def form(self, side: str) -> Hashable:
-        """Return a key of layers whose moments of a side are computed alike, apart from sizes."""
+        """Return a key for layers whose moments of a side are computed identically, up to sizes."""
         return (
             type(self),
             side,
@@ -279,6 +279,25 @@ class Layer:
             return rows.new_ones(*rows.shape[:-1], 1), rows
         return self.with_ones(self.inputs(x)), rows
 
+    def projections(
+        self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return `a`, without the bias's 1, and `g` times vectors, for every position.
+
+        The sum of their product over positions is `u^T W v` for each pair of vectors, with the
+        weight's gradient `W` `[groups, outputs, inputs]`, summed over groups.
+
+        Args:
+            of_inputs: the vectors `v` of each group, `[groups, inputs, vectors]`.
+            of_outputs: the vectors `u` of each group, `[groups, outputs, vectors]`.
+
+        Returns:
+            Both as `[positions, vectors]`.
+        """
+        rows = self.inputs(x), self.outputs(g)
+        a, b = (side.flatten(0, self._last).to(of_inputs.dtype) for side in rows)
+        return a @ of_inputs[0], b @ of_outputs[0]
+
     def with_ones(self, vectors: Tensor) -> Tensor:
         """Return vectors `a` `[..., inputs]`, with a 1 appended for a bias."""
         return F.pad(vectors, (0, 1), value=1.0) if self.bias else vectors
@@ -302,7 +321,7 @@ class Layer:
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
         """Return copies of the gradients into the `parts` of a matrix; missing ones become 0.
 
-        The caller performs the copies, of many layers at once.
+        The caller performs the copies, for many layers at once.
         """
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""The user's model and optimizer: as named items of a state, and the requirements of a step."""
+"""The user's model and optimizer: their state as named items, and what a step requires of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from mpikfac.model.checks import report_uncovered as report_uncovered
 from mpikfac.model.checks import taking_up as taking_up
 from mpikfac.model.descent import Descent as Descent
 from mpikfac.model.descent import StepGuard as StepGuard
+from mpikfac.model.equality import Writes as Writes
 from mpikfac.model.equality import check_equal as check_equal
+from mpikfac.model.equality import check_written as check_written
 from mpikfac.model.equality import checksums as checksums
 from mpikfac.model.sharded import check_unsharded as check_unsharded
 from mpikfac.model.state import MOMENTUM as MOMENTUM
@@ -35,4 +37,5 @@ from mpikfac.model.state import missing_state as missing_state
 from mpikfac.model.state import model_state as model_state
 from mpikfac.model.state import needed_state as needed_state
 from mpikfac.model.state import set_group_setting as set_group_setting
+from mpikfac.model.state import settings_in as settings_in
 from mpikfac.model.state import unstored_settings as unstored_settings

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -14,6 +15,9 @@ from mpikfac.errors import RanksDifferError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype with as many bits as an element, by the element's bytes."""
+
+SAMPLE = 16  # elements of a weight that are compared in every step
+REPEATS = 3  # votes on a write, since a vote misses a difference with a probability of 1/64
 
 log = logging.getLogger("mpikfac")
 
@@ -40,7 +44,12 @@ def checksums(model: nn.Module, leave: Collection[Tensor] = ()) -> dict[str, int
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
+    return _bits(tensor).sum(dtype=torch.int64)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the elements of a real tensor, read as integers."""
+    return tensor.view(BITS[tensor.element_size()])
 
 
 def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list[str]:
@@ -57,7 +66,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
         The names of the buffers that differ.
 
     Raises:
-        RanksDifferError: parameters differ; the text names the first one.
+        RanksDifferError: parameters differ; the message names the first one.
     """
     differing = _differing(comm.allgather(checksums(model, leave)))
     weights = [name for name, _ in model.named_parameters()]
@@ -70,13 +79,14 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
             )
     buffers = sorted(differing)
     if buffers and comm.rank == 0:
+        more = f", and so have {len(buffers) - 1} others" if len(buffers) > 1 else ""
         log.warning(
             "buffer %r has other values on rank %d than on rank 0%s: steps do not average it, and "
             "it cannot be saved in a checkpoint; write the same values on all ranks, or copy rank "
             "0's by mpikfac.comm.broadcast(comm, [buffer])",
             buffers[0],
             differing[buffers[0]],
-            f", and so have {len(buffers) - 1} others" * (len(buffers) > 1),
+            more,
         )
     return buffers
 
@@ -90,3 +100,78 @@ def _differing(sums: Iterable[Mapping[str, int]]) -> dict[str, int]:
             if first.get(name) != of_rank.get(name):
                 differing.setdefault(name, rank)
     return differing
+
+
+def check_written(comm: Comm, writes: Writes) -> None:
+    """Compare the weights that the programs of all ranks have written between the last steps.
+
+    Collective over: comm.
+
+    Raises:
+        RanksDifferError: ranks have written other weights or values; the text names the first one.
+    """
+    recent = comm.allgather(list(writes.recent))
+    writes.recent.clear()
+    for steps in zip(*recent):
+        for name, rank in _differing(steps).items():
+            raise RanksDifferError(
+                f"parameter {name!r} was written between two steps with other values on rank "
+                f"{rank} than on rank 0, and has its owner's values again, as "
+                f"shard_optimizer=True lets the owner step it; write the same values on all ranks"
+            )
+
+
+class Writes:
+    """Find weights that the program writes between steps, where owners' weights replace others.
+
+    A few elements of each weight are compared with those after the last step; on a GPU, for which
+    the host would have to wait, only if autograd or the address shows that a weight was written.
+
+    Args:
+        weights: the weights that owners step, by name, of one dtype on one device.
+
+    Attributes:
+        recent: checksums of the elements of written weights, by name, in each of the last steps.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self._on_host = all(weight.device.type == "cpu" for weight in weights.values())
+        self.recent: deque[Mapping[str, int]] = deque(maxlen=REPEATS)
+        self._addresses: Sequence[int] = ()
+        self._samples: Sequence[Tensor] = ()  # views of the weights
+        self._values = self._elements()
+        self._versions = self._present()
+
+    def note(self) -> None:
+        """Store the elements at the end of a step."""
+        self._values, self._versions = self._elements(), self._present()
+
+    def look(self) -> None:
+        """Add what was written since `note` to `recent`."""
+        found: dict[str, int] = {}
+        if self._on_host or self._present() != self._versions:
+            values, before = (_bits(elements) for elements in (self._elements(), self._values))
+            if not torch.equal(values, before):
+                sizes = [len(sample) for sample in self._samples]
+                pairs = zip(self._weights, values.split(sizes), before.split(sizes))
+                found = {n: int(x.sum()) for n, x, y in pairs if not torch.equal(x, y)}
+        self.recent.append(found)
+
+    def _present(self) -> list[tuple[int, int]]:
+        """Return each weight's address, and how often autograd has counted a write."""
+        return [(weight.data_ptr(), weight._version) for weight in self._weights.values()]
+
+    def _elements(self) -> Tensor:
+        addresses = [weight.data_ptr() for weight in self._weights.values()]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._samples = [_sample(weight) for weight in self._weights.values()]
+        return torch.cat([*self._samples])
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Return a view of a few elements, evenly spaced in memory."""
+    order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
+    flat = weight.detach().permute(order).reshape(-1)
+    return flat[:: max(1, len(flat) // SAMPLE)]

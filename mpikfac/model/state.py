@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
@@ -131,8 +131,8 @@ def fitting(
         rounded: real values can have a different real dtype.
 
     Raises:
-        ValueError: an item is missing or differs; the text has the name, the expected and the found
-            form of the first one.
+        ValueError: an item is missing or differs; the message has the name of the first one, and
+            its expected and actual form.
     """
     items = {}
     for name, expected in like.items():
@@ -260,7 +260,12 @@ def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
 
     The key of a number in a tuple or list contains its index there ("0/betas.1").
     """
-    for index, group in enumerate(optimizer.param_groups):
+    yield from settings_in(optimizer.param_groups)
+
+
+def settings_in(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int | float]]:
+    """Yield the `group_settings` of parameter groups."""
+    for index, group in enumerate(groups):
         for key, value in group.items():
             several = isinstance(value, (tuple, list)) and key not in OF_PARAMETERS
             places = enumerate(value) if several else ()

@@ -28,6 +28,11 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def in_capture() -> bool:
+    """Return whether the thread captures a model's graph: `torch.jit.trace`, `torch.export`."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
     """Return whether the current backward pass computes the gradient of a parameter.
 

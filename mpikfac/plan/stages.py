@@ -54,7 +54,7 @@ def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
     stage, fused = names.REDUCE_STATISTICS, _fused(rank, turn)
     factors = {factor.name: fused.get(factor.name) for factor in rank.factors}
     counts = {factor.counted: fused.get(factor.name) for factor in rank.factors}
-    # Averages over time compensate for encoding errors of a batch's factors; nothing does so for
+    # Averaging over time compensates for encoding errors in a batch's factors, but not for those in
     # averages that are sent.
     codec = _codec(rank.strategy.compression.factors, rank.sums, not rank.late)
     if codec is None:
@@ -130,7 +130,7 @@ def publish_weights(rank: RankPlan) -> list[Message]:
 
 
 def publishes_changes(rank: RankPlan) -> bool:
-    """Return whether changes of weights are sent, as they tolerate rounding and weights do not."""
+    """Return whether changes of weights are sent, which tolerate rounding, unlike weights."""
     owner = rank.owner_updates and rank.grid.count > 1
     return owner and _codec_of_values(rank, rank.layouts.gradients) is not None
 
@@ -162,7 +162,7 @@ def gathered(
     itemsize: int,
     codec: Codec | None,
 ) -> list[Message]:
-    """Return messages that give all segments to all members of `over`; see `messages.gathers`."""
+    """Return messages that send all segments to all members of `over`; see `messages.gathers`."""
     team = rank.grid.team(rank.rank, over)
     member = team.index(rank.rank)
     of_one_level = gathers(stage, over, layout, kinds.get, member, len(team), itemsize, codec)
@@ -212,6 +212,6 @@ def _codec(compressor: Compressor | None, layout: Layout, feedback: bool) -> Cod
 
 
 def _codec_of_values(rank: RankPlan, layout: Layout) -> Codec | None:
-    """Return the codec of numbers that a rank sends as they are."""
+    """Return the codec of values that a rank sends unreduced."""
     compressor = rank.strategy.compression.gradients
     return _codec(compressor if compressor and compressor.of_values else None, layout, True)

@@ -11,11 +11,12 @@ import torch
 import yaml
 
 import mpikfac
+from mpikfac_apps.inspecting.options import INSPECT
 from mpikfac_apps.options import by_epoch, options
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.documents import SYNONYMS, flattened
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import BASIC, Options
+from mpikfac_apps.options.options import BASIC, TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.options.strategy import (
     for_machine,
@@ -42,7 +43,7 @@ BAD = {
     "misspelt usual name": ("--lerning_rate=1", "unknown key lerning_rate; did you mean lr?"),
     "misspelt key of two groups": ("--wrokers=1", "did you mean data.workers?"),
     "abbreviated key": ("--kfac.damp=1", "unknown key kfac.damp; did you mean kfac.damping?"),
-    "no option": ("train", "'train' belongs to no option; write --key value"),
+    "no option": ("train", "'train' is not the value of an option; write --key value"),
     "no value": ("--epochs", "epochs has no value; it must be a whole number >= 1"),
     "text for a number": ("--lr=fast", "lr=fast must be a finite number > 0"),
     "fraction for a count": ("--epochs=1.5", "epochs=1.5 must be a whole number >= 1"),
@@ -151,7 +152,7 @@ BAD = {
     ),
     "choices of auto": (
         "--strategy=auto --machine=v100-edr --refresh.staleness=1",
-        "strategy=auto needs machine, and none of its own choices; machine is v100-edr, choices "
+        "strategy=auto needs machine, and no other choices; machine is v100-edr, choices "
         "are refresh.staleness",
     ),
     "nobody trains": (
@@ -195,19 +196,19 @@ BAD = {
     "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),
     "images of another size": (
         "--model=vit_small",
-        "model=vit_small takes images of 32x32 pixels only, and data.name=digits has 8x8",
+        "model=vit_small accepts only images of 32x32 pixels, but data.name=digits has 8x8",
     ),
     "made-up images of another size": (
         "--model=vit_small --data.name=synthetic --data.size=16",
-        "model=vit_small takes images of 32x32 pixels only, and data.name=synthetic has 16x16",
+        "model=vit_small accepts only images of 32x32 pixels, but data.name=synthetic has 16x16",
     ),
     "an autoencoder of images of another size": (
         "--model=autoencoder",
-        "model=autoencoder takes images of 28x28 pixels only, and data.name=digits has 8x8",
+        "model=autoencoder accepts only images of 28x28 pixels, but data.name=digits has 8x8",
     ),
     "a classifier without labels": (
         "--data.name=curves",
-        "model=digits_cnn learns labels, and data.name=curves has none; try model=autoencoder",
+        "model=digits_cnn learns labels, which data.name=curves lacks; try model=autoencoder",
     ),
     "classes of curves": (
         "--model=autoencoder --data.name=curves --data.classes=5",
@@ -259,12 +260,12 @@ BAD = {
     "frozen to the end": ("--frozen_epochs=10", "frozen_epochs=10 must be less than epochs=10"),
     "frozen twice": (
         "--frozen_epochs=2 --model=airbench94 --data.name=synthetic",
-        "frozen_epochs=2 needs another model, not airbench94: the model freezes layers itself",
+        "frozen_epochs=2 needs a different model, not airbench94: the model itself freezes layers",
     ),
     "frozen layers on curvature servers": (
         "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
-        "frozen_epochs=2 needs refresh=owners, not curvature-servers: the ranks know only the "
-        "layers of the start",
+        "frozen_epochs=2 needs refresh=owners, not curvature-servers: curvature servers know only "
+        "the layers from the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",
@@ -723,3 +724,19 @@ def test_every_option_is_explained():
         and not re.search(rf"^ {{8}}(\w+, )*{field.name}(, \w+)*: ", text, re.MULTILINE)
     ]
     assert unexplained == []
+
+
+@pytest.mark.parametrize("key", ["run_dir", "resume", "data.path", "data.cache"])
+def test_the_home_directory_stands_for_a_tilde(key, tmp_path, monkeypatch):
+    """Oracle: by hand; on the command line and in a file in the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "home.yaml").write_text(f"{key}: ~/there\n")
+    for argument in (f"--{key}=~/there", "--config=~/home.yaml"):
+        assert flat(TRAIN.read([argument]))[key] == str(tmp_path / "there")
+
+
+def test_the_home_directory_stands_for_a_tilde_in_paths_of_other_programs(tmp_path, monkeypatch):
+    """Oracle: by hand; a path that must be given, and one with a suffix."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    inspected = INSPECT.read(["~/run", "--picture=~/factors.pdf"])
+    assert (inspected.path, inspected.picture) == (tmp_path / "run", tmp_path / "factors.pdf")

@@ -50,6 +50,14 @@ TABLE = (
         "tests/mpi/test_equality.py",
         ranks=3,
     ),
+    Mistake(
+        "votes: weights that owners replace are not compared",
+        "model/equality.py",
+        "self.recent.append(found)",
+        "self.recent.append({})",
+        "tests/mpi/test_equality.py",
+        ranks=3,
+    ),
     # -- optimizers of a preconditioner by name
     Mistake(
         "optimizers by name: Shampoo's own step length gives no warning",
@@ -75,7 +83,7 @@ TABLE = (
     Mistake(
         "optimizers by name: an error prints a method's address instead of the momentum",
         "optimizer.py",
-        "grafting = grafting.with_momentum(momentum)  # an error prints the number",
+        "grafting = grafting.with_momentum(momentum)  # error messages print the number",
         "pass",
         "tests/unit/test_kfac_optimizer.py",
     ),
@@ -119,7 +127,7 @@ TABLE = (
     Mistake(
         "factors of the gradient: learned before gradients are averaged",
         "engine/curvature/gradient_factors.py",
-        '"""Learn nothing from the batch before gradients are averaged; see `make_directions`."""',
+        '"""Do nothing before gradients are averaged; see `make_directions`."""',
         "super().learn(numbers)",
         "tests/mpi/test_gradient_preconditioners.py",
         2,
@@ -903,8 +911,8 @@ TABLE = (
     Mistake(
         "orthogonal: directions keep their singular values",
         "engine/curvature/grafting.py",
-        "turned = iter(orthogonalised([*itertools.chain(*parts)]))",
-        "turned = iter([*itertools.chain(*parts)])",
+        "turned = iter(orthogonalised(list(itertools.chain(*parts))))",
+        "turned = iter(list(itertools.chain(*parts)))",
         "tests/unit/test_step_length.py",
     ),
     Mistake(
@@ -1240,7 +1248,7 @@ TABLE = (
     Mistake(
         "exchange: a rank's local votes count at an exchange",
         "lab/local_sgd/replicas.py",
-        "            self._votes.heard = []  # heard of the rank alone\n",
+        "            self._votes.heard = []  # from this rank alone\n",
         "",
         "tests/mpi/test_replicas.py",
         2,
@@ -1316,8 +1324,8 @@ TABLE = (
     Mistake(
         "robust: a safeguard takes the ranks before a step for those after it",
         "lab/robust/shards.py",
-        '"before": before & finite',
-        '"before": good',
+        "averaged = before & of_step.diagonal().isfinite()",
+        "averaged = good",
         "tests/unit/test_robust.py",
     ),
     Mistake(
@@ -1338,8 +1346,8 @@ TABLE = (
     Mistake(
         "rows: a row counts as a single number",
         "comm/group.py",
-        "row = math.prod(sent.shape[1:]) * (1",
-        "row = (1",
+        "return math.prod(x.shape[1:]) * (1",
+        "return (1",
         "tests/mpi/test_rows.py",
         2,
     ),

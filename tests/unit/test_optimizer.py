@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import distributed, nn
 
-from mpikfac import KFAC, Optimizer, world
+from mpikfac import (
+    KFAC,
+    DistributedNorMuon,
+    DistributedSOAP,
+    FirstOrderTrainer,
+    KFACOptimizer,
+    Optimizer,
+    world,
+)
 
 
 def made() -> Optimizer:
@@ -72,7 +80,7 @@ def test_processes_without_mpi_are_refused(monkeypatch, moment):
     optimizer = made() if moment == "step" else None
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
-    with pytest.raises(ValueError, match="joins 4 processes, but MPI joins 1: start the program"):
+    with pytest.raises(ValueError, match="connects 4 processes, but MPI connects 1: start"):
         optimizer.step() if optimizer else made()
 
 
@@ -111,3 +119,29 @@ def test_numbers_of_a_group_come_back_in_one_order():
     first.param_groups[0].update(dict.fromkeys(reversed(added), 1.0))
     second.load_state_dict(first.state_dict())
     assert list(second.param_groups[0])[-len(added) :] == added
+
+
+OPTIMIZERS = {
+    "first-order": lambda model, lr: Optimizer(
+        FirstOrderTrainer(model, torch.optim.AdamW(model.parameters(), lr=lr))
+    ),
+    **{kind.__name__: kind for kind in (KFACOptimizer, *KFACOptimizer.__subclasses__())},
+    **{kind.__name__: kind for kind in (DistributedNorMuon, DistributedSOAP)},
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_state_has_groups_as_those_of_torch(make):
+    """Oracle: the form of torch's own state, and rates of an optimizer that was never saved."""
+    model, again = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2))
+    optimizer = make(model, lr=0.01)
+    state = optimizer.state_dict()
+    like = torch.optim.SGD(model.parameters(), lr=0.01).state_dict()["param_groups"]
+    (group,) = state["param_groups"]
+    assert group["params"] == like[0]["params"] and group["lr"] == like[0]["lr"]
+    loaded = make(again, lr=0.3)
+    loaded.load_state_dict(state)
+    assert loaded.param_groups[0]["lr"] == 0.01
+    group["lr"] = 0.02  # as a program does that continues with another rate
+    loaded.load_state_dict(state)
+    assert loaded.param_groups[0]["lr"] == 0.02 and optimizer.param_groups[0]["lr"] == 0.01

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import threading
 from functools import partial
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -25,6 +28,8 @@ from mpikfac import (
     KLClip,
     NoGrafting,
     NormClip,
+    Strategy,
+    Transport,
     UserError,
 )
 from support import inside, problem
@@ -283,7 +288,7 @@ def test_wrong_objects_are_refused_in_one_line(make):
     with pytest.raises(ValueError, match=r"1 trained parameters that the model lacks .*\(3,\)"):
         make(model, torch.optim.SGD([*model.parameters(), weights], lr=0.1), COMM)
     trained = make(model, sgd, COMM)
-    with pytest.raises(ValueError, match=r"step\(\) takes a GradScaler or nothing, not function"):
+    with pytest.raises(ValueError, match=r"step\(\) accepts a GradScaler or None, not function"):
         trained.step(lambda: 0.0)
     with pytest.raises(AttributeError, match="optimizer"):
         trained.optimizer = sgd
@@ -373,6 +378,31 @@ def test_a_trainer_that_is_gone_is_not_kept():
     gc.collect()
     caught = trainer(model)
     assert repr(caught).startswith("KFAC(2 layers covered, 0 tensors trained first-order, 1 ranks")
+
+
+def live_parts() -> int:
+    """Return the number of live parts of trainers."""
+    gc.collect()
+    return sum("mpikfac.engine." in str(type(each)) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", [KFAC, FirstOrderTrainer])
+def test_dropped_trainers_leave_nothing_in_a_model(kind, overlap):
+    """Oracle: the number of live parts of trainers, and of hooks on the model."""
+    model, strategy = network(), Strategy(transport=Transport(overlap=overlap))
+    found = []
+    for seed in range(3):
+        one = kind(model, torch.optim.SGD(model.parameters(), lr=0.01), COMM, strategy)
+        learn(one, seed=seed)
+        del one
+        found.append(live_parts())
+    assert len(set(found)) == 1
+    hooks = [
+        model._load_state_dict_post_hooks,
+        *(p._post_accumulate_grad_hooks for p in model.parameters()),
+    ]
+    assert not any(hooks)
 
 
 def test_a_copied_model_has_hooks_that_do_nothing():
@@ -747,6 +777,75 @@ def test_a_model_with_hooks_is_not_scripted():
     torch.testing.assert_close(torch.jit.script(kfac.model)(x), kfac.model(x))
 
 
+class Attending(nn.Module):
+    """A convolution, running statistics and an attention: layers with hooks of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(1, 4, 2, stride=2), nn.BatchNorm2d(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.norm(self.patches(x)).flatten(2).mT
+        return self.head(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+
+
+def saved_and_loaded(model: nn.Module, _: torch.Tensor) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def traced_and_loaded(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, x), buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+CAPTURES = {
+    "trace": torch.jit.trace,
+    "trace, save and load": traced_and_loaded,
+    "export": lambda model, x: torch.export.export(model, (x,), strict=False).module(),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "save and load": saved_and_loaded,
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "compile": lambda model, _: torch.compile(model, backend="eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates tracing, and compares random graphs
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_trained_model_is_captured_and_trains_on(capture, training):
+    """Oracle: outputs of a model without hooks, and weights and averages of an undisturbed run."""
+    found = []
+    x = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(6) % 3
+    for captured in (True, False):
+        torch.manual_seed(0)
+        kfac = trainer(Attending())
+        for step in range(3):
+            if step == 1:
+                plain = Attending().train(training)
+                plain.load_state_dict(kfac.model.state_dict())
+                kept = copy.deepcopy(plain.state_dict())
+                kfac.model.train(training)
+                with torch.set_grad_enabled(training):  # torch's own attention needs it in eval()
+                    other = CAPTURES[capture](kfac.model, x) if captured else plain
+                    torch.testing.assert_close(other(x), plain(x), atol=1e-5, rtol=0)
+                kfac.model.train().load_state_dict(kept)  # running statistics
+            kfac.optimizer.zero_grad()
+            F.cross_entropy(kfac.model(x), y).backward()
+            kfac.step()
+        found.append([*kfac.model.state_dict().values(), *averages(kfac)])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_thread_that_tests_the_model_interrupts_nothing(caplog):
     """Oracle: a trainer without the thread; the log has no line about an interruption."""
     found = []
@@ -827,3 +926,88 @@ def test_a_gradient_that_no_call_makes_is_told_once(penalty, dtype, caplog):
     told = [r.getMessage() for r in caplog.records if "not that of the module's calls" in r.msg]
     assert len(told) == (penalty != "none")
     assert all(line.startswith("layer '0': ") for line in told)
+
+
+class Cells(nn.Module):
+    """Two kinds of cells over a few steps of time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTMCell(5, 4), nn.GRUCell(4, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = hidden = None
+        for each in x.unbind(1):
+            state = self.lstm(each, state)
+            hidden = self.gru(state[0], hidden)
+        return hidden
+
+
+class Attention(nn.Module):
+    """An attention of queries of width 4, to keys and values of these widths."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, **settings)
+        self.keys = nn.Linear(4, settings.get("kdim", 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.keys(x.sin())
+        return self.attention(x, keys, keys)[0].mean(1)
+
+
+COMPARED = {
+    "1-D": (lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), (6, 2, 9)),
+    "2-D": (lambda: nn.Conv2d(2, 4, 3, bias=False), (6, 2, 6, 6)),
+    "3-D": (lambda: nn.Conv3d(1, 3, 2), (6, 1, 4, 4, 4)),
+    "groups": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2, dilation=(1, 2)), (6, 4, 6, 6)),
+    "same": (lambda: nn.Conv2d(2, 4, (2, 3), padding="same"), (6, 2, 6, 6)),
+    "circular": (
+        lambda: nn.Conv2d(2, 4, 3, padding=(1, 2), padding_mode="circular"),
+        (6, 2, 5, 5),
+    ),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, 2, padding=1, output_padding=1, groups=2),
+        (6, 4, 4, 4),
+    ),
+    "one image": (lambda: nn.Conv2d(2, 4, 3), (2, 6, 6)),
+    "channels last": (
+        lambda: nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last),
+        (6, 2, 6, 6),
+    ),
+    "embedding": (lambda: nn.Embedding(7, 4, padding_idx=2), (6, 3)),
+    "cells": (Cells, (6, 3, 5)),
+    "attention": (Attention, (6, 3, 4)),
+    "batch first, no bias": (lambda: Attention(batch_first=True, bias=False), (6, 3, 4)),
+    "keys of another width": (lambda: Attention(kdim=5, vdim=5), (6, 3, 4)),
+    "one sequence": (Attention, (3, 4)),
+}
+WEIGHTS = {
+    "none": lambda weights: 0.0,
+    "one": lambda weights: 5.0 * weights[0].pow(2).sum(),
+    "last": lambda weights: 5.0 * (weights[-1].pow(4) + weights[-1]).sum(),
+}
+
+
+@pytest.mark.parametrize(
+    ("penalised", "dtype"),
+    [("none", torch.bfloat16), *((penalised, torch.float32) for penalised in WEIGHTS)],
+)
+@pytest.mark.parametrize("kind", COMPARED)
+def test_gradients_of_all_kinds_of_layers_are_compared(kind, penalised, dtype, caplog):
+    """Oracle: the log; no line for the loss alone."""
+    make, shape = COMPARED[kind]
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    made = torch.Generator().manual_seed(1)
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    kfac = trainer(model)
+    for _ in range(2):
+        x = torch.randn(shape, generator=made).to(dtype)
+        if kind == "embedding":
+            x = torch.randint(7, shape, generator=made)
+        kfac.optimizer.zero_grad()
+        (model(x).float().square().mean() + WEIGHTS[penalised](weights)).backward()
+        kfac.step()
+    told = [r.getMessage() for r in caplog.records if "not that of the module's calls" in r.msg]
+    assert len(told) == (penalised != "none"), told

@@ -1,11 +1,11 @@
-"""The options of a start: the run directory, checkpoints, the end of the run, and the place."""
+"""The options of a start: the run directory, checkpoints, the end of the run, and the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mpikfac_apps.options.fields import bounded, section
+from mpikfac_apps.options.fields import bounded, in_home, section
 
 LENGTH = "length of the run, and tests"
 END = "run directory, checkpoints, end"
@@ -38,13 +38,13 @@ class RunOptions:
         threads: the number of threads per rank. null: OMP_NUM_THREADS, or an equal part of the
             node's cores.
         metrics: trackers that also receive the contents of metrics.jsonl: "tensorboard", "wandb",
-            "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; a name, or a list of
+            "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; one name, or a list of
             names.
     """
 
     max_steps: int | None = section(LENGTH, bounded(None, ">= 1"))
-    run_dir: str = section(END, field(default="runs/train"))
-    resume: str = "never"
+    run_dir: str = section(END, in_home("runs/train"))
+    resume: str = in_home("never")
     checkpoint_minutes: float | None = bounded(15.0, "> 0")
     checkpoint_every: int | None = bounded(None, ">= 1")
     max_time: float | None = bounded(None, "> 0")

@@ -1,7 +1,7 @@
-"""Carry out collectives of encoded values: MPI moves bytes, and the ranks decode and sum them.
+"""Execute collectives of encoded values: MPI moves bytes, and the ranks decode and sum them.
 
-The sender decodes the same bytes as the receivers, and everyone sums in rank order, so the results
-are bitwise equal on all ranks.
+The sender decodes the same bytes as the receivers, and all of them sum in rank order, so the
+results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LATER, LAST = "later", "right"  # parts of keys in the memory, in addition to th
 
 
 class Encoded:
-    """Carry out messages that have a codec, except for reductions that MPI computes itself.
+    """Execute messages that have a codec, except for reductions that MPI computes itself.
 
     Attributes:
         memory: what a rank keeps for the next step. Under a stage: the residuals of the stage's
@@ -51,7 +51,7 @@ class Encoded:
             tensor.zero_()
 
     def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """All-reduce: every member sums one shard, encodes the sum and sends it to everyone."""
+        """All-reduce: every member sums one shard, encodes the sum and sends it to all members."""
         (span,) = message.spans
         length = shard_length(span[1] - span[0], comm.size)
         encoded = self._encoded(flat, span, message.stage, codec)
@@ -62,7 +62,7 @@ class Encoded:
             codec.add_decoded(total, part, 1)
         residual = torch.zeros_like(total) if codec.feedback else None
         shard = encode(total, codec, residual)
-        # Only the sum of the residuals over ranks matters, so this rank keeps the sum's error too.
+        # Only the sum of the residuals over ranks matters, so this rank also keeps the sum's error.
         if residual is not None:
             start = min(span[0] + comm.rank * length, span[1])
             residuals = self.memory[message.stage][start : min(start + length, span[1])]
@@ -140,7 +140,7 @@ class Encoded:
         return len(encoded)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
-        """Return a span of `flat` as bytes; with feedback, keep the encoding error as residual."""
+        """Return a span of `flat` as bytes; with feedback, keep the error as the residual."""
         part, codec = slice(*span), codec.within(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
@@ -183,7 +183,7 @@ PRIMITIVES = {
     "Allgatherv": Encoded._gather,
     "Bcast": Encoded._broadcast,
 }
-"""The methods that carry out a message, by the name of its primitive in the plan."""
+"""The methods that execute a message, by the name of its primitive in the plan."""
 
 
 def _decode(flat: Tensor, span: Span, parts: Iterable[Tensor], codec: Codec) -> None:

@@ -35,7 +35,7 @@ class ConvLayer(Layer):
         self.transposed = module.transposed
         self._around = () if module.padding_mode == "zeros" else _padding(module)
         if self.transposed:
-            # Large enough that a pixel is left after the padding is cut off.
+            # Large enough that a pixel is left once the padding is cut off.
             image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding), device="cpu")
             _, self._window = self._spread(module, image, module.output_padding)
         else:
@@ -91,12 +91,12 @@ class ConvLayer(Layer):
         return totals if groups == 1 else totals.view(len(g), groups, -1)
 
     def form(self, side: str) -> Hashable:
-        """Return a key that convolutions share whose moments are computed alike, sizes aside."""
+        """Return a key for convolutions whose moments are computed identically, up to sizes."""
         window = (self._window, self.rounded_to) if side == "A" else ()
         return super().form(side), window
 
     def side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return images that have the channels of all layers."""
+        """Return images with the channels of all layers."""
         return torch.cat(tuple(tensors), 1)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,6 +115,36 @@ class ConvLayer(Layer):
             a, pixels = (b.unflatten(1, (groups, -1)).movedim(1, 0) for b in (a, pixels))
         a = F.pad(a, (0, 0, 0, 1), value=1.0) if self.bias else a
         return a.mT, pixels.mT
+
+    def projections(
+        self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return patches and gradients times vectors: a convolution with few channels.
+
+        It computes in the gradient's dtype, at least in float32.
+        """
+        groups, dtype = self.shape.groups, torch.promote_types(g.dtype, torch.float32)
+        vectors, module = of_inputs.shape[-1], self.module
+        kernels = of_inputs.to(dtype).mT.unflatten(2, (-1, *module.kernel_size))
+        if self.transposed:
+            kernels = kernels.transpose(1, 2)
+        products = self._convolved(x.to(dtype), kernels.flatten(0, 1), g)
+        pixels = g.to(dtype).flatten(2).unflatten(1, (groups, -1))
+        each = products.flatten(2).unflatten(1, (groups, vectors)), of_outputs.to(dtype).mT @ pixels
+        a, b = (side.movedim(2, -1).flatten(0, -2) for side in each)
+        return a, b
+
+    def _convolved(self, x: Tensor, kernels: Tensor, g: Tensor) -> Tensor:
+        """Convolve as in the call with gradients `g`, with other kernels and without a bias."""
+        module, dims = self.module, len(self.module.kernel_size)
+        stride, dilation, groups = module.stride, module.dilation, module.groups
+        if self.transposed:
+            paddings = module.padding, self._output_padding(x, g)
+            transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+            return transposed(x, kernels, None, stride, *paddings, groups, dilation)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        zeros = 0 if self._around else module.padding
+        return convolve(self.prepared(x, g), kernels, None, stride, zeros, dilation, groups)
 
     def arranged(self, parameter: Tensor) -> Tensor:
         """Return weight or bias; for a transposed convolution's weight, outputs before inputs."""

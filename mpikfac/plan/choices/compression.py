@@ -29,7 +29,7 @@ class Compressor(Choice):
 
     @property
     def momentum(self) -> float:
-        """The momentum of gradients that the encoding applies in place of the optimizer."""
+        """The momentum that the encoding applies to gradients in place of the optimizer."""
         return 0.0
 
     def codec(self, layout: Layout, feedback: bool) -> Codec:
@@ -49,7 +49,7 @@ class Compressor(Choice):
         return self.codec_of_sums(rank, layout)
 
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return the part of the trainer that takes part in each step; None if there is none.
+        """Return the part of the trainer that acts in each step; None if there is none.
 
         Args:
             site: the rank's `mpikfac.engine.Site`.
@@ -108,7 +108,7 @@ NEEDS = tuple(
         f"compression.{field}",
         None,
         _PLAIN,
-        "compressed messages are sent by all ranks at once, as one buffer",
+        "all ranks send compressed messages at the same time, as one buffer",
     )
     for field in ("factors", "inverses", "gradients")
 )

@@ -1,4 +1,4 @@
-"""Compare gradients of linear layers with the calls from which factors are computed.
+"""Compare gradients of weights with the calls from which factors are computed.
 
 If a loss also uses a weight outside of the layer's calls, as a weight penalty does, no factor
 contains the curvature of that part of the gradient. A few random projections of `sum g a^T`, in
@@ -7,18 +7,25 @@ the first passes of a run, detect such gradients at the cost of a few vectors.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
 
-from mpikfac.layers import Layer
+from mpikfac.layers import SIDE_BY_SIDE, EmbeddingLayer, Layer
+from mpikfac.numerics import without_autocast
 
+COMPARED = SIDE_BY_SIDE | {EmbeddingLayer}  # derived classes may compute something else
 PASSES = 3  # how many are compared
 PROBES = 4
 LARGE = 0.2  # relative to the gradient
 ROUNDING = 16.0  # in units of the last place
+
+Key = tuple[str, int | None]
+"""A layer's name and group."""
 
 log = logging.getLogger("mpikfac")
 
@@ -27,34 +34,36 @@ class Comparison:
     """The projections of gradients in the current pass."""
 
     def __init__(self, layers: Iterable[Layer], on: bool) -> None:
-        """Compare those layers that are plain linear layers, if `on`."""
-        self._layers = {x.name: x for x in layers if type(x) is Layer and not x.bias_alone}
+        """Compare the layers of torch's and similar modules, if `on`."""
+        self._layers = {_key(x): x for x in layers if type(x) in COMPARED and not x.bias_alone}
         self._left = PASSES if on else 0
-        self._probes: dict[str, tuple[Tensor, Tensor]] = {}
+        self._probes: dict[Key, tuple[Tensor, Tensor]] = {}
         # Projections of the calls' products, and bounds of their rounding errors.
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[Key, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
         """Begin a pass, in which layers that have no gradient yet are compared."""
         self._sums.clear()
-        averaged = distributed.is_available() and distributed.is_initialized()
-        if averaged or not self._left:  # another library's averages are not the rank's own
+        if not self._left or _averaged_by_ddp(x.parameters[0] for x in self._layers.values()):
             return
-        for name, layer in self._layers.items():
+        for key, layer in self._layers.items():
             weight = layer.parameters[0]
-            if weight.grad is None and weight.requires_grad:
+            if weight.grad is None and weight.requires_grad and not _is_split(layer):
                 zeros = torch.zeros(PROBES, dtype=torch.float64, device=weight.device)
-                self._sums[name] = zeros, zeros.clone()
+                self._sums[key] = zeros, zeros.clone()
 
+    @without_autocast
     @torch.no_grad()
     def add(self, layer: Layer, x: Tensor, g: Tensor) -> None:
         """Add a call of a layer that multiplied in the dtype of `g`."""
-        if layer.name not in self._sums:
+        if _key(layer) not in self._sums or not g.numel():
             return
-        of_outputs, of_inputs = self._probes_of(layer)
-        rows_x, rows_g = (t.to(g.dtype).reshape(-1, t.shape[-1]).double() for t in (x, g))
-        terms = (rows_g @ of_outputs) * (rows_x @ of_inputs)
-        total, bound = self._sums[layer.name]
+        if x.dim() < layer.dimensions:  # one example without a batch dimension
+            x, g = x[None], g[None]
+        x = x.to(g.dtype) if x.is_floating_point() else x
+        of_inputs, of_outputs = layer.projections(x, g, *self._probes_of(layer))
+        terms = (of_inputs * of_outputs).double()
+        total, bound = self._sums[_key(layer)]
         total += terms.sum(0)
         bound += ROUNDING * torch.finfo(g.dtype).eps * terms.abs().sum(0)
 
@@ -65,18 +74,23 @@ class Comparison:
             return
         self._left -= 1
         names, differences = [], []
-        for name, (total, bound) in self._sums.items():
-            gradient = self._layers[name].parameters[0].grad
-            if name in self._probes and gradient is not None:
-                of_outputs, of_inputs = self._probes[name]
-                found = ((gradient.detach().double() @ of_inputs) * of_outputs).sum(0)
+        for key, (total, bound) in self._sums.items():
+            layer = self._layers[key]
+            gradient = layer.parameters[0].grad
+            if key in self._probes and gradient is not None:
+                of_inputs, of_outputs = self._probes[key]
+                matrices = _as_matrices(layer, gradient.detach()).double()
+                found = ((matrices @ of_inputs) * of_outputs).sum((0, 1))
                 allowed = LARGE * found.norm() + bound.norm()
-                names.append(name)
+                names.append(layer.name)
                 differences.append((found - total).norm() - allowed)
         self._sums.clear()
+        if not self._left:
+            self._probes.clear()
         large = torch.stack(differences).tolist() if names else []
         if other := [name for name, difference in zip(names, large) if difference > 0]:
             self._left = 0
+            further = len({*other}) - 1
             log.warning(
                 "layer %r%s: the gradient of the weight is not that of the module's calls, as with "
                 "a weight penalty, a gradient penalty, a hook of the weight, or F.linear(x, "
@@ -84,17 +98,53 @@ class Comparison:
                 "weight_decay instead of a penalty, call the module, or leave the layer to "
                 "first-order steps by coverage=mpikfac.Coverage(skip=[...])",
                 other[0],
-                f" and {len(other) - 1} others" * (len(other) > 1),
+                f" and {further} others" * (further > 0),
             )
 
     def _probes_of(self, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Return random signs `[outputs, probes]` and `[inputs, probes]`, the same on all ranks."""
-        if layer.name not in self._probes:
+        """Return random vectors for inputs and outputs, the same on all ranks.
+
+        Their shapes are `[groups, inputs, probes]` and `[groups, outputs, probes]`.
+        """
+        key = _key(layer)
+        if key not in self._probes:
             weight, generator = layer.parameters[0], torch.Generator().manual_seed(0)
-            sides = (
-                torch.randint(0, 2, (size, PROBES), generator=generator, device="cpu")
-                for size in weight.shape
+            groups, outputs, inputs = _as_matrices(layer, weight).shape
+            of_inputs, of_outputs = (
+                torch.randn(
+                    *(groups, size, PROBES),
+                    generator=generator,
+                    dtype=torch.float64,
+                    device="cpu",
+                ).to(weight.device)
+                for size in (inputs, outputs)
             )
-            outputs, inputs = ((2 * side - 1).to(weight.device, torch.float64) for side in sides)
-            self._probes[layer.name] = outputs, inputs
-        return self._probes[layer.name]
+            self._probes[key] = of_inputs, of_outputs
+        return self._probes[key]
+
+
+def _key(layer: Layer) -> Key:
+    return layer.name, layer.group
+
+
+def _as_matrices(layer: Layer, weight: Tensor) -> Tensor:
+    """Return a weight, or its gradient, as `[groups, outputs, inputs]`."""
+    outputs, inputs = layer.shape.outputs, layer.shape.inputs - layer.bias
+    matrices = layer.arranged(weight).reshape(-1, outputs, inputs)
+    return matrices if layer.group is None else matrices[layer.group][None]
+
+
+def _is_split(layer: Layer) -> bool:
+    """Return whether ranks compute parts of the layer, so that gradients are partial sums."""
+    return hasattr(layer.module.forward, "watch")
+
+
+def _averaged_by_ddp(weights: Iterable[Tensor]) -> bool:
+    """Return whether a backward pass averages a gradient over the ranks of torch.distributed."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    if distributed.get_world_size() == 1:
+        return False
+    own = {id(weight) for weight in weights}
+    wrapped = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    return any(id(parameter) in own for model in wrapped for parameter in model.parameters())

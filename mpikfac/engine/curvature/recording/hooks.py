@@ -23,6 +23,7 @@ from mpikfac.layers import Attached, Hook, Layer
 from mpikfac.numerics import (
     at_end_of_backward,
     in_backward,
+    in_capture,
     listen,
     makes_gradients,
     outside_of_transforms,
@@ -36,9 +37,10 @@ class RecordingHooks(Part):
     """Pass the calls of layers that count on to the `moments`.
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
-    computes gradients of parameters from it. If the Fisher matrix uses labels that `KFAC.record`
-    draws, only the passes of `record` count. A pass does not count, either, if its gradients are
-    set to None or 0 before the next pass: the moments contain the passes that `.grad` contains.
+    computes gradients of parameters from it. Calls that trace or export the model do not count. If
+    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. A
+    pass does not count, either, if its gradients are set to None or 0 before the next pass: the
+    moments contain the passes that `.grad` contains.
 
     Attributes:
         recording: whether passes count.
@@ -132,7 +134,7 @@ class RecordingHooks(Part):
     @staticmethod
     def _on_pass(own: ref[RecordingHooks], *_: object) -> None:
         self = own()
-        if self is None:
+        if self is None or in_capture():  # operations of the hooks would be in the graph
             return
         self._outputs.come_first()
         if not self.paused and torch.is_grad_enabled():
@@ -146,7 +148,7 @@ class RecordingHooks(Part):
         own: ref[RecordingHooks], layer: Layer, module: nn.Module, *called: Any
     ) -> None:
         self = own()
-        if self is None:
+        if self is None or in_capture():
             return
         *inputs, output = called
         called = *inputs, self._outputs.take(module, output)
