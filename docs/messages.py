@@ -17,8 +17,8 @@ SCRIPTS = sorted(path for path in (ROOT / "jobs").rglob("*.*") if path.suffix !=
 ERRORS = {"ArgumentTypeError", "OSError", "RuntimeError", "TypeError", "UserError", "ValueError"}
 CALLS = {"error", "print", "warning"}  # of a parser, to stderr, of a log
 VERBS = (
-    "add|allow|begin|call|change|check|choose|clip|close|construct|continue|convert|copy|create|delete|"
-    "detach|end|fix|freeze|give|install|leave|load|make|measure|name|pass|put|raise|remove|repair|restart|"
+    "add|allow|average|begin|call|change|check|choose|clip|close|construct|continue|convert|copy|create|delete|"
+    "detach|end|fix|freeze|give|install|leave|load|make|measure|name|pass|put|raise|remove|rename|repair|restart|"
     "run|see|select|set|split|start|store|take|train|try|unpack|unset|use|write"
 )
 BEFORE = "with curvature servers, |and |or |for a single output, "

@@ -68,7 +68,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
     except UserError as error:
         if comm.rank == 0:
             print(f"mpikfac: {error}", file=sys.stderr, flush=True)
-        # The first rank to exit may end the others, so every rank waits until rank 0 has printed.
+        # The first rank to exit can end the others, so every rank waits until rank 0 has printed.
         if not _all_arrived(comm):
             if comm.rank != 0:
                 print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)

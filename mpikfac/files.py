@@ -199,7 +199,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = False) -> None:
-    """Replace the content of a file, see `writing`; after a failure, the file can be incomplete.
+    """Replace the content of a file (see `writing`); after a failure, it can be incomplete.
 
     Raises:
         OSError: the file cannot be written.
@@ -290,9 +290,10 @@ def _too_large(path: str | Path, size: int, limit: int) -> Refused:
 def _levels(content: Any) -> int:
     """Return the nesting depth of lists and objects in JSON; counting stops at `DEEP` + 1."""
     level, levels = [content], 0
-    while levels <= DEEP and (
-        level := [nested for nested in level if isinstance(nested, dict | list)]
-    ):
+    while levels <= DEEP:
+        level = [nested for nested in level if isinstance(nested, dict | list)]
+        if not level:
+            break
         levels += 1
         level = [
             inner

@@ -429,7 +429,7 @@ class Trainer:
     def combined(self) -> bool:
         """Whether votes are means over all ranks; False only between two exchanges of weights.
 
-        If exchanges make all replicas equal, it is also True only if all ranks have the same model.
+        If exchanges make all replicas equal, it also tells whether all ranks have the same model.
         """
         return self.built.exchange.heard
 
@@ -568,7 +568,7 @@ class Trainer:
         return self.built.exchange.shared(state | {STEPS: self.steps})
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Return the names of a complete state that `names` lacks."""
+        """Return the names of a complete state that are missing from `names`."""
         complete = {
             part.PREFIX + name
             for part in self.built.parts

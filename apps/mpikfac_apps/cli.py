@@ -75,7 +75,7 @@ def path_of(text: str, *kinds: str) -> Path:
         kinds: allowed suffixes, such as ".csv".
 
     Raises:
-        ValueError: the path has another suffix.
+        ValueError: the path has a different suffix.
     """
     path = Path(text)
     if path.suffix not in kinds:
@@ -89,7 +89,7 @@ def picture(text: str) -> Path:
     """Return the path of a picture, .pdf, .png or .svg.
 
     Raises:
-        ValueError: the path has another suffix.
+        ValueError: the path has a different suffix.
     """
     return path_of(text, ".pdf", ".png", ".svg")
 

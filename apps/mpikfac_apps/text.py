@@ -80,12 +80,17 @@ def ms(seconds: float | None) -> str:
     """Format seconds as milliseconds, with at least three digits."""
     if seconds is None:
         return NONE
-    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
+    milliseconds = 1e3 * seconds
+    if seconds >= 0.1:
+        return f"{milliseconds:,.0f}"
+    return f"{milliseconds:,.1f}" if seconds >= 0.01 else f"{milliseconds:,.2f}"
 
 
 def brief_mib(size: float) -> str:
     """Format bytes in MiB, with at least three digits."""
-    return "0" if size == 0 else f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
+    if size == 0:
+        return "0"
+    return f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -314,7 +314,7 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 
 
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy the value to host memory, to `buffer` if sizes fit; a GPU may still be copying."""
+    """Copy the value to host memory, to `buffer` if sizes fit; a GPU might still be copying."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
         buffer = torch.empty_like(value, device="cpu", pin_memory=not value.is_cpu)
     return buffer.copy_(value, non_blocking=True)

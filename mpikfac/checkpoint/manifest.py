@@ -53,7 +53,7 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
 
 def tell_of_renamed(root: Path, step: int) -> None:
-    """Warn of checkpoints of steps after `step` whose directories have been renamed.
+    """Warn about checkpoints of steps after `step` whose directories have been renamed.
 
     Collective over: none.
     """

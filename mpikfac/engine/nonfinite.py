@@ -36,7 +36,7 @@ class Nonfinite:
     def __repr__(self) -> str:
         """Return the rank and its counts by kind."""
         counts = ", ".join(f"{kind} {times}" for kind, times in self.counts.items() if times)
-        return f"Nonfinite(rank {self.rank}: {counts or 'all numbers were finite'})"
+        return f"Nonfinite(rank {self.rank}: {counts or 'all values were finite'})"
 
     def note(
         self,
@@ -124,7 +124,7 @@ class Cautions:
             self._once(
                 "large factors",
                 "layer %r at step %d: float32 rounds the factors of such large inputs and "
-                "gradients by more than damping=%g covers, so directions may be wrong; normalize "
+                "gradients by more than damping=%g covers, so directions can be wrong; normalize "
                 "the inputs, or use more damping, or a model in float64",
                 *(layers[0], step, damping),
             )

@@ -63,8 +63,8 @@ class Everyone:
     def abort_batch(self) -> None:
         """Drop the reduced batch on all ranks, except for its votes.
 
-        Compression errors and the state of a robust rule are discarded, since they may include the
-        batch.
+        Compression errors and the state of a robust rule are discarded, because they can include
+        the batch.
 
         Collective over: world.
         """

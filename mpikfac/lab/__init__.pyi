@@ -11,6 +11,9 @@ from .local_sgd.config import DASO as DASO
 from .local_sgd.config import DiLoCo as DiLoCo
 from .local_sgd.config import LocalSGD as LocalSGD
 from .local_sgd.config import Replicas as Replicas
+from .local_sgd.merges import AverageMerge as AverageMerge
+from .local_sgd.merges import Merge as Merge
+from .local_sgd.merges import SeparateMerge as SeparateMerge
 from .lsgd.config import LSGD as LSGD
 from .parameter_server.client import AsyncSGD as AsyncSGD
 from .parameter_server.config import ParameterServer as ParameterServer

@@ -69,7 +69,7 @@ class EmbeddingLayer(Layer):
         return rows[x.flatten()], vectors @ of_outputs[0]
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unit vectors, which take `inputs` numbers per position, and gradients."""
+        """Return the unit vectors, which take `inputs` values per position, and gradients."""
         entries, count = x.reshape(len(x), -1), len(self.module.weight)
         units = F.one_hot(entries, count).to(g.dtype)
         if self.module.padding_idx is not None:

@@ -111,7 +111,8 @@ def describe_tensors(model: nn.Module) -> dict[str, str]:
     """Return shape and dtype of each parameter and buffer in words, and whether it is trained."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     return {
-        f"tensor {n!r}": f"{[*t.shape]} {t.dtype}{' trained' * t.requires_grad}" for n, t in tensors
+        f"tensor {n!r}": f"{list(t.shape)} {t.dtype}{' trained' if t.requires_grad else ''}"
+        for n, t in tensors
     }
 
 

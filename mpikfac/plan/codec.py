@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-# How ranks sum what MPI cannot.
+# How ranks sum values that MPI cannot sum.
 IN_SHARDS, IN_TWO_SUMS = "Alltoall, Allgather", "Allreduce, Allreduce"
 EVERYWHERE = ("Allreduce", "Allgather", IN_SHARDS, IN_TWO_SUMS)
 """The collectives that compute sums on all ranks."""

@@ -174,7 +174,7 @@ class RankPlan:
         if self.layers:
             return {layer.name: layer.fused for layer in self.layers}
         trained = {n: math.prod(shape) for n, shape in self.uncovered if n not in self.means}
-        return dict(zip(trained, in_messages([*trained.values()], self.strategy.transport)))
+        return dict(zip(trained, in_messages(list(trained.values()), self.strategy.transport)))
 
     # -- where values are stored -----------------------------------------------------------------
 

@@ -187,7 +187,7 @@ def plan_for(
         split: the split layers of the model.
 
     Raises:
-        ValueError: a choice is not supported; the text states its requirements.
+        ValueError: a choice is not supported; the message states its requirements.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -274,9 +274,8 @@ def _check_layers(
             )
     sources = {form.name: form.of for form in forms}
     for layer in layers:
-        if (preconditioner := layer.preconditioner or names[0]) and sources[
-            preconditioner
-        ] != sources[names[0]]:
+        preconditioner = layer.preconditioner or names[0]
+        if preconditioner and sources[preconditioner] != sources[names[0]]:
             raise ValueError(
                 f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with "
                 f"factors of the same kind, but those of preconditioner={names[0]!r} come from the "

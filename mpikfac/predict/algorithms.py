@@ -331,7 +331,7 @@ def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
 def _doubling_sums(parts: np.ndarray, together: int) -> list[Round]:
     """Exchange all sums at doubling distances."""
     size, whole = parts.sum(), _whole(len(parts))
-    extra = [_exchange(size, 1, together)] * (whole < len(parts))
+    extra = [_exchange(size, 1, together)] if whole < len(parts) else []
     return extra + [_exchange(size, distance, together) for distance in _powers(whole)] + extra
 
 

@@ -299,7 +299,7 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
     """Return the seconds of a batch's statistics on `rank`, by the elements of its factors.
 
-    Measurements are of both factors of every layer.
+    Measurements cover both factors of every layer.
 
     Raises:
         ValueError: the machine has no times for the vectors or products that the plan needs.

@@ -45,7 +45,7 @@ def outside_of_jobs(monkeypatch):
     [
         ("train", "pass -n N PROGRAM, such as -n 4 train, not train"),
         ("-n 4", "pass -n N PROGRAM, such as -n 4 train, not -n 4"),
-        ("-np 4 train", "give -n N PROGRAM"),
+        ("-np 4 train", "pass -n N PROGRAM"),
         ("-n 0 train", "-n 0 must be a whole number, 1 to 99999, the number of ranks"),
         (
             f"-n {'9' * 20} train",
@@ -57,7 +57,7 @@ def outside_of_jobs(monkeypatch):
         ("-n 2 compare runs/a", "compare does not run on several ranks; start mpikfac compare"),
         ("-n 2 --watchdog_timeout 60 train", "--watchdog_timeout 60 before train is for scripts"),
         ("-n 2 --watchdog_timeout never train.py", "--watchdog_timeout never must be a number"),
-        ("-n 2 --watchdog_timeout 60", "give --watchdog_timeout SECONDS and a script"),
+        ("-n 2 --watchdog_timeout 60", "pass --watchdog_timeout SECONDS and a script"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(capsys, arguments, words):

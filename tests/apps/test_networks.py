@@ -128,7 +128,7 @@ def test_a_plan_is_the_plan_of_the_run(file):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fixed", "fixed returns [7] for an image, but the data has 10 classes; a function can"),
+        ("fixed", "fixed returns [7] for an image, but the data has 10 classes; give the"),
         ("absent", "own.py has no function 'absent'"),
     ],
 )

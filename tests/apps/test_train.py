@@ -371,9 +371,9 @@ def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd
         (
             "--data.classes=5",
             "--data.classes=null",
-            "saved with data.classes=5; this run has null; give --data",
+            "saved with data.classes=5; this run has null; pass --data",
         ),
-        ("", "--data.size=8", "saved with data.size=null; this run has 8; give --data.size=null"),
+        ("", "--data.size=8", "saved with data.size=null; this run has 8; pass --data.size=null"),
     ],
 )
 def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before, after, message):

@@ -414,7 +414,7 @@ def test_refusals_of_batches(comm):
         model(images[: comm.rank + 1])
     with pytest.raises(UserError, match="'left' gets .* on member 0, layer 'right' gets"):
         (model.right if comm.rank else model.left)(images.flatten(1))
-    with pytest.raises(ValueError, match="'left' takes batches of 96 channels"):
+    with pytest.raises(ValueError, match="'left' needs batches of 96 channels"):
         model.left(images[0].flatten())
     trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
     F.cross_entropy(model(images), shard(0, comm)[1]).backward()

@@ -257,10 +257,12 @@ def cost(subject: Subject, examples: int) -> list[str]:
         "use a larger batch; or smaller blocks of factors, with a rule of mpikfac.Coverage that "
         "sets a smaller `largest`; or grafting=mpikfac.AdamGrafting(orthogonalize=False)"
     )
-    lines = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
+    texts = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
+    if run.times > 2:
+        texts.append(f"To reduce them: {remedy}")
     return [
         line
-        for text in [*lines, *[f"To reduce them: {remedy}"] * (run.times > 2)]
+        for text in texts
         for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]
 

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Detection(Work):
-    """A detector, and drawn shapes.
+    """A detector that is trained on generated shapes.
 
     Collective over: comm, as are all methods.
 

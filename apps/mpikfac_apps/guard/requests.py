@@ -130,7 +130,7 @@ class Requests:
         self._slowest = max(self._slowest, seconds)
 
     def ignore_signals(self) -> None:
-        """Ignore signals, also at the end of the interpreter, when no handler runs.
+        """Ignore signals, even while the interpreter shuts down, when no handler runs.
 
         Otherwise, a late signal would kill a run that has fulfilled its requests. The handling of
         Ctrl-C does not change.

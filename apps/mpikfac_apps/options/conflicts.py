@@ -17,7 +17,7 @@ from mpikfac_apps.text import number
 from mpikfac_apps.tracking.tracker import check as check_trackers
 
 PACKAGED = ("muon", "soap", "lars", "lamb")  # optimizers of the package pytorch_optimizer
-USUAL_BATCH = 256  # images per step, of all ranks together
+USUAL_BATCH = 256  # images per step, on all ranks together
 
 
 def check_conflicts(options: Options, ranks: int) -> None:
@@ -155,7 +155,7 @@ def _check_groups(options: Options, ranks: int) -> None:
 
 
 def check_data(data: DataOptions) -> None:
-    """Check that options of the data fit together."""
+    """Check that the data options can be combined."""
     entry = source(data.name)
     if entry.needs and getattr(data, entry.needs[0]) is None:
         key, meaning = entry.needs
@@ -358,7 +358,7 @@ def _check_passes(options: Options) -> None:
 
 
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:
-    """Return the number of images per step, of all ranks together, or numbers by epoch.
+    """Return the number of images per step, on all ranks together, or numbers by epoch.
 
     If the options have no batch: `USUAL_BATCH`, or the largest smaller number that can be divided
     among ranks and virtual ranks.

@@ -37,6 +37,7 @@ from mpikfac_apps.options.fields import (
     TYPE,
     bounded,
     flat,
+    in_home,
     inline,
     leaves,
     listed,
@@ -108,7 +109,7 @@ class DataOptions:
     """
 
     name: str = section("data", listed(DATASETS, "digits"))
-    path: str | None = None
+    path: str | None = in_home(None)
     train_images: int | None = bounded(None, ">= 1")
     test_images: int | None = bounded(None, ">= 1")
     augment: bool = False
@@ -120,7 +121,7 @@ class DataOptions:
     classes: int | None = bounded(None, ">= 2")
     workers: int | None = bounded(None, ">= 0", "<= 256")
     max_broken_images: int | None = bounded(None, ">= 0")
-    cache: str | None = None
+    cache: str | None = in_home(None)
 
 
 @dataclass(frozen=True)
@@ -307,7 +308,7 @@ class KfacOptions:
 
     @property
     def lasting_factor_update_steps(self) -> int:
-        """The steps between updates of factors at the start; of the default intervals, the last."""
+        """The steps between updates of factors at the start, or finally for default intervals."""
         return (
             FACTOR_EVERY if self.factor_update_steps is None else at_start(self.factor_update_steps)
         )
@@ -337,7 +338,7 @@ class LearningOptions:
             next byte of a text; all other networks are classifiers and learn labels.
         data: the data set.
         kfac: the settings of K-FAC.
-        batch: the number of images per step, of all ranks together; a multiple of the number of
+        batch: the number of images per step, on all ranks together; a multiple of the number of
             ranks. Schedules of other options follow the epochs, whatever the batch. null without
             batch_per_rank: 256, or the next lower multiple of the number of ranks.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
@@ -461,13 +462,13 @@ class LearningOptions:
 
     @property
     def batches(self) -> int | ByEpoch:
-        """The number of images per step, of all ranks together, or numbers by epoch."""
+        """The number of images per step, on all ranks together, or numbers by epoch."""
         assert isinstance(self.batch, int | ByEpoch), "`parse` fills in the batch"
         return self.batch
 
     @property
     def step_batch(self) -> int:
-        """The number of images per step in epoch 0, of all ranks together."""
+        """The number of images per step in epoch 0, on all ranks together."""
         return int(at_start(self.batches))
 
 

@@ -76,7 +76,9 @@ class Words(OptionSource):
     def __init__(self, words: list[str]) -> None:
         self._words = words
         name, sign, value = words[0].partition("=")
-        text = value if sign else words[1] if words[1:] else True
+        text: str | bool = value
+        if not sign:
+            text = words[1] if words[1:] else True
         key = name.removeprefix("--").removesuffix("+")  # --key+ adds to a list
         given = {key: None if text in NULLS else text}
         super().__init__(given if name.startswith("--") else {})

@@ -47,7 +47,7 @@ def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
 
 
 def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
-    """Return the steps between refreshes at the start; of the default intervals, the last."""
+    """Return the steps between refreshes at the start; for default intervals, the final value."""
     usual = usual_intervals(strategy.refresh.stagger).inv_update_steps(SETTLED)
     interval: int = at_start(settings.get("inv_update_steps", usual))
     return interval

@@ -1,4 +1,4 @@
-"""The options of the programs that plan; help needs no torch.
+"""The options of the programs that plan; help does not import torch.
 
 The modules of the programs import torch, so the options are separate.
 """

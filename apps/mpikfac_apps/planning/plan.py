@@ -127,7 +127,8 @@ def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     strategy, workers = plan.strategy, plan.grid.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
     spared = strategy.refresh.servers
-    notes = [f"{number(spared, 'more rank')} decompose{'s' * (spared == 1)} for these ranks"]
+    verb = "decomposes" if spared == 1 else "decompose"
+    notes = [f"{number(spared, 'more rank')} {verb} for these ranks"]
     return [
         f"{model} on {number(plan.ranks, 'rank')}, {plan.preconditioner} preconditioner, float32",
         *(notes if spared else []),
@@ -196,8 +197,9 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
     largest = max(works, key=works.__getitem__)
     bound = total / works[largest]
     low = any(factor.rank for factor in plan.factors.values())
+    of_low_rank = " (low rank: 2 n^2 rank)" if low else ""
     return [
-        f"Load of the decompositions, as the sum of n^3{' (low rank: 2 n^2 rank)' * low}",
+        f"Load of the decompositions, as the sum of n^3{of_low_rank}",
         f"  all ranks together     {total:10.3g}",
         f"  most loaded rank       {longest:10.3g}   rank {busiest}",
         f"  ranks that own nothing {idle:10}   of {plan.ranks}",

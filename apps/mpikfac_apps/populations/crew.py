@@ -111,7 +111,7 @@ class Crew:
         vectors = self.handed(held, members)
         return selection.distances_of([vectors[member]["weights"] for member in members])
 
-    # -- what a loop needs of a trainer ----------------------------------------------------------
+    # -- what a loop needs from a trainer --------------------------------------------------------
 
     def average_replicas(self) -> None:
         """Do nothing, because a member is one model; not collective."""

@@ -246,7 +246,7 @@ def volume(
 
 
 def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
-    """Return a CIFAR from the binary or python layout; read only files for `images` images."""
+    """Return a CIFAR data set in the binary or Python layout; read only the files needed."""
     root = Path(path)
     layouts = dict(zip(kind.folders, ((read_binary, ".bin"), (read_python, ""))))
     candidates = [place for name in layouts for place in (root, root / name) if place.name == name]
@@ -271,7 +271,7 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
 
 
 def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
-    """Return a grey patch of each photo of CIFAR-10, at a random position.
+    """Return a grey patch of each CIFAR-10 photo, at a random position.
 
     Raises:
         ValueError: photos have fewer pixels.

@@ -221,7 +221,7 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
     if outputs.shape[1:] != (classes,):
         raise ValueError(
             f"model={name} returns {list(outputs.shape[1:])} for an image, but the data has "
-            f"{classes} classes; a function can receive the number as `classes`"
+            f"{classes} classes; give the function a parameter `classes`"
         )
     if made := own.named_probabilities(outputs):
         return (
@@ -232,7 +232,7 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
 
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Return the model with weights of convolutions in the memory format channels last."""
+    """Return the model with convolution weights in channels-last memory format."""
     for weight in model.parameters():
         if weight.dim() in FORMATS:
             weight.data = weight.data.contiguous(memory_format=FORMATS[weight.dim()])

@@ -39,7 +39,7 @@ class Work(ABC):
     Attributes:
         trainer: the trainer.
         steps_per_epoch: the number of steps in an epoch.
-        examples_per_step: the number of examples in a step, of all ranks together.
+        examples_per_step: the number of examples in a step, on all ranks together.
         measures: the names of the measures that steps sum.
     """
 

@@ -17,7 +17,7 @@ class Meter:
     """Means of loss and measures over the images of all ranks, each image counted once.
 
     Args:
-        alone: `recent` covers only the images of this rank, and waits for no other rank.
+        alone: `recent` covers only the images of this rank, and does not wait for other ranks.
         measures: the number of measures, or of the values from which they are computed.
 
     Attributes:

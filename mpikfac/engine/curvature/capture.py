@@ -63,7 +63,7 @@ def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
     """Run `compute` as a CUDA graph, and return its replay; without a graph, run it eagerly."""
     try:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device at the same time.
+        # Other threads can use the device at the same time.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             compute()
     except RuntimeError as error:

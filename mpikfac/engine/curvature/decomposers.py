@@ -132,7 +132,7 @@ class AtOnce:
     def _renewed(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Blocks, set[str]]:
-        """Return updated blocks, and the names of factors that need no new decomposition."""
+        """Return updated blocks, and the names of factors that do not need a new decomposition."""
         if request.first or not self._tolerance:
             return {}, set()
         blocks: Blocks = {}

@@ -337,7 +337,7 @@ class Factors(Part):
 
         A factor starts from scratch if the state has a vector instead of a matrix, or vice versa.
         """
-        # One rank's part of the state may lack factors.
+        # A single rank's part of the state can lack factors.
         if not any(n == STARTED or n.startswith(tuple(FORMS.values())) for n in names):
             return []
         opposite = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
@@ -419,7 +419,10 @@ class LateFactors(Factors):
             self.whole()
             for name, running in self._running.items():
                 owned = self._saves(self._factors[name])
-                running.average.copy_(running.total) if owned else running.average.zero_()
+                if owned:
+                    running.average.copy_(running.total)
+                else:
+                    running.average.zero_()
                 running.weight.copy_(running.count * owned)
             self._leave_identity_to_owners()
             self.release()

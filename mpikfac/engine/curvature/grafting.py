@@ -138,7 +138,7 @@ class Graft:
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norm of every layer, `[layers]`, in one tensor per stack."""
         layers = [x.unbind() if n > 1 else (x,) for x, n in zip(tensors, self._counts)]
-        return norms([*itertools.chain(*layers)])
+        return norms(list(itertools.chain(*layers)))
 
     def descend(self, damping: float) -> Tensor | None:
         """Change the gradients in the model, once all directions are available.
@@ -270,7 +270,7 @@ class OrthogonalGraft(AdamGraft):
         pairs = [(stack, one) for stack, one in zip(self.stacks, found) if stack.matrix]
         dims = [-2 if one.shape[-2] <= one.shape[-1] else -1 for _, one in pairs]
         parts = [one.split(stack.apart, dim) for (stack, one), dim in zip(pairs, dims)]
-        turned = iter(orthogonalised([*itertools.chain(*parts)]))
+        turned = iter(orthogonalised(list(itertools.chain(*parts))))
         joined = iter(
             [
                 torch.cat([next(turned) for _ in each], dim) if len(each) > 1 else next(turned)

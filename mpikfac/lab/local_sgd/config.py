@@ -137,7 +137,7 @@ class Replicas(Synchronization):
 
     def described(self) -> dict[str, str]:
         """Return the method on the axes of `axes`."""
-        later = f", after {self.warmup_steps} steps of gradients" * (self.warmup_steps > 0)
+        later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         nodes = {"architecture": "nodes"} if self.replicas == "node" else {}
         return {"synchronisation": f"weights every {self.sync_every} steps{later}", **nodes}
 
@@ -268,9 +268,10 @@ class DiLoCo(LocalSGD):
 
     def described(self) -> dict[str, str]:
         """Return the method on the axes of `axes`."""
-        later = f", after {self.warmup_steps} steps of gradients" * (self.warmup_steps > 0)
-        outer = " by an outer step" * (self.outer_momentum > 0)
-        outer += f" in {self.fragments} parts by turns" * (self.fragments > 1)
+        later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
+        outer = " by an outer step" if self.outer_momentum else ""
+        if self.fragments > 1:
+            outer += f" in {self.fragments} parts by turns"
         when = f"weights every {self.sync_every} steps{outer}{later}"
         beside = {"overlap": "steps after an exchange"} if self.delay else {}
         return {**super().described(), "synchronisation": when, **beside}

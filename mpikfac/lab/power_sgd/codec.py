@@ -49,7 +49,12 @@ def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
         of_groups: three dimensions are groups, outputs and inputs.
     """
     groups = shape[0] if of_groups and len(shape) == 3 else 1
-    outputs = shape[-2] if of_groups else shape[0] if len(shape) > 1 else 1
+    if of_groups:
+        outputs = shape[-2]
+    elif len(shape) > 1:
+        outputs = shape[0]
+    else:
+        outputs = 1
     return Matrix(start, groups, outputs, math.prod(shape) // max(1, groups * outputs))
 
 

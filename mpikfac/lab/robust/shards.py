@@ -76,8 +76,10 @@ class Windows(ByVector):
             return parts.mean(0)
         self.memory["dropped"].copy_(~good)
         self.memory["sums"][:, ~good] = 0
-        finite = of_step.diagonal().isfinite()
-        mean = parts[{"before": before & finite, "after": good}[self.rule.mean_of]].mean(0)
+        averaged = good
+        if self.rule.mean_of == "before":
+            averaged = before & of_step.diagonal().isfinite()
+        mean = parts[averaged].mean(0)
         if self.rule.noise_std:
             mean += self.rule.noise_std * self._noise(mean)
         self.memory["steps"] += 1

@@ -1,4 +1,4 @@
-"""The options of the influence of training images; help needs no torch."""
+"""The options of the influence of training images; help does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the programs that predict and measure; help needs no torch."""
+"""The options of the programs that predict and measure; help does not import torch."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def predicted(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Row:
-    """Return the row of a strategy; the reason if there is no prediction.
+    """Return the row of a strategy, or the reason if there is no prediction.
 
     "sgd" is the baseline of all others: it overlaps its messages if that is faster, unless the
     options say whether to overlap.
@@ -224,7 +224,8 @@ def intervals_in_words(rows: Sequence[Row]) -> list[str]:
         if "left_out" not in row and not row["strategy"].startswith("sgd"):
             words = in_words(row["factor_update_steps"], row["inv_update_steps"])
             names.setdefault(words, []).append(row["strategy"])
+    several = len(names) > 1
     return [
-        words[0].upper() + words[1:] + f": {', '.join(of)}" * (len(names) > 1)
+        words[0].upper() + words[1:] + (f": {', '.join(of)}" if several else "")
         for words, of in names.items()
     ]

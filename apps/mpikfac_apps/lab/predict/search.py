@@ -244,7 +244,7 @@ def section(ranks: int, rows: Sequence[Row]) -> list[str]:
 def cells(row: Row) -> tuple[str, ...]:
     """Return a line of the table."""
     return (
-        row["strategy"] + "*" * (not row["asked"]),
+        row["strategy"] + ("" if row["asked"] else "*"),
         *(str(row[name] or NONE) for name in ("workers", "ranks_per_node", "wires")),
         *(str(row[name]) for name in ("factor_update_steps", "inv_update_steps")),
         f"{row['seconds'] * 1e3:.1f}",

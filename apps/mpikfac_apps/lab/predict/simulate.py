@@ -94,7 +94,8 @@ def section(ranks: int, rows: list[Row]) -> list[str]:
             times = [*steps, row["mean"]["exposed"], row["mean"]["waiting"]]
             sizes = [row["memory"], row["mean"]["sent"]]
             cells = [f"{time * 1e3:.1f}" for time in times] + list(map(mib, sizes))
-            lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
+            mark = "*" if row["strategy"] in BOUNDED else ""
+            lines.append((row["strategy"] + mark, *cells))
             notes += of_clients(row)
     same = [row for row in rows if row["ranks"] == ranks]
     return [number(ranks, "rank"), *intervals_in_words(same), *table(lines), *notes]

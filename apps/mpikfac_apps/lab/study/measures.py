@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpikfac_apps.text import key_of, measured, share
 
-if TYPE_CHECKING:  # `mpikfac compare` needs no torch
+if TYPE_CHECKING:  # `mpikfac compare` does not import torch
     from mpikfac_apps.problems import tasks
 
 

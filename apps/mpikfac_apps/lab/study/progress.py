@@ -72,8 +72,13 @@ class StudyProgress:
         """Describe the remaining time of the study; "" if it is unknown or there is none."""
         waiting = sum(not self._complete(cell) for cell in self.cells[number:])
         here = elapsed * (1 - done) / done if done else None
-        per_cell = fmean(self.seconds) if self.seconds else elapsed / done if done else None
-        if per_cell is None or (not waiting and done == 1):
+        if self.seconds:
+            per_cell = fmean(self.seconds)
+        elif done:
+            per_cell = elapsed / done
+        else:
+            return ""
+        if not waiting and done == 1:
             return ""
         seconds = waiting * per_cell + (max(0.0, per_cell - elapsed) if here is None else here)
         return f"; about {in_words(seconds)} to go"

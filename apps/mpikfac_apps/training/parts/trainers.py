@@ -113,7 +113,7 @@ def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
 def in_words(options: Options, preconditioner: mpikfac.preconditioners.Preconditioner) -> str:
     """Describe the main hyperparameters of a run with K-FAC or another preconditioner."""
     damping = options.kfac.damping
-    relative = "relative " * damping.is_relative
+    relative = "relative " if damping.is_relative else ""
     words = (
         f"learning rate {options.rate:g}, momentum {options.momentum:g} of {options.momentum_of}, "
         f"weight decay {options.weight_decay:g}, grafting {options.kfac.grafting.name}"

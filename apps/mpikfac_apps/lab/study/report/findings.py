@@ -157,21 +157,24 @@ def _about_learning(
     for cell in done:
         when = reached[cell.cell.label]
         times.setdefault(_place(cell), []).append(when.seconds if when else None)
-    means = {name: mean_of(seconds) for name, seconds in times.items() if None not in seconds}
-    order = sorted(means, key=lambda name: mean.mean if (mean := means[name]) else 0.0)
+    means = {
+        name: mean
+        for name, seconds in times.items()
+        if None not in seconds and (mean := mean_of(seconds)) is not None
+    }
+    order = sorted(means, key=lambda name: means[name].mean)
     if order:
         sgd = {_place(cell) for cell in done if _is_sgd(cell)}
         yield _first(order, means, sgd, measure.text(target))
 
 
 def _first(
-    order: Sequence[str], means: Mapping[str, SeedMean | None], sgd: Collection[str], target: str
+    order: Sequence[str], means: Mapping[str, SeedMean], sgd: Collection[str], target: str
 ) -> str:
     """Name the variant that reached the target first, and the first SGD variant."""
 
     def after(name: str) -> str:
         mean = means[name]
-        assert mean is not None, "each name has a time"
         seeds = f" (mean of {mean.count} seeds)" if mean.count > 1 else ""
         return f"after {mean.mean:.1f} s{seeds}"
 
