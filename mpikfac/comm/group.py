@@ -104,7 +104,7 @@ class Group:
             return x
         sent = x.contiguous()
         received = sent.new_empty(sum(counts), *sent.shape[1:])
-        row = math.prod(sent.shape[1:]) * (1 if sent.dtype in SUMMABLE else sent.itemsize)
+        row = _elements_per_row(sent)
 
         def allgatherv(outgoing: Any, incoming: Any) -> None:
             self._comm.Allgatherv(outgoing, [incoming, [row * count for count in counts]])
@@ -147,7 +147,7 @@ class Group:
             return x
         sent = x.contiguous()
         received = sent.new_empty(sum(counts_in), *sent.shape[1:])
-        row = math.prod(sent.shape[1:]) * (1 if sent.dtype in SUMMABLE else sent.itemsize)
+        row = _elements_per_row(sent)
 
         def alltoallv(outgoing: Any, incoming: Any) -> None:
             elements = [[row * count for count in counts] for counts in (counts_out, counts_in)]
@@ -172,6 +172,11 @@ class Group:
             self.trace.stage(stage, self._comm.name, sent.nbytes),
         ):
             call(*buffers)
+
+
+def _elements_per_row(x: Tensor) -> int:
+    """Return the elements of a row, or its bytes if MPI does not know the dtype."""
+    return math.prod(x.shape[1:]) * (1 if x.dtype in SUMMABLE else x.itemsize)
 
 
 def _parts(x: Tensor, count: int, dim: int) -> Tensor:

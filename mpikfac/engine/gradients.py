@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mpikfac.comm import Sender, summed
 from mpikfac.engine.site import Site
@@ -76,12 +78,14 @@ class EarlyReader(Reader):
         self._made: Counter[str] = Counter()  # gradients of a block that the pass has computed
         # Gradients that have been sent, and their versions, by the parameter's id.
         self._sent: dict[int, tuple[Tensor | None, int]] = {}
+        own = ref(self)  # a model can outlive the trainer
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(hook)
             for slot in self.slots
-            for hook in [Hook(self._on_gradient, slot)]
+            for hook in [Hook(self._on_gradient, own, slot)]
             for parameter in slot.block.parameters
         ]
+        finalize(self, _remove, self._hooks)
 
     def read(self) -> None:
         """Send the gradients that no backward pass has computed, and check the others."""
@@ -102,11 +106,13 @@ class EarlyReader(Reader):
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
 
-    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
-        name = slot.block.name
+    @staticmethod
+    def _on_gradient(own: ref[EarlyReader], slot: Slot, _: Tensor) -> None:
+        self, name = own(), slot.block.name
+        if self is None:
+            return
         self._made[name] += 1
         if self._made[name] == len(slot.block.parameters):
             del self._made[name]
@@ -129,6 +135,11 @@ class EarlyReader(Reader):
                     f"the gradient of {slot.block.name!r} was changed after the backward pass; "
                     f"with overlap=True the gradient was sent before: clip by step(max_norm=...)"
                 )
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _version(gradient: Tensor | None) -> int:
@@ -180,12 +191,14 @@ class Gradients:
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
         self.counts = Counts(self.statistics if self.sender.in_parts else [])
         self._reader = READERS[self.sender.early](self.slots, self.sender)
-        self._hook = model.register_load_state_dict_post_hook(Hook(self._on_load))
+        # Weak, as above: the model would keep the arena of a trainer that is gone.
+        self._hooks = [model.register_load_state_dict_post_hook(Hook(self._on_load, ref(self)))]
+        finalize(self, _remove, self._hooks)
         self.keep()
 
     def detach(self) -> None:
         """Remove the hooks."""
-        self._hook.remove()
+        _remove(self._hooks)
         self._reader.detach()
 
     # -- local gradients -------------------------------------------------------------------------
@@ -341,9 +354,11 @@ class Gradients:
 
     # -- running statistics, and batches without a step ------------------------------------------
 
-    def _on_load(self, *_: object) -> None:
+    @staticmethod
+    def _on_load(own: ref[Gradients], *_: object) -> None:
         """Adopt the running statistics that the user's program has loaded."""
-        self.keep()
+        if (self := own()) is not None:
+            self.keep()
 
     def keep(self) -> None:
         """Store the current running statistics, so that `abort_batch` can restore them."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from mpikfac import numerics
 from mpikfac.plan import (
     FISHERS,
     NORMALIZATIONS,
@@ -188,8 +189,6 @@ class Estimator:
         """
         import torch
 
-        from mpikfac.numerics import exact, sampled
-
         heads = [
             (each.to(torch.promote_types(each.dtype, torch.float32)), loss)
             for each, loss in zip(outputs, losses, strict=True)
@@ -199,11 +198,11 @@ class Estimator:
             passes = (
                 [root if other is head else torch.zeros_like(other) for other, _ in heads]
                 for head, loss in heads
-                for root in exact(head, loss)
+                for root in numerics.exact(head, loss)
             )
         else:
             count, weight = self.mc_samples, 1 / self.mc_samples
-            passes = ([sampled(*head) for head in heads] for _ in range(count))
+            passes = ([numerics.sampled(*head) for head in heads] for _ in range(count))
         rows, terms = len(outputs[0]), outputs[0].numel() // max(1, outputs[0].shape[1])
         for number, gradients in enumerate(passes):
             turn = Turn(weight, rows, terms, number == 0, number == count - 1)

@@ -11,11 +11,12 @@ import torch
 import yaml
 
 import mpikfac
+from mpikfac_apps.inspecting.options import INSPECT
 from mpikfac_apps.options import by_epoch, options
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.documents import SYNONYMS, flattened
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import BASIC, Options
+from mpikfac_apps.options.options import BASIC, TRAIN, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.options.strategy import (
     for_machine,
@@ -723,3 +724,19 @@ def test_every_option_is_explained():
         and not re.search(rf"^ {{8}}(\w+, )*{field.name}(, \w+)*: ", text, re.MULTILINE)
     ]
     assert unexplained == []
+
+
+@pytest.mark.parametrize("key", ["run_dir", "resume", "data.path", "data.cache"])
+def test_the_home_directory_stands_for_a_tilde(key, tmp_path, monkeypatch):
+    """Oracle: by hand; on the command line and in a file in the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "home.yaml").write_text(f"{key}: ~/there\n")
+    for argument in (f"--{key}=~/there", "--config=~/home.yaml"):
+        assert flat(TRAIN.read([argument]))[key] == str(tmp_path / "there")
+
+
+def test_the_home_directory_stands_for_a_tilde_in_paths_of_other_programs(tmp_path, monkeypatch):
+    """Oracle: by hand; a path that must be given, and one with a suffix."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    inspected = INSPECT.read(["~/run", "--picture=~/factors.pdf"])
+    assert (inspected.path, inspected.picture) == (tmp_path / "run", tmp_path / "factors.pdf")

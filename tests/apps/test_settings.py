@@ -13,7 +13,7 @@ import mpikfac
 from mpikfac_apps.options.documents import flattened
 from mpikfac_apps.options.fields import leaves
 from mpikfac_apps.options.options import USUAL_RATES, Options
-from mpikfac_apps.options.parse import parse
+from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.training import settings, train
 
 STORED = Path(__file__).parents[1] / "golden" / "runs"
@@ -311,3 +311,20 @@ def test_a_wrong_value_of_the_checkpoint_can_be_replaced(run):
     change(run, settings=options, open={})
     text = go_on(run, "--max_steps=3", "--kfac.preconditioner=eigen")
     assert "kfac.preconditioner.type 'of old' -> eigen" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "first", "last"),
+    [
+        (["--optimizer=adamw"], [], "optimizer adamw -> kfac", "options new"),
+        ([], ["--optimizer=adamw"], "optimizer kfac -> adamw", "options gone"),
+        (["--lr=0.1"], ["--sync=local-sgd", "--lr=0.2"], "sync.type ", "options new"),
+        ([], ["--momentum=0.5"], "momentum 0.9 -> 0.5", "momentum 0.9 -> 0.5"),
+    ],
+)
+def test_the_choice_of_an_algorithm_is_named_first(before, now, first, last):
+    """Oracle: by hand; options that only one start has are counted."""
+    starts = (flattened(resolved(parse(argv, 1), 1)) for argv in (before, now))
+    changed = settings.changes(*starts).split(", ")
+    assert changed[0].startswith(first) and changed[-1].endswith(last)
+    assert "no option" not in str(changed)

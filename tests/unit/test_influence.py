@@ -12,6 +12,7 @@ from mpikfac import layers
 from mpikfac.lab import Curvature, influence, self_influence
 from mpikfac.lab.curvature.matrices import ParameterMatrices
 from mpikfac.lab.curvature.records import gradients, products, record
+from support import inside
 from support.curved import F64, losses, network, trained
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -209,6 +210,16 @@ def test_influence_predicts_leaving_an_example_out():
         torch.testing.assert_close(scores[left] / (1 - leverage[left]), change, **EXACT)
 
 
+def test_more_queries_than_memory_are_refused(monkeypatch):
+    """Oracle: 8 bytes for each of 80 parameters, by hand, and a machine of 1,000 bytes."""
+    kfac = trained(network())
+    curvature, data = Curvature.of(kfac), batch(2)
+    kfac.model.eval()
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 1}.get)
+    with pytest.raises(ValueError, match=r"2 queries of 80 parameters take 1,280 bytes"):
+        influence(curvature, losses, [data], data)
+
+
 def test_refusals():
     """Oracle: one line each."""
     kfac = trained(network())
@@ -219,4 +230,4 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"one loss per example, \[examples\], not \[\]"):
         influence(curvature, lambda m, d: F.cross_entropy(m(d[0]), d[1]), [data], data)
     with pytest.raises(ValueError, match="has 2 examples, and the batch 6"):
-        record(kfac.model, kfac.layers, lambda m, d: losses(m, d).repeat(3), data)
+        record(kfac.model, inside.layers(kfac), lambda m, d: losses(m, d).repeat(3), data)

@@ -452,7 +452,7 @@ def test_later_steps_keep_no_more_than_earlier_ones(comm, preconditioner):
     before = held()
     problem.run(kfac, comm, range(6, 18))
     gc.collect()
-    assert held() == before
+    assert held() <= before  # garbage of earlier tests may have been freed
 
 
 def test_loading_forgets_the_batch_at_hand(comm):

@@ -28,6 +28,8 @@ from mpikfac import (
     KLClip,
     NoGrafting,
     NormClip,
+    Strategy,
+    Transport,
     UserError,
 )
 from support import inside, problem
@@ -376,6 +378,31 @@ def test_a_trainer_that_is_gone_is_not_kept():
     gc.collect()
     caught = trainer(model)
     assert repr(caught).startswith("KFAC(2 layers covered, 0 tensors trained first-order, 1 ranks")
+
+
+def live_parts() -> int:
+    """Return the number of live parts of trainers."""
+    gc.collect()
+    return sum("mpikfac.engine." in str(type(each)) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", [KFAC, FirstOrderTrainer])
+def test_dropped_trainers_leave_nothing_in_a_model(kind, overlap):
+    """Oracle: the number of live parts of trainers, and of hooks on the model."""
+    model, strategy = network(), Strategy(transport=Transport(overlap=overlap))
+    found = []
+    for seed in range(3):
+        one = kind(model, torch.optim.SGD(model.parameters(), lr=0.01), COMM, strategy)
+        learn(one, seed=seed)
+        del one
+        found.append(live_parts())
+    assert len(set(found)) == 1
+    hooks = [
+        model._load_state_dict_post_hooks,
+        *(p._post_accumulate_grad_hooks for p in model.parameters()),
+    ]
+    assert not any(hooks)
 
 
 def test_a_copied_model_has_hooks_that_do_nothing():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import reprlib
 import sys
@@ -15,6 +16,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jsonargparse
@@ -225,7 +227,14 @@ def _value(option: Leaf, raw: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"{option.key}={raw} must be {option.allowed}") from error
     option.check(value)
-    return value
+    return _in_home(value)
+
+
+def _in_home(value: Any) -> Any:
+    """Return a path, or a list of paths, with the home directory in the place of "~"."""
+    if isinstance(value, list):
+        return [_in_home(each) for each in value]
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _placeholders(options: Iterable[Leaf]) -> Iterator[str]:

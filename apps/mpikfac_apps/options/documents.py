@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
@@ -44,7 +45,7 @@ def read(path: str) -> str:
         ValueError: the file cannot be read; one line.
     """
     try:
-        return files.read_text(path, links=True)
+        return files.read_text(os.path.expanduser(path), links=True)
     except OSError as error:
         raise ValueError(f"config={path} cannot be read: {files.why(error)}") from error
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 import reprlib
 import types
 import typing
@@ -181,6 +182,11 @@ def read_by(read: Callable[[str], Any], default: str | None) -> Any:
     """Return a field whose value `read` converts from a text; `default` is a text or None."""
     value = None if default is None else read(default)
     return dataclasses.field(default=value, metadata={"read": read, "written": default})
+
+
+def in_home(default: str | None) -> Any:
+    """Return a field for a path as a text, with the home directory in the place of "~"."""
+    return read_by(os.path.expanduser, default)
 
 
 def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str) -> Any:

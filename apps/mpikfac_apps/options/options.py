@@ -37,6 +37,7 @@ from mpikfac_apps.options.fields import (
     TYPE,
     bounded,
     flat,
+    in_home,
     inline,
     leaves,
     listed,
@@ -108,7 +109,7 @@ class DataOptions:
     """
 
     name: str = section("data", listed(DATASETS, "digits"))
-    path: str | None = None
+    path: str | None = in_home(None)
     train_images: int | None = bounded(None, ">= 1")
     test_images: int | None = bounded(None, ">= 1")
     augment: bool = False
@@ -120,7 +121,7 @@ class DataOptions:
     classes: int | None = bounded(None, ">= 2")
     workers: int | None = bounded(None, ">= 0", "<= 256")
     max_broken_images: int | None = bounded(None, ">= 0")
-    cache: str | None = None
+    cache: str | None = in_home(None)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mpikfac_apps.options.fields import bounded, section
+from mpikfac_apps.options.fields import bounded, in_home, section
 
 LENGTH = "length of the run, and tests"
 END = "run directory, checkpoints, end"
@@ -43,8 +43,8 @@ class RunOptions:
     """
 
     max_steps: int | None = section(LENGTH, bounded(None, ">= 1"))
-    run_dir: str = section(END, field(default="runs/train"))
-    resume: str = "never"
+    run_dir: str = section(END, in_home("runs/train"))
+    resume: str = in_home("never")
     checkpoint_minutes: float | None = bounded(15.0, "> 0")
     checkpoint_every: int | None = bounded(None, ">= 1")
     max_time: float | None = bounded(None, "> 0")

@@ -36,6 +36,9 @@ OF_A_START = (
 OF_CODE = ("model", "data.name", "metrics")
 """Options whose values can name a file to execute."""
 
+CHOOSES = ("optimizer", "strategy")
+"""Options that choose an algorithm, besides the types of joints."""
+
 PRECONDITIONER = "kfac.preconditioner.type"
 
 log = logging.getLogger("mpikfac.train")
@@ -207,14 +210,19 @@ def _given(of_run: Mapping[str, Any], left_open: Mapping[str, Any]) -> dict[str,
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the options that differ between two starts, as "lr 0.1 -> 0.05, ..."."""
+    """Return the options that differ between two starts, as "lr 0.1 -> 0.05, ...".
+
+    Options that choose an algorithm come first, and options that only one of the two starts has,
+    which belong to its choices, are counted.
+    """
     keys = [key for key in {**now, **before} if key not in OF_A_START]
-    pairs = [
-        (key, *(in_yaml(part[key]) if key in part else "no option" for part in (before, now)))
-        for key in keys
-        if key not in before or key not in now or before[key] != now[key]
-    ]
-    return ", ".join(f"{key} {old} -> {new}" for key, old, new in pairs)
+    differing = [k for k in keys if k in before and k in now and before[k] != now[k]]
+    differing.sort(key=lambda key: not (key in CHOOSES or key.endswith(f".{TYPE}")))
+    words = [f"{key} {in_yaml(before[key])} -> {in_yaml(now[key])}" for key in differing]
+    for which, one, other in (("gone", before, now), ("new", now, before)):
+        if count := sum(key in one and key not in other for key in keys):
+            words.append(f"{count} option{'s' * (count > 1)} {which}")
+    return ", ".join(words)
 
 
 # -- what a checkpoint contains about its run ------------------------------------------------------

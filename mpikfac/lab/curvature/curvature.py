@@ -184,7 +184,7 @@ class Curvature:
     def solve(
         self, vectors: Mapping[str, Tensor], damping: float | Damping = USUAL
     ) -> dict[str, Tensor]:
-        """Return `(C + damping I)^-1 v`; see `damped_power` for the damping.
+        """Return `(C + damping I)^-1 v`; see `damping_of` for the damping.
 
         Collective over: comm.
         """
@@ -308,7 +308,12 @@ class Curvature:
 
 
 def damped_power(exponent: float, damping: float | Damping) -> Function:
-    """Return the function `(values + damping)^exponent`.
+    """Return the function `(values + damping)^exponent`; see `damping_of`."""
+    return lambda values: (values + damping_of(damping, values)) ** exponent
+
+
+def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
+    """Return what a damping adds to the eigenvalues `[groups, outputs, inputs]` of a layer.
 
     Args:
         damping: a number, 0 only if no factor is singular, or a `Damping` with a number. A relative
@@ -318,15 +323,10 @@ def damped_power(exponent: float, damping: float | Damping) -> Function:
         ValueError: the damping is a schedule, or negative.
     """
     number = damping.number if isinstance(damping, Damping) else damping
-    relative = isinstance(damping, Damping) and damping.is_relative
     if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
         raise ValueError(f"damping={damping!r} must be a number of at least 0")
-
-    def function(values: Tensor) -> Tensor:
-        unit = values.mean((-2, -1), keepdim=True) if relative else 1.0
-        return (values + number * unit) ** exponent
-
-    return function
+    relative = isinstance(damping, Damping) and damping.is_relative
+    return number * values.mean((-2, -1), keepdim=True) if relative else number
 
 
 def _bases(

@@ -8,7 +8,8 @@ To first order, leaving out example t of N raises the loss of query q by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,13 +53,12 @@ def influence(
         and the examples of this rank.
 
     Raises:
-        ValueError: see `record`: modules in training mode, or a loss of several examples.
+        ValueError: a module is in training mode, a loss is not that of one example, or the
+            solutions for all queries do not fit into memory.
     """
-    solved = _solved(curvature, measure or losses, queries, damping)
-    scores = [_scores(curvature, solved, losses, batch) for batch in examples]
-    count = next(iter(solved.values())).shape[0]
-    own = torch.cat([torch.empty(count, 0, dtype=torch.float64), *scores], 1)
-    return own / sum(curvature.owners.count(own.shape[1]))
+    gradients_of = query_gradients(curvature, measure or losses, queries)
+    solved = curvature.apply_to_matrices(gradients_of, damped_power(-1.0, damping))
+    return inner_products(curvature, solved, losses, examples)
 
 
 def self_influence(
@@ -92,25 +92,61 @@ def self_influence(
     return torch.cat(found)
 
 
-def _solved(
-    curvature: Curvature, losses: Losses, queries: Any, damping: float | Damping
-) -> dict[str, Tensor]:
-    """Return `(C + damping I)^-1 g` for the queries of all ranks, as matrices by layer."""
-    records, shapes = _records(curvature, losses, queries), curvature.owners.shapes
+def query_gradients(curvature: Curvature, losses: Losses, queries: Any) -> dict[str, Tensor]:
+    """Return the gradients of the rank's queries as matrices, by layer.
+
+    Collective over: none.
+    """
+    records = _records(curvature, losses, queries)
     count = _length(records)
-    matrices = {n: gradients(la, records[n], count) for n, la in curvature.layers.items()}
-    solved = curvature.apply_to_matrices(matrices, damped_power(-1.0, damping))
-    return {
-        n: curvature.owners.gather(m.flatten(1)).view(-1, *shapes[n]) for n, m in solved.items()
+    return {n: gradients(layer, records[n], count) for n, layer in curvature.layers.items()}
+
+
+def inner_products(
+    curvature: Curvature, matrices: Mapping[str, Tensor], losses: Losses, examples: Iterable[Any]
+) -> Tensor:
+    """Return products of all ranks' vectors with gradients of this rank's examples, over N.
+
+    Collective over: comm of the curvature.
+
+    Args:
+        matrices: the rank's vectors, `[vectors, groups, outputs, inputs]` by layer.
+
+    Returns:
+        Products `[vectors, examples]`, divided by the number of examples of all ranks.
+    """
+    owners = curvature.owners
+    counts = owners.count(len(next(iter(matrices.values()))))
+    _check_memory(sum(counts), sum(owners.sizes))
+    everyone = {
+        name: owners.gather(rows.flatten(1), counts).view(-1, *owners.shapes[name])
+        for name, rows in matrices.items()
     }
+    found = [torch.empty(sum(counts), 0, dtype=torch.float64)]
+    for batch in examples:
+        records = _records(curvature, losses, batch)
+        total = sum(products(everyone[name], calls) for name, calls in records.items())
+        assert isinstance(total, Tensor)
+        found.append(total.cpu())
+    own = torch.cat(found, 1)
+    return own / sum(owners.count(own.shape[1]))
 
 
-def _scores(curvature: Curvature, solved: dict[str, Tensor], losses: Losses, batch: Any) -> Tensor:
-    """Return products of solved queries with the gradients of a batch, `[queries, examples]`."""
-    records = _records(curvature, losses, batch)
-    total = sum(products(solved[name], calls) for name, calls in records.items())
-    assert isinstance(total, Tensor)
-    return total.cpu()
+def _check_memory(queries: int, parameters: int) -> None:
+    """Check that the solutions of all queries fit into memory.
+
+    Raises:
+        ValueError: they do not.
+    """
+    needed, memory = (
+        8 * queries * parameters,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+    if needed > memory:
+        raise ValueError(
+            f"{queries} queries of {parameters:,} parameters take {needed:,} bytes on each rank, "
+            f"and the memory has {memory:,}; pass fewer queries at a time"
+        )
 
 
 def _records(curvature: Curvature, losses: Losses, batch: Any) -> Records:

@@ -153,14 +153,18 @@ class Owners:
         """Return how many elements of layers' tensors each rank publishes."""
         return [sum(math.prod(shapes[n]) for n in names if n in shapes) for names in self._names]
 
-    def gather(self, vectors: Tensor) -> Tensor:
-        """Return the vectors `[examples, n]` of all ranks, ordered by rank.
+    def gather(self, vectors: Tensor, examples: Sequence[int]) -> Tensor:
+        """Return the vectors of all ranks, ordered by rank.
+
+        Args:
+            vectors: the rank's own, `[examples, n]`.
+            examples: the number of vectors of each rank.
 
         Collective over: owners.
         """
         if self._group is None:
             return vectors
-        return self._group.gather_rows(vectors, self.count(len(vectors)), PUBLISH)
+        return self._group.gather_rows(vectors, examples, PUBLISH)
 
     def hand_over(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of all ranks by name; each name belongs to one rank.

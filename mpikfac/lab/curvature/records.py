@@ -20,7 +20,7 @@ Losses = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns one loss per example, `[examples]`."""
 
 
-class Record(NamedTuple):
+class CallVectors(NamedTuple):
     """The vectors of a call of a layer, for all groups or one, in float64.
 
     Attributes:
@@ -34,7 +34,7 @@ class Record(NamedTuple):
     g: Tensor
 
 
-Records = Mapping[str, Sequence[Record]]
+Records = Mapping[str, Sequence[CallVectors]]
 """The records of a batch by layer, one for each call."""
 
 
@@ -50,7 +50,7 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
     """
     if training := [name or "the model" for name, m in model.named_modules() if m.training]:
         raise ValueError(f"{training[0]} is in training mode; call model.eval() first")
-    records: dict[str, list[Record]] = {layer.name: [] for layer in layers}
+    records: dict[str, list[CallVectors]] = {layer.name: [] for layer in layers}
     hooks = [
         attached
         for layer in layers
@@ -79,7 +79,7 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
     return records
 
 
-def _on_call(layer: Layer, records: list[Record], _: nn.Module, *called: Any) -> None:
+def _on_call(layer: Layer, records: list[CallVectors], _: nn.Module, *called: Any) -> None:
     call = layer.watch(*called)
     if call is not None and call[0].numel():  # a rank can have no examples
         x, listen = call
@@ -87,17 +87,17 @@ def _on_call(layer: Layer, records: list[Record], _: nn.Module, *called: Any) ->
 
 
 @torch.no_grad()
-def _record(layer: Layer, x: Tensor, g: Tensor) -> Record:
+def _record(layer: Layer, x: Tensor, g: Tensor) -> CallVectors:
     if x.dim() < layer.dimensions:  # one example without a batch dimension
         x, g = x[None], g[None]
     x, g = (x.double() if x.is_floating_point() else x), g.double()
     pairs = layer.pairs(layer.prepared(x, g), g)
     a, g = (pair if layer.shape.groups > 1 else pair[None] for pair in pairs)
     groups = slice(None) if layer.group is None else slice(layer.group, layer.group + 1)
-    return Record(groups, a, g)
+    return CallVectors(groups, a, g)
 
 
-def gradients(layer: Layer, calls: Sequence[Record], examples: int) -> Tensor:
+def gradients(layer: Layer, calls: Sequence[CallVectors], examples: int) -> Tensor:
     """Return the examples' gradients in a layer, `[examples, groups, outputs, inputs]`."""
     shape = layer.shape.groups, layer.shape.outputs, layer.shape.inputs
     total = torch.zeros(examples, *shape, dtype=torch.float64, device=layer.parameters[0].device)
@@ -106,7 +106,7 @@ def gradients(layer: Layer, calls: Sequence[Record], examples: int) -> Tensor:
     return total
 
 
-def products(matrices: Tensor, calls: Sequence[Record]) -> Tensor | int:
+def products(matrices: Tensor, calls: Sequence[CallVectors]) -> Tensor | int:
     """Return the products of matrices with the examples' gradients, `[vectors, examples]`.
 
     The gradients are not computed.

@@ -114,7 +114,7 @@ class Merge:
         """
         self.merge()
 
-    def _average(self) -> None:
+    def average(self) -> None:
         """Average the buffer over ranks.
 
         Raises:
@@ -150,7 +150,7 @@ class AverageMerge(Merge):
         self.read()
         if self._before:
             self.copy.flat -= self._before.flat
-        self._average()
+        self.average()
         if self._before:
             self.step()
             self.copy.flat += self._before.flat
@@ -295,7 +295,7 @@ class Streamed(OuterStep):
         return [slice(span.start, span.stop) for span in self._spans if span.kind == part]
 
 
-class Apart(Merge):
+class SeparateMerge(Merge):
     """The base of rules whose replicas stay separate; their mean is the state of the run."""
 
     unites = False
@@ -303,12 +303,12 @@ class Apart(Merge):
     def unite(self) -> None:
         """Replace all replicas by their mean."""
         self.read()
-        self._average()
+        self.average()
         self.write()
         self.keep()
 
 
-class Leader(Apart):
+class Leader(SeparateMerge):
     """Move each replica towards the one with the lowest mean loss [Teng et al. 2019].
 
     A node with several replicas also has a leader. At first, the leaders are the common weights.
@@ -407,7 +407,7 @@ class Leader(Apart):
             self.weights.add_(self.trained(leader) - before, alpha=share)
 
 
-class Elastic(Apart):
+class Elastic(SeparateMerge):
     """Move each replica towards the average of its own steps and the mean of all averages.
 
     In between, replicas are pulled towards the weights after the last exchange [Chaudhari et al.
@@ -454,7 +454,7 @@ class Elastic(Apart):
         self.after_step()
         anchor, average = self.trained(self._anchor), self.trained(self._of_steps)
         self.weights.copy_(average)
-        self._average()
+        self.average()
         self._exchanges += 1
         pull = self._pull(self.sync.rho, self.sync.max_rho)
         gradient = elastic_gradient(anchor, average, self.weights, pull)

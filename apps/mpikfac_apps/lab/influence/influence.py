@@ -53,15 +53,15 @@ class Influence:
     def report(self, top: int) -> list[list[str]]:
         """Return sections of lines with the images of the largest scores, and their labels."""
         rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
-        for number, scores in enumerate(self.scores[:top]):
-            ends = scores.topk(min(top, len(scores))), (-scores).topk(min(top, len(scores)))
-            images = (self._images(end.indices) for end in ends)
-            rows.append((str(number), str(self.query_labels[number].item()), *images))
-        suspects = self._images(self.own.topk(min(top, len(self.own))).indices)
+        for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
+            images = self._largest(scores, top), self._largest(-scores, top)
+            rows.append((str(number), str(label.item()), *images))
+        suspects = self._largest(self.own, top)
         return [table(rows, left=4), [f"largest self-influence, images (label): {suspects}"]]
 
-    def _images(self, indices: Tensor) -> str:
-        return " ".join(f"{i} ({self.labels[i].item()})" for i in indices.tolist())
+    def _largest(self, scores: Tensor, top: int) -> str:
+        indices = scores.topk(min(top, len(scores))).indices.tolist()
+        return " ".join(f"{i} ({self.labels[i].item()})" for i in indices)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,7 +203,7 @@ def write(
         OSError: the file cannot be written.
     """
     assert options.out is not None
-    items = {
+    items: dict[str, Tensor | int | float | str] = {
         "scores": found.scores,
         "self": found.own,
         "labels": found.labels,
