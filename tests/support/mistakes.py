@@ -911,8 +911,8 @@ TABLE = (
     Mistake(
         "orthogonal: directions keep their singular values",
         "engine/curvature/grafting.py",
-        "turned = iter(orthogonalised([*itertools.chain(*parts)]))",
-        "turned = iter([*itertools.chain(*parts)])",
+        "turned = iter(orthogonalised(list(itertools.chain(*parts))))",
+        "turned = iter(list(itertools.chain(*parts)))",
         "tests/unit/test_step_length.py",
     ),
     Mistake(
@@ -1324,8 +1324,8 @@ TABLE = (
     Mistake(
         "robust: a safeguard takes the ranks before a step for those after it",
         "lab/robust/shards.py",
-        '"before": before & finite',
-        '"before": good',
+        "averaged = before & of_step.diagonal().isfinite()",
+        "averaged = good",
         "tests/unit/test_robust.py",
     ),
     Mistake(
