@@ -40,6 +40,7 @@ from .moments import with_bias as with_bias
 from .orthogonal import orthogonalised as orthogonalised
 from .passes import at_end_of_backward as at_end_of_backward
 from .passes import in_backward as in_backward
+from .passes import in_capture as in_capture
 from .passes import in_transform as in_transform
 from .passes import listen as listen
 from .passes import makes_gradients as makes_gradients
