@@ -1,7 +1,7 @@
 """Collect the messages of the code: errors, warnings, and lines to stderr.
 
-The site lists all messages by room. `docs/reference/failures.md` explains the messages that do not
-tell what to do, and a test compares the page with the code.
+The site lists all messages by package. `docs/reference/failures.md` explains the messages that do
+not say what to do, and a test compares the page with the code.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ SCRIPTS = sorted(path for path in (ROOT / "jobs").rglob("*.*") if path.suffix !=
 ERRORS = {"ArgumentTypeError", "OSError", "RuntimeError", "TypeError", "UserError", "ValueError"}
 CALLS = {"error", "print", "warning"}  # of a parser, to stderr, of a log
 VERBS = (
-    "add|allow|begin|call|check|choose|clip|close|construct|continue|convert|copy|create|delete|"
-    "detach|end|fix|freeze|give|install|leave|load|make|measure|name|pass|put|raise|remove|repair|"
+    "add|allow|average|begin|call|change|check|choose|clip|close|construct|continue|convert|copy|create|delete|"
+    "detach|end|fix|freeze|give|install|leave|load|make|measure|name|pass|put|raise|remove|rename|repair|restart|"
     "run|see|select|set|split|start|store|take|train|try|unpack|unset|use|write"
 )
-BEFORE = "with curvature servers, |and |or |of a single output, "
+BEFORE = "with curvature servers, |and |or |for a single output, "
 NEED = re.compile(
-    r"^(give|set|use|write) "
-    r"|\b(must|needs?|needed|takes?|one of|known are|did you mean|choices are)\b"
+    r"^(pass|set|use|write) "
+    r"|\b(must|needs?|needed|takes?|accepts?|one of|known are|did you mean|choices are)\b"
     r"|\b(go on|continue) with\b"
     rf"|[;:,.] (?:{BEFORE})*({VERBS})\b"
 )
 """Words of a message that says what is needed or what to do."""
 HEADING = """# Messages
 
-All errors and warnings of the library, the programs and the job scripts, by the room of the code.
-`…` stands for text that differs from case to case. A message without a link says itself what is
+All errors and warnings of the library, the programs and the job scripts, by package.
+`…` stands for text that differs from case to case. A message without a link itself says what is
 needed or what to do.
 """
 

@@ -24,7 +24,7 @@ OF_WEIGHTS = (
 HEAD = """\
 # Named strategies on the axes of surveys
 
-This page shows where the named strategies are in two published taxonomies.
+This page classifies the named strategies by two published taxonomies.
 `python docs/taxonomy.py` writes it from the catalogue that `mpikfac strategies` prints.
 
 ## Parallelism, optimisation, scheduling, exchange

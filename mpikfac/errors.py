@@ -1,4 +1,4 @@
-"""The exception for users' mistakes, and the end of a job in which a rank fails."""
+"""The exception for user errors, and ending a job in which a rank fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE = 2.0
 
 
 class UserError(Exception):
-    """Report a mistake that the user can correct; the text has the wrong value and valid ones.
+    """Report a mistake that the user can correct; the message has the wrong value and valid ones.
 
     Every rank raises the same text; one rank prints it, and all ranks exit. The text is a single
     printable line, even if part of it comes from a file.
@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class RanksDifferError(UserError):
-    """Report that ranks hold different values where all must be equal.
+    """Report that values that must be equal on all ranks differ.
 
     Retrying does not help: the ranks stay different until one copies from another.
     """
@@ -68,7 +68,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
     except UserError as error:
         if comm.rank == 0:
             print(f"mpikfac: {error}", file=sys.stderr, flush=True)
-        # The first rank to exit may end the others, so every rank waits until rank 0 has printed.
+        # The first rank to exit can end the others, so every rank waits until rank 0 has printed.
         if not _all_arrived(comm):
             if comm.rank != 0:
                 print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
@@ -76,17 +76,18 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
         raise SystemExit(USAGE_ERROR) from None
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and comm.size == 1:
-            raise  # no rank waits, and a notebook can continue
+            raise  # no other rank waits, and a notebook can continue
         place = ", ".join(
             filter(None, [f"rank {comm.rank} of {comm.size}", platform.node(), where()])
         )
         (summary,) = traceback.format_exception_only(error)[-1:]
         trace = printable_lines(traceback.format_exc())
         report = f"{trace}mpikfac: {place}: {printable(' '.join(summary.split()))}\n"
-        # One write, including the end of the line: the launcher inserts notes between two writes.
+        # A single write, including the end of the line, because the launcher inserts notes between
+        # writes.
         print(report, end="", file=sys.stderr, flush=True)
         comm.Abort(CRASH)
-        raise SystemExit(CRASH) from None  # some MPIs end the process only now
+        raise SystemExit(CRASH) from None  # some MPIs end the process only here
 
 
 def _all_arrived(comm: _Ranks) -> bool:
@@ -98,7 +99,7 @@ def _all_arrived(comm: _Ranks) -> bool:
 def looks(seconds: float, interval: float = 0.01) -> Iterator[None]:
     """Yield at intervals, until this process has been running for `seconds`.
 
-    The intervals are counted, as a clock would continue while the job is suspended.
+    The intervals are counted, because a clock would continue while the job is suspended.
     """
     for _ in range(round(seconds / interval)):
         yield

@@ -1,8 +1,8 @@
 """Open files safely: regular files only, of bounded size, and without links in run directories.
 
 A pipe can make a reader wait forever, a device can do anything, a sparse file can fill the memory,
-and a link can lead out of a run's directory. Library and programs therefore open all files by
-`reading` and `writing`.
+and a link can lead out of a run's directory. The library and the programs therefore open all files
+with `reading` and `writing`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def read_bytes(path: str | Path, limit: int = SMALL, links: bool = False) -> byt
         OSError: the file cannot be read.
     """
     with reading(path, limit, links) as file:
-        content = file.read(limit + 1)  # the file can grow meanwhile
+        content = file.read(limit + 1)  # the file can grow in the meantime
     if len(content) > limit:
         raise _too_large(path, len(content), limit)
     return content
@@ -133,7 +133,7 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
     Raises:
         Refused: the path is not a regular file, or the file is too large.
         OSError: the file cannot be read.
-        ValueError: the file is not JSON, or too deep; the text lacks the path.
+        ValueError: the file is not JSON, or too deep; the message lacks the path.
     """
     return json_of(read_bytes(path, limit, links))
 
@@ -143,14 +143,14 @@ def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not JSON of this form; the text names the path.
+        ValueError: the file is not JSON of this form; the message names the path.
     """
     try:
         content = read_json(path, limit)
     except ValueError as error:
         raise ValueError(f"{path} is damaged; delete the file: {error}") from error
     if not has_form(content, form):
-        raise ValueError(f"{path} is damaged; delete the file: it has another form")
+        raise ValueError(f"{path} is damaged; delete the file: it has a different form")
     return content
 
 
@@ -199,7 +199,7 @@ def json_of(text: bytes | str) -> Any:
 
 
 def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = False) -> None:
-    """Replace the content of a file, see `writing`; a failure can leave a part.
+    """Replace the content of a file (see `writing`); after a failure, it can be incomplete.
 
     Raises:
         OSError: the file cannot be written.
@@ -212,7 +212,7 @@ def write_all(file: io.FileIO, content: bytes | memoryview, path: str | Path) ->
     """Write the content at the position of an open file; see `write_bytes`.
 
     Raises:
-        OSError: the file cannot be written; the error has the path.
+        OSError: the file cannot be written; the error contains the path.
     """
     remaining = memoryview(content)
     try:
@@ -224,7 +224,7 @@ def write_all(file: io.FileIO, content: bytes | memoryview, path: str | Path) ->
 
 
 def write_text(path: str | Path, text: str, *, named: bool = False) -> None:
-    """Replace the content of a file by a UTF-8 text; see `writing`.
+    """Replace the content of a file with a UTF-8 text; see `writing`.
 
     Raises:
         OSError: the file cannot be written.
@@ -258,7 +258,7 @@ def printable_lines(text: str) -> str:
 
 
 def _opened(path: str | Path, flags: int, links: bool, devices: bool = False) -> int:
-    """Return a descriptor, after a check before opening, as opening a device can have effects."""
+    """Return a descriptor; check the path first, because opening a device can have side effects."""
     try:
         _check(path, os.stat(path, follow_symlinks=links).st_mode, devices)
     except FileNotFoundError:
@@ -288,11 +288,12 @@ def _too_large(path: str | Path, size: int, limit: int) -> Refused:
 
 
 def _levels(content: Any) -> int:
-    """Return the depth of lists and objects in JSON; counting stops at `DEEP` + 1."""
+    """Return the nesting depth of lists and objects in JSON; counting stops at `DEEP` + 1."""
     level, levels = [content], 0
-    while levels <= DEEP and (
-        level := [nested for nested in level if isinstance(nested, dict | list)]
-    ):
+    while levels <= DEEP:
+        level = [nested for nested in level if isinstance(nested, dict | list)]
+        if not level:
+            break
         levels += 1
         level = [
             inner

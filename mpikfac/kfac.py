@@ -1,4 +1,4 @@
-"""Distributed K-FAC: the trainer with a preconditioner, and what only K-FAC offers a program.
+"""Distributed K-FAC: the trainer with a preconditioner, and the methods that only K-FAC has.
 
 To read the code, begin with `Trainer.step` (trainer.py), and then read
 `DistributedPreconditioner.learn` and `DistributedPreconditioner.direct`
@@ -82,37 +82,37 @@ class KFAC(Trainer):
               et al. 2018].
             - "eva": mean vectors, whose squares stand for A and G; a different estimator [Zhang et
               al. 2023, Eva]. The paper uses `inv_update_steps=1`.
-            - "newton-muon": A alone, for orthogonal directions [Newton-Muon].
+            - "newton-muon": only A, for orthogonal directions [Newton-Muon].
             - "shampoo": inverse roots of factors of the averaged gradient [Gupta et al. 2018].
             - "kl-shampoo": the same, with factors whitened by each other [Lin et al. 2025].
             - "soap": Adam in the eigenbases of Shampoo's factors [SOAP].
             - "muon": the averaged gradient, without factors, for orthogonal directions [Muon].
             - "normuon": the same, with rows of about equal length [NorMuon].
-        grafting: what sets the length of each layer's direction: `NoGrafting`, `SGDGrafting`,
+        grafting: determines the length of each layer's direction: `NoGrafting`, `SGDGrafting`,
             `AdamGrafting`, or `mpikfac.lab.QuadraticModel`. None: the preconditioner's default,
             which is `AdamGrafting()` for most; `NoGrafting()` if there is a clip.
         clip: a bound on the directions of all layers together: `KLClip`, `FisherClip`, `NormClip`,
             or None.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of their factors.
-        budget: the average number of operations of statistics and decompositions, relative to the
-            operations of the forward and backward passes; the limit is 1 in the first 160 steps.
-            The first batch with statistics decides: intervals are lengthened, and factors are cut
-            into blocks with at most half as many rows as the batch has vectors, or 128. With None,
-            or if you set any interval or covering rule, intervals and factors stay unchanged.
-        matmul_precision: how the products that precondition gradients and make directions
-            orthogonal round their operands. "float32": they do not; on a GPU, torch's settings
-            apply. "tf32": to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated
-            in float32, and models in float64 are never rounded. Only the tensor cores of NVIDIA
-            GPUs compute this faster; other devices round without saving time. None: "tf32" on an
-            NVIDIA GPU without staleness, else "float32".
-        cuda_graph: record the computation of directions as a CUDA graph, and replay it by a single
-            call in steps whose settings are those of the step before. Needs an NVIDIA GPU; not yet
-            tested on one.
+        budget: the maximum average number of operations of statistics and decompositions, relative
+            to those of the forward and backward passes; the limit is 1 in the first 160 steps. To
+            meet it, the first batch with statistics lengthens intervals and cuts factors into
+            blocks with at most half as many rows as the batch has vectors, or 128. With None, or if
+            you set any interval or covering rule, intervals and factors stay unchanged.
+        matmul_precision: how the products that precondition gradients and orthogonalize directions
+            round their operands. "float32": not at all; on a GPU, torch's settings apply. "tf32":
+            to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated in float32, and
+            models in float64 are never rounded. Only the tensor cores of NVIDIA GPUs compute this
+            faster; other devices round without saving time. None: "tf32" on an NVIDIA GPU without
+            staleness, else "float32".
+        cuda_graph: record the computation of directions as a CUDA graph, and replay it with a
+            single call in steps whose settings have not changed. Requires an NVIDIA GPU; not tested
+            on one yet.
         trace: times the stages; a new trace if None.
 
     Raises:
-        ValueError: a choice or a layer cannot work; raised before any communication.
+        ValueError: a choice or a layer is not supported; raised before any communication.
         UserError: ranks disagree on model, plan, settings or versions.
 
     Attributes:
@@ -122,8 +122,8 @@ class KFAC(Trainer):
             sent with the gradients; after the step, all ranks find the means over ranks there. The
             last eight are reserved for K-FAC.
         nonfinite: counts of values that were not finite.
-        is_consistent: whether the rank's state is exactly the state after `steps` steps, with
-            nothing of a later step.
+        is_consistent: whether the rank's state is exactly the state after `steps` steps, without
+            anything from a later step.
         trace: seconds and bytes of every stage.
     """
 
@@ -217,7 +217,7 @@ class KFAC(Trainer):
 
     @property
     def grafting(self) -> Graft:
-        """What sets the lengths of directions; `set_batch` is for `QuadraticModel`."""
+        """The graft, which sets the lengths of directions; `set_batch` is for `QuadraticModel`."""
         return self.preconditioner.directions.graft
 
     @property
@@ -229,22 +229,23 @@ class KFAC(Trainer):
     def record(
         self, outputs: Tensor | Sequence[Tensor], loss: Loss | Sequence[Loss] = "cross-entropy"
     ) -> None:
-        """Record the statistics of a batch at labels of the model, if `fisher_type` needs them.
+        """Record a batch's statistics at labels sampled from the model, if `fisher_type` needs it.
 
             outputs = model(images)
             kfac.record(outputs)
             torch.nn.functional.cross_entropy(outputs, labels).backward()
             kfac.step()
 
-        Runs one backward pass per drawn label, or per output. Gradients of parameters do not
+        Runs one backward pass per sampled label, or per output. The gradients of parameters do not
         change. Does nothing if `fisher_type` is "empirical" or "forward-only", and in steps without
         new factors.
 
-        Collective over: world with `overlap`, as is the backward pass itself; else none.
+        Collective over: world with `overlap`, like the backward pass itself; else none.
 
         Args:
-            outputs: of the model, `[batch, outputs]` or `[batch, outputs, *positions]`; or one row
-                per term of the loss, `[rows, outputs]`, such as the words that a mask keeps. For
+            outputs: the model's outputs, `[batch, outputs]` or `[batch, outputs, *positions]`; or
+                one row per term of the loss, `[rows, outputs]`, such as the words that a mask
+                keeps. For
                 several heads, a list of outputs: the loss is the sum of the heads' losses.
             loss: "cross-entropy", "squared-error" or "logistic", averaged over the batch and the
                 other dimensions as torch does: `F.cross_entropy`, `F.mse_loss`,
@@ -253,7 +254,7 @@ class KFAC(Trainer):
         Raises:
             ValueError: the loss is unknown; heads have different numbers of rows; with
                 fisher_type="type-2", outputs have positions, or their rows are not the examples;
-                or outputs are not logits, or have no dimension of outputs.
+                or outputs are not logits, or lack a dimension for outputs.
         """
         heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         losses = [loss] * len(heads) if isinstance(loss, str) else list(loss)
@@ -272,7 +273,7 @@ class KFAC(Trainer):
 
     @without_autocast
     def precondition(self, scaler: Scaler | None = None) -> None:
-        """Precondition the gradients of covered layers; the caller averages first, and then steps.
+        """Precondition covered layers' gradients, which the caller averages before and steps after.
 
         The caller also averages and steps uncovered parameters and buffers. If Adam sets the
         lengths, as by default, the gradients of uncovered parameters become Adam's steps.
@@ -286,11 +287,11 @@ class KFAC(Trainer):
                 `step` skips them, and the batch is ignored.
 
         Raises:
-            ValueError: with `shard_optimizer`, as the owner of a layer must step it; with
-                `overlap`, as gradients are sent before the caller can average them; with
-                `virtual_ranks`, as K-FAC adds their gradients in order; with local steps, as the
-                caller averages gradients; with `QuadraticModel`, as only `step` uses the batch; or
-                the set of trained parameters has changed.
+            ValueError: with `shard_optimizer`, because the owner of a layer must step it; with
+                `overlap`, because gradients are sent before the caller can average them; with
+                `virtual_ranks`, because K-FAC adds their gradients in order; with local steps,
+                because the caller averages gradients; with `QuadraticModel`, because only `step`
+                uses the batch; or the set of trained parameters has changed.
         """
         self._check_preconditions()
         self._warn_of_unfinished()
@@ -304,7 +305,7 @@ class KFAC(Trainer):
             )
         gradients.read()
         if scaler is not None and scaler.is_enabled():
-            if not gradients.finite:  # nor on any other rank
+            if not gradients.finite:  # nor has it on any other rank
                 self._skip()
                 return
             method.unscale(scaler)
@@ -357,7 +358,7 @@ class KFAC(Trainer):
         super().load_state_dict(state)
 
     def _load_blocks(self, state: Mapping[str, Any]) -> None:
-        """Load the sizes of the state's first batch; rebuild the parts if they change the plan.
+        """Load the sizes of the state's first batch, and rebuild the parts if the plan changes.
 
         Raises:
             UserError: a rank cannot read them, or ranks disagree.
@@ -381,7 +382,7 @@ class KFAC(Trainer):
         super()._detach_parts()
 
     def close(self) -> None:
-        """Finish messages, remove the hooks and free the communicators; no step can follow.
+        """Finish messages, remove the hooks, free the communicators; no further step is possible.
 
         On curvature servers, `run_curvature_server` returns.
 
@@ -400,10 +401,10 @@ class KFAC(Trainer):
         The ratio is the change of the loss, averaged over ranks, relative to the change that
         K-FAC's damped quadratic model predicts for `delta = -lr direction`:
         `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the scale
-        of the step, so no product with C is computed. Whatever is not part of the model counts as a
-        change of the loss: momentum, weight decay, uncovered parameters, and, in a layer with
-        several learning rates, the coupling of its parameters. With `QuadraticModel`, the
-        prediction is that of the full quadratic model for the full step. With inverses, the new
+        of the step, so no product with C is computed. Everything outside this model contributes
+        only to the change of the loss: momentum, weight decay, uncovered parameters, and, in a
+        layer with several learning rates, the coupling of its parameters. With `QuadraticModel`,
+        the prediction is that of the full quadratic model for the full step. With inverses, the new
         damping takes effect at the next decomposition. Call `update_damping` before `state_dict`,
         which does not store the prediction.
 
@@ -433,22 +434,23 @@ class KFAC(Trainer):
 
     @contextmanager
     def no_recording(self) -> Iterator[None]:
-        """Record nothing: forward and backward passes inside do not belong to the batch.
+        """Do not record forward and backward passes inside, which do not belong to the batch.
 
             with kfac.no_recording():
                 attack = fast_gradient_sign(model, images, labels)  # or the first pass of SAM
 
-        The program removes the gradients of such passes by `zero_grad`. A backward pass whose
-        gradients are removed before the next one does not count outside of `no_recording` either.
+        The program removes the gradients of such passes by `zero_grad`. Even outside of
+        `no_recording`, a backward pass is not counted if its gradients are removed before the next
+        one.
 
         Collective over: none.
 
         Raises:
-            ValueError: with `overlap`, as every backward pass sends gradients.
+            ValueError: with `overlap`, because every backward pass sends gradients.
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(
-                "no_recording() needs overlap=False, as a backward pass sends gradients"
+                "no_recording() needs overlap=False, because a backward pass sends gradients"
             )
         with self.preconditioner.hooks.pausing():
             yield

@@ -1,4 +1,4 @@
-"""Trainers wrapped as torch optimizers, for programs that call `optimizer.step()`."""
+"""Wrap trainers as torch optimizers, for programs that call `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = {
     **{"coverage": Coverage, "damping": Damping, "estimator": Estimator},
     **{"grafting": AdamGrafting, "clip": KLClip},
 }
-"""Arguments of `KFAC` whose values have settings themselves."""
+"""Arguments of `KFAC` whose values have their own settings."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -53,14 +53,15 @@ class Optimizer(torch.optim.Optimizer):
         max_norm: the maximum norm of the averaged gradient; see `KFAC.step`. None for no bound.
 
     Raises:
-        ValueError: `trainer` is not a trainer, or torch.distributed joins more processes than MPI.
+        ValueError: `trainer` is not a trainer, or torch.distributed connects more processes than
+            MPI.
         UserError: ranks disagree on `max_norm`.
 
     Attributes:
         trainer: the trainer.
     """
 
-    # With it, a GradScaler leaves the gradients to `step`, and passes the scale as an attribute.
+    # This makes a GradScaler leave the gradients to `step`, and pass the scale as an attribute.
     _step_supports_amp_scaling = True
     trainer: Trainer
     _max_norm: float | None
@@ -78,10 +79,10 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(fields)  # __init__ would create new parameter groups and a new state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise TypeError: a copy would observe no model, and a file would lack K-FAC's state."""
+        """Raise TypeError: a copy would not observe a model, and a file would lack the state."""
         raise TypeError(
-            f"{type(self).__name__} must not be copied or pickled: the copy would have no state of "
-            f"K-FAC; use state_dict()"
+            f"{type(self).__name__} must not be copied or pickled: the copy would lack K-FAC's "
+            f"state; use state_dict()"
         )
 
     @property
@@ -102,8 +103,8 @@ class Optimizer(torch.optim.Optimizer):
         """Take the trainer's step; return the loss if there is a closure.
 
         A `torch.amp.GradScaler` can call it: `scaler.scale(loss).backward()`,
-        `scaler.step(optimizer)`, `scaler.update()`. All ranks skip the step if gradients of any
-        rank are not finite. Each rank's scaler keeps its own scale.
+        `scaler.step(optimizer)`, `scaler.update()`. All ranks skip the step if any rank's gradients
+        are not finite. Each rank's scaler keeps its own scale.
 
         Collective over: world.
 
@@ -112,8 +113,8 @@ class Optimizer(torch.optim.Optimizer):
                 shard of the batch, and returns the loss; called once.
 
         Raises:
-            ValueError: `scaler.unscale_` has changed the gradients, or torch.distributed joins more
-                processes than MPI; see also `KFAC.step`.
+            ValueError: `scaler.unscale_` has changed the gradients, or torch.distributed connects
+                more processes than MPI; see also `KFAC.step`.
             UserError: see `KFAC.step`.
         """
         _check_processes()
@@ -178,7 +179,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         present = self.trainer.state_dict()
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
-        # A copy: a state taken from this trainer shares its memory, which loading clears.
+        # Copied, because a state taken from this trainer shares its memory, which loading clears.
         state = copy.deepcopy(dict(state_dict)) | model
         edited = settings_in(state.pop(GROUPS, ()))
         state |= {OF_GROUPS + n: value for n, value in edited if OF_GROUPS + n in state}
@@ -204,7 +205,7 @@ def _numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class KFACOptimizer(Optimizer):
-    """K-FAC with the recommended settings, as a torch optimizer over all ranks of the job.
+    """Optimize with K-FAC and the recommended settings, as a torch optimizer over all ranks.
 
         optimizer = mpikfac.KFACOptimizer(model)
         for images, labels in loader:  # each rank: its own shard
@@ -213,7 +214,7 @@ class KFACOptimizer(Optimizer):
             optimizer.step()  # averages gradients over ranks, preconditions them, and steps
 
     By default, momentum is applied before gradients are preconditioned, directions are made
-    orthogonal, and each step has the length of Adam's, bounded relative to the norm of the
+    orthogonal, and each step is as long as Adam's, bounded relative to the norm of the
     weights: see `AdamGrafting`. `trainer` is the `KFAC`; if the ranks' shards differ in size, call
     `optimizer.trainer.step(examples=n)`.
 
@@ -239,7 +240,7 @@ class KFACOptimizer(Optimizer):
         UserError: ranks disagree on model, plan, settings or versions.
 
     Attributes:
-        preconditioner: the preconditioner that the class fixes; None if it is an argument.
+        preconditioner: the preconditioner that the class sets; None if it is an argument.
     """
 
     preconditioner: ClassVar[str | None] = None
@@ -284,7 +285,7 @@ class KFACOptimizer(Optimizer):
             momentum = number(0) if callable(number) else number
         trained = model.parameters() if params is None else params
         descent = Descent(trained, lr, momentum, weight_decay)
-        grafting = grafting.with_momentum(momentum)  # an error prints the number
+        grafting = grafting.with_momentum(momentum)  # error messages print the number
         if momentum:
             grafting = grafting.with_momentum(descent.momentum)
         super().__init__(
@@ -302,9 +303,9 @@ class DistributedMuon(KFACOptimizer):
 
         optimizer = mpikfac.DistributedMuon(model, lr=0.0075)
 
-    It takes the arguments of `KFACOptimizer`, except for `preconditioner`. The gradient of a layer
-    is reduced to the rank that owns the layer; this rank computes the polar factor and steps the
-    layer, and the new weights are sent to all ranks. A step sends no more bytes than averaging
+    It accepts the arguments of `KFACOptimizer`, except for `preconditioner`. The gradient of a
+    layer is reduced to the rank that owns the layer; this rank computes the polar factor and steps
+    the layer, and the new weights are sent to all ranks. A step sends no more bytes than averaging
     gradients does. `state_dict` returns only the rank's part of the state: save one file per rank,
     or use `save_checkpoint`. With `strategy="comm-opt"`, every rank computes every polar factor,
     and rank 0's state is complete. `coverage=Coverage(skip=[...])` leaves layers to Adam's step.
@@ -321,7 +322,7 @@ class DistributedShampoo(KFACOptimizer):
 
         optimizer = mpikfac.DistributedShampoo(model, lr=0.0075)
 
-    It takes the arguments of `KFACOptimizer`, except for `preconditioner`. Strategy and state are
+    It accepts the arguments of `KFACOptimizer`, except for `preconditioner`. Strategy and state are
     as in `DistributedMuon`; the owner of a layer also keeps its factors, and computes their inverse
     roots every `inv_update_steps` steps [Gupta et al. 2018].
 
@@ -344,7 +345,7 @@ class DistributedSOAP(DistributedShampoo):
 
 
 def _check_names(name: str, settings: Mapping[str, Any]) -> None:
-    """Check that `KFAC` takes the settings of a `KFACOptimizer`, or of the derived class `name`.
+    """Check that `KFAC` accepts the settings of a `KFACOptimizer`, or of its subclass `name`.
 
     Raises:
         TypeError: a name is unknown.
@@ -364,15 +365,15 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def _check_processes() -> None:
-    """Check that MPI joins all processes that torch.distributed joins.
+    """Check that MPI connects all processes that torch.distributed connects.
 
     Raises:
-        ValueError: torch's launcher started the processes, so K-FAC would average nothing.
+        ValueError: torch's launcher started the processes, so K-FAC could not average over them.
     """
     if distributed.is_available() and distributed.is_initialized():
         joined, ranks = distributed.get_world_size(), world().size
         if joined > ranks:
             raise ValueError(
-                f"torch.distributed joins {joined} processes, but MPI joins {ranks}: start the "
-                f"program by mpirun, as K-FAC averages statistics over the ranks of MPI"
+                f"torch.distributed connects {joined} processes, but MPI connects {ranks}: start "
+                f"the program with mpirun, because K-FAC averages statistics over MPI's ranks"
             )

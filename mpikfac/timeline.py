@@ -1,4 +1,4 @@
-"""Join the events of all ranks to a timeline: waiting, means, hidden messages, a picture.
+"""Combine the events of all ranks into a timeline: waiting, means, hidden messages, a picture.
 
 All functions are pure functions of the events of `Trace`. docs/extensions/trace.md describes both
 formats.
@@ -55,8 +55,8 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
     """Return, by rank and event, the seconds before the last member arrived at the collective.
 
     Starts and ends are on one clock. An event that sends nothing never waits. For background
-    threads waiting is unknown and counts as 0, because messages are in flight when the recording
-    starts, and ranks have not progressed equally.
+    threads waiting is unknown and counts as 0: messages are already in flight when the recording
+    starts, and ranks have not progressed equally far.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}
@@ -179,8 +179,8 @@ def collective_means(
     """Return the means of every stage's messages per step and over ranks, for `stages.json`.
 
     A message is in flight from its start, or that of its first piece, to the end of its last piece.
-    It is exposed during the part of this time in which the training is in a stage of messages, and
-    therefore does not compute; "hidden" is the fraction that is not exposed.
+    It is exposed while the training is in a communicating stage, and therefore does not compute;
+    "hidden" is the fraction that is not exposed.
 
     Args:
         isolated: by rank and stage, the seconds of a step's messages in isolation; None in the
@@ -219,7 +219,7 @@ def _hidden(values: Mapping[str, float]) -> float:
 
 
 def _flights(events: Sequence[Event]) -> dict[str, Spans]:
-    """Return start and end of every message by stage; all pieces of a message are one flight."""
+    """Return start and end of every message by stage; all pieces of a message form one flight."""
     pieces: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for number, event in enumerate(events, start=1):
         if event.over:
@@ -231,7 +231,7 @@ def _flights(events: Sequence[Event]) -> dict[str, Spans]:
 
 
 def _covered(spans: Spans) -> float:
-    """Return the seconds covered by spans; where spans overlap, seconds count once."""
+    """Return the seconds covered by spans; time covered by several spans is counted once."""
     total, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         if end > last:

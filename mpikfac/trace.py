@@ -39,7 +39,7 @@ class Event(NamedTuple):
     """Describe one run of a stage.
 
     Attributes:
-        start: seconds of `time.perf_counter`, on this rank unless stated otherwise.
+        start: a reading of `time.perf_counter` in seconds, on this rank unless stated otherwise.
         over: the communicator of the stage's collective: "world", "column" or "row", or a numbered
             part such as "world in node 3"; "group" or "peers" for split layers; "curvature" and
             "servers" for messages to and from ranks that do not train; "" if the stage sends
@@ -64,9 +64,9 @@ class Event(NamedTuple):
 class Trace:
     """Record the cost of every stage on this rank since the last `clear`.
 
-    Once CUDA is in use, a stage is timed by events on the current stream, from the time the GPU
-    begins the stage's work to the time it has finished it. The step does not wait for the GPU, but
-    reading `seconds` does.
+    Once CUDA is in use, a stage is timed by events on the current stream, from when the GPU begins
+    the stage's work until it has finished it. The step does not wait for the GPU, but reading
+    `seconds` does.
 
     Stages on background threads, started by Python, are counted separately from those on the thread
     that created the trace.
@@ -103,7 +103,7 @@ class Trace:
 
     @property
     def events(self) -> list[Event]:
-        """Return the stages that ran while `record` was on, ordered by end."""
+        """Return the stages that ran while recording was on, ordered by their end."""
         self._synchronize()
         return self._events
 
@@ -164,13 +164,13 @@ class Trace:
     def _gpu_origin(self) -> _Origin | None:
         """Return a GPU event with the host's time, while events are recorded; else None."""
         if self._recording and self._origin is None:
-            # The host can lose its core between the event and the clock, so the fastest pair
-            # counts.
+            # The host can lose its core between the event and the clock reading, so the fastest
+            # pair is used.
             self._origin = min(_origins(ORIGINS), key=lambda origin: origin.doubt)
         return self._origin
 
     def _finish(self, done: Event | _Running) -> None:
-        """Count a stage that the host has left."""
+        """Add a stage that the host has left."""
         event = done if isinstance(done, Event) else done.event
         with self._lock:
             self.calls[event.name] += 1
@@ -190,7 +190,7 @@ class Trace:
             self._collect()
 
     def _collect(self) -> None:
-        """Read the times of stages that the GPU has finished, to keep few events."""
+        """Read the times of stages that the GPU has finished, so that few events are kept."""
         while self._running and self._running[0].end.query():
             event, start, end, origin = self._running.popleft()
             began = origin.seconds + origin.event.elapsed_time(start) / 1e3 if origin else 0.0
@@ -217,7 +217,7 @@ class _Origin(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Store a stage that the GPU may not have finished; `event` has no times yet."""
+    """Store a stage that the GPU might not have finished; `event` has no times yet."""
 
     event: Event
     start: torch.Event

@@ -105,7 +105,7 @@ class Built:
 
 
 class Trainer:
-    """Train a model on all ranks: average gradients, compute directions, and take equal steps.
+    """Train a model on all ranks: average gradients, compute directions, and take identical steps.
 
     Collective over: world. All ranks get rank 0's model.
 
@@ -140,8 +140,8 @@ class Trainer:
         unstored = ", ".join(unstored_settings(optimizer))
         if unstored and team.trains.rank == 0:
             log.warning(
-                "the optimizer's groups hold %s: ranks do not compare them and states do not hold "
-                "them; give numbers, or tuples of numbers",
+                "the optimizer's groups hold %s: ranks do not compare them, and states do not "
+                "contain them; use numbers, or tuples of numbers",
                 unstored,
             )
 
@@ -157,25 +157,26 @@ class Trainer:
     ) -> None:
         """Go from local gradients to identical new weights on every rank.
 
-        A parameter without a gradient counts as one with gradient 0. Parameters that were frozen,
-        unfrozen, added or replaced since the last step do not change in this step; from the next
-        step on, the trainer trains the changed model.
+        A parameter without a gradient is treated as one with gradient 0. Parameters that were
+        frozen, unfrozen, added or replaced since the last step do not change in this step; from the
+        next step on, the trainer trains the changed model.
 
         Collective over: world.
 
         Args:
             scaler: a `torch.amp.GradScaler` whose `scale(loss)` was used for the backward pass.
                 First, gradients and statistics are unscaled. If any of them is not finite on some
-                rank, all ranks skip the step: it counts in `steps`, but the batch is ignored, and
-                updates that were due wait until they are due again. Then the scale is reduced or,
+                rank, all ranks skip the step: it is counted in `steps`, but the batch is ignored,
+                    and updates that were due are postponed until they are due again. Then the scale
+                    is reduced or,
                 after enough steps, increased, identically on all ranks. Do not call the scaler's
                 `unscale_`, `step` and `update`: this method replaces all three.
             max_norm: the maximum norm of the averaged gradient of all parameters; if it is longer,
                 it is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
                 all ranks.
             examples: the number of examples in the rank's mean loss, if batches are uneven; passed
-                by all ranks or by none. Gradients, statistics and factors are weighted by it in
-                averages over ranks; the passes of a rank with 0 examples do not count. None: all
+                by all ranks or by none. Averages of gradients, statistics and factors over ranks
+                are weighted by it; the passes of a rank with 0 examples are ignored. None: all
                 ranks have the same weight.
 
         Raises:
@@ -183,11 +184,11 @@ class Trainer:
                 `overlap` or `virtual_ranks`; a gradient that was changed after `overlap` had sent
                 it; a converted or moved model; a negative `max_norm`; `QuadraticModel` without
                 `grafting.set_batch(inputs, loss)`; a second momentum, also from a scheduler; a
-                gradient of a parameter that the optimizer has and the model lacks.
+                gradient of a parameter that is in the optimizer but not in the model.
             UserError: ranks disagree on the model, learning rates or settings; or the trainer
-                cannot adopt a change of the trained parameters.
-            RanksDifferError: ranks disagree on an argument, or on weights, which are compared in
-                every hundredth step.
+                cannot adopt a change in the trained parameters.
+            RanksDifferError: ranks disagree on an argument, or on weights, which are compared every
+                100 steps.
         """
         scaler = self._checked(scaler, max_norm, examples)
         self._warn_of_unfinished()
@@ -206,7 +207,7 @@ class Trainer:
         examples: int | None,
         arguments: Mapping[str, object],
     ) -> None:
-        """Take a step; `arguments` are those that must be equal on all ranks.
+        """Take a step; `arguments` are the ones that must be equal on all ranks.
 
         Collective over: world.
         """
@@ -223,7 +224,7 @@ class Trainer:
         if examples is not None:
             gradients.weigh(examples, method.examples)
             if not examples:
-                method.abort_batch()  # also drops passes over ignored labels
+                method.abort_batch()  # this also drops passes over ignored labels
         if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
             self._skip(arguments)
             return
@@ -307,7 +308,7 @@ class Trainer:
             )
 
     def _end(self, arguments: Mapping[str, object]) -> None:
-        """End the step, and act on votes if they are means over all ranks."""
+        """End the step, and act on the votes if they are means over all ranks."""
         self.built.exchange.end_step(self.steps)
         self._begin_batch(self.steps + 1)
         if self.built.exchange.follows:
@@ -341,7 +342,7 @@ class Trainer:
         Collective over: world.
         """
         if self.built.method.outgrown:
-            self._take_up("factors are cut into blocks, as a batch has few vectors")
+            self._take_up("factors are cut into blocks, because a batch has few vectors")
 
     def accumulate(self) -> None:
         """Accumulate a part of the local batch; call this after the part's backward pass.
@@ -367,7 +368,7 @@ class Trainer:
         Collective over: none.
 
         Raises:
-            ValueError: with `overlap`, since the backward pass has sent the gradients.
+            ValueError: with `overlap`, because the backward pass has sent the gradients.
         """
         self.built.gradients.check_unsent()
         self._abort_batch()
@@ -428,7 +429,7 @@ class Trainer:
     def combined(self) -> bool:
         """Whether votes are means over all ranks; False only between two exchanges of weights.
 
-        If exchanges make all replicas equal, this is also whether all ranks have the same model.
+        If exchanges make all replicas equal, it also tells whether all ranks have the same model.
         """
         return self.built.exchange.heard
 
@@ -455,7 +456,7 @@ class Trainer:
             votes: the votes of the run; None to start with zeros.
 
         Raises:
-            ValueError: a choice or a layer cannot work.
+            ValueError: a choice or a layer is not supported.
         """
         factory, strategy = self._factory, self._strategy
         check_unsharded(self.model)
@@ -481,7 +482,7 @@ class Trainer:
         comm, model, plan = self._team.trains, self.model, drawn.plan
         factory, covered = self._factory, drawn.model
         choices = factory.choices()
-        strategy = {"strategy": plan.strategy} if choices else {}  # otherwise the plan suffices
+        strategy = {"strategy": plan.strategy} if choices else {}  # else comparing plans is enough
         digest = {"plan": plan.digest()}
         try:
             agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
@@ -526,7 +527,7 @@ class Trainer:
         log.info("step %d: %s; taken up", self.steps, reason)
 
     def detach(self) -> None:
-        """Remove the hooks; except for its weights, the model is as it was before."""
+        """Remove the hooks; apart from its weights, the model is then unchanged."""
         self._guard.remove()
         leave_model(self.model, self)
         self._detach_parts()
@@ -535,7 +536,7 @@ class Trainer:
         self.built.gradients.detach()
 
     def close(self) -> None:
-        """Remove the hooks, and free the communicators. No step can follow.
+        """Remove the hooks, and free the communicators. No further step is possible.
 
         Collective over: world.
         """
@@ -563,11 +564,11 @@ class Trainer:
         state = model_state(self.model, self.optimizer, self.built.stepped)
         for part in self.built.parts:
             state |= {part.PREFIX + name: value for name, value in part.state_dict().items()}
-        self.built.grid.reset()  # now that no message is in flight
+        self.built.grid.reset()  # safe now that no message is in flight
         return self.built.exchange.shared(state | {STEPS: self.steps})
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Return the names of a complete state that `names` lacks."""
+        """Return the names of a complete state that are missing from `names`."""
         complete = {
             part.PREFIX + name
             for part in self.built.parts
@@ -627,14 +628,14 @@ class FirstOrderTrainer(Trainer):
     Args:
         comm: the communicator of the ranks; all ranks of the job if None.
         strategy: what ranks exchange, and how: the parts `sync`, `compression`, `transport` and
-            `assignment` of a `Strategy`, of which choices about factors and decompositions have no
+            `assignment` of a `Strategy`, whose choices about factors and decompositions have no
             effect; or a name listed by `mpikfac strategies`. None: ranks average gradients by a
             single all-reduce.
 
     Collective over: world. All ranks get rank 0's model.
 
     Raises:
-        ValueError: a choice cannot work; raised before any communication.
+        ValueError: a choice is not supported; raised before any communication.
         UserError: ranks disagree on the model.
     """
 
@@ -653,7 +654,7 @@ class FirstOrderTrainer(Trainer):
 
 
 def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Split:
-    """Return what a plan needs to know about split layers, from a `forward` that describes them.
+    """Return what a plan needs to know about split layers, from the `forward` of any of them.
 
     Raises:
         ValueError: the layers are split over a different number of ranks.
@@ -667,5 +668,5 @@ def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> 
 
 
 def _without(prefix: str, names: Collection[str]) -> set[str]:
-    """Return the names that begin with the prefix, without it."""
+    """Return the names that begin with the prefix, with the prefix removed."""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}

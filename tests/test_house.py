@@ -282,6 +282,15 @@ PUBLIC = {
 OPEN_NAMES = {
     *("mpikfac.lab", *(".".join(("mpikfac", "lab", name)) for name in mpikfac.lab.__all__)),
     "mpikfac.lab.codistillation.codistillation.divergence",
+    *(
+        ".".join(("mpikfac", "lab", "curvature", *name))
+        for name in (
+            *(("owners", stage) for stage in ("COUNT", "QUERIES", "ANSWERS", "PUBLISH")),
+            *(("owners", "query_messages"), ("owners", "publish_messages")),
+            *(("records", "gradients"), ("records", "products"), ("records", "record")),
+            ("matrices", "ParameterMatrices"),
+        )
+    ),
     "mpikfac.lab.local_sgd.messages.PlannedCopies",
     *("mpikfac.lab.quadratic_model.graft.Batch", "mpikfac.lab.quadratic_model.graft.lowest"),
     "mpikfac.lab.quadratic_model.graft.inner_products",
@@ -294,6 +303,7 @@ OPEN_NAMES = {
 # What has a member of the name of a part, and is no trainer: names, and functions' results.
 NO_TRAINERS = {
     *("axis", "tp_plan", "factor", "hypothesis", "layer", "layouts", "method", "mpikfac"),
+    "curvature",
     *("network", "options", "plan", "shape", "make_plan", "plan_of", "choose_tensor_parallel_plan"),
 }
 # The file that knows the inside; the benchmark that also runs older states of the library; and

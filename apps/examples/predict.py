@@ -1,4 +1,4 @@
-"""Predict the step times of strategies on many nodes; needs neither MPI nor the nodes.
+"""Predict the step times of strategies on many nodes, without MPI and without the nodes.
 
 python apps/examples/predict.py
 """

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import mpikfac
 
 STEPS = 10  # of a start
-BATCH = 32  # images per step, of all ranks together
+BATCH = 32  # images per step, on all ranks together
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def main(directory: str) -> None:
     comm = mpikfac.world()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
-    # Each factor has one owner: a rank stores and saves its own part of K-FAC's state.
+    # Each factor has one owner, so a rank stores and saves its own part of K-FAC's state.
     trainer = mpikfac.KFACOptimizer(model, strategy="mem-opt").trainer
 
     checkpoint = mpikfac.find_checkpoint(comm, directory)  # the newest that is not damaged, or None

@@ -45,7 +45,7 @@ def mend_streams() -> None:
 
 
 def complain(program: str, error: Exception) -> None:
-    """Print an error on a single line; parts of the text may come from files."""
+    """Print an error on a single line; parts of the text can come from files."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 
@@ -75,7 +75,7 @@ def path_of(text: str, *kinds: str) -> Path:
         kinds: allowed suffixes, such as ".csv".
 
     Raises:
-        ValueError: the path has another suffix.
+        ValueError: the path has a different suffix.
     """
     path = Path(text)
     if path.suffix not in kinds:
@@ -89,7 +89,7 @@ def picture(text: str) -> Path:
     """Return the path of a picture, .pdf, .png or .svg.
 
     Raises:
-        ValueError: the path has another suffix.
+        ValueError: the path has a different suffix.
     """
     return path_of(text, ".pdf", ".png", ".svg")
 
@@ -105,4 +105,6 @@ def checkpoint_at(path: Path) -> Path:
     for root in (path / "checkpoints", path):
         if root.is_dir() and (newest := mpikfac.checkpoint.latest_checkpoint(root)):
             return newest
-    raise ValueError(f"{path} has no complete checkpoint; give the directory of one or of a run")
+    raise ValueError(
+        f"{path} has no complete checkpoint; pass the directory of a checkpoint or of a run"
+    )

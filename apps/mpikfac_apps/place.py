@@ -1,4 +1,4 @@
-"""Describe where a rank runs: device, cores and hosts, and versions of packages."""
+"""Describe where a rank runs: its device, cores and host, and versions of packages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
 
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
-    """Return facts other than options on which a result can depend."""
+    """Return facts other than options that can affect a result."""
     packages = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

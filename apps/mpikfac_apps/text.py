@@ -28,7 +28,7 @@ def counts(text: str) -> tuple[int, ...]:
     """Return whole numbers from 1 to `MOST` from a text such as "16,64".
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has a different form.
     """
     for part in text.split(","):
         if not part.isdecimal() or not 1 <= int(part) <= MOST:
@@ -80,16 +80,21 @@ def ms(seconds: float | None) -> str:
     """Format seconds as milliseconds, with at least three digits."""
     if seconds is None:
         return NONE
-    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
+    milliseconds = 1e3 * seconds
+    if seconds >= 0.1:
+        return f"{milliseconds:,.0f}"
+    return f"{milliseconds:,.1f}" if seconds >= 0.01 else f"{milliseconds:,.2f}"
 
 
 def brief_mib(size: float) -> str:
     """Format bytes in MiB, with at least three digits."""
-    return "0" if size == 0 else f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
+    if size == 0:
+        return "0"
+    return f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join names to a list, such as "a, b and c"."""
+    """Join names into a list, such as "a, b and c"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
 

@@ -1,4 +1,4 @@
-"""Write and read the state of a run as checkpoints, by all ranks together.
+"""Write and read the state of a run as checkpoints, on all ranks together.
 
 Every rank writes its shard to a file; the checkpoint is complete once all files are on disk.
 """
@@ -37,7 +37,7 @@ log = logging.getLogger("mpikfac")
 def save_checkpoint(
     comm: Comm, root: str | Path, items: Mapping[str, Value], step: int, keep: int = 2
 ) -> Path:
-    """Write the items of all ranks as `root/step-<step>` and return the path.
+    """Write the items of all ranks as `root/step-<step>`, and return the path.
 
     An item that several ranks have must be equal on them, and is stored once. A checkpoint of the
     same step is replaced. On failure, temporary files are removed, and older checkpoints are left
@@ -134,7 +134,7 @@ class CheckpointWriter:
             wait([self._shard])
 
     def close(self) -> None:
-        """Wait until older checkpoints are deleted, and end the thread; no checkpoint can follow.
+        """Wait until older checkpoints are deleted, and end the thread; no more can be written.
 
         Collective over: none.
         """
@@ -174,7 +174,7 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
     Everything named `step-<step>` counts as a checkpoint. A damaged checkpoint, including one
     without a manifest, is skipped with a warning, and so is a checkpoint from which two consecutive
     starts committed no newer one. If this leaves no undamaged checkpoint, the newest undamaged one
-    is used again. Later checkpoints with another name are reported.
+    is used again. Later checkpoints with a different name are reported.
 
     Args:
         skip: names of directories to leave out.
@@ -224,7 +224,7 @@ class _Begun:
     names: list[str]  # items that this rank writes
     sums: dict[str, int]  # checksums of the items that other ranks hold, too
     space: str
-    held: list[dict[str, dict[str, Any]]]  # `held` and `shares` are known to rank 0 alone
+    held: list[dict[str, dict[str, Any]]]  # only rank 0 knows `held` and `shares`
     shares: list[list[str]]
 
     @property
@@ -235,7 +235,7 @@ class _Begun:
 def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
     if not isinstance(step, SupportsIndex) or step < 0 or keep < 1:
         raise ValueError(f"step={step} must be whole, at least 0, and keep={keep} at least 1")
-    step = operator.index(step)  # numpy's numbers are no JSON
+    step = operator.index(step)  # NumPy's numbers are not JSON
     agree(comm, {"root": str(root), "step": step, "keep": keep})
     begun = _Begun(root / f"step-{step:09d}", step, [], {}, "", [], [])
     with together(comm, begun.doing):
@@ -314,7 +314,7 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 
 
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy the value to host memory, to `buffer` if sizes fit; a GPU may still be copying."""
+    """Copy the value to host memory, to `buffer` if sizes fit; a GPU might still be copying."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
         buffer = torch.empty_like(value, device="cpu", pin_memory=not value.is_cpu)
     return buffer.copy_(value, non_blocking=True)
@@ -331,7 +331,7 @@ def _space(begun: _Begun) -> str:
 
 @contextmanager
 def _naming(space: str) -> Iterator[None]:
-    """Add the bytes needed and free to the text of an `OSError` of the body."""
+    """Add the bytes needed and free to the text of an `OSError` raised by the body."""
     try:
         yield
     except OSError as error:
@@ -339,7 +339,7 @@ def _naming(space: str) -> Iterator[None]:
 
 
 def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
-    """Return every rank's names to write: largest items first, to an item's least loaded holder."""
+    """Return every rank's names to write: largest first, each by its least loaded holder."""
     holders: dict[str, list[int]] = {}
     for rank, described in enumerate(held):
         for name, form in described.items():
@@ -361,7 +361,7 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return what `write` returns; a lack of memory is also an error that all ranks are told.
+    """Return what `write` returns; a lack of memory is also reported to all ranks.
 
     Raises:
         UserError: memory or HDF5 failed.
@@ -381,7 +381,7 @@ def _compare(sums: Sequence[Mapping[str, int]]) -> None:
             if value != expected:
                 raise RanksDifferError(
                     f"item {name!r} has other values on rank {rank} than on rank {holder}; change "
-                    f"weights and buffers on all ranks alike, or copy rank 0's by "
+                    f"weights and buffers identically on all ranks, or copy rank 0's by "
                     f"mpikfac.comm.broadcast(comm, tensors)"
                 )
 

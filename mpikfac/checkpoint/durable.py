@@ -25,7 +25,7 @@ AHEAD = 2**23  # bytes after which the system is asked to begin to write to the 
 
 
 def directory_of(path: object) -> Path:
-    """Return a user's path, with the home directory in the place of "~".
+    """Return a user's path, with "~" replaced by the home directory.
 
     Raises:
         ValueError: it is not a path.
@@ -55,7 +55,7 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
     """Write the blocks to the file in order, down to the disk, and return the file's bytes.
 
     Raises:
-        OSError: writing failed; the error has the file's name.
+        OSError: writing failed; the error contains the file's name.
     """
     try:
         with io.BufferedWriter(files.writing(path)) as file:
@@ -63,7 +63,8 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
             for block in blocks:
                 file.write(block)
                 if (end := file.tell()) - begun >= AHEAD:
-                    # The disk writes the finished blocks while the rest is made; fsync waits less.
+                    # The disk writes finished blocks while the others are made, so fsync waits
+                    # less.
                     os.posix_fadvise(file.fileno(), begun, end - begun, os.POSIX_FADV_DONTNEED)
                     begun = end
             file.flush()
@@ -111,7 +112,7 @@ def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
 
     Args:
         keep: how many sound checkpoints to keep, including `final`.
-        sound: returns whether a checkpoint can be read; damaged checkpoints do not count.
+        sound: returns whether a checkpoint can be read; damaged checkpoints are not counted.
     """
     for leftover in final.parent.glob(".step-*.deleted"):
         _delete(leftover)

@@ -26,14 +26,14 @@ from mpikfac.errors import UserError
 
 FORMAT, VERSION = "mpikfac checkpoint", 3
 MOST_STEPS = 2**53
-"""A step above the number is a mistake: no run takes as many, and float64 counts no further."""
+"""A step above this is a mistake: no run takes so many, and float64 cannot count them."""
 log = logging.getLogger("mpikfac")
 
 UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-"""What reading a file of unknown content may raise."""
+"""The exceptions that reading a file of unknown content can raise."""
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -47,13 +47,13 @@ def latest_checkpoint(root: str | Path) -> Path | None:
         if (path / durable.MANIFEST).is_file():
             tell_of_renamed(path.parent, durable.step_of(path) or 0)
             return path
-        log.warning("%s is passed over: %s is missing", path, durable.MANIFEST)
+        log.warning("%s is skipped: %s is missing", path, durable.MANIFEST)
     tell_of_renamed(durable.directory_of(root), -1)
     return None
 
 
 def tell_of_renamed(root: Path, step: int) -> None:
-    """Warn of checkpoints of steps after `step` whose directories have been renamed.
+    """Warn about checkpoints of steps after `step` whose directories have been renamed.
 
     Collective over: none.
     """
@@ -63,7 +63,7 @@ def tell_of_renamed(root: Path, step: int) -> None:
                 later = read_checkpoint(path).step
                 if later > step:
                     log.warning(
-                        "%s holds step %d, and is passed over; rename it to step-%09d to take it",
+                        "%s holds step %d, and is skipped; rename it to step-%09d to use it",
                         *(path, later, later),
                     )
 
@@ -75,7 +75,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
         UserError: `path` is not a complete checkpoint of this format, the manifest is damaged, or
-            the directory's name has another step.
+            the directory's name has a different step.
     """
     checkpoint = Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
     if durable.step_of(checkpoint.path) not in (None, checkpoint.step):
@@ -87,12 +87,12 @@ class Checkpoint(Mapping[str, Value]):
     """Map the names of a checkpoint's items to values; tensors are on the CPU.
 
     Reading is local to a rank and lazy: the first item of a shard reads the whole file, and its
-    bytes are kept as long as this object. Read inside `together`, so that a damaged file ends all
-    ranks.
+    bytes are kept as long as this object. Read items inside `together`, so that a damaged file ends
+    all ranks.
 
     Attributes:
         step: the number of steps that the run had taken.
-        writer: the version that wrote the checkpoint, such as "mpikfac 0.1.0"; "" if not known.
+        writer: the version that wrote the checkpoint, such as "mpikfac 0.1.0"; "" if unknown.
         digest: BLAKE3 of the manifest, and thus of the checkpoint's whole content.
         shards: `size` in bytes and `digest` of every file.
 
@@ -119,7 +119,7 @@ class Checkpoint(Mapping[str, Value]):
         return name in self._items
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the item, or `default` if the checkpoint has no item of the name."""
+        """Return the item, or `default` if the checkpoint has no item of that name."""
         return self[name] if name in self else default  # noqa: SIM401 (`get` would call itself)
 
     def __getitem__(self, name: str) -> Value:
@@ -142,7 +142,7 @@ class Checkpoint(Mapping[str, Value]):
         return dict(self._items)
 
     def check(self, file: str) -> None:
-        """Check that a file of `shards` is unchanged since writing; HDF5 does not parse the file.
+        """Check that a file of `shards` is unchanged since it was written; HDF5 does not parse it.
 
         Raises:
             UserError: the file is missing, or size or content differ.
@@ -187,7 +187,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = files.read_json(path)
         form, version = manifest["format"], manifest["version"]
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; this is no complete checkpoint") from None
+        raise UserError(f"{path} is missing; this is not a complete checkpoint") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {files.why(error)}") from error
     except (KeyError, TypeError, ValueError):
@@ -207,10 +207,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: Mapping[str, Any]) -> None:
-    """Raise if the manifest differs in form from `make_manifest`; a right digest is no proof."""
+    """Raise if the manifest lacks the form of `make_manifest`; a digest is not enough."""
     numbers = [manifest["step"]]
     if not isinstance(writer := manifest.get("writer", ""), str):
-        raise ValueError(f"has {writer!r} where a name belongs; take another checkpoint")
+        raise ValueError(f"has {writer!r} where a name belongs; use another checkpoint")
     if type(manifest["step"]) is int and manifest["step"] > MOST_STEPS:
         raise ValueError(f"has step {manifest['step']}, more than any run takes")
     for file, shard in manifest["shards"].items():

@@ -2,7 +2,7 @@
 
     root/starts.json    [{"step": 120, "digest": "...", "starts": 2}]
 
-If 2 starts from a checkpoint have died, a third start takes another checkpoint if possible. Call
+If 2 starts from a checkpoint have died, a third start uses another checkpoint if possible. Call
 all functions on a single rank.
 """
 
@@ -36,7 +36,7 @@ def note_start(checkpoint: Checkpoint) -> None:
     try:
         starts = _read(root)
     except UNREADABLE as error:
-        log.warning("starts are counted anew: %s cannot be read: %s", root / RECORD, error)
+        log.warning("starts are counted from 0 again: %s cannot be read: %s", root / RECORD, error)
         starts = []
     started = [start for start in starts if start[0] > checkpoint.step]
     started.append((checkpoint.step, checkpoint.digest, starts_from(checkpoint) + 1))
@@ -48,7 +48,7 @@ def note_start(checkpoint: Checkpoint) -> None:
 
 
 def note_end(root: str | Path) -> None:
-    """Drop all counts, as the run came to an orderly end; call on a single rank.
+    """Drop all counts, because the run came to an orderly end; call on a single rank.
 
     Collective over: none.
     """
@@ -61,7 +61,7 @@ def note_end(root: str | Path) -> None:
 def starts_from(checkpoint: Checkpoint) -> int:
     """Return how many starts in a row resumed from the checkpoint and committed no newer one.
 
-    A damaged record counts as no record.
+    A damaged record is ignored.
     """
     with suppress(*UNREADABLE):
         counts = {digest: starts for _, digest, starts in _read(checkpoint.path.parent)}

@@ -2,7 +2,7 @@
 
 libhdf5 crashes if the disk is full and does not notice damage, so it never accesses the disk. To
 write, it lays the file out in memory without the values, which plain writes then copy from tensors
-to the file. To read, it parses bytes in memory, after their BLAKE3 was checked.
+to the file. To read, it parses bytes in memory, after their BLAKE3 has been checked.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
 def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
     """Return all items of a shard except a large one, and the offset and size of that in bytes.
 
-    The large item may exceed the memory; plain reads of the file return parts of it. The file is
-    not checked by a digest, so libhdf5 parses whatever it contains.
+    The large item can be larger than the memory; plain reads of the file return parts of it. The
+    file is not checked by a digest, so libhdf5 parses whatever it contains.
 
     Raises:
         ValueError: the file is not a shard, or does not store the large item in one piece.
@@ -193,7 +193,7 @@ def _plain(dataset: h5py.Dataset, size: int) -> Value:
 
 
 class _Image:
-    """Behave like a file in memory; pages that HDF5 never writes, as those of values, use none."""
+    """Behave like a file in memory; pages that HDF5 never writes, such as values, use none."""
 
     def __init__(self) -> None:
         self.size = self._at = 0
@@ -256,7 +256,7 @@ def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]
     plain.set_layout(h5d.CONTIGUOUS)
     plain.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     plain.set_fill_time(h5d.FILL_TIME_NEVER)
-    plain.set_obj_track_times(False)  # the same items give the same file
+    plain.set_obj_track_times(False)  # so that the same items give the same file
     with h5py.File(image, "w") as file:
         for name in sorted(items):
             dtype, shape = _form(items[name])

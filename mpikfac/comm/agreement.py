@@ -15,7 +15,7 @@ from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import RanksDifferError, UserError
 
-CLOCK_READINGS = 50  # only the fastest one counts, since most are slow on a busy machine
+CLOCK_READINGS = 50  # only the fastest one counts, because most are slow on a busy machine
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
         if not untrusted or isinstance(error, MPI.Exception):
             raise
         about = " ".join(str(error).split())
-        text = f"the content has another form: {type(error).__name__}: {about}"
+        text = f"the content has a different form: {type(error).__name__}: {about}"
         failure, cause = (UserError, text), error
     failures = [failure for failure in comm.allgather(failure) if failure is not None]
     if failures:
@@ -56,7 +56,7 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
     Collective over: comm.
 
     Raises:
-        RanksDifferError: they differ; the text names the first such key, both values and ranks.
+        RanksDifferError: they differ; the message names the first such key, both values and ranks.
     """
     printed = {key: repr(value) for key, value in values.items()}
     first, *following = comm.allgather(printed)
@@ -97,7 +97,7 @@ def handed_over(
 
 
 def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:
-    """Return a tensor of any size, or a plain value, of rank `source`."""
+    """Return rank `source`'s tensor of any size, or plain value."""
     form = (value.shape, value.dtype) if torch.is_tensor(value) else None
     form, number = comm.bcast((form, None if form else value), root=source)
     if form is None:
@@ -124,7 +124,7 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
 
 
 def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
-    content = host.view(-1).view(torch.uint8)  # no array, which would freeze the tensor's size
+    content = host.view(-1).view(torch.uint8)  # not an array, which would freeze the tensor's size
     for piece in pieces(content, 0, len(content), MAX_COUNT):
         comm.Bcast(piece, root=root)
 

@@ -55,7 +55,7 @@ class SplitComm:
         """The communicator of the training ranks, on a training rank.
 
         Raises:
-            ValueError: the rank does not train, or no communicator was given.
+            ValueError: the rank does not train, or no communicator was passed.
         """
         if self.comm is None and self.intercomm is None:
             raise ValueError("comm=None must be a communicator; mpikfac.world() has all ranks")
@@ -121,7 +121,7 @@ def announced(curvature: MPI.Intercomm) -> Any:
 
 
 def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], object]:
-    """Start to send `flat`, which is in host memory, and return a function that waits for the end.
+    """Start to send `flat`, in host memory, and return a function that waits until it is sent.
 
     `flat` must not change until that function returns. Collective over: none.
     """
@@ -131,7 +131,7 @@ def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], 
 
 
 def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callable[[], object]:
-    """Start to receive `flat`, in host memory, and return a function that waits for the end.
+    """Start to receive `flat`, in host memory, and return a function that waits for it.
 
     Collective over: none.
     """

@@ -1,4 +1,4 @@
-"""Arrange the ranks in a grid, and carry out collectives on arenas."""
+"""Arrange the ranks in a grid, and execute collectives on arenas."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Grid:
 
     Raises:
         UserError: ranks are not on one node as `ranks_per_node` requires, or MPI has run out of
-            communicators (MPICH has 2,048 per process).
+            communicators (MPICH allows 2,048 per process).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Grid:
             why = str(error).splitlines()[-1]
             raise UserError(
                 f"MPI cannot create a communicator: {why}; "
-                "call close() of trainers that take no more steps"
+                "call close() on trainers that you have finished with"
             ) from error
         self.world, self.column, self.row = (self._teams[n] for n in ("world", "column", "row"))
         self._progress: dict[str, ProgressThread] = {}
@@ -103,7 +103,7 @@ class Grid:
             return
         self.check_open()
         if flat.dtype == torch.bfloat16 and all(m.primitive in COPIES for m in messages):
-            self._exchange(messages, flat.view(torch.int16))  # which MPI supports
+            self._exchange(messages, flat.view(torch.int16))  # a type that MPI supports
             return
         check_summable(flat)
         # In order: with two levels, values are reduced within the nodes before they are encoded.
@@ -171,7 +171,7 @@ class Grid:
         check_summable(flat)
         several = self.world.size > 1
         with self.trace.stage(stage, "world" if several else "", flat.nbytes if several else 0):
-            parts, total = parts.cpu(), flat.cpu()  # no copies if they are in host memory
+            parts, total = parts.cpu(), flat.cpu()  # not copied if they are in host memory
             sum_in_order(self.world, parts, total)
             flat.copy_(total)
 

@@ -17,11 +17,11 @@ from mpikfac.trace import Trace
 
 Call = Callable[[Any, Any], None]
 FIRST = 16
-"""In how many of its first exchanges of rows a group compares whether they require gradients."""
+"""The first exchanges of rows in which a group compares whether they require gradients."""
 
 
 class Group:
-    """Exchange activations between ranks, for example those among which split layers are divided.
+    """Exchange activations between ranks, for example the ranks over which layers are split.
 
     Collective over: comm.
 
@@ -38,7 +38,7 @@ class Group:
         self._comm = cast(MPI.Intracomm, comm.Split(color, comm.rank))
         self._comm.name = name
         self.size, self.member, self.trace = self._comm.size, self._comm.rank, trace
-        self._compared = 0  # how many exchanges have been compared
+        self._compared = 0  # number of exchanges compared so far
         self._buffers = Buffers(trace, cuda_aware())
 
     def free(self) -> None:
@@ -54,7 +54,7 @@ class Group:
         Collective over: group.
 
         Raises:
-            UserError: layers or shapes differ; the text names both.
+            UserError: layers or shapes differ; the message names both.
         """
         first, *calls = self._comm.allgather((layer, tuple(x.shape), str(x.dtype)))
         for member, call in enumerate(calls, start=1):
@@ -95,6 +95,23 @@ class Group:
         self._send(self._comm.Allgather, sent, received, stage)
         return _joined(received, dim)
 
+    def gather_rows(self, x: Tensor, counts: Sequence[int], stage: str) -> Tensor:
+        """Return the rows of all members, ordered by member; `counts` has those of each member.
+
+        Collective over: group.
+        """
+        if self.size == 1:
+            return x
+        sent = x.contiguous()
+        received = sent.new_empty(sum(counts), *sent.shape[1:])
+        row = _elements_per_row(sent)
+
+        def allgatherv(outgoing: Any, incoming: Any) -> None:
+            self._comm.Allgatherv(outgoing, [incoming, [row * count for count in counts]])
+
+        self._send(allgatherv, sent, received, stage)
+        return received
+
     def sum_parts(self, x: Tensor, dim: int, stage: str) -> Tensor:
         """Return this rank's part, along `dim`, of the sum of all members' tensors.
 
@@ -130,7 +147,7 @@ class Group:
             return x
         sent = x.contiguous()
         received = sent.new_empty(sum(counts_in), *sent.shape[1:])
-        row = math.prod(sent.shape[1:]) * (1 if sent.dtype in SUMMABLE else sent.itemsize)
+        row = _elements_per_row(sent)
 
         def alltoallv(outgoing: Any, incoming: Any) -> None:
             elements = [[row * count for count in counts] for counts in (counts_out, counts_in)]
@@ -147,14 +164,19 @@ class Group:
         count = max(map(len, flats))
         if count > MAX_COUNT:
             raise ValueError(
-                f"a message of the stage {stage!r} has {count} elements, and MPI takes at most "
-                f"{MAX_COUNT}: take smaller batches"
+                f"a message of the stage {stage!r} has {count} elements, and MPI accepts at most "
+                f"{MAX_COUNT}: use smaller batches"
             )
         with (
             self._buffers.both(*flats, stage) as buffers,
             self.trace.stage(stage, self._comm.name, sent.nbytes),
         ):
             call(*buffers)
+
+
+def _elements_per_row(x: Tensor) -> int:
+    """Return the elements of a row, or its bytes if MPI does not know the dtype."""
+    return math.prod(x.shape[1:]) * (1 if x.dtype in SUMMABLE else x.itemsize)
 
 
 def _parts(x: Tensor, count: int, dim: int) -> Tensor:

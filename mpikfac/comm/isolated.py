@@ -13,7 +13,7 @@ from torch import Tensor
 from mpikfac.comm.grid import Grid
 from mpikfac.plan import Message, RankPlan, names, step_messages
 
-REPEATS = 5  # after a warm-up that does not count
+REPEATS = 5  # after an uncounted warm-up
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 

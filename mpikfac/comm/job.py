@@ -21,7 +21,7 @@ Comm: TypeAlias = "MPI.Intracomm"
 
 
 class Maker(NamedTuple):
-    """What differs between GPU vendors.
+    """Describe what differs between GPU vendors.
 
     Attributes:
         kind: torch's device type for the GPUs.
@@ -45,7 +45,7 @@ log = logging.getLogger("mpikfac")
 def world() -> MPI.Intracomm:
     """Start MPI, and return the communicator of all ranks.
 
-    Without an MPI library, the process works alone, after a warning.
+    Without an MPI library, the process runs alone, after a warning.
 
     Collective over: none.
 
@@ -67,7 +67,7 @@ def world() -> MPI.Intracomm:
 
 @cache
 def _tell_alone() -> None:
-    log.warning("%s: this process works alone; for several ranks, %s", missing(), REMEDY)
+    log.warning("%s: this process runs alone; for several ranks, %s", missing(), REMEDY)
 
 
 def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
@@ -157,7 +157,7 @@ def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
         if nodes[first] != node:
             raise UserError(
                 f"ranks_per_node={ranks_per_node}: ranks {first} and {rank} are on different "
-                f"nodes; start ranks node by node, equally many on each, or leave it out"
+                f"nodes; start the same number of ranks on each node, node by node, or leave it out"
             )
 
 
@@ -167,19 +167,20 @@ def check_survivable() -> None:
     Collective over: none.
 
     Raises:
-        ValueError: MPI, or the way it was started, would end the job; the text has the remedy.
+        ValueError: MPI, or the way it was started, would end the job; the message states the
+            remedy.
     """
     if survives():
         return
     library = MPI.Get_library_version().split(",")[0].strip()
     raise ValueError(
-        f"a job of {library}, started like this, ends when a rank dies; "
-        f"use Open MPI 5 and start it by mpirun --with-ft ulfm"
+        f"a job of {library}, started like this, ends when a rank dies; use Open MPI 5 and start "
+        f"it with mpirun --with-ft ulfm"
     )
 
 
 def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
-    """Return whether an error was caused by the death of a rank.
+    """Return whether the death of a rank caused an error.
 
     This includes errors raised after another rank detected the death and revoked the communicator.
 
@@ -187,7 +188,7 @@ def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
     """
     if isinstance(error, MPI.Exception):
         return tells_of_loss(error)
-    # If a rank dies in a collective, Open MPI may return without an error. The received values
+    # If a rank dies in a collective, Open MPI can return without an error. The received values
     # are then undefined, and Open MPI reports the death later.
     for _ in looks(PATIENCE):
         if comm.Is_revoked() or comm.Get_failed().size > 0:
@@ -198,7 +199,7 @@ def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
 
 
 def tells_of_loss(error: BaseException) -> bool:
-    """Return whether MPI reports by an error that a rank died or a communicator was revoked."""
+    """Return whether an MPI error reports that a rank died or a communicator was revoked."""
     signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
     return isinstance(error, MPI.Exception) and error.Get_error_class() in signs
 

@@ -98,7 +98,7 @@ def _alone() -> Any:
 
 
 class _OnDemand:
-    """The names of `mpi4py.MPI`, which is imported, and MPI started, when the first name is used.
+    """The names of `mpi4py.MPI`; using the first one imports it and starts MPI.
 
     Attributes:
         missing: why no MPI library was loaded; "" if one was.
@@ -132,8 +132,8 @@ def _refuse_in_worker() -> None:
     worker = parent_process() is not None or main == "__mp_main__"
     if launched and worker and "mpi4py.MPI" not in sys.modules:
         print(
-            "mpikfac: a worker process must not start MPI, which its rank has started: call "
-            "world() under if __name__ == '__main__', or in a function that no worker calls",
+            "mpikfac: a worker process must not start MPI, which its rank has already started: "
+            "call world() under if __name__ == '__main__', or in a function that no worker calls",
             file=sys.stderr,
             flush=True,
         )

@@ -45,8 +45,8 @@ class Answer(NamedTuple):
 
     Attributes:
         version: the number of updates that the weights contain.
-        staleness: how many updates of other clients were applied between the client's reading of
-            the weights and its update; None without an update.
+        staleness: the number of other clients' updates that were applied between the client's fetch
+            of the weights and its update; None without an update.
         meet_at: the step after which all clients meet; None if no client has requested a meeting.
         votes: the means of all clients' latest votes.
     """
@@ -72,7 +72,7 @@ def ask(
     update: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> Answer:
-    """Send each server its shard of an update, receive shards of the weights, return an answer.
+    """Send each server its shard of an update, receive shards of the weights, and return an answer.
 
     All servers answer; the answer of server 0 is returned.
 
@@ -98,7 +98,7 @@ def ask(
 
 
 def look(link: MPI.Intercomm) -> tuple[int, int] | None:
-    """Return source and tag of a message that has arrived, or None after a pause if there is none.
+    """Return the source and tag of an arrived message, or None after a pause if there is none.
 
     The caller must receive the message before the next call. Collective over: none.
     """
@@ -119,13 +119,13 @@ def receive_request(link: MPI.Intercomm, client: int, tag: int) -> Request:
 
 
 def lost_ranks(link: MPI.Intercomm) -> list[int]:
-    """Return which ranks of the other side have died, as far as MPI knows.
+    """Return the ranks of the other side that have died, as far as MPI knows.
 
     Collective over: none.
     """
     if not survives():
         return []
-    failed = MPI.COMM_WORLD.Get_failed()  # Open MPI names none for an intercommunicator
+    failed = MPI.COMM_WORLD.Get_failed()  # Open MPI does not name any for an intercommunicator
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
     return [rank for rank in ranks if rank != MPI.UNDEFINED]
 

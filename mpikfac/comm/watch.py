@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
     Attributes:
         trainer: the number of the trainer that takes the step, or -1 at the end of the program.
-        arguments: the arguments of the step on which ranks must agree, as texts.
+        arguments: the arguments of the step on which ranks must agree, as text.
         met: whether all ranks of the job take the step.
     """
 
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 ENDED = Place(-1, "", 0, {})
 STACKS = Place(-2, "", 0, {})
-"""What a rank sends when it has finished, and when it ends the job because of the timeout."""
+"""The positions that a rank sends when it has finished, and when the timeout ends the job."""
 
 
 class WatchedSteps:
@@ -87,7 +87,7 @@ class WatchedSteps:
             arguments: must be equal on all ranks.
 
         Raises:
-            UserError: another rank sends messages of other sizes.
+            UserError: another rank sends messages of a different size.
         """
         texts = {name: repr(value) for name, value in arguments.items()}
         self._watch.move(Place(self._trainer, self._name, step, texts, self._met))
@@ -98,8 +98,8 @@ class WatchedSteps:
                 raise
             given = ", ".join(f"{name}={text}" for name, text in texts.items())
             raise UserError(
-                f"step {step} of {self._name}: another rank sends messages of other sizes; call "
-                f"step() with the same arguments on all ranks, on this rank: {given}"
+                f"step {step} of {self._name}: another rank sends messages of a different size; "
+                f"call step() with the same arguments on all ranks, on this rank: {given}"
             ) from error
         finally:
             self._watch.move(None)
@@ -292,6 +292,6 @@ def _abort(text: str) -> None:
 
 
 def _print(text: str) -> None:
-    """Print in one write, since a launcher can insert its own notes between two."""
+    """Print in a single write, because a launcher can insert its own notes between two."""
     end = "" if text.endswith("\n") else "\n"
     print(f"mpikfac: {text}{end}", end="", file=sys.stderr, flush=True)

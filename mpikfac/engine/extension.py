@@ -1,7 +1,7 @@
 """Attachments: what a method adds to the steps of a trainer, without branches in the step.
 
 A method's type creates its part of the trainer, and imports the part's module only when a run uses
-the method, so the step does not depend on methods of the lab.
+the method, so the step does not depend on the methods in `lab`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OneModel(Part):
             ValueError: the exchange does not use the loss.
         """
         raise ValueError(
-            "exchange.report_loss(loss) is for sync=LSGD(...); other exchanges take no loss"
+            "exchange.report_loss(loss) is for sync=LSGD(...); leave it out with other exchanges"
         )
 
     def begin_step(self, step: int) -> None:
@@ -93,7 +93,7 @@ def exchange_of(site: Site, gradients: Gradients) -> OneModel:
 
 def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
     """Yield the additional parts of methods; a part can replace the sender of gradients."""
-    for module in model.modules():  # the first of the split layers attaches for all of them
+    for module in model.modules():  # the first split layer attaches for all of them
         attach = getattr(vars(module).get("forward"), "attach", None)
         if attach is not None:
             yield from attach(site, gradients, model)

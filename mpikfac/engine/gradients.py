@@ -1,4 +1,4 @@
-"""A model's gradients on one rank: from local to averaged, and back into the model."""
+"""Average a model's gradients over ranks, and write them back into the model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
 
 
 class Reader:
-    """Copy gradients into the arena when the step requests it."""
+    """Copy gradients into the arena when the step requests them."""
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         self.slots, self.sender = list(slots), sender
@@ -75,7 +75,7 @@ class EarlyReader(Reader):
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         super().__init__(slots, sender)
-        self._made: Counter[str] = Counter()  # how many gradients of a block the pass has computed
+        self._made: Counter[str] = Counter()  # gradients of a block that the pass has computed
         # Gradients that have been sent, and their versions, by the parameter's id.
         self._sent: dict[int, tuple[Tensor | None, int]] = {}
         own = ref(self)  # a model can outlive the trainer
@@ -151,7 +151,7 @@ READERS = {False: Reader, True: EarlyReader}
 
 
 class Gradients:
-    """A model's gradients in an arena, from local to averaged, and back into the model.
+    """Hold a model's gradients in an arena, average them over ranks, and write them back.
 
     Running statistics are sent with the gradients, so that they stay equal on all ranks.
 
@@ -160,12 +160,12 @@ class Gradients:
         uncovered: parameters and running statistics without a covering layer.
         trained: the trained parameters.
         sender: reduces the arena over ranks; an extension can replace it.
-        broken: the names of blocks whose average has NaN or infinity, among those that this rank
-            steps; the step does not change them.
+        broken: the names of blocks whose average contains NaN or infinity, among those that this
+            rank steps; the step does not change them.
         shortened: the factor by which `max_norm` scales gradients in the step, `[]`; 1.0 without
             a bound.
         weight: the weight of the rank in averages; its mean over ranks is 1.
-        weight_of_statistics: a weight of the rank's statistics in addition to their numbers of
+        weight_of_statistics: a weight of the rank's statistics, in addition to their numbers of
             examples.
         counts: the batch counts of normalization layers, for batches in parts.
     """
@@ -183,7 +183,8 @@ class Gradients:
         self.broken: Collection[str] = ()
         self.shortened: Tensor | float = 1.0
         self.weight = self.weight_of_statistics = 1.0
-        # The reader keeps this sender: extensions never replace one that is early or in parts.
+        # The reader keeps this sender, because extensions never replace one that is early or in
+        # parts.
         messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
         self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
@@ -216,7 +217,7 @@ class Gradients:
         changed = self.trained.changed()
         if changed:
             self.trained.leave_changed()
-            self._reader.abort_batch()  # so that gradients left in place are not an error
+            self._reader.abort_batch()  # so that leftover gradients are not an error
         self.votes.mark(values, changed)
         return changed
 
@@ -248,7 +249,7 @@ class Gradients:
         self._take_back()
 
     def weigh(self, examples: int, seen: int) -> None:
-        """Weight what the rank averages by the number of examples in its mean loss.
+        """Weight the rank's contributions by the number of examples in its mean loss.
 
         Args:
             seen: the number of examples in the rank's statistics, which from now on have the same
@@ -257,17 +258,20 @@ class Gradients:
         Collective over: world.
 
         Raises:
-            ValueError: no rank has an example, or values are sent before the weight is known.
+            ValueError: no rank has any examples, or values are sent before the weight is known.
         """
         examples = int(examples)
         total, all_seen = self._counted_examples(examples, seen if examples else 0)
         if not total:
-            raise ValueError(f"examples={examples} on all ranks; a step needs an example")
+            raise ValueError(f"examples={examples} on all ranks; a step needs at least one example")
         weight = examples * self.plan.grid.count / total
         for block in self.blocks:
             if not isinstance(block, Votes):
                 values = self.arena[block.name]
-                values.mul_(weight) if examples else values.zero_()  # a mean of nothing is NaN
+                if examples:
+                    values.mul_(weight)
+                else:
+                    values.zero_()  # the mean of no examples is NaN
         self.weight = weight
         self.weight_of_statistics = examples * all_seen / (seen * total) if seen else 1.0
 
@@ -287,7 +291,7 @@ class Gradients:
             if count != counts[first]:
                 raise ValueError(
                     f"examples={count:.0f} on rank {rank} and {counts[first]:.0f} on rank {first}: "
-                    f"the ranks of a group of split layers need equally many"
+                    f"the ranks of a group of split layers need the same number"
                 )
         return sum(counts), all_seen
 
@@ -336,7 +340,7 @@ class Gradients:
             for slot in slots:
                 parameters = slot.block.parameters
                 if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):
-                    slot.block.abort_batch()  # also if frozen since the last step
+                    slot.block.abort_batch()  # even if the parameter was frozen after the last step
                 elif slot.steps:
                     copies += slot.block.gradients_from(slot.parts)
             copy_all(copies)
@@ -352,7 +356,7 @@ class Gradients:
 
     @staticmethod
     def _on_load(own: ref[Gradients], *_: object) -> None:
-        """Keep the running statistics that the user's program has loaded."""
+        """Adopt the running statistics that the user's program has loaded."""
         if (self := own()) is not None:
             self.keep()
 
@@ -379,7 +383,8 @@ class Gradients:
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(
-                "with transport.overlap=True a batch is sent as it is made; call step()"
+                "with transport.overlap=True the backward pass has already sent gradients; call "
+                "step()"
             )
 
     def _take_back(self) -> None:

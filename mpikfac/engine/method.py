@@ -32,8 +32,8 @@ class Method:
 
     Attributes:
         parts: the parts with a state, in the order in which they are reset.
-        is_consistent: whether the rank's state is that after the last step, with nothing of a later
-            step.
+        is_consistent: whether the rank's state is that after the last step, without anything from a
+            later step.
         outgrown: whether the batches so far require a new plan for the model.
     """
 
@@ -68,8 +68,7 @@ class Method:
             scaled: whether the loss was scaled by a `GradScaler`.
 
         Raises:
-            ValueError: the method does not support a scaler, or needs a batch that it was not
-                given.
+            ValueError: the method does not support a scaler, or needs a batch that was not passed.
         """
 
     def unscale(self, scaler: Scaler) -> bool:
@@ -108,7 +107,7 @@ class Method:
         """
 
     def take_over(self, before: Any) -> None:
-        """Copy everything that still fits from the method before the change.
+        """Copy everything that still fits from the previous method.
 
         Collective over: world.
         """
@@ -153,7 +152,7 @@ class MethodFactory:
     def plan(
         self, model: CoveredModel, strategy: Strategy, optimizer: Optimizer, team: SplitComm
     ) -> Plan:
-        """Plan the communication, and check that choices, ranks and optimizer fit together.
+        """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
             ValueError: they do not.

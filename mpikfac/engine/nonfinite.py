@@ -1,4 +1,4 @@
-"""Warn about values that are not finite, or rounded too much, and count them.
+"""Count and report values that are not finite, and warn about values that are rounded too much.
 
 On a GPU, whether values are finite stays on the device until the host has to wait for it anyway.
 """
@@ -16,7 +16,7 @@ from mpikfac.errors import UserError
 from mpikfac.layers import Layer, skipping
 
 LEAST_DAMPING = 1e-8  # in float32
-TOLERATED = 3  # how many times in a row a value may be broken before the run ends
+TOLERATED = 3  # the number of times in a row that a value can be non-finite before the run ends
 
 log = logging.getLogger("mpikfac")
 
@@ -36,7 +36,7 @@ class Nonfinite:
     def __repr__(self) -> str:
         """Return the rank and its counts by kind."""
         counts = ", ".join(f"{kind} {times}" for kind, times in self.counts.items() if times)
-        return f"Nonfinite(rank {self.rank}: {counts or 'all numbers were finite'})"
+        return f"Nonfinite(rank {self.rank}: {counts or 'all values were finite'})"
 
     def note(
         self,
@@ -66,7 +66,7 @@ class Nonfinite:
             if times > TOLERATED:
                 raise UserError(
                     f"rank {self.rank}, step {step}: not finite {times} times in a row: the {kind} "
-                    f"of {name!r}; see the losses, or try a smaller rate or more damping"
+                    f"of {name!r}; check the losses, or try a smaller learning rate or more damping"
                 )
         if begun := [name for name in names if name not in before]:
             further = f" and {len(begun) - 1} more" if len(begun) > 1 else ""
@@ -77,7 +77,7 @@ class Nonfinite:
 
 
 class Flags:
-    """Values on the device that the host reads together, since each wait for a GPU costs time."""
+    """Values on the device that the host reads together, because each wait for a GPU costs time."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Callable[[list[float]], None]]] = []
@@ -113,8 +113,8 @@ class Cautions:
         if damping < LEAST_DAMPING:
             self._once(
                 "little damping",
-                "damping=%g at step %d is below %g: float32 has too few digits for directions with "
-                "so little damping; take more damping, or a model in float64",
+                "damping=%g at step %d is below %g: float32 has too few digits for directions "
+                "with so little damping; use more damping, or a model in float64",
                 *(damping, step, LEAST_DAMPING),
             )
 
@@ -124,8 +124,8 @@ class Cautions:
             self._once(
                 "large factors",
                 "layer %r at step %d: float32 rounds the factors of such large inputs and "
-                "gradients by more than damping=%g covers, so directions may be wrong; normalize "
-                "the inputs, or take more damping, or a model in float64",
+                "gradients by more than damping=%g covers, so directions can be wrong; normalize "
+                "the inputs, or use more damping, or a model in float64",
                 *(layers[0], step, damping),
             )
 
@@ -135,8 +135,8 @@ class Cautions:
             f"unseen {layer.name}",
             "layer %r has a gradient, and K-FAC saw no call of the module in train() mode whose "
             "outputs count: without statistics, K-FAC does not change the direction of its "
-            "gradient; call the module itself in train() mode, give all heads to record() where "
-            "fisher_type needs record(), or train it first-order with %s",
+            "gradient; call the module itself in train() mode, pass all heads to record() if "
+            "fisher_type needs it, or train it first-order with %s",
             *(layer.name, skipping([layer.path])),
         )
 
@@ -145,7 +145,7 @@ class Cautions:
         if layers:
             self._once(
                 "without gradient",
-                "layer %r and %d more have statistics of a backward pass, and their gradients are "
-                "gone: K-FAC steps them as with gradient 0; leave gradients in .grad until step()",
+                "layer %r and %d more have statistics of a backward pass, but their gradients are "
+                "gone: K-FAC treats them as 0; leave gradients in .grad until step()",
                 *(layers[0], len(layers) - 1),
             )

@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
 
 class Part:
-    """A part of a step on one rank. A part without state needs no overrides.
+    """A part of a step on one rank. A part without state need not override anything.
 
     Attributes:
         PREFIX: the prefix of the part's items in a state.
@@ -50,7 +50,7 @@ class Part:
         self.site, self.plan = site, site.plan
 
     def reset(self) -> None:
-        """Restore the initial state, as before loading a state, and without a current batch."""
+        """Restore the initial state, as before loading a state, without a current batch."""
 
     def abort_batch(self) -> None:
         """Drop the passes since the last step.
@@ -117,7 +117,7 @@ class Part:
 
 
 class PreconditionerPart(Part):
-    """What a preconditioner keeps of a batch in addition to factors.
+    """What a preconditioner records about a batch in addition to factors.
 
     `Preconditioner.attach` creates it from the `Bases`.
     """
@@ -168,7 +168,7 @@ class PreconditionerPart(Part):
 
 
 def handed_on(comm: Comm, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """Copy tensors whose name and shape stay the same, also between ranks; return the names.
+    """Copy tensors whose name and shape stay the same, also between ranks; return their names.
 
     Collective over: comm.
     """

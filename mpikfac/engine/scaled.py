@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss: they are unscaled, and all ranks skip the same steps."""
+"""Unscale the gradients of a scaled loss, and skip the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
         ValueError: gradients are already unscaled, or sent before they can be unscaled.
     """
     if not hasattr(scaler, "is_enabled"):
-        raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
+        raise ValueError(f"step() accepts a GradScaler or None, not {type(scaler).__name__}")
     if not scaler.is_enabled():
         return None
     if is_unscaled(scaler, optimizer):
         raise ValueError(
-            "step(scaler) takes the scale out of gradients, and scaler.unscale_ has done so "
-            "before; leave out scaler.unscale_, and clip by step(max_norm=...)"
+            "step(scaler) unscales gradients, which scaler.unscale_ has already done; leave out "
+            "scaler.unscale_, and clip by step(max_norm=...)"
         )
     if gradients.plan.strategy.transport.overlap:
         raise ValueError(
-            "with transport.overlap=True gradients are sent before their scale can be taken out; "
+            "with transport.overlap=True gradients are sent before they can be unscaled; "
             "step(scaler) needs transport.overlap=False"
         )
     return scaler
@@ -38,10 +38,9 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
 def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
     """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
-    A rank whose gradients have NaN or infinity, or with `finite` False, sends only NaN, so that
-    every rank that receives a part of the sum finds out; ranks without a part are notified. The
-    scaler gets the same result on all ranks, or one result per rank if ranks step replicas of the
-    model.
+    A rank whose gradients have NaN or infinity, or with `finite` False, sends only NaN, so every
+    rank that receives a part of the sum notices; ranks without a part are notified. The scaler gets
+    the same result on all ranks, or one result per rank if ranks step replicas of the model.
 
     Collective over: as in `Gradients.average`; also world if a rank steps nothing.
     """
@@ -62,7 +61,7 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
 
 
 def _spoil(gradients: Gradients, accumulated: Tensor) -> None:
-    """Fill everything that is sent with NaN; of the votes, only the last entry."""
+    """Fill everything that is sent with NaN, except for the votes before the last one."""
     for block in gradients.blocks:
         values = accumulated[..., gradients.arena.span(block.name)]
         (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)

@@ -53,7 +53,7 @@ class Site:
 
         Args:
             urgency: orders overlapped messages; the lowest is sent first.
-            divided: the views of the arena that get means over ranks instead of sums.
+            divided: the views of the arena that receive means over ranks instead of sums.
         """
         arguments = self.grid, arena, messages, divided
         if self.plan.parts:

@@ -1,4 +1,4 @@
-"""Who clips and steps the model: every rank all of it, or owners their own blocks."""
+"""Clip and step the model, either on every rank or with each owner stepping its own blocks."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Everyone:
     def abort_batch(self) -> None:
         """Drop the reduced batch on all ranks, except for its votes.
 
-        Compression errors and the state of a robust rule are discarded, since they may include the
-        batch.
+        Compression errors and the state of a robust rule are discarded, because they can include
+        the batch.
 
         Collective over: world.
         """
@@ -80,7 +80,7 @@ class Everyone:
 
 
 class Owners(Everyone):
-    """Every block is stepped by its updater, which sends the weights to all ranks.
+    """Let each block's updater step it and send the weights to all ranks.
 
     The optimizer has no state for blocks that other ranks step.
     """
@@ -89,7 +89,7 @@ class Owners(Everyone):
         super().__init__(gradients)
         site, arena = self.site, gradients.arena
         self._messages = stages.publish_weights(site.plan)
-        # Weights before a step if only changes are sent; 0 for blocks that are sent unchanged.
+        # The weights before a step, if only changes are sent; 0 for blocks that are sent in full.
         changing = arena.layout if stages.publishes_changes(site.plan) else lay_out([])
         self._before = site.arena(changing)
         encoded = [block for block in gradients.blocks if block.name in site.plan.messages_of]
@@ -133,7 +133,7 @@ class Owners(Everyone):
     def _receives(self, slot: Slot) -> bool:
         """Return whether the rank copies a block's weights from the messages.
 
-        If changes were encoded, the sender also uses the decoded ones.
+        If changes were encoded, the sender itself also uses the decoded ones.
         """
         return bool(self._before) or not slot.steps
 

@@ -1,4 +1,9 @@
 from .codistillation.codistillation import Codistillation as Codistillation
+from .curvature.curvature import Curvature as Curvature
+from .curvature.influence import influence as influence
+from .curvature.influence import self_influence as self_influence
+from .curvature.source import Segment as Segment
+from .curvature.source import source as source
 from .curvature_servers.config import CurvatureServers as CurvatureServers
 from .curvature_servers.decomposer import run_curvature_server as run_curvature_server
 from .direct_feedback.feedback import DirectFeedback as DirectFeedback
@@ -6,6 +11,9 @@ from .local_sgd.config import DASO as DASO
 from .local_sgd.config import DiLoCo as DiLoCo
 from .local_sgd.config import LocalSGD as LocalSGD
 from .local_sgd.config import Replicas as Replicas
+from .local_sgd.merges import AverageMerge as AverageMerge
+from .local_sgd.merges import Merge as Merge
+from .local_sgd.merges import SeparateMerge as SeparateMerge
 from .lsgd.config import LSGD as LSGD
 from .parameter_server.client import AsyncSGD as AsyncSGD
 from .parameter_server.config import ParameterServer as ParameterServer

@@ -37,8 +37,8 @@ def _robust(aggregation: Aggregation) -> Strategy:
 
 NAMED |= {
     "dgc": Named(
-        "COMM-OPT in which a rank sends a thousandth of the gradients, the largest ones; the "
-        "others wait and accumulate momentum, and the optimizer has no momentum",
+        "COMM-OPT in which a rank sends only the largest thousandth of the gradients; the others "
+        "wait and accumulate momentum, and the optimizer has no momentum",
         "DGC, Lin et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F + (P-1) 0.008N - 2 (P-1)/P 4N",
         Strategy(CommOpt(), compression=Compression(gradients=TopK(ratio=0.001, momentum=0.9))),
@@ -55,7 +55,7 @@ NAMED |= {
         same=False,
     ),
     "local-sgd": Named(
-        "Each rank takes eight steps of its own replica of the model, and then the mean of all "
+        "Each rank takes eight steps on its own replica of the model, and then the mean of all "
         "replicas replaces each of them",
         "Stich 2019",
         "2 (P-1)/P 4T + (P-1)/P 4F - 7/8 2 (P-1)/P 4N",

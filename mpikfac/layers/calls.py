@@ -1,4 +1,4 @@
-"""Measure the sizes of the calls of layers in a pass, as they enter the statistics of factors."""
+"""Measure the sizes of layers' calls in a pass, as they enter the statistics of factors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def call_sizes(
 ) -> dict[str, list[CallSize]]:
     """Return the sizes of all calls of each layer in a forward and a backward pass.
 
-    Of several groups, only the first is measured. On torch's meta device, the passes compute no
-    values. Gradients of parameters and running statistics change.
+    If there are several groups, only the first one is measured. On torch's meta device, the passes
+    compute no values. Gradients of parameters and running statistics change.
 
     Args:
         model: in training mode, with a single tensor as output.

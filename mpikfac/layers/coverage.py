@@ -35,7 +35,7 @@ class Coverage:
             also covers normalisations. Add your own modules in the same way; see `layers`.
         rule: a function that maps the full factors of a layer to the factors that are kept: only
             diagonals or blocks, or only one side; it can also set how positions that share a weight
-            count, and the layer's preconditioner, if it differs from the run's.
+            are counted, and the layer's preconditioner, if it differs from the run's.
         own_examples: names of modules, including all modules inside, whose first input dimension is
             not the batch but their own examples, in any number, such as the boxes of images. These
             count as the examples of the layers, and K-FAC does not warn about their number. The
@@ -45,7 +45,7 @@ class Coverage:
             whole batch, whose number of examples is that of the other layers.
 
     Raises:
-        ValueError: one of the sequences of names is a string.
+        ValueError: a sequence of names is a string.
     """
 
     skip: Sequence[str] = ()
@@ -104,7 +104,7 @@ def cover(
             layer.of_part = within(name, coverage.part_of_batch)
             layer.of_batch = not (layer.of_part or within(name, coverage.own_examples))
             layer.shape = _ruled(coverage.rule, layer.shape)
-            if layer.of_part:  # scales of EKFAC would need the size of the whole batch
+            if layer.of_part:  # EKFAC's scales would need the size of the whole batch
                 layer.shape = replace(layer.shape, rescaled=False)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
@@ -116,7 +116,7 @@ def cover(
 
 
 def _without_ties(model: nn.Module, layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """Return the layers that have all uses of their parameters, and the ties of the other layers.
+    """Return the layers that contain all uses of their parameters, and the ties of the others.
 
     A gradient is the sum over all uses of a parameter, such as a weight that the embedding shares
     with the head; factors of only some of the uses are not the curvature of the sum.
@@ -177,7 +177,7 @@ def offers(
         if left and not within(name, coverage.skip) and same_as(module, coverage.covers):
             names.setdefault(type(module), []).append(name)
     return [
-        f"trained first-order, as {kind.__name__} is a derived class: {', '.join(modules)}; "
+        f"trained first-order, because {kind.__name__} is a derived class: {', '.join(modules)}; "
         f"{offer(kind, coverage.covers)}"
         for kind, modules in names.items()
     ]
@@ -194,7 +194,7 @@ def find_uncovered(
     """Return trained parameters whose `id` is not in `covered`, and all running statistics.
 
     Args:
-        ties: of the parameters that are not covered because modules share them.
+        ties: the names of parameters that are not covered because modules share them.
 
     Raises:
         ValueError: a layer has sparse gradients.

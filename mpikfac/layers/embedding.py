@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac.layers.layer import Layer, NotCovered
@@ -66,6 +67,14 @@ class EmbeddingLayer(Layer):
             rows[self.module.padding_idx] = 0
         vectors = self.outputs(g).flatten(0, self._last).to(of_outputs.dtype)
         return rows[x.flatten()], vectors @ of_outputs[0]
+
+    def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the unit vectors, which take `inputs` values per position, and gradients."""
+        entries, count = x.reshape(len(x), -1), len(self.module.weight)
+        units = F.one_hot(entries, count).to(g.dtype)
+        if self.module.padding_idx is not None:
+            units[..., self.module.padding_idx] = 0
+        return units, self.outputs(g)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -25,12 +25,12 @@ KINDS: Kinds = {
     nn.Embedding: EmbeddingLayer,
     nn.MultiheadAttention: attention_layers,
     **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), cell_layers),
-    # Of packages that mpikfac does not import.
+    # From packages that mpikfac does not import.
     "transformers.pytorch_utils.Conv1D": TransposedLayer,
     "timm.layers.linear.Linear": Layer,
 }
-"""The kinds of modules covered by default. Modules of a derived class are not covered: a derived
-class may compute something else."""
+"""The kinds of modules covered by default. Modules of a derived class are not covered, because it
+can compute something else."""
 
 NORMS: Kinds = dict.fromkeys(
     (
@@ -44,7 +44,7 @@ NORMS: Kinds = dict.fromkeys(
 
 SIDE_BY_SIDE = {Layer, TransposedLayer, ProjectionLayer, CellLayer, ConvLayer}
 """Layers whose moment of one side depends only on that side's tensor, so layers of one form can be
-the groups of a layer. Derived classes are kept separate, as they may compute something else."""
+the groups of a layer. Derived classes are kept separate: they can compute something else."""
 
 
 def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
@@ -68,7 +68,7 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
-    """Return the argument of `KFAC` that covers a class which computes what a covered one does."""
+    """Return the argument of `KFAC` that covers a class computing the same as a covered one."""
     base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
     (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]
@@ -78,7 +78,7 @@ def offer(kind: type[nn.Module], covers: Kinds) -> str:
 
 
 def covered_base(kind: type[nn.Module], covers: Kinds) -> type[nn.Module] | None:
-    """Return the nearest covered class of torch from which a class is derived."""
+    """Return the nearest covered torch class from which a class is derived."""
     covered = {*KINDS, *NORMS}.intersection(covers)
     return next((base for base in kind.__mro__[1:] if base in covered), None)
 

@@ -45,7 +45,7 @@ def skipping(names: Sequence[str]) -> str:
 
 
 class NotCovered(ValueError):
-    """Report that a module cannot be covered; the text is the reason, without the module's name.
+    """Report that a module cannot be covered; the message is the reason, without the module's name.
 
     Raised by the constructor of a layer. `cover` collects the reasons of all modules of a model.
     """
@@ -152,7 +152,7 @@ class Layer:
         x = positional[0] if positional else named["input"]
         if x.layout != torch.strided or x.is_nested:
             x = self._dense(x)
-        if x.is_floating_point():  # under autocast autograd keeps a copy: x may change in place
+        if x.is_floating_point():  # under autocast autograd keeps a copy, so x can change in place
             x = x.detach().to(output.dtype)
         # A split layer can have other examples and channels than the rank's.
         watch = getattr(self.module.forward, "watch", None)
@@ -249,7 +249,7 @@ class Layer:
         return self.outputs(g).sum(1)
 
     def form(self, side: str) -> Hashable:
-        """Return a key of layers whose moments of a side are computed alike, apart from sizes."""
+        """Return a key for layers whose moments of a side are computed identically, up to sizes."""
         return (
             type(self),
             side,
@@ -321,7 +321,7 @@ class Layer:
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
         """Return copies of the gradients into the `parts` of a matrix; missing ones become 0.
 
-        The caller performs the copies, of many layers at once.
+        The caller performs the copies, for many layers at once.
         """
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:

@@ -42,7 +42,10 @@ class NormLayer(Layer):
             return F.layer_norm(x, module.normalized_shape, eps=module.eps)
         if isinstance(module, nn.RMSNorm):
             return F.rms_norm(x, module.normalized_shape, eps=module.eps)
-        return F.batch_norm(x, None, None, training=True, eps=module.eps)
+        running = module.running_mean, module.running_var
+        if module.training or running[0] is None:
+            return F.batch_norm(x, None, None, training=True, eps=module.eps)
+        return F.batch_norm(x, *running, training=False, eps=module.eps)
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """Return `sum(u u^T)` `[units, inputs, inputs]` over examples with gradients `u`."""
@@ -64,16 +67,16 @@ class NormLayer(Layer):
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """Return the factor `batch`: squares of the mean loss's gradients are too small by it."""
+        """Return `batch`, by which squares of the mean loss's gradients are too small."""
         return {"A": 1.0 if vectors else float(batch)}
 
     def positions(self, g: Tensor) -> int:
-        """Return the number of examples, as positions are summed within examples."""
+        """Return the number of examples, because positions are summed within examples."""
         return len(g)
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
         """Return views of `matrix` `[units, 1, inputs]`, shaped as scale and shift."""
-        columns = matrix.view(self.shape.groups, -1).unbind(1)
+        columns = matrix.view(self.shape.groups, self.shape.inputs).unbind(1)
         return [column.view(p.shape) for column, p in zip(columns, self.parameters)]
 
     def _gradients(self, x: Tensor, g: Tensor) -> Tensor:

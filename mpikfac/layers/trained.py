@@ -34,15 +34,16 @@ def take_model(model: nn.Module, trainer: Trainer) -> None:
         alive = None if other is model else reference()
         if alive is not None and not own.isdisjoint(map(id, other.parameters())):
             log.warning(
-                "the model has parameters of another model with a %s: each of the two trainers "
-                "steps them; freeze them in one of the models, or call detach() of one trainer",
+                "the model shares parameters with another model that has a %s: each of the two "
+                "trainers steps them; freeze them in one of the models, or call detach() of one "
+                "trainer",
                 type(alive).__name__,
             )
     TRAINERS[model] = ref(trainer)
 
 
 def leave_model(model: nn.Module, trainer: Trainer) -> None:
-    """Note that `trainer` does not train the model any more."""
+    """Record that `trainer` no longer trains the model."""
     if trainer_of(model) is trainer:
         del TRAINERS[model]
 
@@ -99,9 +100,10 @@ class Trained:
         return id(parameter) in self._parameters
 
     def changed(self) -> bool:
-        """Return whether other parameters of the model require a gradient now.
+        """Return whether different parameters of the model require a gradient now.
 
-        A renamed parameter counts as another one: pruning and parametrizations rename the weight,
+        A renamed parameter counts as a different one: pruning and parametrizations rename the
+            weight,
         because the module then multiplies by something else.
 
         Raises:

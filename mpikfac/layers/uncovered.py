@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mpikfac.numerics import Copies
 
-NAMED = 8  # modules of a kind that a text names; the rest are counted
+NAMED = 8  # modules of a kind to name; the rest are counted
 
 
 def in_words(model: nn.Module, names: Iterable[str]) -> str:
@@ -107,7 +107,7 @@ class Statistic(Other):
         yield self._snapshot, parts[0]
 
     def snapshot(self) -> Copies:
-        """Return the copy that stores the present value for `abort_batch`."""
+        """Return the copy that stores the current value for `abort_batch`."""
         yield self._snapshot, self.tensor
 
     def abort_batch(self) -> None:
@@ -130,7 +130,7 @@ class Counts:
         self._accumulated: list[Tensor] = []
 
     def keep(self) -> None:
-        """Store the present counts for `abort_batch`."""
+        """Store the current counts for `abort_batch`."""
         for count, snapshot in zip(self._counts, self._snapshots):
             snapshot.copy_(count)
 
@@ -141,7 +141,7 @@ class Counts:
         self._accumulated = accumulated
 
     def step(self) -> None:
-        """Set the counts to those after a part, and keep them."""
+        """Set the counts to those after a part, and store them."""
         for count, accumulated in zip(self._counts, self._accumulated):
             count.copy_(accumulated)
         self._accumulated = []

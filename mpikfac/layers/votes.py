@@ -36,7 +36,7 @@ class Votes(Statistic):
         """Do nothing: votes are kept until they are sent."""
 
     def mark(self, values: object, changed: bool) -> None:
-        """Vote on `values`, which must be equal on all ranks, and on a change of the model."""
+        """Vote on `values`, which must be equal on all ranks, and on a change to the model."""
         self.heard = []
         checksum = hashlib.blake2b(repr(values).encode(), digest_size=1).digest()[0]
         bits = [1 if checksum >> place & 1 else -1 for place in range(len(BITS))]
@@ -44,7 +44,7 @@ class Votes(Statistic):
         self.counted(self.tensor).copy_(votes, non_blocking=True)
 
     def counted(self, votes: Tensor) -> Tensor:
-        """Return the part of the means over ranks that `read` uses, as a view."""
+        """Return a view of the means over ranks that `read` uses."""
         return votes[..., CHANGED:]
 
     def read(self) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""The user's model and optimizer: as named items of a state, and the requirements of a step."""
+"""The user's model and optimizer: their state as named items, and what a step requires of them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from mpikfac.settings import Schedule, Settings
 
 Block = Layer | Other
 OF_COMPRESSION = "compression.gradients.momentum"
-LARGEST_RATE = 0.05  # of steps with the lengths of Adam's
+LARGEST_RATE = 0.05  # of steps as long as Adam's
 LIBRARY = Path(__file__).parents[1]
 
 log = logging.getLogger("mpikfac")
@@ -111,7 +111,8 @@ def describe_tensors(model: nn.Module) -> dict[str, str]:
     """Return shape and dtype of each parameter and buffer in words, and whether it is trained."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     return {
-        f"tensor {n!r}": f"{[*t.shape]} {t.dtype}{' trained' * t.requires_grad}" for n, t in tensors
+        f"tensor {n!r}": f"{list(t.shape)} {t.dtype}{' trained' if t.requires_grad else ''}"
+        for n, t in tensors
     }
 
 
@@ -270,7 +271,7 @@ def check_loaded_momentum(
 
 @contextmanager
 def taking_up() -> Iterator[None]:
-    """Report an error inside as an error of a change of the trained parameters.
+    """Report an error inside as an error in adopting a change of the trained parameters.
 
     Raises:
         UserError: the change cannot be adopted.
@@ -290,20 +291,20 @@ def check_habits(
     unbounded = settings.grafting.name == "none" and settings.clip is None
     if unbounded and preconditioner.of == "gradient":
         yield (
-            f"NoGrafting() without a clip may diverge: the factors of {preconditioner.name!r} "
+            f"NoGrafting() without a clip can diverge: the factors of {preconditioner.name!r} "
             f"start with a single gradient, and the next directions are long; set "
             f"clip=NormClip(max_norm=1.0), or use AdamGrafting(orthogonalize=False)"
         )
     elif unbounded and fisher == "empirical":
         yield (
-            "NoGrafting() without a clip may diverge: with the empirical Fisher, directions grow "
+            "NoGrafting() without a clip can diverge: with the empirical Fisher, directions grow "
             "as gradients shrink; set clip=KLClip(kl_clip=0.001), or use AdamGrafting()"
         )
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     if settings.grafting.by_adam and rates and max(rates) > LARGEST_RATE:
         yield (
-            f"lr={max(rates):g} is a learning rate of SGD; with {settings.grafting!r}, 0.005 to "
-            f"0.01 is common, as steps have the lengths of Adam's"
+            f"lr={max(rates):g} is a learning rate for SGD; with {settings.grafting!r}, use 0.005 "
+            f"to 0.01, because steps are as long as Adam's"
         )
     if any("betas" in group for group in optimizer.param_groups):
         yield (
@@ -316,7 +317,7 @@ def check_rates(optimizer: Optimizer, choice: str) -> None:
     """Check that all groups of the optimizer have a learning rate.
 
     Raises:
-        ValueError: a group has none; the text calls what needs the rates `choice`.
+        ValueError: a group has none; the message calls whatever needs the rates `choice`.
     """
     if not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(
@@ -389,9 +390,11 @@ def report_uncovered(
     alone = [block for block in parameters if block.tensor in stepped]
     if words := in_words(model, [block.name for block in alone if not block.ties]):
         level = logging.WARNING if few else logging.INFO
-        log.log(level, "trained first-order, as no layer covers them: %s", words)
+        log.log(level, "trained first-order, because no layer covers them: %s", words)
     if ties := "; ".join(" = ".join(block.ties) for block in alone if block.ties):
-        log.info("trained first-order, as no layer covers all modules that share them: %s", ties)
+        log.info(
+            "trained first-order, because no layer covers all modules that share them: %s", ties
+        )
     for offer in offers:
         log.warning("%s", offer)
     left = ", ".join(block.name for block in parameters if block.tensor not in stepped)

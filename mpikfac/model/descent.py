@@ -20,8 +20,8 @@ LARGEST = 1e6  # of a rate or a decay; more is a mistake
 class Descent(Optimizer):
     """Subtract `lr * (direction + weight_decay * weights)`, with the directions as gradients.
 
-    A group's momentum is for the trainer, which applies it before it preconditions gradients;
-    schedulers find it where they expect a momentum.
+    Each group has a momentum, where schedulers expect it; the trainer applies it to gradients
+    before it preconditions them.
 
     Args:
         params: parameters, or groups of parameters.
@@ -82,7 +82,7 @@ class StepGuard:
             self._allowed.discard(stepped)
 
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            # A wrapper without super().__init__(): torch prepares it as it does unpickled ones.
+            # A wrapper without super().__init__() is prepared by torch, like unpickled ones.
             vars(optimizer).setdefault("defaults", {})
             Optimizer.__setstate__(optimizer, {})
         self._hook = optimizer.register_step_pre_hook(check)

@@ -66,7 +66,7 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
         The names of the buffers that differ.
 
     Raises:
-        RanksDifferError: parameters differ; the text names the first one.
+        RanksDifferError: parameters differ; the message names the first one.
     """
     differing = _differing(comm.allgather(checksums(model, leave)))
     weights = [name for name, _ in model.named_parameters()]
@@ -79,13 +79,14 @@ def check_equal(comm: Comm, model: nn.Module, leave: Collection[Tensor]) -> list
             )
     buffers = sorted(differing)
     if buffers and comm.rank == 0:
+        more = f", and so have {len(buffers) - 1} others" if len(buffers) > 1 else ""
         log.warning(
             "buffer %r has other values on rank %d than on rank 0%s: steps do not average it, and "
             "it cannot be saved in a checkpoint; write the same values on all ranks, or copy rank "
             "0's by mpikfac.comm.broadcast(comm, [buffer])",
             buffers[0],
             differing[buffers[0]],
-            f", and so have {len(buffers) - 1} others" * (len(buffers) > 1),
+            more,
         )
     return buffers
 

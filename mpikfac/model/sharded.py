@@ -11,8 +11,8 @@ def check_unsharded(model: nn.Module) -> None:
     """Check that every rank holds whole parameters.
 
     Raises:
-        ValueError: a parameter is a shard of `fully_shard`, of FullyShardedDataParallel, of a
-            tensor-parallel plan of torch, or of DeepSpeed's ZeRO-3.
+        ValueError: a parameter is a shard of `fully_shard`, of FullyShardedDataParallel, of one of
+            torch's tensor-parallel plans, or of DeepSpeed's ZeRO-3.
     """
     for name, module in model.named_modules():
         # By name: importing the class takes longer than importing all of this library.

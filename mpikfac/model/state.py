@@ -131,8 +131,8 @@ def fitting(
         rounded: real values can have a different real dtype.
 
     Raises:
-        ValueError: an item is missing or differs; the text has the name, the expected and the found
-            form of the first one.
+        ValueError: an item is missing or differs; the message has the name of the first one, and
+            its expected and actual form.
     """
     items = {}
     for name, expected in like.items():

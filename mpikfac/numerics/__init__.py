@@ -1,76 +1,8 @@
-"""Compute on tensors with pure functions, and store tensors in flat buffers."""
+"""Compute on tensors with pure functions, and store tensors in flat buffers.
 
-from mpikfac.numerics.arena import Arena as Arena
-from mpikfac.numerics.arena import Copies as Copies
-from mpikfac.numerics.arena import Parts as Parts
-from mpikfac.numerics.arena import alike as alike
-from mpikfac.numerics.arena import copy_all as copy_all
-from mpikfac.numerics.arena import together as together
-from mpikfac.numerics.eigenbases import damped_denominators as damped_denominators
-from mpikfac.numerics.eigenbases import damping_unit as damping_unit
-from mpikfac.numerics.eigenbases import eigenbasis as eigenbasis
-from mpikfac.numerics.eigenbases import iterated as iterated
-from mpikfac.numerics.eigenbases import leading_eigenbasis as leading_eigenbasis
-from mpikfac.numerics.eigenbases import mean_eigenvalues as mean_eigenvalues
-from mpikfac.numerics.eigenbases import precondition as precondition
-from mpikfac.numerics.eigenbases import products_of_values as products_of_values
-from mpikfac.numerics.eigenbases import (
-    relatively_damped_denominators as relatively_damped_denominators,
-)
-from mpikfac.numerics.eigenbases import squares_in_bases as squares_in_bases
-from mpikfac.numerics.eigenbases import values_in_basis as values_in_basis
-from mpikfac.numerics.finite import all_finite as all_finite
-from mpikfac.numerics.finite import each_finite as each_finite
-from mpikfac.numerics.finite import not_finite as not_finite
-from mpikfac.numerics.fisher import LOSSES as LOSSES
-from mpikfac.numerics.fisher import Loss as Loss
-from mpikfac.numerics.fisher import check_outputs as check_outputs
-from mpikfac.numerics.fisher import exact as exact
-from mpikfac.numerics.fisher import sampled as sampled
-from mpikfac.numerics.inverses import damp as damp
-from mpikfac.numerics.inverses import damped_inverse as damped_inverse
-from mpikfac.numerics.inverses import error_of_inverse as error_of_inverse
-from mpikfac.numerics.inverses import tikhonov_share as tikhonov_share
-from mpikfac.numerics.messages import ByVector as ByVector
-from mpikfac.numerics.messages import add_decoded as add_decoded
-from mpikfac.numerics.messages import by_vector as by_vector
-from mpikfac.numerics.messages import combined as combined
-from mpikfac.numerics.messages import encode as encode
-from mpikfac.numerics.messages import matrix_in as matrix_in
-from mpikfac.numerics.messages import orthonormal as orthonormal
-from mpikfac.numerics.messages import renewed as renewed
-from mpikfac.numerics.moments import ADDED_IN_FLOAT32 as ADDED_IN_FLOAT32
-from mpikfac.numerics.moments import factor_scales as factor_scales
-from mpikfac.numerics.moments import squares as squares
-from mpikfac.numerics.moments import sum_of as sum_of
-from mpikfac.numerics.moments import vector_scales as vector_scales
-from mpikfac.numerics.moments import with_bias as with_bias
-from mpikfac.numerics.orthogonal import orthogonalised as orthogonalised
-from mpikfac.numerics.passes import at_end_of_backward as at_end_of_backward
-from mpikfac.numerics.passes import in_backward as in_backward
-from mpikfac.numerics.passes import in_capture as in_capture
-from mpikfac.numerics.passes import in_transform as in_transform
-from mpikfac.numerics.passes import listen as listen
-from mpikfac.numerics.passes import makes_gradients as makes_gradients
-from mpikfac.numerics.passes import outside_of_transforms as outside_of_transforms
-from mpikfac.numerics.precision import PassedScale as PassedScale
-from mpikfac.numerics.precision import Scaler as Scaler
-from mpikfac.numerics.precision import end_step as end_step
-from mpikfac.numerics.precision import is_unscaled as is_unscaled
-from mpikfac.numerics.precision import without_autocast as without_autocast
-from mpikfac.numerics.products import Side as Side
-from mpikfac.numerics.products import between as between
-from mpikfac.numerics.products import from_left as from_left
-from mpikfac.numerics.products import from_right as from_right
-from mpikfac.numerics.products import multiplying as multiplying
-from mpikfac.numerics.products import of_coordinates as of_coordinates
-from mpikfac.numerics.products import product as product
-from mpikfac.numerics.products import usual_precision as usual_precision
-from mpikfac.numerics.steps import AdamSteps as AdamSteps
-from mpikfac.numerics.steps import elastic_gradient as elastic_gradient
-from mpikfac.numerics.steps import nesterov as nesterov
-from mpikfac.numerics.triangles import add_identity as add_identity
-from mpikfac.numerics.triangles import add_triangle as add_triangle
-from mpikfac.numerics.triangles import triangle_trace as triangle_trace
-from mpikfac.numerics.triangles import unfold_triangle as unfold_triangle
-from mpikfac.numerics.vectors import precondition_by_vectors as precondition_by_vectors
+Names are imported on first use, so that types whose methods compute need no torch until then.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

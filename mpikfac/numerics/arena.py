@@ -33,7 +33,7 @@ def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
     """Return the keys grouped by equal shape and dtype; on the CPU, every key separately.
 
-    A GPU takes as long to launch a small kernel as to run it. On the CPU, a stack would only be a
+    A GPU takes as long to launch a small kernel as to run it. On the CPU, a stack would only cost a
     copy.
     """
     groups: dict[object, list[Key]] = {}
@@ -87,7 +87,7 @@ def together(arena: Arena, names: Sequence[str]) -> Tensor:
     if len(names) == 1:
         return arena[names[0]]
     stack = arena.stack(names)
-    assert stack is not None, "layouts have equal layers side by side"
+    assert stack is not None, "layouts place equal layers side by side"
     return stack
 
 

@@ -10,7 +10,7 @@ from mpikfac.numerics.products import Side, from_left, from_right, of_coordinate
 from mpikfac.plan import few
 
 ITERATIONS = 4  # products with a factor, to find the range of its leading eigenvectors
-SPARE = 16  # how many vectors are iterated in addition to those that are kept
+SPARE = 16  # number of vectors iterated in addition to those that are kept
 RESIDUAL = 1e-2  # of leading eigenvectors, relative to the factor's norm
 PROBES = 8  # vectors that detect growth outside of previous eigenvectors
 
@@ -156,7 +156,7 @@ def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
     values, turned = (part[..., -rank:] for part in eigenbasis(product(basis.mT, image)))
     vectors = product(basis, turned)
     residual = product(image, turned) - vectors * values[..., None, :]
-    good = residual.norm(dim=(-2, -1)) <= RESIDUAL * factor.norm(dim=(-2, -1))  # not so if NaN
+    good = residual.norm(dim=(-2, -1)) <= RESIDUAL * factor.norm(dim=(-2, -1))  # false for NaN
     return (values, vectors) if good.all() else None
 
 
@@ -167,7 +167,7 @@ def _range(factor: Tensor, vectors: int, times: int, excluded: Tensor | None = N
         excluded: eigenvectors to project out of the range.
     """
     order = factor.shape[-1]
-    generator = torch.Generator().manual_seed(0)  # torch's own generator belongs to the program
+    generator = torch.Generator().manual_seed(0)  # torch's global generator belongs to the program
     start = torch.randn(order, min(vectors, order), generator=generator, device="cpu")
     basis = start.to(factor)
     for _ in range(times):
@@ -225,12 +225,12 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
-    """Return how much `[]` an eigenvalue outside of the vectors exceeds the smallest kept value.
+    """Return by how much `[]` an eigenvalue outside of the vectors exceeds the smallest kept one.
 
     This is a lower bound: no Rayleigh quotient of the probes is above the largest eigenvalue
     outside.
     """
-    # Otherwise, what rounding has left of these vectors in the range would count as outside.
+    # Otherwise, rounding remnants of these vectors in the range would count as outside.
     probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))
     largest = (probes * product(factor, probes)).sum(-2).amax(-1)
     return (largest - values.amin(-1)).clamp_(min=0)

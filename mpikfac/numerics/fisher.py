@@ -44,8 +44,8 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
     """
     if outputs.dim() != 2:
         raise ValueError(
-            f"fisher_type='type-2' takes outputs [batch, outputs], not {list(outputs.shape)}; "
-            f"take estimator=mpikfac.Estimator(fisher_type='mc')"
+            f"fisher_type='type-2' needs outputs [batch, outputs], not {list(outputs.shape)}; use "
+            f"estimator=mpikfac.Estimator(fisher_type='mc')"
         )
     with torch.no_grad():
         yield from ROOTS[loss](outputs).unbind(2)
@@ -113,7 +113,7 @@ def check_outputs(heads: Sequence[Tensor], losses: Sequence[Loss]) -> None:
     rows = [len(outputs) if outputs.dim() else 0 for outputs in heads]
     if len(losses) != len(heads) or len(set(rows)) != 1:
         raise ValueError(
-            f"record() needs a loss for each head, and equally many rows in all heads; it has "
+            f"record() needs one loss per head, and the same number of rows in all heads; it has "
             f"{len(losses)} losses, and heads with {rows} rows"
         )
     for outputs, loss in zip(heads, losses):
@@ -124,23 +124,23 @@ def _check_head(outputs: Tensor, loss: Loss) -> None:
     """Check that `outputs` `[batch, outputs, ...]` can be the outputs of a loss.
 
     Raises:
-        ValueError: there is no dimension of outputs; or, for a cross-entropy, outputs are
+        ValueError: there is no output dimension; or, for a cross-entropy, outputs are
             probabilities, or there is only one.
     """
     if outputs.dim() < 2:
         raise ValueError(
-            f"record() takes outputs [batch, outputs, ...], not {list(outputs.shape)}; "
-            f"of a single output, use outputs.unsqueeze(1)"
+            f"record() needs outputs [batch, outputs, ...], not {list(outputs.shape)}; for a "
+            f"single output, use outputs.unsqueeze(1)"
         )
     if loss != "cross-entropy":
         return
     if outputs.shape[1] == 1:
         raise ValueError(
-            "a cross-entropy of 1 output is always 0; a binary problem needs loss='logistic', or 2 "
-            "outputs for record()"
+            "a cross-entropy of 1 output is always 0; for a binary problem, pass loss='logistic' "
+            "or 2 outputs to record()"
         )
     sums = outputs.detach().sum(1)
     if bool((outputs >= 0).all()) and bool(((sums - 1).abs() < 1e-4).all()):
         raise ValueError(
-            "outputs are probabilities: they are positive and their sum is 1; record() takes logits"
+            "outputs are positive and sum to 1, so they are probabilities; record() needs logits"
         )

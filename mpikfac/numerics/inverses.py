@@ -22,7 +22,7 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
     damped = damp(factor, damping)
     if damped.is_cpu and damped.dtype == torch.float32 and damped.dim() == 2 and len(damped) > LEAF:
         inverse = _inverse_by_blocks(damped)
-        if error_of_inverse(damped, inverse) < TOLERANCE:  # not so if it is NaN
+        if error_of_inverse(damped, inverse) < TOLERANCE:  # false if it is NaN
             return inverse
     root, failed = torch.linalg.cholesky_ex(damped)
     return torch.cholesky_inverse(root).masked_fill_(failed[..., None, None] != 0, torch.nan)
@@ -65,7 +65,7 @@ def error_of_inverse(matrix: Tensor, inverse: Tensor) -> Tensor:
 
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
-    # Fixed and without a pattern; torch's own generator belongs to the program.
+    # Fixed and without a pattern; torch's global generator belongs to the program.
     probes = torch.arange(8.0 * matrix.shape[-1], device=matrix.device).square_().sin_()
     probes = probes.view(8, -1).to(matrix)
     return (probes @ matrix @ inverse - probes).norm(dim=(-2, -1)) / probes.norm()
@@ -78,6 +78,6 @@ def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:
     factors' mean eigenvalues: relative to its mean eigenvalue, each factor has the same damping
     [Martens & Grosse 2015, 6.3].
     """
-    # No gradient arrives behind a layer initialized to zero: with G = 0, sizes cannot be compared.
+    # No gradient passes through a layer initialized to zero: with G = 0, sizes cannot be compared.
     comparable = ratio.isfinite() & (ratio > 0)
     return torch.sqrt(damping * torch.where(comparable, ratio, 1.0))

@@ -33,7 +33,7 @@ class PassedScale:
         self._scale = scale
 
     def is_enabled(self) -> bool:
-        """Return True, since a disabled scaler does not pass a scale."""
+        """Return True, because a disabled scaler does not pass a scale."""
         return True
 
     def get_scale(self) -> float:
@@ -52,7 +52,7 @@ def is_unscaled(scaler: Scaler, optimizer: Optimizer) -> bool:
 
 
 def end_step(scaler: Scaler, finite: bool, device: torch.device) -> None:
-    """Notify a scaler whether a step was taken, so that it reduces or in time raises its scale.
+    """Notify a scaler whether a step was taken, so that it reduces or eventually raises its scale.
 
     A scaler only checks whether an optimizer's gradients are finite, so a single value stands in
     for the model. A `PassedScale` belongs to a scaler that has checked the rank's own gradients.

@@ -29,7 +29,7 @@ class AdamSteps(dict[str, Tensor]):
         """Initialize averages for the `names` of the arena with zeros."""
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
-        # Part of the state, and on the host, which decides how to divide by them.
+        # Part of the state, on the host, which decides how to divide by them.
         weights = torch.zeros(len(names), dtype=gradients.flat.dtype, device="cpu")
         super().__init__(averages)
         self.update(zip(map(count_of, names), weights.split(1)))
@@ -82,7 +82,7 @@ def elastic_gradient(anchor: Tensor, average: Tensor, mean: Tensor, pull: float)
 
 
 def nesterov(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> None:
-    """Turn gradients into the directions of SGD with Nesterov's momentum, in place.
+    """Replace gradients, in place, by the directions of SGD with Nesterov momentum.
 
     Args:
         momenta: a tensor for each gradient, initially zero, which becomes `momentum * momenta +

@@ -18,6 +18,7 @@ from mpikfac.plan.choices import Aggregation as Aggregation
 from mpikfac.plan.choices import Assignment as Assignment
 from mpikfac.plan.choices import AtLeast as AtLeast
 from mpikfac.plan.choices import BFloat16 as BFloat16
+from mpikfac.plan.choices import BFloat16Codec as BFloat16Codec
 from mpikfac.plan.choices import Channels as Channels
 from mpikfac.plan.choices import Choice as Choice
 from mpikfac.plan.choices import Choices as Choices
@@ -32,6 +33,7 @@ from mpikfac.plan.choices import FisherClip as FisherClip
 from mpikfac.plan.choices import Grafting as Grafting
 from mpikfac.plan.choices import HybridOpt as HybridOpt
 from mpikfac.plan.choices import Int8 as Int8
+from mpikfac.plan.choices import Int8Codec as Int8Codec
 from mpikfac.plan.choices import KLClip as KLClip
 from mpikfac.plan.choices import Mean as Mean
 from mpikfac.plan.choices import MemOpt as MemOpt
@@ -70,11 +72,7 @@ from mpikfac.plan.choices import span as span
 from mpikfac.plan.choices import strategy_of as strategy_of
 from mpikfac.plan.codec import IN_SHARDS as IN_SHARDS
 from mpikfac.plan.codec import IN_TWO_SUMS as IN_TWO_SUMS
-from mpikfac.plan.codec import PLACE as PLACE
 from mpikfac.plan.codec import Codec as Codec
-from mpikfac.plan.codec import CustomCodec as CustomCodec
-from mpikfac.plan.codec import Matrix as Matrix
-from mpikfac.plan.codec import matrix as matrix
 from mpikfac.plan.extensions import curvature_servers as curvature_servers
 from mpikfac.plan.extensions import robust as robust
 from mpikfac.plan.extensions import scales as scales

@@ -29,8 +29,8 @@ class Layouts:
         bases: decompositions: one segment per row of the column, and one of the factors that every
             worker decomposes.
         denominators: damped products of eigenvalues of the layers that the rank preconditions.
-        gradients: all gradients, layers of a form next to each other; updater by updater if owners
-            update.
+        gradients: all gradients, layers of the same form next to each other; updater by updater if
+            owners update.
         directions: preconditioned gradients: column by column, or only the rank's if owners update.
 
     In decompositions, denominators and directions, layers of a kind are neighbours.
@@ -56,7 +56,7 @@ def of_statistics(
     factors = by_form(factors)
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in factors]
     counts: list[Block] = [(factor.counted, (1,)) for factor in factors]
-    # Counts are next to their sums, or after all sums if these are sent encoded.
+    # Counts are next to their sums, or after all sums if the sums are encoded.
     encoded = strategy.compression.factors is not None
     blocks = sums + counts if encoded else [block for pair in zip(sums, counts) for block in pair]
     if strategy.assignment.factor_reduction != "reduce_scatter":

@@ -26,7 +26,7 @@ class Itemsizes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank computes and keeps: factors, layers and layouts, created once.
+    """What a rank computes and stores: factors, layers and layouts, created once.
 
     Attributes:
         grid: all ranks as rows and columns.
@@ -79,7 +79,7 @@ class RankPlan:
 
     @property
     def turns(self) -> list[int | None]:
-        """None, for all layers, and then, with `stagger`, the slots of a refresh."""
+        """None, for all layers, followed by the slots of a refresh if there is a `stagger`."""
         stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
@@ -166,7 +166,7 @@ class RankPlan:
 
     @cached_property
     def messages_of(self) -> dict[str, int]:
-        """The index of a stage's message, for every block that gradient compression encodes.
+        """The index of a stage's message for every block that gradient compression encodes.
 
         Only layers are encoded. Votes are counts, running statistics are replaced and not summed,
         and uncovered blocks are few; without K-FAC, however, trained parameters count as layers.
@@ -174,7 +174,7 @@ class RankPlan:
         if self.layers:
             return {layer.name: layer.fused for layer in self.layers}
         trained = {n: math.prod(shape) for n, shape in self.uncovered if n not in self.means}
-        return dict(zip(trained, in_messages([*trained.values()], self.strategy.transport)))
+        return dict(zip(trained, in_messages(list(trained.values()), self.strategy.transport)))
 
     # -- where values are stored -----------------------------------------------------------------
 
@@ -213,8 +213,8 @@ class RankPlan:
     def _gradients(self) -> Layout:
         vectors = self.strategy.sync.of_vectors  # means follow
         uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
-        # Reductions over all ranks: the order depends on no placement. Overlapped messages stay
-        # whole.
+        # Reductions over all ranks: the order does not depend on the placement. Overlapped messages
+        # stay whole.
         apart = self.strategy.transport.overlap
         layers = layouts.by_kind(self.layers, lambda layer: (apart and layer.fused, layer.form))
         blocks = [*layouts.of_gradients(layers), *uncovered]

@@ -1,6 +1,6 @@
 """Roles, locations of values, and messages of all ranks, as a pure function of a few numbers.
 
-Every rank computes the same plan without communication, and sends what the plan's messages say.
+Every rank computes the same plan without communication, and sends exactly the plan's messages.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Plan:
         return {}
 
     def digest(self) -> str:
-        """Return a hash of all values, which two ranks share only if their plans are equal."""
+        """Return a hash of all values, which ranks share only if their plans are equal."""
         return hashlib.sha256(repr(_values(self)).encode()).hexdigest()[:16]
 
     # -- who does what ---------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Plan:
     def load(self, rank: int) -> int:
         """Return the work of `rank` in a refresh: the sum of n^3 over the factors it decomposes.
 
-        A factor of low rank counts with the work of its iteration, a vector as nothing.
+        A factor of low rank counts as the work of its iteration, and a vector as none.
         """
         factors = self.of(rank).decomposed()
         return sum(f.work(f.preconditioner.work) for f in factors if not f.preconditioner.vector)
@@ -187,7 +187,7 @@ def plan_for(
         split: the split layers of the model.
 
     Raises:
-        ValueError: a choice cannot work; the text has its requirements.
+        ValueError: a choice is not supported; the message states its requirements.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -263,7 +263,7 @@ def _check_layers(
     """Check that preconditioners and ranks of layers fit the strategy.
 
     Raises:
-        ValueError: a preconditioner or a rank does not fit.
+        ValueError: a preconditioner or a rank is incompatible with the strategy.
     """
     names = tuple(form.name for form in forms)
     for layer in layers:
@@ -274,12 +274,11 @@ def _check_layers(
             )
     sources = {form.name: form.of for form in forms}
     for layer in layers:
-        if (preconditioner := layer.preconditioner or names[0]) and sources[
-            preconditioner
-        ] != sources[names[0]]:
+        preconditioner = layer.preconditioner or names[0]
+        if preconditioner and sources[preconditioner] != sources[names[0]]:
             raise ValueError(
-                f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with factors "
-                f"of the same kind, and those of preconditioner={names[0]!r} come from the "
+                f"layer {layer.name!r}: preconditioner={preconditioner!r} needs a run with "
+                f"factors of the same kind, but those of preconditioner={names[0]!r} come from the "
                 f"{sources[names[0]]}"
             )
     settings = {"ranks": ranks, "grad_workers": strategy.assignment.workers(ranks)}

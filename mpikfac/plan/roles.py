@@ -311,7 +311,7 @@ def place(
 ) -> Placed:
     """Return the column of every layer and the owner of every factor.
 
-    Loads are compared within a slot of a refresh, as the layers of one slot are decomposed
+    Loads are compared within a slot of a refresh, because the layers of a slot are decomposed
     together.
     """
     assignment, workers = strategy.assignment, strategy.assignment.workers(ranks)
@@ -319,7 +319,7 @@ def place(
     jobs: list[tuple[int, LayerShape, list[str]]] = []
     for layer in layers:
         costs = _costs(layer, forms, power)
-        # A factor that every worker decomposes for itself loads all workers equally.
+        # A factor that every worker decomposes itself loads all workers equally.
         costs |= {f.name: 0 for f in layer.factors if f.order < assignment.replicate_below}
         if assignment.colocate_factors:
             jobs.append((sum(costs.values()), layer, list(costs)))
@@ -349,8 +349,8 @@ def spread(
 ) -> dict[str, int]:
     """Return the updater of every uncovered parameter: a rank that steps layers, if there is one.
 
-    They are placed largest first, on the rank with the fewest elements, as every updater takes part
-    in all reductions.
+    They are placed largest first, on the rank with the fewest elements, because every updater takes
+    part in all reductions.
 
     Args:
         stepped: the number of elements of the layers that each rank steps.
@@ -366,7 +366,7 @@ def spread(
 def diagonally(rows: int, columns: int) -> list[int]:
     """Return the ranks of a grid in an order whose first ranks are far from each other.
 
-    If there are more ranks than owners, nodes then have about equally many owners.
+    If there are more ranks than owners, each node then has about the same number of owners.
     """
     ways = apart(rows), apart(columns)
     return [

@@ -14,7 +14,7 @@ from mpikfac.plan.layout import Shape, triangle_shape
 
 @dataclass(frozen=True)
 class Form:
-    """The description of a preconditioner as plain data: all that a plan needs.
+    """The description of a preconditioner as plain data: everything a plan needs.
 
     Attributes:
         name: the preconditioner's name, for example "eigen".
@@ -132,7 +132,7 @@ class LayerShape:
         name: the module's name in the model.
         inputs: the order of the input factor A, including the bias coordinate.
         outputs: the order of the output factor G.
-        groups: the number of parts of the layer without common weights; every group has factors of
+        groups: the number of parts of the layer that share no weights; every group has factors of
             the orders `inputs` and `outputs`.
         sides: the factors of the layer; the identity replaces a missing factor. "" for
             preconditioners without factors.
@@ -194,7 +194,7 @@ class LayerShape:
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """The names of what has an owner: the factors, or the layer if it has none."""
+        """The names of everything that has an owner: the factors, or else the layer."""
         return tuple(factor.name for factor in self.factors) or (self.name,)
 
     def side(self, side: str) -> tuple[FactorShape, ...]:
@@ -214,23 +214,23 @@ class LayerShape:
         )
 
     def products(self) -> list[int]:
-        """Return the multiplications of the gradient with every side, except diagonals.
+        """Return the number of multiplications of the gradient by every side, except diagonals.
 
-        The product with A comes second, as a low rank of G adds rows to the gradient.
+        The product with A comes second, because a low rank of G adds rows to the gradient.
         """
         across = {"A": self.outputs + sum(f.rank or 0 for f in self.side("G")), "G": self.inputs}
         matrices = (side for side in self.sides if side not in self.diagonal)
         return [across[s] * sum(map(_elements, self.side(s))) for s in matrices]
 
     def orthogonalising(self) -> list[int]:
-        """Return the multiplications of the products that make a direction orthogonal."""
+        """Return the number of multiplications that orthogonalize a direction."""
         if not self.maps_vectors:
             return []
         large = max(self.outputs, self.inputs)
         return [
             self.groups * multiplications
             for small in self.apart
-            # Both ends; then four polynomials, and three products between two of them.
+            # Both ends, then four polynomials, with three products between each two of them.
             for multiplications in [small**2 * large] * 2 + [small**3] * (4 + 3 * 3)
         ]
 
@@ -256,7 +256,7 @@ def check_layers(
     """Check that `choices`, with each layer's preconditioner, rank and diagonal, meet `table`.
 
     Raises:
-        ValueError: see `check`; the text names a layer that sets its own preconditioner, rank or
+        ValueError: see `check`; the message names a layer that sets its own preconditioner, rank or
             diagonal.
     """
     for layer in layers:

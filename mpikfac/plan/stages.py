@@ -7,7 +7,6 @@ extensions that replace a stage.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import replace
 
 from mpikfac.plan import names
 from mpikfac.plan.choices import Compressor
@@ -55,7 +54,7 @@ def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
     stage, fused = names.REDUCE_STATISTICS, _fused(rank, turn)
     factors = {factor.name: fused.get(factor.name) for factor in rank.factors}
     counts = {factor.counted: fused.get(factor.name) for factor in rank.factors}
-    # Averages over time compensate for encoding errors of a batch's factors; nothing does so for
+    # Averaging over time compensates for encoding errors in a batch's factors, but not for those in
     # averages that are sent.
     codec = _codec(rank.strategy.compression.factors, rank.sums, not rank.late)
     if codec is None:
@@ -89,9 +88,7 @@ def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message
     layout, compressor = rank.layouts.gradients, rank.strategy.compression.gradients
     apart = rank.strategy.transport.overlap
     kinds = {name: number if apart else -1 for name, number in rank.messages_of.items()}
-    codec = codec_of_sums(rank, layout)
-    if codec and compressor:
-        codec = replace(codec, momentum=compressor.momentum)
+    codec = None if compressor is None else compressor.codec_of_gradients(rank, layout)
     return [
         message
         for codec, kinds in with_uncovered(rank, codec, kinds, -1)
@@ -133,7 +130,7 @@ def publish_weights(rank: RankPlan) -> list[Message]:
 
 
 def publishes_changes(rank: RankPlan) -> bool:
-    """Return whether changes of weights are sent, as they tolerate rounding and weights do not."""
+    """Return whether changes of weights are sent, which tolerate rounding, unlike weights."""
     owner = rank.owner_updates and rank.grid.count > 1
     return owner and _codec_of_values(rank, rank.layouts.gradients) is not None
 
@@ -165,7 +162,7 @@ def gathered(
     itemsize: int,
     codec: Codec | None,
 ) -> list[Message]:
-    """Return messages that give all segments to all members of `over`; see `messages.gathers`."""
+    """Return messages that send all segments to all members of `over`; see `messages.gathers`."""
     team = rank.grid.team(rank.rank, over)
     member = team.index(rank.rank)
     of_one_level = gathers(stage, over, layout, kinds.get, member, len(team), itemsize, codec)
@@ -215,6 +212,6 @@ def _codec(compressor: Compressor | None, layout: Layout, feedback: bool) -> Cod
 
 
 def _codec_of_values(rank: RankPlan, layout: Layout) -> Codec | None:
-    """Return the codec of numbers that a rank sends as they are."""
+    """Return the codec of values that a rank sends unreduced."""
     compressor = rank.strategy.compression.gradients
     return _codec(compressor if compressor and compressor.of_values else None, layout, True)

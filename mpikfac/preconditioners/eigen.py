@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, ClassVar
 
+from mpikfac import numerics
 from mpikfac.plan import Above, Combination, Form, check_count
 from mpikfac.preconditioners.preconditioner import Held, Preconditioner
 
@@ -61,46 +62,40 @@ class Eigen(Preconditioner):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return eigenvalues and eigenvectors of a factor: all, or the `rank` leading ones."""
-        from mpikfac.numerics import eigenbasis, leading_eigenbasis
-
-        values, vectors = leading_eigenbasis(factor, rank) if rank else eigenbasis(factor)
+        values, vectors = (
+            numerics.leading_eigenbasis(factor, rank) if rank else numerics.eigenbasis(factor)
+        )
         return {"values": values, "vectors": vectors}
 
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return iterated eigenvectors, the eigenvalues in their basis, and the misfit."""
-        from mpikfac.numerics import iterated, values_in_basis
-
         vectors = blocks["vectors"]
         for _ in range(self.iterations):
-            vectors = iterated(factor, vectors)
-        values, misfit = values_in_basis(factor, vectors)
+            vectors = numerics.iterated(factor, vectors)
+        values, misfit = numerics.values_in_basis(factor, vectors)
         return {"values": values} | ({"vectors": vectors} if self.iterations else {}), misfit
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
         """Write the damped products of the layers' eigenvalues to their `denominators`."""
-        from mpikfac.numerics import (
-            damped_denominators,
-            mean_eigenvalues,
-            relatively_damped_denominators,
-        )
-
         outs = [layer.denominators for layer in held if layer.denominators is not None]
         values = [layer.sides("values", out.dtype) for layer, out in zip(held, outs)]
         if not relative:
             for layer, (a, g), out in zip(held, values, outs):
-                damped_denominators(a, g, damping, out, layer.scales)
+                numerics.damped_denominators(a, g, damping, out, layer.scales)
             return
         vectors = chain.from_iterable((*layer.a["vectors"], *layer.g["vectors"]) for layer in held)
-        means = iter(mean_eigenvalues([v for a, g in values for v in (*a, *g)], list(vectors)))
+        means = iter(
+            numerics.mean_eigenvalues([v for a, g in values for v in (*a, *g)], list(vectors))
+        )
         for layer, (a, g), out in zip(held, values, outs):
             of_a, of_g = (list(islice(means, len(side))) for side in (a, g))
-            relatively_damped_denominators(a, g, of_a, of_g, damping, out, layer.scales)
+            numerics.relatively_damped_denominators(a, g, of_a, of_g, damping, out, layer.scales)
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `(G (x) A + damping I)^-1` applied to the gradient, `[outputs, inputs]`."""
-        from mpikfac.numerics import precondition
-
         assert held.denominators is not None
-        return precondition(gradient, held.a["vectors"], held.g["vectors"], held.denominators)
+        return numerics.precondition(
+            gradient, held.a["vectors"], held.g["vectors"], held.denominators
+        )

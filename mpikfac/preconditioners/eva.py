@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from mpikfac import numerics
 from mpikfac.plan import Combination, Form, OneOf
 from mpikfac.preconditioners.preconditioner import Defaults, Held, Preconditioner
 from mpikfac.settings import Damping
@@ -61,7 +62,5 @@ class Eva(Preconditioner):
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `(g g^T (x) a a^T + damping I)^-1` applied to the gradient."""
-        from mpikfac.numerics import precondition_by_vectors
-
         a, g = held.a["vector"], held.g["vector"]
-        return precondition_by_vectors(gradient, a, g, held.damping)
+        return numerics.precondition_by_vectors(gradient, a, g, held.damping)

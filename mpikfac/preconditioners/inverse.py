@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from mpikfac import numerics
 from mpikfac.plan import Combination, Form, one_of
 from mpikfac.preconditioners.preconditioner import Held, Means, Preconditioner
 
@@ -32,26 +33,22 @@ class Inverses(Preconditioner):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return the damped inverse of a factor."""
-        from mpikfac.numerics import damped_inverse
-
-        return {"inverse": damped_inverse(factor, damping)}
+        return {"inverse": numerics.damped_inverse(factor, damping)}
 
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return no blocks, and the error of the directions computed by the older inverse."""
-        from mpikfac.numerics import damp, error_of_inverse
-
         assert damping is not None
-        return {}, error_of_inverse(damp(factor, damping), blocks["inverse"])
+        return {}, numerics.error_of_inverse(numerics.damp(factor, damping), blocks["inverse"])
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `G^-1 gradient A^-1` `[outputs, inputs]`, with damped inverses in their dtype."""
-        from mpikfac.numerics import from_left, from_right
-
         a, g = held.a["inverse"], held.g["inverse"]
         # The inverse of A is symmetric, and `product` takes its transpose without a copy.
-        return from_right(from_left(g, gradient.to((*a, *g)[0].dtype)), a, transpose=True)
+        return numerics.from_right(
+            numerics.from_left(g, gradient.to((*a, *g)[0].dtype)), a, transpose=True
+        )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -85,14 +82,14 @@ class Inverse(Inverses):
 
         A factor whose partner is the identity gets all of the damping.
         """
-        from mpikfac.numerics import damping_unit, tikhonov_share
-
         ratio = means.ratio if self.split_damping else None
         if relative:
-            return damping_unit(means.factor) * (damping if ratio is None else math.sqrt(damping))
+            return numerics.damping_unit(means.factor) * (
+                damping if ratio is None else math.sqrt(damping)
+            )
         if ratio is None:
             return means.factor.new_full(means.factor.shape, damping)
-        return tikhonov_share(ratio, damping)
+        return numerics.tikhonov_share(ratio, damping)
 
 
 SPLIT = Form(Inverse.name, BLOCKS, damped=True, both=True, needs=(ONE_OWNER,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from mpikfac import numerics
 from mpikfac.plan import AdamGrafting, Combination, Form
 from mpikfac.preconditioners.inverse import BLOCKS, Inverses
 from mpikfac.preconditioners.preconditioner import Defaults, Means
@@ -47,8 +48,6 @@ class NewtonMuon(Inverses):
 
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping of a factor, `[]` or `[groups]`."""
-        from mpikfac.numerics import damping_unit
-
         if relative:
-            return damping_unit(means.factor) * damping
+            return numerics.damping_unit(means.factor) * damping
         return means.factor.new_full(means.factor.shape, damping)

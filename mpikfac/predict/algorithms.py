@@ -43,7 +43,7 @@ OF_ALLTOALLV = {
 }
 # Open MPI at 8efebee, ompi/mca/coll/tuned/coll_tuned_decision_fixed.c and coll/libnbc, for
 # commutative sums and ranks that share nodes. Ranges of a few KiB are joined. Not included:
-# coll/han, which has its own two levels for some collectives of several ranks on several nodes.
+# coll/han, Open MPI's own two-level collectives for several ranks on several nodes.
 OPEN_MPI: Table = {
     "Allreduce": {
         2: {0: "doubling", 16 * KIB: "ring", 256 * KIB: "rabenseifner"},
@@ -65,7 +65,7 @@ OPEN_MPI: Table = {
         1024: {0: "halving", 32 * KIB: "butterfly"},
         2048: {0: "halving", 8 * KIB: "butterfly"},
     },
-    "Alltoall": OF_ALLTOALLV,  # with parts of any size
+    "Alltoall": OF_ALLTOALLV,  # parts of any size
     "Alltoallv": OF_ALLTOALLV,
     "Allgatherv": {
         2: {0: "ring"},
@@ -106,7 +106,7 @@ OPEN_MPI: Table = {
     "Iallreduce": {2: {0: "binomial"}, 4: {0: "binomial", 64 * KIB: "rabenseifner"}},
     "Ireduce": {2: {0: "binomial", 64 * KIB: "chain"}, 5: {0: "binomial"}},
 }
-# MPICH at 07f13b4, src/mpi/coll/coll_selection.json, for commutative sums. Not included: other
+# MPICH at 07f13b4, src/mpi/coll/coll_selection.json, for commutative sums. Not included: different
 # limits if the number of ranks is not a power of two, and MPICH's own two-level collectives.
 MPICH: Table = {
     "Allreduce": {2: {0: "doubling", 9: "rabenseifner"}},
@@ -155,7 +155,7 @@ def rounds(primitive: str, algorithm: str, parts: Parts, together: int = 1) -> l
     Args:
         together: neighbouring members on a node.
     """
-    alone = together >= len(parts)  # on one node, which nothing leaves
+    alone = together >= len(parts)  # on one node, so nothing leaves it
     found = ROUNDS[primitive][algorithm](np.asarray(parts, float), 1 if alone else together)
     return [Round(float(r.size), 0.0 if alone else float(r.leaving), r.times) for r in found]
 
@@ -193,7 +193,7 @@ def _busiest(
     sizes: np.ndarray,
     together: int,
 ) -> Round:
-    """Return the round of messages between members; a message to oneself counts as nothing."""
+    """Return the round of messages between members; a message to oneself is ignored."""
 
     def most(size: np.ndarray, per: int) -> float:
         return float(max(np.bincount(ends // per, size).max() for ends in (sources, targets)))
@@ -331,7 +331,7 @@ def _there_and_back(parts: np.ndarray, together: int) -> list[Round]:
 def _doubling_sums(parts: np.ndarray, together: int) -> list[Round]:
     """Exchange all sums at doubling distances."""
     size, whole = parts.sum(), _whole(len(parts))
-    extra = [_exchange(size, 1, together)] * (whole < len(parts))
+    extra = [_exchange(size, 1, together)] if whole < len(parts) else []
     return extra + [_exchange(size, distance, together) for distance in _powers(whole)] + extra
 
 
@@ -362,7 +362,7 @@ def _reduce_and_bcast(parts: np.ndarray, together: int) -> list[Round]:
 def _knomial(parts: np.ndarray, together: int) -> list[Round]:
     """Copy along a tree with `RADIX - 1` children per level; copies for all levels leave at once.
 
-    Far children receive their copies as late as near children, but have children themselves.
+    Far children receive their copies as late as near ones, but have children themselves.
     """
     size, ranks, found = parts.sum(), len(parts), []
     distances = _powers(ranks, RADIX)

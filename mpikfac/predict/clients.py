@@ -30,7 +30,7 @@ class Played(NamedTuple):
 
 
 def play_clients(clients: int, computing: float, service: float, spread: float = 0.0) -> Played:
-    """Simulate clients that compute, push, and wait until servers have served earlier updates.
+    """Simulate clients that compute, push, and wait until servers have processed earlier updates.
 
     Args:
         computing: mean seconds of a client from new weights to the next push.
@@ -64,11 +64,11 @@ def play_clients(clients: int, computing: float, service: float, spread: float =
 def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of asynchronous clients; all ranks of the plan train, servers are extra.
 
-    Servers own equal shards of the weights and serve updates one after another. Pushes and fetches
-    share the link of a server. A warm start is not simulated.
+    Servers own equal shards of the weights and process updates one after another. Pushes and
+    fetches share the link of a server. A warm start is not simulated.
 
     Raises:
-        ValueError: the machine has no times of the model, or the plan has K-FAC layers, which
+        ValueError: the machine has no times for the model, or the plan has K-FAC layers, which
             servers do not support.
     """
     asynchrony: Any = plan.strategy.sync

@@ -41,7 +41,7 @@ PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a collective of `rank`, counted from the arrival of the last member."""
+    """Return the seconds of a collective of `rank`, from the arrival of the last member."""
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
@@ -61,7 +61,7 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
         one = algorithms.transfer(sent, math.ceil(ranks / nodes))
         return sum(round_seconds(one, machine, sharing))
     if message.codec and message.primitive == IN_TWO_SUMS:
-        return sum(seconds("Allreduce", plan.itemsize * side) for side in message.codec.sides())
+        return sum(seconds("Allreduce", plan.itemsize * size) for size in message.codec.reductions)
     if message.primitive == "Send, Bcast":
         return seconds("Send", message.size) + seconds("Bcast", message.size)
     if message.over == "curvature" and message.primitive == "Send":
@@ -111,7 +111,7 @@ def collective_seconds(
 
     Args:
         size: bytes of the whole buffer, as sent.
-        sharing: communicators that do the same at once and share the link of a node.
+        sharing: the number of communicators that do the same at once and share a node's link.
         codec: the encoding; it costs 0 s if it was not measured.
         parts: bytes of every member's part, for Alltoallv from every member to every member; equal
             parts by default.
@@ -228,7 +228,7 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
     """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a slot."""
     factors = plan.of(rank).decomposed(turn)
-    # Reciprocals of diagonals are free.
+    # Reciprocals of diagonals take no time.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 
 
@@ -245,7 +245,7 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
     )
     if timed not in machine.decompositions and timed != preconditioner:
         raise ValueError(
-            f"machine {machine.name!r} has no times of preconditioner={timed!r}, whose "
+            f"machine {machine.name!r} has no times for preconditioner={timed!r}, whose "
             f"decompositions preconditioner={preconditioner!r} uses; calibrate a machine"
         )
     full = machine.decomposition(timed, factor.order)
@@ -265,7 +265,7 @@ def precondition_seconds(
         orthogonal: whether the directions are made orthogonal.
 
     Raises:
-        ValueError: the plan has vectors, and the machine has no times of vectors.
+        ValueError: the plan has vectors, and the machine has no times for vectors.
     """
     layers = plan.of(rank).preconditioned
     seconds = 0.0
@@ -299,10 +299,10 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
     """Return the seconds of a batch's statistics on `rank`, by the elements of its factors.
 
-    Measurements are of both factors of every layer.
+    Measurements cover both factors of every layer.
 
     Raises:
-        ValueError: the machine has no times of what the plan needs, vectors or products.
+        ValueError: the machine has no times for the vectors or products that the plan needs.
     """
     vectors = _preconditioner_of_vectors(plan)
     of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
@@ -318,7 +318,7 @@ def moment_seconds(plan: Plan, rank: int, machine: Machine) -> float:
     """Return the seconds in which `rank` computes factors of the averaged gradient.
 
     Raises:
-        ValueError: the machine has no rates of products.
+        ValueError: the machine has no rates for products.
     """
     return sum(product_seconds(multiplications, machine) for multiplications in moments(plan, rank))
 
@@ -341,18 +341,18 @@ def product_seconds(multiplications: int, machine: Machine) -> float:
     """Return the seconds of a matrix product, at the rate of a cube of as many operations.
 
     Raises:
-        ValueError: the machine has no rates of products.
+        ValueError: the machine has no rates for products.
     """
     if not machine.products:
         raise ValueError(
-            f"machine {machine.name!r} has no rates of products; "
+            f"machine {machine.name!r} has no rates for products; "
             f"measure them with mpikfac calibrate"
         )
     return 2 * multiplications / interpolated(machine.products, multiplications ** (1 / 3))
 
 
 def _preconditioner_of_vectors(plan: Plan) -> str:
-    """Return the name of a preconditioner of the plan that keeps vectors; "" if none does."""
+    """Return the name of a preconditioner in the plan that keeps vectors; "" if there is none."""
     return next(
         (layer.preconditioner.name for layer in plan.covered if layer.preconditioner.vector), ""
     )
@@ -361,7 +361,7 @@ def _preconditioner_of_vectors(plan: Plan) -> str:
 def _of_vectors(seconds: float | None, machine: Machine, preconditioner: str) -> float:
     if seconds is None:
         raise ValueError(
-            f"machine {machine.name!r} has no times of preconditioner={preconditioner!r}"
+            f"machine {machine.name!r} has no times for preconditioner={preconditioner!r}"
         )
     return seconds
 

@@ -20,7 +20,7 @@ from mpikfac.predict.algorithms import LIBRARIES
 
 Point = tuple[float, float]
 LARGEST = 1e30
-"""The maximum of any number; beyond it, products of numbers are not finite."""
+"""The maximum of any value; beyond it, products of values are not finite."""
 PRIMITIVES = (
     *("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast", "Send"),
     *("Allgather", "Alltoall, Allgather"),
@@ -138,7 +138,7 @@ class Machine:
         Beyond the measured batches, the parts of the step that grow with the batch are scaled.
 
         Raises:
-            ValueError: the machine has no times of the model.
+            ValueError: the machine has no times for the model.
         """
         networks = sorted(
             (network for network in self.networks if network.model == model),
@@ -147,7 +147,7 @@ class Machine:
         if not networks:
             models = ", ".join(sorted({network.model for network in self.networks})) or "none"
             raise ValueError(
-                f"machine {self.name!r} has no times of model={model!r}, only of: {models}; "
+                f"machine {self.name!r} has no times for model={model!r}, only of: {models}; "
                 f"measure them with mpikfac calibrate --model {model}"
             )
         batches = [network.batch for network in networks]
@@ -164,12 +164,12 @@ class Machine:
         """Return the seconds to decompose a factor; cubic in the order beyond the largest one.
 
         Raises:
-            ValueError: the machine has no times of the preconditioner.
+            ValueError: the machine has no times for the preconditioner.
         """
         points = self.decompositions.get(preconditioner)
         if not points:
             raise ValueError(
-                f"machine {self.name!r} has no times of preconditioner={preconditioner!r}, only "
+                f"machine {self.name!r} has no times for preconditioner={preconditioner!r}, only "
                 f"of: {', '.join(self.decompositions) or 'none'}"
             )
         largest = points[-1][0]
@@ -259,7 +259,7 @@ def fitted(points: Sequence[Point]) -> Level:
     size, seconds = np.asarray(points, float).T
     terms = np.stack([1 / seconds, size / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
-    if latency <= 0:  # noise: the smallest message is an upper bound, and the line starts there
+    if latency <= 0:  # noise: the smallest message is an upper bound, where the line starts
         latency = min(seconds)
         per_byte = max((seconds - latency) @ size, 0.0) / (size @ size)
     # If points show only latency, the bandwidth is at most 1000 times the largest message's rate.

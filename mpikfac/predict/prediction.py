@@ -16,7 +16,7 @@ class Job:
     Attributes:
         batch: images per rank.
         stragglers: standard deviation of the logarithm of a rank's computing time.
-        grafting: what sets the lengths of directions.
+        grafting: determines the lengths of directions.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Step:
 
     Attributes:
         seconds: the duration of the step.
-        exposed: seconds of the step in which a rank waits for messages and computes nothing.
+        exposed: seconds of the step in which a rank waits for messages without computing.
         waiting: seconds of the step in which a rank waits for slower ranks to compute.
         overlapped: seconds of messages that are sent during computations, hidden or not.
         sent: bytes that a rank sends if collectives are rings.

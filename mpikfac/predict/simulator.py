@@ -1,7 +1,7 @@
 """Simulate the steps of a plan on a machine: total seconds, and seconds of communication.
 
-Ranks meet in collectives, so a stage takes as long as on the slowest rank. A few representative
-ranks are enough, so plans of thousands of ranks are simulated in seconds.
+Ranks meet in collectives, so a stage takes as long as it does on the slowest rank. A few
+representative ranks are enough, so plans of thousands of ranks are simulated in seconds.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     exchange. With clients and servers, a step is that of a client.
 
     Raises:
-        ValueError: the machine has no times of the model or of the preconditioner, or a number of
-            the job is out of its bounds.
+        ValueError: the machine has no times for the model or of the preconditioner, or a value of
+            the job is out of bounds.
     """
     _check(job)
     if not plan.strategy.sync.waits_for_all:
@@ -106,7 +106,7 @@ def memory(plan: Plan, rank: int, job: Job) -> dict[str, int]:
 
 
 def representatives(plan: Plan) -> list[int]:
-    """Return a few ranks that bound a step, and the last rank, which may own nothing.
+    """Return a few ranks that bound a step, and the last rank, which might own nothing.
 
     They are the ranks with the longest decompositions, the most elements in their own factors, the
     most elements in the factors of their column, and the most preconditioning.
@@ -255,7 +255,7 @@ def _step(
     timed = [_timed(messages, plan, rank, machine) for rank, messages in seen.items()]
     messages = max(timed, key=lambda events: sum(event.seconds for event in events))
     parts = [_computations(plan, rank, machine, job, kind, turn) for rank in ranks]
-    spread = job.stragglers / math.sqrt(_together(plan, job))  # of the mean of several steps
+    spread = job.stragglers / math.sqrt(_together(plan, job))  # for the mean of several steps
     slowest = costs.expected_slowest(spread, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
     if refresh and plan.strategy.refresh.servers:

@@ -113,7 +113,7 @@ def _cheapest(
 
 
 def _places(call: LayerCall, before: Place, last: bool, tp_size: int) -> Iterator[Place]:
-    """Yield the possible roles of a layer after one at `before`; split layers pass slices on."""
+    """Yield the possible roles of a layer after one at `before`; split layers pass on slices."""
     if not before.gives:
         yield Place()
     if before.axis is None or before.gives:

@@ -85,7 +85,7 @@ def tuned(
     """Return the strategy with merged messages and replicated factors that suit the machine.
 
     With `overlap`, overlapped messages are merged again. With `replicate_below`, small factors are
-    replicated up to a new order. Strategies without them stay without.
+    replicated up to a new order. Strategies without these options remain unchanged.
     """
     if ranks == 1:
         return strategy
@@ -110,7 +110,7 @@ def tuned(
 
 
 def _holds(message: Message, rank: RankPlan) -> bool:
-    """Return whether a message with gradients has a layer, or without K-FAC a parameter."""
+    """Return whether a message contains a layer's gradient, or a parameter's without K-FAC."""
     offsets = (rank.layouts.gradients.offsets[name] for name in rank.messages_of)
     return any(start <= offset < stop for offset in offsets for start, stop in message.spans)
 
@@ -128,7 +128,7 @@ def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> 
     """Return the number of layers per message, front to back, with which messages end first.
 
     Messages are sent one after another, from the last layer to the first. A message begins once its
-    layers are ready and the message before has ended; each merged layer saves a latency. As in
+    layers are ready and the previous message has ended; each merged layer saves a latency. As in
     MG-WFBP [Shi et al. 2019], but by dynamic programming, which finds the optimum.
 
     Args:

@@ -41,9 +41,9 @@ class Updates(NamedTuple):
 class Budget:
     """Cut factors and lengthen intervals, so that K-FAC stays cheap compared to a batch's passes.
 
-    Cuts bound the cost of directions, and intervals that of updates. Both follow from the plan and
-    the first batch with statistics, over all ranks together. They are therefore the same on all
-    machines, on any number of ranks, and after a restart.
+    Cutting factors bounds the cost of directions, and longer intervals bound that of updates. Both
+    follow from the plan and the first batch with statistics, over all ranks together. They are
+    therefore the same on all machines, on any number of ranks, and after a restart.
 
     Args:
         share: the operations of statistics and decompositions, averaged over an interval, relative
@@ -162,7 +162,7 @@ def seen_in(text: str) -> dict[str, Seen]:
     """Return the sizes of a run's first batch, from their text.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has a different form.
     """
     try:
         seen = {name: Seen(**counts) for name, counts in json.loads(text or "{}").items()}
@@ -175,7 +175,7 @@ def seen_in(text: str) -> dict[str, Seen]:
 
 
 def _updates(interval: Schedule, settled: int) -> float:
-    """Return the updates per step with settled intervals, or on average in the steps before."""
+    """Return updates per step once intervals are settled, or the average in the steps before."""
     steps = [SETTLED] if settled else range(SETTLED)
     return sum(1 / evaluate(interval, step) for step in steps) / len(steps)
 
@@ -188,7 +188,7 @@ def cost(
 ) -> tuple[float, str]:
     """Return the operations of a step relative to those of its passes, and a line about them.
 
-    Intervals are taken after step 160, where they no longer grow.
+    Intervals are those after step 160, where they no longer grow.
     """
     updates = [1 / evaluate(each, SETTLED) for each in (factor_update_steps, inv_update_steps)]
     added = {name: one.direction + one.updates(*updates) for name, one in operations.items()}

@@ -28,7 +28,7 @@ class LevenbergMarquardt:
         max_damping: the maximum damping.
 
     Raises:
-        ValueError: a number is out of its bounds.
+        ValueError: a number is out of bounds.
     """
 
     damping: float = 0.03
@@ -67,7 +67,7 @@ class LevenbergMarquardt:
         factor = self.damping_adaptation_decay**self.damping_adaptation_interval
         if ratio > GOOD:
             self.damping = max(self.damping * factor, self.min_damping)
-        elif not ratio >= POOR:  # also where a loss is NaN
+        elif not ratio >= POOR:  # NaN as well, where a loss is NaN
             self.damping = min(self.damping / factor, self.max_damping)
 
 
@@ -76,14 +76,14 @@ class Damping:
     """Tikhonov damping: a number added to the eigenvalues of each layer's `G (x) A`.
 
     The number is a constant, a schedule (a function of the step), or a `LevenbergMarquardt`, which
-    `KFAC.update_damping` adapts. The larger the damping, the more a step resembles one of SGD. Set
+    `KFAC.update_damping` adapts. The larger the damping, the more a step resembles an SGD step. Set
     `value` or `relative`, not both; if neither is set, `relative` is 10.
 
     Args:
         value: the damping itself.
         relative: the damping as a multiple of the mean eigenvalue of each layer's `G (x) A`, or of
             each block, if factors are cut into blocks. A relative damping suits all losses and
-            networks, and needs no tuning as gradients shrink.
+            networks, and needs no tuning while gradients shrink.
 
     Raises:
         ValueError: a number is not positive at step 0, or both are set.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from mpikfac import numerics
 from mpikfac.plan import (
     FISHERS,
     NORMALIZATIONS,
@@ -113,11 +114,11 @@ class Estimator:
             "identity".
         normalization: the scaling of factors. "expand": `G (x) A` is the Fisher block of the mean
             loss; "sc20" and "kfac-pytorch": as in the code of SC20 or of kfac-pytorch. The same
-            damping means something else with each scaling.
+            damping has a different meaning with each scaling.
         fisher_type: the gradients from which G is computed: of the loss at the labels of the data
-            ("empirical"), at labels drawn from the model's distribution ("mc"), or at all labels of
-            that distribution ("type-2"); "forward-only" uses none, and G is the identity.
-        mc_samples: the number of labels per example that fisher_type="mc" draws.
+            ("empirical"), at labels sampled from the model's distribution ("mc"), or at all labels
+            of that distribution ("type-2"); "forward-only" uses none, and G is the identity.
+        mc_samples: the number of labels per example that fisher_type="mc" samples.
         subsample: the distance between the examples in a batch from which factors are estimated: 4
             for every fourth example, where the first one changes from step to step. None: the
             distance of each layer is chosen to leave at least 32 examples over all ranks, and 3
@@ -188,22 +189,20 @@ class Estimator:
         """
         import torch
 
-        from mpikfac.numerics import exact, sampled
-
         heads = [
             (each.to(torch.promote_types(each.dtype, torch.float32)), loss)
             for each, loss in zip(outputs, losses, strict=True)
         ]
-        if self.fisher_type == "type-2":  # head by head, as the heads' labels are independent
+        if self.fisher_type == "type-2":  # head by head, because the heads' labels are independent
             count, weight = sum(each.shape[1] for each in outputs), 1.0
             passes = (
                 [root if other is head else torch.zeros_like(other) for other, _ in heads]
                 for head, loss in heads
-                for root in exact(head, loss)
+                for root in numerics.exact(head, loss)
             )
         else:
             count, weight = self.mc_samples, 1 / self.mc_samples
-            passes = ([sampled(*head) for head in heads] for _ in range(count))
+            passes = ([numerics.sampled(*head) for head in heads] for _ in range(count))
         rows, terms = len(outputs[0]), outputs[0].numel() // max(1, outputs[0].shape[1])
         for number, gradients in enumerate(passes):
             turn = Turn(weight, rows, terms, number == 0, number == count - 1)

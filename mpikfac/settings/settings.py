@@ -51,7 +51,7 @@ class Settings:
     They are checked at step 0 on construction, and whenever a step evaluates them.
 
     Raises:
-        ValueError: a value is out of its bounds; the text names it.
+        ValueError: a value is out of bounds; the message names it.
     """
 
     damping: Damping
@@ -80,7 +80,7 @@ class Settings:
         """Return the hyperparameters in force at `step`, with refreshes in `stagger` slots.
 
         Raises:
-            ValueError: a value is out of its bounds.
+            ValueError: a value is out of bounds.
         """
         bound = self.bound
         return Numbers(

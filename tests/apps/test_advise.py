@@ -148,7 +148,7 @@ def test_published_machines_and_strategies_that_cannot_overlap(capsys):
     asked += ["--strategy", "comm-opt,kfac-lw"]
     assert advise.main([*asked, "--transport.overlap=true"]) == 0
     text = capsys.readouterr().out
-    assert "Left out: kfac-lw; mpikfac simulate --transport.overlap true says why" in text
+    assert "Left out: kfac-lw; mpikfac simulate --transport.overlap true prints the reasons" in text
     network = mpikfac.predict.load_machine("v100-edr").network("resnet50", 32)
     per_image = (network.forward + network.backward + network.statistics) / 32
     (line,) = (line for line in text.splitlines() if "images >= overlapped" in line)

@@ -118,7 +118,7 @@ def test_a_mistake_of_clients_ends_all_ranks(tmp_path):
     ("options", "said"),
     [
         (("--sync.servers=3",), "sync.servers=3 must be less than the number of ranks (3)"),
-        (("--optimizer=kfac",), "sync=parameter-server needs another optimizer than kfac"),
+        (("--optimizer=kfac",), "sync=parameter-server needs an optimizer other than kfac"),
         (("--ema_decay=0.9",), "ema_decay=0.9 needs sync=synchronous, not parameter-server"),
         (("--shrink=true",), "shrink=true needs sync=synchronous, not parameter-server"),
         (

@@ -233,9 +233,9 @@ TROUBLES = {
     a_file: "File exists",
     a_link: "it is a link, not a regular file",
     without_locks: "No locks available",
-    older: "the packed file has no checksum; create it again by mpikfac pack",
-    another_checksum: "the packed file is damaged: its images have another checksum",
-    forged: "the packed file has no checksum; create it again by mpikfac pack",
+    older: "the packed file has no checksum; create it again with mpikfac pack",
+    another_checksum: "the packed file is damaged: its images have a different checksum",
+    forged: "the packed file has no checksum; create it again with mpikfac pack",
 }
 
 

@@ -282,7 +282,7 @@ def test_coverage_is_told_with_reasons(file, capsys):
     for line in (
         *(r"conv +Conv2d +A 2 x 10, G 2 x 2", r"bn +BatchNorm2d +A 4 x 2"),
         *(r"two +Linear +weights of one", r"entries +Embedding +A diagonal of 5, G 4"),
-        *(r"scaled +Scaled +A 5, G 4", r"unused .*G 4; took no part in this batch"),
+        *(r"scaled +Scaled +A 5, G 4", r"unused .*G 4; not used in this batch"),
         *(r"Mixed: trained first-order\n +position", r"LSTM: trained first-order\n +lstm"),
         r"Linear: frozen\n +frozen",
     ):
@@ -294,7 +294,7 @@ def test_a_derived_class_and_normalisations_are_left_out_with_reasons(file, monk
     path = file()
     Path(path).write_text(Path(path).read_text().replace("COVERS =", "UNUSED ="))
     found, text = wrong(capsys, f"{path}:mixed", *MIXED)
-    assert "Scaled: trained first-order; derived from Linear, may compute differently" in text
+    assert "Scaled: trained first-order; derived from Linear, might compute differently" in text
     line = "BatchNorm2d: trained first-order; coverage=mpikfac.Coverage(covers={**mpikfac.KINDS, "
     assert line in text
     assert not found
@@ -303,7 +303,7 @@ def test_a_derived_class_and_normalisations_are_left_out_with_reasons(file, monk
 def test_a_tied_weight_is_left_out_with_its_modules(file, capsys):
     """Oracle: the modules, and the layers of the attention, by hand."""
     found, text = wrong(capsys, f"{file()}:tied", "--input", "5", "--tokens", "6")
-    why = "as no layer covers all modules that share entries.weight = head.weight"
+    why = "because no layer covers all modules that share entries.weight = head.weight"
     for kind, name in (("Embedding", "entries"), ("Linear", "head")):
         assert f"  {kind}: trained first-order, {why}\n    {name}\n" in text
     layers = ["norm", "attention.in_proj", "attention.out_proj"]
@@ -359,7 +359,7 @@ def test_layers_too_large_for_the_oracle_are_told(monkeypatch, capsys):
     """Oracle: bounds that some layers exceed."""
     monkeypatch.setattr(comparison, "LARGEST_ORDER", 300)
     found, text = wrong(capsys, "digits_cnn")
-    assert verdicts(text)["8"] == "too large for the oracle"
+    assert verdicts(text)["8"] == "too large for the reference computation"
     assert verdicts(text)["3"] == "ok"
     assert "All right: 3 of 3 checked" in text
     assert not found
@@ -404,7 +404,7 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
         ("FILE:mixed --input 3,4", "the model, given [3, 4], raised ValueError: expected 4D"),
         ("FILE:mixed --input 2,0", "whole number"),
         ("FILE:words --input 5 --tokens 7", "raised IndexError: index out of range in self"),
-        ("resnet20 --tokens 7", "--tokens 7 needs a model of your own, not resnet20"),
+        ("resnet20 --tokens 7", "--tokens 7 needs your own model, not resnet20"),
         (
             "FILE:backward --input 4",
             "a pass of the model in train() with 4 examples raised Runtime",

@@ -200,7 +200,7 @@ def test_tables_are_written_as_csv_and_latex(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "metrics.jsonl is missing; give the run_dir of a run"),
+        (None, "metrics.jsonl is missing; pass the run_dir of a run"),
         ("", "metrics.jsonl has no complete epoch yet"),
         ('{"step": 1, "epoch": 1, "seconds": 1}\n{"st\n', "metrics.jsonl, line 2 is not JSON"),
     ],

@@ -43,7 +43,7 @@ BAD = {
     "misspelt usual name": ("--lerning_rate=1", "unknown key lerning_rate; did you mean lr?"),
     "misspelt key of two groups": ("--wrokers=1", "did you mean data.workers?"),
     "abbreviated key": ("--kfac.damp=1", "unknown key kfac.damp; did you mean kfac.damping?"),
-    "no option": ("train", "'train' belongs to no option; write --key value"),
+    "no option": ("train", "'train' is not the value of an option; write --key value"),
     "no value": ("--epochs", "epochs has no value; it must be a whole number >= 1"),
     "text for a number": ("--lr=fast", "lr=fast must be a finite number > 0"),
     "fraction for a count": ("--epochs=1.5", "epochs=1.5 must be a whole number >= 1"),
@@ -152,7 +152,7 @@ BAD = {
     ),
     "choices of auto": (
         "--strategy=auto --machine=v100-edr --refresh.staleness=1",
-        "strategy=auto needs machine, and none of its own choices; machine is v100-edr, choices "
+        "strategy=auto needs machine, and no other choices; machine is v100-edr, choices "
         "are refresh.staleness",
     ),
     "nobody trains": (
@@ -196,19 +196,19 @@ BAD = {
     "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),
     "images of another size": (
         "--model=vit_small",
-        "model=vit_small takes images of 32x32 pixels only, and data.name=digits has 8x8",
+        "model=vit_small accepts only images of 32x32 pixels, but data.name=digits has 8x8",
     ),
     "made-up images of another size": (
         "--model=vit_small --data.name=synthetic --data.size=16",
-        "model=vit_small takes images of 32x32 pixels only, and data.name=synthetic has 16x16",
+        "model=vit_small accepts only images of 32x32 pixels, but data.name=synthetic has 16x16",
     ),
     "an autoencoder of images of another size": (
         "--model=autoencoder",
-        "model=autoencoder takes images of 28x28 pixels only, and data.name=digits has 8x8",
+        "model=autoencoder accepts only images of 28x28 pixels, but data.name=digits has 8x8",
     ),
     "a classifier without labels": (
         "--data.name=curves",
-        "model=digits_cnn learns labels, and data.name=curves has none; try model=autoencoder",
+        "model=digits_cnn learns labels, which data.name=curves lacks; try model=autoencoder",
     ),
     "classes of curves": (
         "--model=autoencoder --data.name=curves --data.classes=5",
@@ -260,12 +260,12 @@ BAD = {
     "frozen to the end": ("--frozen_epochs=10", "frozen_epochs=10 must be less than epochs=10"),
     "frozen twice": (
         "--frozen_epochs=2 --model=airbench94 --data.name=synthetic",
-        "frozen_epochs=2 needs another model, not airbench94: the model freezes layers itself",
+        "frozen_epochs=2 needs a different model, not airbench94: the model itself freezes layers",
     ),
     "frozen layers on curvature servers": (
         "--frozen_epochs=2 --strategy=curvature-servers --batch=60",
-        "frozen_epochs=2 needs refresh=owners, not curvature-servers: the ranks know only the "
-        "layers of the start",
+        "frozen_epochs=2 needs refresh=owners, not curvature-servers: curvature servers know only "
+        "the layers from the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",

@@ -96,7 +96,7 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
     job = launch(3, *TRAIN, *ONE, f"--run_dir={tmp_path}")
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
-    assert "is not empty; give another one" in line
+    assert "is not empty; use another one" in line
     assert not left_of(tmp_path)
 
 

@@ -44,7 +44,7 @@ def test_a_run_whose_ranks_differ_ends_at_the_next_checkpoint(tmp_path) -> None:
     lines = [line for line in ended.stderr.splitlines() if line.startswith("mpikfac")]
     assert ended.returncode == 2 and len(lines) == 1, ended.stderr
     assert "item 'model/0.weight' has other values on rank 1 than on rank 0" in lines[0]
-    assert "start it again with --resume auto to continue" in lines[0]
+    assert "restart it with --resume auto to continue" in lines[0]
     assert mpikfac.checkpoint.latest_checkpoint(run / "checkpoints").name == "step-000000002"
     assert launch(2, *TRAIN, f"--run_dir={run}", "--resume=auto").returncode == 0
     whole = tmp_path / "whole"

@@ -88,7 +88,7 @@ def test_images_of_more_classes_than_the_network_has_are_refused(tmp_path, monke
     with pytest.raises(SystemExit) as left:
         evaluate.main([*asked, f"--data_path={four}"])
     assert left.value.code == 2
-    assert "returns [3] for an image, and the data has 4 classes" in capsys.readouterr().err
+    assert "returns [3] for an image, but the data has 4 classes" in capsys.readouterr().err
 
 
 OF_STRANGERS = """
@@ -129,7 +129,7 @@ def test_a_file_that_a_run_directory_names_is_not_executed(
     with pytest.raises(SystemExit) as left:
         evaluate.main([str(run), "--device=cpu"])
     assert left.value.code == 2 and not trace.exists()
-    assert f"{key}={file}:build would run {file}; if you trust the file, give --trust" in (
+    assert f"{key}={file}:build would run {file}; if you trust the file, pass --trust" in (
         capfd.readouterr().err
     )
     for program in (inspect, export):
@@ -245,7 +245,7 @@ def test_a_run_ends_early_and_keeps_the_best_weights(tmp_path, scripted, capsys,
     assert all(torch.equal(best[name], value) for name, value in scripted[4].items())
     said = capsys.readouterr().out
     assert said.count("wrote " + str(tmp_path / "best.pt")) == 3  # epochs 1, 2 and 5
-    assert said.count("3 tests in a row are no better: the run ends early") == 1
+    assert said.count("3 tests in a row brought no improvement: the run ends early") == 1
     path = mpikfac.checkpoint.latest_checkpoint(tmp_path / "checkpoints")
     assert path.name == "step-000000024"
 

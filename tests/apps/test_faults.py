@@ -165,7 +165,7 @@ def test_a_write_that_never_ends_is_told_and_ends_the_job(tmp_path):
     ended = End(job.returncode, job.stdout + job.stderr, tmp_path / "run" / "hang")
     assert ended.code != 0
     log = (tmp_path / "run" / "log.txt").read_text()
-    told = rf"rank 1 still writes a checkpoint of step (\d+), begun {SHORT} s ago"
+    told = rf"rank 1 is still writing a checkpoint of step (\d+), begun {SHORT} s ago"
     step = re.search(told, log)[1]
     (line,) = ended.told
     assert re.fullmatch(
@@ -196,7 +196,7 @@ def test_a_second_job_in_a_run_directory_is_refused(tmp_path):
     line = refused(tmp_path, TRAIN)
     lock.release()
     assert f"is in use by process {os.getpid()} on " in line
-    assert line.endswith("or give another directory")
+    assert line.endswith("or use another directory")
 
 
 OTHER_CODE = """

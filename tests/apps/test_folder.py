@@ -286,12 +286,12 @@ def test_a_file_that_is_no_image_is_told_the_formats(tmp_path):
 
 
 LAYOUTS = {
-    "nothing": ((), "has no folder train; give a folder with train/CLASS"),
-    "no test": (("train/a/1.jpg",), "has no folder val or test; give a folder with"),
+    "nothing": ((), "has no folder train; pass a folder with train/CLASS"),
+    "no test": (("train/a/1.jpg",), "has no folder val or test; pass a folder with"),
     "no class": (("train/1.jpg", "val/a/1.jpg"), "train has no folders of classes"),
     "another class": (
         ("train/a/1.jpg", "val/b/1.jpg"),
-        "val/b belongs to no class: .* has no b",
+        "val/b does not belong to a class: .* has no b",
     ),
     "an empty class": (("train/a/1.jpg", "train/b/1.txt", "val/a/1.jpg"), "b has no images"),
     "an empty test": (("train/a/1.jpg", "test/a/.1.jpg"), "test has no images"),
@@ -385,7 +385,7 @@ def test_items_that_no_program_wrote_are_refused(tmp_path, wrong):
     for name, items in (("right", right), ("wrong", right | wrong)):
         mpikfac.checkpoint.write_shard(tmp_path / f"{name}.h5", items)
     assert datasets.load("packed", str(tmp_path / "right.h5")).classes == 2
-    with pytest.raises(ValueError, match="is damaged; create it again by mpikfac pack"):
+    with pytest.raises(ValueError, match="is damaged; create it again with mpikfac pack"):
         datasets.load("packed", str(tmp_path / "wrong.h5"))
 
 
@@ -442,7 +442,9 @@ def test_a_killed_process_ends_the_run_with_a_line(images):
     mine.get(0, 0)
     (worker,) = psutil.Process().children()
     worker.kill()
-    with pytest.raises(mpikfac.UserError, match=r"ended with code -9; memory may have been short"):
+    with pytest.raises(
+        mpikfac.UserError, match=r"ended with code -9; it may have run out of memory"
+    ):
         for index in range(4):
             mine.get(0, index)
     mine.close()
@@ -508,12 +510,12 @@ def test_a_restart_needs_the_same_images(images, tmp_path):
     name, other = (moved / f"train/ant/0{number}.jpg" for number in range(2))
     content = name.read_bytes()
     name.write_bytes(other.read_bytes())
-    with pytest.raises(ValueError, match="other training images .* of pixels"):
+    with pytest.raises(ValueError, match="different training images .* of pixels"):
         settings.check_images(before, checksums(moved))
     name.write_bytes(content)
     settings.check_images(before, checksums(moved))
     name.rename(moved / "train/ant/new.jpg")
-    with pytest.raises(ValueError, match="other training images .* of images"):
+    with pytest.raises(ValueError, match="different training images .* of images"):
         settings.check_images(before, checksums(moved))
 
 

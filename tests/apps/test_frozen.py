@@ -95,5 +95,5 @@ def test_a_restart_keeps_the_number_of_epochs(job):
     saved = settings.saved_run(mpikfac.checkpoint.read_checkpoint(path))
     options = parse([*QUICK, "--optimizer=sgd"], 1)
     assert settings.follow(options, saved, 1) == options
-    with pytest.raises(ValueError, match=r"saved with frozen_epochs=1; this run has 2; give --fr"):
+    with pytest.raises(ValueError, match=r"saved with frozen_epochs=1; this run has 2; pass --fr"):
         settings.follow(parse([*QUICK, "--frozen_epochs=2"], 1), saved, 1)

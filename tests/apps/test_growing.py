@@ -95,7 +95,7 @@ def test_a_run_keeps_its_batches(tmp_path, capfd):
     assert train.main(arguments(tmp_path, "--max_steps=2")) == 0
     with pytest.raises(SystemExit):
         train.main(arguments(tmp_path, "--resume=auto", "--batch=60"))
-    remedy = "give --batch='60 until 1, 120 until 3, 180'"
+    remedy = "pass --batch='60 until 1, 120 until 3, 180'"
     assert remedy in capfd.readouterr().err
     given = remedy.removeprefix("give ").replace("'", "")
     assert train.main(arguments(tmp_path, "--resume=auto", given, "--max_steps=3")) == 0

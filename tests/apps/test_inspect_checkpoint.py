@@ -238,12 +238,15 @@ def test_layers_stand_in_natural_order():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("nothing", "nothing has no complete checkpoint; give the directory of one or of a run"),
+        (
+            "nothing",
+            "nothing has no complete checkpoint; pass the directory of a checkpoint or of a run",
+        ),
         ("config.yaml", "has no complete checkpoint"),
         ("first-order --picture s.gif", "s.gif must end in .pdf, .png or .svg"),
         ("first-order --picture s.png", "no factors to draw"),
         ("", "path"),
-        ("--path run", "--path needs no name; write only the value of path"),
+        ("--path run", "--path is positional; write only the value of path"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, capsys):

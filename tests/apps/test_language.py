@@ -83,9 +83,9 @@ def test_the_usual_text_is_the_standard_library():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--model=gpt_small", "learns text, and data.name=digits has none; try model=digits_cnn"),
-        ("--model=resnet20 --data.name=text", "labels, and data.name=text has none; try model=gpt"),
-        ("--model=autoencoder --data.name=text", "learns pixels, and data.name=text has none"),
+        ("--model=gpt_small", "learns text, which data.name=digits lacks; try model=digits_cnn"),
+        ("--model=resnet20 --data.name=text", "labels, which data.name=text lacks; try model=gpt"),
+        ("--model=autoencoder --data.name=text", "learns pixels, which data.name=text lacks"),
         ("--model=gpt_small --data.name=text --data.augment", "data.augment=true needs images"),
         ("--model=gpt_small --data.name=text --label_smoothing=0.1", "needs a classifier"),
     ],
@@ -96,10 +96,10 @@ def test_options_that_do_not_fit_a_text_are_refused(options, told):
 
 
 def test_a_folder_without_enough_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no text; give a file, or a folder of"):
+    with pytest.raises(ValueError, match="has no text; pass a file, or a folder of"):
         datasets.load("text", str(tmp_path))
     (tmp_path / "short.txt").write_text("x" * 100)
-    with pytest.raises(ValueError, match="data.size=64: 10 bytes of text fill no window"):
+    with pytest.raises(ValueError, match="data.size=64: 10 bytes of text do not fill a window"):
         datasets.load("text", str(tmp_path / "short.txt"))
 
 

@@ -43,9 +43,9 @@ def outside_of_jobs(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("train", "give -n N PROGRAM, such as -n 4 train, not train"),
-        ("-n 4", "give -n N PROGRAM, such as -n 4 train, not -n 4"),
-        ("-np 4 train", "give -n N PROGRAM"),
+        ("train", "pass -n N PROGRAM, such as -n 4 train, not train"),
+        ("-n 4", "pass -n N PROGRAM, such as -n 4 train, not -n 4"),
+        ("-np 4 train", "pass -n N PROGRAM"),
         ("-n 0 train", "-n 0 must be a whole number, 1 to 99999, the number of ranks"),
         (
             f"-n {'9' * 20} train",
@@ -54,10 +54,10 @@ def outside_of_jobs(monkeypatch):
         ("-n four train", "-n four must be a whole number, 1 to 99999"),
         ("-n 2 trane", "trane is neither a file nor a program of mpikfac; did you mean train?"),
         ("-n 2 no_file.py", "no_file.py is neither a file nor a program of mpikfac"),
-        ("-n 2 compare runs/a", "compare needs no ranks; start mpikfac compare"),
+        ("-n 2 compare runs/a", "compare does not run on several ranks; start mpikfac compare"),
         ("-n 2 --watchdog_timeout 60 train", "--watchdog_timeout 60 before train is for scripts"),
         ("-n 2 --watchdog_timeout never train.py", "--watchdog_timeout never must be a number"),
-        ("-n 2 --watchdog_timeout 60", "give --watchdog_timeout SECONDS and a script"),
+        ("-n 2 --watchdog_timeout 60", "pass --watchdog_timeout SECONDS and a script"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(capsys, arguments, words):
@@ -86,7 +86,7 @@ def test_a_program_refuses_its_options_before_ranks_start(capsys, monkeypatch):
             "PBS_JOBID",
             "PBS knows a job's hosts; use mpirun -n 3 mpikfac train --lr=1",
         ),
-        ("PMIX_RANK", "PMIX_RANK is set: a rank starts no ranks; leave out mpirun or srun"),
+        ("PMIX_RANK", "PMIX_RANK is set: a rank cannot start ranks; leave out mpirun or srun"),
     ],
 )
 def test_a_job_of_a_scheduler_starts_ranks_itself(capsys, monkeypatch, variable, words):
@@ -458,7 +458,7 @@ def check_stopped(ranks: int, number: signal.Signals, seconds: float, run: Path)
     name = "Ctrl-C" if number == signal.SIGINT else number.name
     # Rank 0 may hear of the request by the votes of a rank that has looked before.
     stopped = re.search(
-        rf"stopped after (\d+) steps \(({name}|another rank was asked to)\)", output
+        rf"stopped after (\d+) steps \(({name}|another rank received a request)\)", output
     )
     assert stopped, output
     step = int(stopped[1])

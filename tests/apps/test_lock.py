@@ -253,7 +253,9 @@ def test_a_lost_lock_is_noticed_and_left_alone(take, tmp_path, monkeypatch, how)
 def test_a_file_that_names_no_run_is_not_replaced(tmp_path, content):
     """Oracle: contents that no run writes."""
     (tmp_path / "lock").write_text(content)
-    with pytest.raises(ValueError, match=r"lock names no run; remove it if no run uses the dir"):
+    with pytest.raises(
+        ValueError, match=r"lock does not name a run; remove it if no run uses the dir"
+    ):
         Lock(tmp_path, {})
     assert os.listdir(tmp_path) == ["lock"]
 

@@ -128,7 +128,7 @@ def test_a_plan_is_the_plan_of_the_run(file):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fixed", "fixed returns [7] for an image, and the data has 10 classes; a function can"),
+        ("fixed", "fixed returns [7] for an image, but the data has 10 classes; give the"),
         ("absent", "own.py has no function 'absent'"),
     ],
 )
@@ -233,11 +233,11 @@ def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch)
     assert train.main([*options, f"--model={name}", f"--run_dir={tmp_path}/run"]) == 0
     losses = [row["train_loss"] for row in rows(tmp_path / "run") if "train_loss" in row]
     assert losses[-1] < losses[0]
-    with pytest.raises(ValueError, match="model=timm:resnet19 is not a network of timm; did you"):
+    with pytest.raises(ValueError, match="model=timm:resnet19 is not a timm network; did you"):
         models.network("timm:resnet19")
-    with pytest.raises(ValueError, match="images of 224x224 pixels only, and data.name=synthetic"):
+    with pytest.raises(ValueError, match="images of 224x224 pixels, but data.name=synthetic"):
         parse([*options, "--model=timm:vit_tiny_patch16_224"], 1)
-    trained = "timm:test_resnet.r160_in1k is not a network of timm without weights: r160_in1k "
+    trained = "timm:test_resnet.r160_in1k is not a timm network without weights: r160_in1k "
     with pytest.raises(ValueError, match=trained):  # timm would draw weights without a word
         models.network("timm:test_resnet.r160_in1k")
 
@@ -475,7 +475,7 @@ def test_first_weights_reach_all_ranks_and_a_resumed_run_takes_its_own(ran):
         assert torch.equal(found[f"model/{name}"], value)
     said = (ran / "begun" / "log.txt").read_text()
     assert said.count("tensors that keep their initial values: none") == 1
-    assert said.count("donor.pt is not read: the run continues from a checkpoint") == 1
+    assert said.count("donor.pt is ignored: the run continues from a checkpoint") == 1
 
 
 class Rounded(nn.Module):
@@ -533,7 +533,7 @@ def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
         (
             "--autocast=bfloat16 --kfac.grafting=quadratic-model --schedule=constant --momentum=0 "
             "--weight_decay=0",
-            "autocast=bfloat16 needs another kfac.grafting than quadratic-model",
+            "autocast=bfloat16 needs a kfac.grafting other than quadratic-model",
         ),
     ],
 )

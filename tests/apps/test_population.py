@@ -129,7 +129,7 @@ def test_distances_are_shares_of_the_norms():
         (["--population.members=1"], 1, "population.members=1 must be a whole number >= 2"),
         (["--sync=local-sgd"], 2, "a population needs sync=synchronous, not local-sgd"),
         (["--kfac.damping=1 until 3, 2"], 1, "a population needs a single damping, not 1"),
-        (["--model=airbench94", "--data.name=cifar10"], 1, "another model, not airbench94"),
+        (["--model=airbench94", "--data.name=cifar10"], 1, "a model other than airbench94"),
         (
             ["--optimizer=sgd", "--population.numbers=[damping]"],
             1,

@@ -165,7 +165,7 @@ def test_a_thread_that_keeps_the_job_is_named(tmp_path, ranks):
     assert job.returncode == 0, job.stderr
     told = sorted(line for line in job.stderr.splitlines() if line.startswith("mpikfac: "))
     assert told == [
-        f"mpikfac: the run is over, but rank {rank} waits for the thread "
-        f'"a thread of the user\'s"; end the job, and make the thread a daemon'
+        f"mpikfac: the run is over, but rank {rank} is waiting for the thread "
+        f'"a thread of the user\'s"; end the job, and start such threads as daemons'
         for rank in range(ranks)
     ]

@@ -69,6 +69,18 @@ def test_the_table_of_programs_names_what_exists(name):
         (["train", "--lerning_rate", "1"], "mpikfac: options: unknown key lerning_rate; did you"),
         (["train", "--kfac", "1"], "kfac is a group of options; set one of them, such as --kfac."),
         (["plan", "--modl=x"], "mpikfac plan: unknown key modl; did you mean model?"),
+        (
+            ["plan", "--kfac.preconditioner=x"],
+            "mpikfac plan: unknown key kfac.preconditioner; did you mean preconditioner?",
+        ),
+        (
+            ["train", "--preconditioner=x"],
+            "mpikfac: options: unknown key preconditioner; did you mean kfac.preconditioner?",
+        ),
+        (
+            ["plan", "--inv_update_freq=1"],
+            "mpikfac plan: unknown key inv_update_freq; did you mean inv_update_steps?",
+        ),
         (["trane"], "mpikfac: unknown program 'trane'; did you mean train?"),
         (["x"], "mpikfac: unknown program 'x'; see mpikfac --help"),
     ],

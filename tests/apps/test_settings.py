@@ -209,7 +209,7 @@ def test_two_exclusive_options_are_refused_by_name(run, capfd):
     go_on(run, "--max_steps=3", "--kfac.relative_damping=0.2")
     line = refused(capfd, run, "--kfac.damping=0.3")
     assert "kfac.damping=0.3 and relative_damping=0.2 exclude each other" in line
-    assert f"set other options than those of {saved(run).path}" in line
+    assert f"change the options that come from {saved(run).path}" in line
     mended = ("--kfac.damping=0.3", "--kfac.relative_damping=null", "--max_steps=4")
     assert "kfac.damping null -> 0.3" in go_on(run, *mended)
 
@@ -235,7 +235,7 @@ def test_a_file_that_the_checkpoint_names_is_not_executed(tmp_path, capfd):
     trace = tmp_path / "mine.ran"
     trace.unlink()
     line = refused(capfd, tmp_path / "run", "--max_steps=2")
-    assert f"would run {tmp_path}/mine.py; if you trust the file, give --metrics=" in line
+    assert f"would run {tmp_path}/mine.py; if you trust the file, pass --metrics=" in line
     assert not trace.exists()
     assert "changed since" not in go_on(tmp_path / "run", "--max_steps=2", tracker)
 
@@ -259,7 +259,7 @@ def test_other_images_of_a_function_are_seen(tmp_path, capfd):
     own = f"--data.name={file}:data"
     assert train.main([own, "--batch=12", f"--run_dir={run}", "--max_steps=1", "--threads=1"]) == 0
     file.write_text(IMAGES.format(changed="47, 0, 7, 7"))
-    assert "other training images" in refused(capfd, run, own, "--max_steps=2")
+    assert "different training images" in refused(capfd, run, own, "--max_steps=2")
     file.write_text(IMAGES.format(changed="59, 0, 7,  7"))  # another size: compiled anew
     words = "the test images differ from those of the checkpoint"
     assert words in go_on(run, own, "--max_steps=2")
@@ -289,7 +289,7 @@ def test_a_checkpoint_without_settings_is_said(run):
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ({"settings": [1]}, "item 'run/data' has settings of another form"),
+        ({"settings": [1]}, "item 'run/data' has settings of a different form"),
         ({"settings": {"lr": "x"}, "open": {}}, "lr=x must be a finite number > 0"),
         ({"settings": {"lr": {"a": 1}}, "open": {}}, "must be a finite number > 0"),
         (

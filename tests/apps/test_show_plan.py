@@ -260,7 +260,7 @@ def test_a_model_of_ones_own_is_planned(tmp_path, capsys, more, layers):
         ("nowhere.py:build", "nowhere.py is not a file"),
         ("own.py:missing", "own.py has no function 'missing'"),
         ("own.py:none", "none() returned NoneType, not a torch.nn.Module"),
-        ("own.py", "own.py names no function; try own.py:FUNCTION"),
+        ("own.py", "own.py does not name a function; try own.py:FUNCTION"),
         (
             "own.py:build --classes 3",
             "classes=3 needs a function with a parameter classes, not own.py:build",

@@ -90,6 +90,19 @@ def test_a_model_of_ones_own_is_predicted_once_it_is_measured(capsys, tmp_path):
     assert set(rows) == {"sgd", "comm-opt"}
 
 
+@pytest.mark.parametrize(
+    ("machine", "ranks", "faster"), [("v100-edr", "8", "true"), ("a100-hdr", "64", "false")]
+)
+def test_sgd_overlaps_its_messages_where_that_is_faster(machine, ranks, faster, capsys):
+    """Oracle: the predictions with the option; the faster one is named by hand."""
+    asked = ["--model", "resnet50", "--machine", machine, "--ranks", ranks, "--strategy", "sgd"]
+    seconds = {}
+    for overlap in ([], ["--transport.overlap", "true"], ["--transport.overlap", "false"]):
+        assert simulate.main([*asked, *overlap]) == 0
+        seconds[overlap[-1] if overlap else ""] = rows_of(capsys.readouterr().out)["sgd"][0]
+    assert seconds[""] == seconds[faster] == min(seconds.values()) < max(seconds.values())
+
+
 @pytest.mark.parametrize("model", ["resnet50", "resnet101", "resnet152"])
 def test_the_machine_of_sc20_knows_networks_and_eigenbases(model, capsys):
     """Oracle: the numbers whose sources say that they were derived, by hand; bases take longest.
@@ -181,7 +194,7 @@ def test_work_that_is_not_predicted_is_named(capsys):
         (
             "--model resnet50 --machine v100-edr --ranks 2 --preconditioner eva "
             "--strategy deferred-allreduce",
-            "no times of preconditioner='eva'",
+            "no times for preconditioner='eva'",
         ),
         ("--model resnet50 --machine v100-edr --ranks 2 --json /nowhere/x", "/nowhere/x"),
         ("--model resnet50 --ranks 2", "--machine"),

@@ -76,7 +76,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     assert {"step", "epoch", "lr", "loss", "test_loss", *TIMES} <= keys
     again = launch(2, *TRAIN, f"--config={config}", f"--run_dir={run}")
     assert again.returncode == 2
-    assert again.stderr.count("is not empty; give another one, or resume=auto") == 1
+    assert again.stderr.count("is not empty; use another one, or resume=auto") == 1
 
 
 @pytest.fixture(
@@ -204,7 +204,7 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
         (
             ("--kfac.momentum_of=gradients",),
             ("--kfac.momentum_of=directions",),
-            "give optimizer=kfac, kfac.momentum_of=gradients and momentum above 0 as before",
+            "use optimizer=kfac, kfac.momentum_of=gradients and momentum above 0 as before",
         ),
         (
             ("--optimizer=sgd",),
@@ -248,7 +248,7 @@ def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     program = str(PROGRAMS / "plain.py")
     again = launch(2, program, *arguments(job / "batch of 5", *chosen))
     assert again.returncode == 2
-    message = "it was saved with batch=5, not a multiple of 2 ranks; start one of [1, 5] ranks"
+    message = "it was saved with batch=5, not a multiple of 2 ranks; use one of [1, 5] ranks"
     assert again.stderr.count(message) == again.stderr.count("mpikfac: ") == 1
 
 
@@ -350,12 +350,12 @@ def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tm
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--batch=60 --resume=auto", "it was saved with batch=120; this run has 60; give --batch"),
-        ("--seed=1 --resume=auto", "it was saved with seed=0; this run has 1; give --seed=0"),
+        ("--batch=60 --resume=auto", "it was saved with batch=120; this run has 60; pass --batch"),
+        ("--seed=1 --resume=auto", "it was saved with seed=0; this run has 1; pass --seed=0"),
         ("--model=resnet20 --resume=auto", "it was saved with model=digits_cnn; this run has resn"),
-        ("--data.augment=true --resume=auto", "this run has true; give --data.augment=false"),
-        ("", "is not empty; give another one, or resume=auto to continue it"),
-        ("--data.train_images=9 --resume=auto", "this run has 9; give --data.train_images=360"),
+        ("--data.augment=true --resume=auto", "this run has true; pass --data.augment=false"),
+        ("", "is not empty; use another one, or resume=auto to continue it"),
+        ("--data.train_images=9 --resume=auto", "this run has 9; pass --data.train_images=360"),
         ("--kfac.skip=[nine] --resume=auto", "nine"),
     ],
 )
@@ -371,9 +371,9 @@ def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd
         (
             "--data.classes=5",
             "--data.classes=null",
-            "saved with data.classes=5; this run has null; give --data",
+            "saved with data.classes=5; this run has null; pass --data",
         ),
-        ("", "--data.size=8", "saved with data.size=null; this run has 8; give --data.size=null"),
+        ("", "--data.size=8", "saved with data.size=null; this run has 8; pass --data.size=null"),
     ],
 )
 def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before, after, message):

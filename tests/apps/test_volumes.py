@@ -150,8 +150,8 @@ def test_a_missing_package_is_named(package, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--model=segmenter3d", "learns voxels, and data.name=digits has none; try model=digits"),
-        ("--model=resnet20 --data.name=volume", "has none; try model=segmenter3d"),
+        ("--model=segmenter3d", "learns voxels, which data.name=digits lacks; try model=digits"),
+        ("--model=resnet20 --data.name=volume", "lacks; try model=segmenter3d"),
         (f"{' '.join(VOLUME)} --data.augment", "data.augment=true needs images, not data.name=vol"),
         (f"{' '.join(VOLUME)} --label_smoothing=0.1", "needs a classifier"),
         (f"{' '.join(VOLUME)} --data.mixup=0.2", "needs a classifier"),

@@ -27,7 +27,7 @@ def program(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 def alone(ended: subprocess.CompletedProcess[str]) -> list[str]:
     """Return the lines that say that the process works alone."""
-    end = f": this process works alone; for several ranks, {REMEDY}"
+    end = f": this process runs alone; for several ranks, {REMEDY}"
     return [line for line in ended.stderr.splitlines() if line.endswith(end)]
 
 

@@ -42,7 +42,7 @@ def test_the_page_explains_nothing_that_is_not_said():
 
 
 @pytest.mark.parametrize(
-    "line", ["steps=… must be at least 1", "it is a file; give a directory", "x needs y, not z"]
+    "line", ["steps=… must be at least 1", "it is a file; pass a directory", "x needs y, not z"]
 )
 def test_a_remedy_is_seen(line):
     """Oracle: by hand, messages with a need or an imperative."""

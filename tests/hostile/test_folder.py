@@ -67,7 +67,7 @@ def test_a_checkpoint_without_manifest_is_named(root, caplog, spoiled) -> None:
     caplog.clear()
     assert latest_checkpoint(root).name == "step-000000001"
     (record,) = caplog.records
-    assert record.getMessage() == f"{newest} is passed over: manifest.json is missing"
+    assert record.getMessage() == f"{newest} is skipped: manifest.json is missing"
     SPOILED[spoiled](root / "step-000000001")
     with pytest.raises(UserError, match=f"no checkpoint in {root} can be read: .*{newest}"):
         find_checkpoint(mpikfac.world(), root)

@@ -40,7 +40,9 @@ TEXTS = {
 def test_a_lock_that_names_no_run(tmp_path, text) -> None:
     """Oracle: the message; the file stays for the user to look at."""
     (tmp_path / "lock").write_text(TEXTS[text])
-    with pytest.raises(ValueError, match=f"{tmp_path}/lock names no run; remove it if no run"):
+    with pytest.raises(
+        ValueError, match=f"{tmp_path}/lock does not name a run; remove it if no run"
+    ):
         Lock(tmp_path)
     assert os.listdir(tmp_path) == ["lock"] and (tmp_path / "lock").read_text() == TEXTS[text]
 

@@ -11,6 +11,7 @@ from support.pace import paced
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SCRIPTS = sorted(path for path in JOBS.glob("*/*.*") if path.suffix in (".sbatch", ".pbs", ".lsf"))
+RUN = "runs/cifar10_resnet20_kfac"
 STAND_INS = """
 set_up() { :; }
 mpi() {
@@ -59,23 +60,23 @@ def test_a_job_starts_the_program_on_all_its_ranks_and_hands_on_its_code(tmp_pat
     """Oracle: the options that stop the program in time and resume the program."""
     job = run(tmp_path, name, CODE="3")
     assert job.stdout.startswith("ranks 8 -m mpikfac_apps train --config jobs/configs/")
-    assert "--run_dir runs/7 --resume auto --max_time 60" in job.stdout
+    assert "--resume auto --run_dir runs/cifar10_budget_kfac --max_time 60" in job.stdout
     assert job.returncode == 3
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (3, False), (75, True)])
 def test_a_pbs_job_that_was_stopped_submits_its_successor(tmp_path, code, again):
-    """Oracle: the program's code; the successor's run directory is the first job's."""
-    job = run(tmp_path, "pbs/multi_node.pbs", CODE=str(code), RUN_DIR="runs/5")
-    assert "--run_dir runs/5 --resume auto --max_time 240 --exit_code 75" in job.stdout
-    assert ("qsub -v RUN_DIR=runs/5 jobs/pbs/multi_node.pbs" in job.stdout) == again
+    """Oracle: the program's code; the run directory is that of every job of the script."""
+    job = run(tmp_path, "pbs/multi_node.pbs", CODE=str(code))
+    assert f"--run_dir {RUN} --resume auto --max_time 240 --exit_code 75" in job.stdout
+    assert ("qsub jobs/pbs/multi_node.pbs" in job.stdout) == again
     assert job.returncode == (0 if again else code)
 
 
 def test_an_lsf_job_that_was_stopped_ends_with_the_code_for_which_it_is_requeued(tmp_path):
     """Oracle: the codes of #BSUB -Q."""
     job = run(tmp_path, "lsf/multi_node.lsf", CODE="75")
-    assert "--run_dir runs/7 --resume auto --max_time 240 --exit_code 75" in job.stdout
+    assert f"--run_dir {RUN} --resume auto --max_time 240 --exit_code 75" in job.stdout
     assert job.returncode == 75
     assert '#BSUB -Q "75"' in (JOBS / "lsf" / "multi_node.lsf").read_text()
 
@@ -87,11 +88,11 @@ def test_an_lsf_job_that_was_stopped_ends_with_the_code_for_which_it_is_requeued
 def test_a_run_that_lost_a_host_is_not_complete_although_mpirun_returns_0(tmp_path, name, lost):
     """Oracle: the lock, which only a run that ends by itself removes."""
     if lost:
-        (tmp_path / "runs" / "7").mkdir(parents=True)
-        (tmp_path / "runs" / "7" / "lock").touch()
+        (tmp_path / RUN).mkdir(parents=True)
+        (tmp_path / RUN / "lock").touch()
     job = run(tmp_path, name)
     assert job.returncode == lost
-    told = "runs/7/lock is left: the run was ended from outside, perhaps as a host was lost\n"
+    told = f"{RUN}/lock is left: the run was ended from outside, perhaps as a host was lost\n"
     assert job.stderr == (told if lost else "")
 
 

@@ -84,7 +84,7 @@ def test_a_site_s_script_starts_a_rank_per_gpu(tmp_path, name, gpus, cores, thre
     command, seen = launched(tmp_path, script, **job)
     start = f"srun {flags} --cpus-per-task={cores} --kill-on-bad-exit=1 -n {2 * gpus} python"
     assert command.startswith(f"{start} -m mpi4py -m mpikfac_apps train --config jobs/configs/")
-    assert command.endswith("--resume auto --run_dir runs/7")
+    assert command.endswith("--resume auto --run_dir runs/cifar10_resnet20_kfac")
     assert seen["OMP_NUM_THREADS"] == str(threads)
     # Cray MPICH does not tell what it takes; the remaining MPI does.
     cray = "craype-accel" in script

@@ -61,7 +61,7 @@ BLOCK = """#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --output=log
 #SBATCH {sbatch}
 launcher=srun plugin={plugin}
 config="{root}/jobs/configs/digits_kfac.yaml"
-run_dir=run options=({program})
+run_dir=run options=({program} --resume=auto)
 """
 
 Slurm = Callable[..., str]
@@ -173,7 +173,7 @@ def submit(slurm, tmp_path_factory) -> Callable[..., Job]:
 
 
 def submitted(slurm: Slurm, project: Path, script: str, sbatch: str, plugin: str = "pmix") -> Job:
-    (project / "jobs").mkdir()
+    (project / "jobs").mkdir(exist_ok=True)
     (project / "jobs" / "common.sh").write_text(COMMON)
     block = BLOCK.format(sbatch=sbatch, plugin=plugin, root=ROOT, program=PROGRAM)
     text = (ROOT / "jobs" / "slurm" / script).read_text()
@@ -265,6 +265,17 @@ def test_singletons_are_refused_by_the_program(slurm, tmp_path):
     assert found.count("mpikfac: ") == 1
     assert "separate jobs" in found
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_waits_for_another_continues_its_run(slurm, tmp_path, undisturbed):
+    """Oracle: the undisturbed run; the first job stops before its limit of one minute."""
+    first = submitted(slurm, tmp_path, "multi_node.sbatch", "-t 1 -w n3,n4")
+    sbatch = f"-t 30 -w n3,n4 --dependency=afterany:{first.id}"
+    second = submitted(slurm, tmp_path, "multi_node.sbatch", sbatch)
+    first.wait("its end", lambda: first.state == "COMPLETED")
+    assert 0 < first.rows[-1]["step"] < STEPS
+    second.finish()
+    assert_same_training(second, undisturbed)
 
 
 @pytest.mark.gate

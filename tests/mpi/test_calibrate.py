@@ -133,7 +133,7 @@ def test_where_groups_lie_is_noted(comm, quick, monkeypatch, ranks, size, distan
         (["--out", "/nowhere/m.json"], "options: out=/nowhere/m.json: /nowhere is not a directory"),
         (
             ["--out", "m.json", "--model", f"{__file__}:quick"],
-            "options: a model of your own needs --input, such as 3,32,32",
+            "options: your own model needs --input, such as 3,32,32",
         ),
         (["--out", "m.json", "--model", "resnet5"], "model=resnet5 is unknown; try one of"),
     ],

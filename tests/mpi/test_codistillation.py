@@ -302,7 +302,7 @@ def test_wrong_arguments_are_refused(comm):
     with pytest.raises(ValueError, match="comm=None must be a communicator"):
         Codistillation(network(0), None, **rule)
     codistillation = Codistillation(network(0), comm, **rule)
-    with pytest.raises(ValueError, match=r"term\(\) takes logits .* not \[12\]"):
+    with pytest.raises(ValueError, match=r"term\(\) needs logits .* not \[12\]"):
         codistillation.term(problem.batch(0)[0], torch.zeros(12))
 
 

@@ -23,7 +23,8 @@ from mpikfac import (
 )
 from mpikfac.comm import Grid
 from mpikfac.lab import TopK
-from mpikfac.plan import Codec, divisors, lay_out, stages
+from mpikfac.lab.top_k.codec import TopKCodec
+from mpikfac.plan import BFloat16Codec, Int8Codec, divisors, lay_out, stages
 from mpikfac.plan.messages import in_two_levels, seat, sums
 from support import inside, problem
 
@@ -32,8 +33,10 @@ STEPS, SIZES = 5, (160, 96)
 STEPS_OF_TRAINING = range(8)
 SIZE = sum(SIZES)
 FEEDBACK = [
-    *(Codec("top-k", 0.1, feedback=True), Codec("top-k", 0.1, feedback=True, momentum=0.7)),
-    *(Codec("int8", feedback=True), Codec("bfloat16")),
+    TopKCodec(ratio=0.1, feedback=True),
+    TopKCodec(ratio=0.1, feedback=True, momentum=0.7),
+    Int8Codec(feedback=True),
+    BFloat16Codec(),
 ]
 
 
@@ -66,7 +69,7 @@ def summed_by_hand(codec, per_node):
     lost, velocity = np.zeros((nodes, SIZE)), np.zeros((nodes, SIZE))
     for step in numbers().reshape(STEPS, nodes, per_node, SIZE).sum(2):
         total = np.zeros(SIZE)
-        velocity = codec.momentum * velocity + step
+        velocity = getattr(codec, "momentum", 0) * velocity + step
         lost += velocity
         for shard in cut(0, SIZE, per_node):
             if codec.name == "bfloat16":
@@ -74,7 +77,7 @@ def summed_by_hand(codec, per_node):
                 total[shard] = parts.sum(0).double().numpy()  # of two nodes
                 lost[:, shard] = 0
             for node in range(nodes) if codec.name == "top-k" else ():
-                places = largest(lost[node, shard], codec.share)
+                places = largest(lost[node, shard], codec.ratio)
                 total[shard][places] += lost[node, shard][places]
                 lost[node, shard][places] = velocity[node, shard][places] = 0
             if codec.name == "int8":

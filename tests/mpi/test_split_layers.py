@@ -354,7 +354,7 @@ def test_refusals_of_layers(comm):
             TensorParallelPlan(1, {"1": "outputs"})
         return
     model = model_of(multilayer)
-    refused(comm, model, {"9": "outputs"}, "layer '9': no module of the model has the name")
+    refused(comm, model, {"9": "outputs"}, "layer '9': no module of the model has this name")
     refused(comm, model, {"6": "outputs"}, "layer '6': LayerNorm cannot be split, only Linear")
     refused(comm, model, {"7": "outputs"}, "layer '7' has 5 outputs, which tp_size=")
     narrow = nn.Sequential(nn.Linear(12, 25), nn.ReLU(), nn.Linear(25, 12))
@@ -382,7 +382,7 @@ def test_refusals_of_layers(comm):
     refused(comm, model_of(multilayer), axes, "ranks disagree on tp_plan", UserError)
     other = model_of(multilayer)
     mpikfac.lab.split_layers(other, comm, TensorParallelPlan(comm.size, ROW))
-    refused(comm, other, ROW, "the model has split layers already")
+    refused(comm, other, ROW, "the model already has split layers")
 
 
 def test_refusals_of_strategies(comm):
@@ -414,7 +414,7 @@ def test_refusals_of_batches(comm):
         model(images[: comm.rank + 1])
     with pytest.raises(UserError, match="'left' gets .* on member 0, layer 'right' gets"):
         (model.right if comm.rank else model.left)(images.flatten(1))
-    with pytest.raises(ValueError, match="'left' takes batches of 96 channels"):
+    with pytest.raises(ValueError, match="'left' needs batches of 96 channels"):
         model.left(images[0].flatten())
     trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
     F.cross_entropy(model(images), shard(0, comm)[1]).backward()

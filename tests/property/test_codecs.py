@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikfac.numerics import add_decoded, encode
-from mpikfac.plan import Codec
+from mpikfac.lab.top_k.codec import TopKCodec
+from mpikfac.numerics import encode
+from mpikfac.plan import BFloat16Codec, Int8Codec
 
-BFLOAT16, INT8, TOP = Codec("bfloat16"), Codec("int8"), Codec("top-k", 0.1)
-CODECS = [BFLOAT16, INT8, TOP, Codec("top-k", 1.0)]
+BFLOAT16, INT8, TOP = BFloat16Codec(), Int8Codec(), TopKCodec(ratio=0.1)
+CODECS = [BFLOAT16, INT8, TOP, TopKCodec(ratio=1.0)]
 DTYPES = [torch.float32, torch.float64]
 
 
@@ -26,7 +27,7 @@ def draw(seed, blocks=12, dtype=torch.float32):
 
 def decoded(values, codec, lost=None):
     found = torch.zeros_like(values)
-    add_decoded(found, encode(values, codec, lost), codec)
+    codec.add_decoded(found, encode(values, codec, lost), 1)
     return found
 
 
@@ -96,14 +97,14 @@ def mean_error(codec, steps, feedback):
     return float((total / steps - values).abs().max())
 
 
-@pytest.mark.parametrize("codec", [INT8, TOP], ids=str)
-def test_with_feedback_the_mean_over_steps_goes_to_what_is_sent(codec):
+@pytest.mark.parametrize("codec, ratio", [(INT8, 1), (TOP, TOP.ratio)], ids=str)
+def test_with_feedback_the_mean_over_steps_goes_to_what_is_sent(codec, ratio):
     """Oracle: lost parts stay bounded; the mean's error falls as 1 / steps.
 
     Without feedback the error is constant. With top-k a number waits at most until no number is
-    larger: numbers below 1 wait at most 1 / share steps.
+    larger: numbers below 1 wait at most 1 / ratio steps.
     """
-    bound = 1 / codec.share
+    bound = 1 / ratio
     for steps in (100, 1000):
         assert mean_error(codec, steps, True) <= bound / steps
     assert mean_error(codec, 1000, True) < mean_error(codec, 100, True) / 5

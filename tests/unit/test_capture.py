@@ -182,9 +182,7 @@ def test_a_device_without_graphs_is_refused(comm, monkeypatch):
     """Oracle: the line."""
     monkeypatch.setattr(*inside.PLACES["records"], {})
     model = problem.network()
-    with pytest.raises(
-        ValueError, match="cuda_graph=True needs a model on a GPU of NVIDIA, not on"
-    ):
+    with pytest.raises(ValueError, match="cuda_graph=True needs a model on an NVIDIA GPU, not on"):
         problem.kfac(model, problem.plain_sgd(model), comm, cuda_graph=True)
 
 

@@ -196,7 +196,7 @@ def test_a_later_checkpoint_of_another_name_is_told(comm, tmp_path, caplog, find
     save_checkpoint(comm, tmp_path, {"a": 2}, 48).rename(tmp_path / name)
     find(comm, tmp_path)
     (line,) = caplog.messages
-    assert line.startswith(f"{tmp_path / name} holds step 48, and is passed over; rename it to")
+    assert line.startswith(f"{tmp_path / name} holds step 48, and is skipped; rename it to")
     shutil.rmtree(tmp_path / "step-000000024")
     caplog.clear()
     assert find(comm, tmp_path) is None

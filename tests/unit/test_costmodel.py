@@ -264,7 +264,7 @@ def test_vectors_have_times_of_their_own():
     found = [costs.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
     assert sorted(found) == pytest.approx([16, 22])
     for part in (costs.statistics_seconds, costs.precondition_seconds):
-        with pytest.raises(ValueError, match="has no times of preconditioner='eva'"):
+        with pytest.raises(ValueError, match="has no times for preconditioner='eva'"):
             part(plan, 0, MACHINE, MACHINE.networks[0])
 
 
@@ -291,7 +291,7 @@ def test_layers_have_the_times_of_their_preconditioners():
     seconds = costs.statistics_seconds(plan, 0, MACHINE, network)
     assert seconds == pytest.approx(2 * 16 / 38 + 0.5 * (116 + 40) / 284)
     for part in (costs.statistics_seconds, costs.precondition_seconds):
-        with pytest.raises(ValueError, match="has no times of preconditioner='eva'"):
+        with pytest.raises(ValueError, match="has no times for preconditioner='eva'"):
             part(plan, 0, MACHINE, MACHINE.networks[0])
 
 
@@ -408,9 +408,9 @@ def test_factors_of_the_gradient_take_products_and_no_statistics():
     assert seconds(layer, "muon") == 0
     plan = make_plan([layer], 1, Strategy(MemOpt()), preconditioner="shampoo")
     without = dataclasses.replace(MACHINE, products=(), decompositions={})
-    with pytest.raises(ValueError, match="no rates of products"):
+    with pytest.raises(ValueError, match="no rates for products"):
         costs.moment_seconds(plan, 0, without)
-    with pytest.raises(ValueError, match="no times of preconditioner="):
+    with pytest.raises(ValueError, match="no times for preconditioner="):
         costs.decompose_seconds(plan, 0, without)
     plan = make_plan([layer], 1, Strategy(MemOpt()), preconditioner="muon")
     orthogonal, kfac = sum(layer.orthogonalising()), sum(layer.products())
@@ -449,5 +449,5 @@ def test_a_machine_without_rates_of_products_makes_no_factors_of_gradients():
     """Oracle: the text of the error, of a machine as older calibrations wrote it."""
     plan = make_plan(LAYERS, 1, Strategy(MemOpt()), preconditioner="shampoo")
     older = dataclasses.replace(MACHINE, products=())
-    with pytest.raises(ValueError, match="'made up' has no rates of products; measure them with"):
+    with pytest.raises(ValueError, match="'made up' has no rates for products; measure them with"):
         costs.moment_seconds(plan, 0, older)

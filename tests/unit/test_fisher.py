@@ -61,5 +61,5 @@ def test_variances_of_confident_bits_are_not_rounded_away():
 
 
 def test_all_labels_of_many_positions_are_refused():
-    with pytest.raises(ValueError, match=r"not \[2, 3, 4\]; take .*fisher_type='mc'"):
+    with pytest.raises(ValueError, match=r"not \[2, 3, 4\]; use .*fisher_type='mc'"):
         next(fisher.exact(outputs(2, 3, 4), "cross-entropy"))

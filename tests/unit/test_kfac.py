@@ -263,7 +263,7 @@ def test_what_no_layer_covers_is_logged_once(comm, caplog):
     kfac.step()
     first_order, cost = caplog.messages
     assert first_order == (
-        "trained first-order, as no layer covers them: "
+        "trained first-order, because no layer covers them: "
         "BatchNorm1d 1 (weight, bias); Linear 2 (weight, bias)"
     )
     assert cost.startswith("K-FAC: ")
@@ -452,7 +452,7 @@ def test_later_steps_keep_no_more_than_earlier_ones(comm, preconditioner):
     before = held()
     problem.run(kfac, comm, range(6, 18))
     gc.collect()
-    assert held() == before
+    assert held() <= before  # garbage of earlier tests may have been freed
 
 
 def test_loading_forgets_the_batch_at_hand(comm):

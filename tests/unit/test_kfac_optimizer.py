@@ -295,7 +295,7 @@ def test_a_trainer_that_is_gone_refuses_nothing():
         (
             lambda p: torch.optim.SGD(p, 0.1),
             {"grafting": AdamGrafting()},
-            "lr=0.1 is a learning rate of SGD; with AdamGrafting(",
+            "lr=0.1 is a learning rate for SGD; with AdamGrafting(",
         ),
         (lambda p: torch.optim.SGD(p, 0.1), {"grafting": SGDGrafting()}, ""),
         (lambda p: torch.optim.SGD(p, 0.0075), {"grafting": AdamGrafting(momentum=0.9)}, ""),
@@ -307,7 +307,7 @@ def test_a_trainer_that_is_gone_refuses_nothing():
         (
             lambda p: torch.optim.SGD(p, 0.1),
             {"grafting": NoGrafting()},
-            "NoGrafting() without a clip may div",
+            "NoGrafting() without a clip can div",
         ),
         (lambda p: torch.optim.SGD(p, 0.1), {"clip": NormClip(max_norm=0.1)}, ""),
         (lambda p: torch.optim.SGD(p, 0.1), {"clip": KLClip(kl_clip=0.001)}, ""),

@@ -153,7 +153,7 @@ def test_a_class_that_computes_as_a_covered_class_is_offered():
     parametrize.register_parametrization(model[3], "weight", nn.Tanh())
     model.append(nn.MultiheadAttention(2, 1))
     (line,) = offered(model)
-    assert "trained first-order, as Subclass is a derived class: 0, 2; coverage=" in line
+    assert "trained first-order, because Subclass is a derived class: 0, 2; coverage=" in line
     chosen = re.search(r"coverage=(.*) covers Subclass$", line)[1]
     coverage = eval(chosen, {"mpikfac": mpikfac, "torch": torch, "Subclass": Subclass})
     assert [layer.name for layer in layers.cover(model, coverage)[0]][:2] == ["0", "2"]

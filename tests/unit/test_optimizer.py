@@ -80,7 +80,7 @@ def test_processes_without_mpi_are_refused(monkeypatch, moment):
     optimizer = made() if moment == "step" else None
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
-    with pytest.raises(ValueError, match="joins 4 processes, but MPI joins 1: start the program"):
+    with pytest.raises(ValueError, match="connects 4 processes, but MPI connects 1: start"):
         optimizer.step() if optimizer else made()
 
 

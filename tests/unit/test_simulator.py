@@ -422,7 +422,7 @@ def test_the_cheapest_plan_is_the_fastest_that_fits():
         ({"factor_update_steps": 0}, "factor_update_steps=0 must be a whole number of at least 1"),
         ({"stragglers": 1.5}, "stragglers=1.5 must be between 0 and 1"),
         ({"stragglers": math.nan}, "stragglers=nan must be between 0 and 1"),
-        ({"model": "other"}, "has no times of model='other'"),
+        ({"model": "other"}, "has no times for model='other'"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(change, told):

@@ -379,7 +379,9 @@ def test_a_batch_that_is_on_its_way_is_not_discarded(comm):
     kfac = trainer(
         comm, problem.network(), strategy=Strategy(MemOpt(), transport=Transport(overlap=True))
     )
-    with pytest.raises(ValueError, match="overlap=True a batch is sent as it is made; call step"):
+    with pytest.raises(
+        ValueError, match="overlap=True the backward pass has already sent gradients; call step"
+    ):
         kfac.clear_statistics()
 
 

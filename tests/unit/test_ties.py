@@ -105,9 +105,9 @@ def test_a_line_at_the_start_names_the_modules(caplog):
     KFACOptimizer(Language())
     assert caplog.messages == [
         "K-FAC covers 30 of 82 weights; the rest is trained first-order",
-        "trained first-order, as no layer covers them: Linear head (bias); "
+        "trained first-order, because no layer covers them: Linear head (bias); "
         "LayerNorm norm (weight, bias)",
-        "trained first-order, as no layer covers all modules that share them: "
+        "trained first-order, because no layer covers all modules that share them: "
         "wte.weight = head.weight",
     ]
     caplog.clear()

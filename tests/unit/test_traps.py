@@ -288,7 +288,7 @@ def test_wrong_objects_are_refused_in_one_line(make):
     with pytest.raises(ValueError, match=r"1 trained parameters that the model lacks .*\(3,\)"):
         make(model, torch.optim.SGD([*model.parameters(), weights], lr=0.1), COMM)
     trained = make(model, sgd, COMM)
-    with pytest.raises(ValueError, match=r"step\(\) takes a GradScaler or nothing, not function"):
+    with pytest.raises(ValueError, match=r"step\(\) accepts a GradScaler or None, not function"):
         trained.step(lambda: 0.0)
     with pytest.raises(AttributeError, match="optimizer"):
         trained.optimizer = sgd

@@ -26,7 +26,7 @@ def test_numbers_are_counted_and_told_once_in_a_row(caplog):
 def test_counts_are_shown_on_a_line():
     """Oracle: the lines, written out."""
     nonfinite = Nonfinite(rank=3)
-    assert repr(nonfinite) == "Nonfinite(rank 3: all numbers were finite)"
+    assert repr(nonfinite) == "Nonfinite(rank 3: all values were finite)"
     nonfinite.note("gradient", ["a", "b"], 0, "")
     nonfinite.note("decomposition", ["a"], 0, "")
     assert repr(nonfinite) == "Nonfinite(rank 3: gradient 2, decomposition 1)"
@@ -53,7 +53,7 @@ def test_a_streak_outlasts_what_was_tried_in_between():
     nonfinite.note("decomposition", [], TOLERATED, "", tried=["b"])
     nonfinite.note("decomposition", ["b"], TOLERATED, "", tried=["b"])
     with pytest.raises(
-        UserError, match=rf"{TOLERATED + 1} times .*: the decomposition of 'a'; see"
+        UserError, match=rf"{TOLERATED + 1} times .*: the decomposition of 'a'; check"
     ):
         nonfinite.note("decomposition", ["a"], TOLERATED, "", tried=["a"])
 

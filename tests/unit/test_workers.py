@@ -47,7 +47,7 @@ def test_workers_of_a_loader_do_not_start_mpi():
 def test_a_program_that_asks_for_mpi_in_a_worker_ends_at_once(way):
     """Oracle: the line and the code; a forked worker imports nothing anew."""
     ended = launch(2, PROGRAM, way, "top", timeout=60)
-    line = "mpikfac: a worker process must not start MPI, which its rank has started: call world()"
+    line = "mpikfac: a worker process must not start MPI, which its rank has already started: call"
     assert (ended.returncode == 0, line in ended.stderr) == (way == "fork", way != "fork")
 
 

@@ -114,7 +114,7 @@ def coverage(subject: Subject, findings: Mapping[str, Finding]) -> list[list[str
         for layer in by:
             is_layer_module = module is layer.module
             how = form(layer.shape) if is_layer_module else f"weights of {layer.name}"
-            how += "" if findings[layer.name].vectors else "; took no part in this batch"
+            how += "" if findings[layer.name].vectors else "; not used in this batch"
             covered.append((shown(layer.name if is_layer_module else name), kind, how))
         if not by and any(id(p) not in inside for p in module.parameters(recurse=False)):
             why = why_not(name, module, subject, ties.get(name, ()))
@@ -168,7 +168,7 @@ def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str])
         return subject.refused[name]
     if ties:
         shared = " = ".join(ties)
-        return f"trained first-order, as no layer covers all modules that share {shared}"
+        return f"trained first-order, because no layer covers all modules that share {shared}"
     if type(module) in mpikfac.NORMS:
         return (
             "trained first-order; coverage=mpikfac.Coverage(covers={**mpikfac.KINDS, "
@@ -178,7 +178,7 @@ def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str])
     if mpikfac.layers.same_as(module, covers):
         return f"trained first-order; {mpikfac.layers.offer(type(module), covers)}"
     if base := mpikfac.layers.covered_base(type(module), covers):
-        return f"trained first-order; derived from {base.__name__}, may compute differently"
+        return f"trained first-order; derived from {base.__name__}, might compute differently"
     return "trained first-order"
 
 
@@ -189,8 +189,8 @@ def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
         cells = [f"{finding.errors[q]:.0e}" if q in finding.errors else "-" for q in QUANTITIES]
         rows.append((shown(name), str(finding.vectors), *cells, judged(finding)))
     return [
-        f"Numbers: relative errors in float64, {number(examples, 'example')}",
-        "  A, G: recorded factors, against factors from the vectors that the module itself shows",
+        f"Errors: relative, in float64, {number(examples, 'example')}",
+        "  A, G: recorded factors, against factors from the vectors that the module itself uses",
         "  gradient: sums of g a^T, against autograd for each example alone and for the model",
         f"  eigen, inverse: preconditioners, against dense solves up to order {LARGEST_PRODUCT:,}",
         *table(rows),
@@ -203,7 +203,7 @@ def judged(finding: Finding) -> str:
         return "no vectors"
     if finding.wrong:
         return f"WRONG: {', '.join(finding.wrong)}"
-    return "too large for the oracle" if finding.large else "ok"
+    return "too large for the reference computation" if finding.large else "ok"
 
 
 def strategies(ranks: int, errors: Mapping[str, float]) -> list[str]:
@@ -254,19 +254,21 @@ def cost(subject: Subject, examples: int) -> list[str]:
     plan = mpikfac.make_plan(shapes, 1, mpikfac.Strategy(), tensors)
     run = foreseen(kfac, Inverse(), {}, (shapes, tensors), plan, calls, 1)
     remedy = (
-        "use a larger batch; or smaller blocks of factors, by a rule of mpikfac.Coverage with a "
-        "smaller `largest`; or grafting=mpikfac.AdamGrafting(orthogonalize=False)"
+        "use a larger batch; or smaller blocks of factors, with a rule of mpikfac.Coverage that "
+        "sets a smaller `largest`; or grafting=mpikfac.AdamGrafting(orthogonalize=False)"
     )
-    lines = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
+    texts = [f"One rank, {number(examples, 'example')}: {run.line}"] if run.line else []
+    if run.times > 2:
+        texts.append(f"To reduce them: {remedy}")
     return [
         line
-        for text in [*lines, *[f"To reduce them: {remedy}"] * (run.times > 2)]
+        for text in texts
         for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]
 
 
 def verdict(findings: Mapping[str, Finding], strategy_errors: Mapping[str, float]) -> list[str]:
-    """Return the verdict on all layers and strategies; wrong ones by name."""
+    """Return the verdict on all layers and strategies, with the names of wrong ones."""
     layers = [shown(name) for name, finding in findings.items() if finding.wrong]
     wrong = layers + [name for name, off in strategy_errors.items() if not alike(off)]
     judged = sum(bool(finding.errors) for finding in findings.values()) + len(strategy_errors)

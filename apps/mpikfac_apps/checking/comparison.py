@@ -36,8 +36,8 @@ class Finding:
 
     Attributes:
         parts: the layer; for a product inside a module, a separate layer per group.
-        vectors: number of vectors that the factors are estimated from; 0 for a layer that the batch
-            does not use.
+        vectors: the number of vectors from which the factors are estimated; 0 for a layer that the
+            batch does not use.
         large: whether the layer is too large for the reference computation.
         errors: relative errors of the compared quantities.
     """
@@ -133,7 +133,7 @@ def one_step(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     skip = [*subject.coverage.skip, *others(subject, model, names)]
     coverage = dataclasses.replace(subject.coverage, skip=skip)
-    with without_warnings():  # K-FAC would warn about the layers that are left out on purpose
+    with without_warnings():  # K-FAC would warn about layers that are left out on purpose
         kfac = mpikfac.KFAC(
             model,
             optimizer,
@@ -269,7 +269,7 @@ def trained(
 ) -> tuple[Tensor, Tensor]:
     """Return all parameters after and before some steps on the rank's shards.
 
-    Only covered layers are in training mode, as batch statistics and random draws would differ
+    Only covered layers are in training mode, because batch statistics and random draws would differ
     between shards.
 
     Collective over: comm.
@@ -313,7 +313,7 @@ def distributed(
         damping=DAMPING,
         inv_update_steps=1,
         preconditioner=preconditioner,
-        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam's length makes rounding of zeros large
+        clip=mpikfac.KLClip(kl_clip=0.001),  # Adam's length would magnify the rounding of zeros
         coverage=coverage,
     )
     for layer in kfac.layers:

@@ -57,9 +57,9 @@ def check_passes(subject: Subject, examples: int, ranks: int) -> None:
     """Run the passes of the comparisons, forward and backward; on several ranks also in eval().
 
     Raises:
-        ValueError: the model's own code raises an error; the text is one line.
+        ValueError: the model's own code raises an error; the message is one line.
     """
-    for training in [True, False][: min(ranks, 2)]:
+    for training in [True] if ranks == 1 else [True, False]:
         mode = "train" if training else "eval"
         with own.one_line_errors(f"a pass of the model in {mode}() with {examples} examples"):
             loss(subject.copied().train(training), subject.batch(examples, seed=0)).backward()
@@ -71,15 +71,16 @@ def named_subject(
     """Return the network `name`.
 
     Raises:
-        ValueError: no network has the name, the network refuses the input, or trains nothing.
+        ValueError: no network has the name, or the network rejects the input or has nothing to
+            train.
     """
     torch.manual_seed(0)
     entry = models.network(name)
     if entry.image and tokens is not None:
-        raise ValueError(f"--tokens {tokens} needs a model of your own, not {name}")
+        raise ValueError(f"--tokens {tokens} needs your own model, not {name}")
     inputs = inputs or entry.image
     if inputs is None:
-        raise ValueError("a model of your own needs --input, such as 3,32,32")
+        raise ValueError("your own model needs --input, such as 3,32,32")
     model = models.build(name, classes, inputs[0])
     return subject_of(model, entry.covers, inputs, tokens or entry.tokens(classes))
 
@@ -93,7 +94,7 @@ def subject_of(
     """Return a model in float64, with inputs and coverage.
 
     Raises:
-        ValueError: the module refuses the input, or trains nothing.
+        ValueError: the module rejects the input, or has nothing to train.
     """
     model = model.double()
     two = own.drawn((2, *inputs), tokens, torch.Generator().manual_seed(0))

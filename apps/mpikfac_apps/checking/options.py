@@ -1,4 +1,4 @@
-"""The options of the check of a model; help needs no torch."""
+"""The options of the check of a model; help does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CheckOptions:
     """Check K-FAC on a model: covered layers, results against autograd, strategies.
 
     Args:
-        model: the model: a network by name, such as resnet20; a network of timm, as timm:NAME; or
+        model: the model: a network by name, such as resnet20; a network from timm, as timm:NAME; or
             FILE.py:FUNCTION, where the function returns the model.
         input: the shape of an example, such as 3,32,32. null for the default images of a network by
             name; required for a model of FILE.py.

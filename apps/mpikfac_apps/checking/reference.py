@@ -1,8 +1,8 @@
 """Compute K-FAC by definition: vectors from the modules' own outputs, full Kronecker products.
 
-The check compares a model's layers with the results of this module, in which nothing is fast or
-distributed. It uses only one part of the library: the layer's map between elements of weight, bias
-and outputs and the layer's matrices.
+The check compares a model's layers with the results of this module, in which nothing is optimized
+or distributed. Of the library, it uses only the layer's map between its matrices and the elements
+of weight, bias and outputs.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
         copy_all(probe.values_from(probe.parts(matrix.view(shape.gradient))))
         return output_vectors(layer, probe.module(x))
 
-    of_bias, columns = outputs(), []  # outputs of a frozen bias
+    of_bias, columns = outputs(), []  # contributions of a frozen bias
     for start in range(0, shape.inputs, shape.outputs):
         rows = torch.arange(min(shape.outputs, shape.inputs - start))
         matrix.zero_()[:, rows, start + rows] = 1
@@ -185,8 +185,7 @@ def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> T
 def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     """Solve with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G.
 
-    A factor of zeros, such as G before a layer initialised to zero, has no size to compare with;
-    pi is then 1.
+    A factor of zeros, such as G before a layer initialised to zero, has no scale, so pi is 1.
     """
     means = a.trace() / len(a), g.trace() / len(g)
     pi = (means[0] / means[1]) ** 0.5 if all(mean > 0 for mean in means) else 1.0

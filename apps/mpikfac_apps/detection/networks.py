@@ -18,10 +18,10 @@ def build(name: str, classes: int, size: int) -> nn.Module:
     Args:
         name: a name in `NETWORKS`.
         classes: the number of classes, with the background as class 0.
-        size: height and width of pictures in pixels.
+        size: height and width of images in pixels.
 
     Raises:
-        ValueError: torchvision is not installed, or does not fit torch.
+        ValueError: torchvision is not installed, or does not match torch.
     """
     return NETWORKS[name](torchvision(), classes, size)
 
@@ -30,7 +30,7 @@ def torchvision() -> Any:
     """Return the package, with its module of detectors.
 
     Raises:
-        ValueError: torchvision is not installed, or does not fit torch.
+        ValueError: torchvision is not installed, or does not match torch.
     """
     try:
         importlib.import_module("torchvision.models.detection")
@@ -38,14 +38,14 @@ def torchvision() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         about = " ".join(str(error).split())
         raise ValueError(
-            f"detection needs the torchvision that belongs to torch: {about}; in a separate "
+            f"detection needs the torchvision that matches torch: {about}; in a separate "
             f"environment, run pip install 'mpikfac[apps,detection]', see "
             f"docs/extensions/detection.md"
         ) from error
 
 
 def small(vision: Any, classes: int, size: int) -> nn.Module:
-    """Return a Mask R-CNN with 0.2 million weights for pictures of a few large shapes."""
+    """Return a Mask R-CNN with 0.2 million weights for images of a few large shapes."""
     models, channels, units = vision.models.detection, 32, 64
     anchors = models.rpn.AnchorGenerator(
         sizes=((size // 4,), (size // 2,)), aspect_ratios=((1.0,), (1.0,))

@@ -1,6 +1,6 @@
 """Measure detections: mean average precision at one overlap, over all points of the curve.
 
-    found     a detection is right if it overlaps a shape of its class, in its picture, by at least
+    found     a detection is right if it overlaps a shape of its class, in its image, by at least
               `OVERLAP`, and no detection with a higher score has found the shape
     precision the fraction of right detections among those down to a score
     average   the mean over all shapes of a class: the best precision at which the shape is found
@@ -35,7 +35,7 @@ class Tally:
     shapes: int = 0
 
     def add(self, tally: Tally) -> None:
-        """Add the detections and shapes of other pictures."""
+        """Add the detections and shapes of other images."""
         self.judged += tally.judged
         self.shapes += tally.shapes
 
@@ -44,7 +44,7 @@ class Tally:
         """The area below the curve of precision over recall; NaN without shapes."""
         if not self.shapes:
             return math.nan
-        # Wrong detections come first among equal scores, so the order of pictures does not matter.
+        # Wrong detections come first among equal scores, so the order of images does not matter.
         ordered = sorted(self.judged, key=lambda detection: (-detection[0], detection[1]))
         best, area, right = 0.0, 0.0, sum(hit for _, hit in ordered)
         for place, (_, hit) in reversed(list(enumerate(ordered, start=1))):
@@ -58,7 +58,7 @@ class Tally:
 def tallied(
     detections: Mapping[str, Tensor], target: Mapping[str, Tensor], overlaps: Tensor
 ) -> dict[int, Tally]:
-    """Return the tallies of a picture by class.
+    """Return the tallies of an image by class.
 
     Args:
         detections: `scores` and `labels` of detections, `[detections]` each.
@@ -90,7 +90,7 @@ def right(overlaps: Tensor) -> list[bool]:
 
 
 def merged(parts: Sequence[Mapping[int, Tally]]) -> dict[int, Tally]:
-    """Merge tallies of some pictures each into tallies of all pictures."""
+    """Merge tallies of some images each into tallies of all images."""
     total: dict[int, Tally] = {}
     for part in parts:
         for label, tally in part.items():

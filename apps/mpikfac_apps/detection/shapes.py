@@ -1,4 +1,4 @@
-"""Draw pictures of shapes on noise, with boxes and masks: data available on every machine."""
+"""Generate images of shapes on noise, with boxes and masks: data available on every machine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch.utils.data import Dataset
 from mpikfac_apps.programs.draws import generator
 
 CLASSES = ("background", "circle", "square", "triangle")
-MOST = 3  # shapes in a picture
+MOST = 3  # shapes in an image
 DARK, BRIGHT = 0.3, 0.4  # noise is below, colours are above
 
 Example = tuple[Tensor, dict[str, Tensor]]
 
 
 class Shapes(Dataset[Example]):
-    """Pictures of circles, squares and triangles with random colours, sizes and places, on noise.
+    """Images of circles, squares and triangles with random colours, sizes and positions, on noise.
 
-    A picture depends only on its number and the seed, so each rank draws only its own pictures.
+    An image depends only on its number and the seed, so each rank generates only its own images.
 
     Args:
-        numbers: the numbers of the pictures.
+        numbers: the numbers of the images.
         size: height and width in pixels, at least 32.
         seed: at least 0.
     """
@@ -33,7 +33,7 @@ class Shapes(Dataset[Example]):
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Example:
-        """Return a picture `[3, size, size]` and its target, in torchvision's form.
+        """Return an image `[3, size, size]` and its target, in torchvision's form.
 
         The target contains `masks` `[shapes, size, size]`, `boxes` `[shapes, 4]` as left, top,
         right and bottom in pixels, and `labels` `[shapes]` as indices of `CLASSES`.
@@ -82,6 +82,6 @@ def boxes_of(masks: Tensor) -> Tensor:
 
 
 def _placed(size: int, random: Tensor) -> list[float]:
-    """Return radius, row and column of a shape inside the picture, from three numbers in [0, 1)."""
+    """Return radius, row and column of a shape inside the image, from three numbers in [0, 1)."""
     radius = float(size * (1 + random[0]) / 8)
     return [radius, *(radius + (size - 2 * radius) * random[1:]).tolist()]

@@ -35,12 +35,12 @@ class DetectionOptions(ProgramOptions):
     """Train torchvision's Mask R-CNN on drawn shapes, with K-FAC or SGD.
 
     Args:
-        model: the network, with random initial weights: "small", for pictures of few large shapes,
+        model: the network, with random initial weights: "small", for images of few large shapes,
             or "resnet50", torchvision's Mask R-CNN with a ResNet-50 and a feature pyramid.
-        size: the height and width of pictures in pixels.
-        images: the number of pictures in an epoch.
-        test_images: the number of other pictures, for the test after each epoch.
-        batch: the number of pictures in a step, over all ranks.
+        size: the height and width of images in pixels.
+        images: the number of images in an epoch.
+        test_images: the number of separate images for the test after each epoch.
+        batch: the number of images in a step, over all ranks.
     """
 
     rates: ClassVar[Mapping[str, float]] = {"kfac": 0.0003, "sgd": 0.1, "adamw": 0.001}
@@ -56,7 +56,7 @@ class DetectionOptions(ProgramOptions):
         """Check the batch.
 
         Raises:
-            ValueError: ranks would get uneven shards, or an epoch has no step.
+            ValueError: ranks would get uneven shards, or an epoch has no steps.
         """
         if self.batch % ranks:
             raise ValueError(f"batch={self.batch} must be a multiple of the {ranks} ranks")
@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Detection(Work):
-    """A detector, and drawn shapes.
+    """A detector that is trained on generated shapes.
 
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: the options do not fit each other, or the ranks.
+        UserError: the options cannot be combined, or do not match the ranks.
     """
 
     measures = tuple(name.removeprefix("loss_") for name in LOSSES)
@@ -94,7 +94,7 @@ class Detection(Work):
         self.model = model
         self.trainer = trainer_of(comm, model, options, coverage)
         self.examples_per_step = options.batch
-        self.steps_per_epoch = options.images // options.batch  # the remaining pictures are skipped
+        self.steps_per_epoch = options.images // options.batch  # the remaining images are skipped
         last = options.images + options.test_images
         self._training = Shapes(range(options.images), options.size, options.seed)
         numbers = range(last)[options.images + comm.rank :: comm.size]
@@ -114,7 +114,7 @@ class Detection(Work):
         return Taken(losses.sum(), len(images), losses * len(images))
 
     def _share(self, step: int) -> list[int]:
-        """Return the numbers of the rank's pictures in a step."""
+        """Return the numbers of the rank's images in a step."""
         epoch, index = divmod(step, self.steps_per_epoch)
         draws = generator(self.options.seed, epoch)
         order = torch.randperm(len(self._training), generator=draws)
@@ -122,7 +122,7 @@ class Detection(Work):
         return batch.chunk(self.comm.size)[self.comm.rank].tolist()
 
     def test(self) -> dict[str, float]:
-        """Return the mean average precision of boxes and of masks over the pictures."""
+        """Return the mean average precision of boxes and of masks over the images."""
         boxes, masks = [], []
         self.model.eval()
         for number in range(len(self._tests)):
@@ -139,7 +139,7 @@ class Detection(Work):
         return dict(zip(("AP50 of boxes", "AP50 of masks"), means))
 
     def _on_device(self, example: Example) -> Example:
-        """Return a picture and its target on the device."""
+        """Return an image and its target on the device."""
         image, target = example
         return image.to(self.device), {
             name: value.to(self.device) for name, value in target.items()
@@ -147,4 +147,4 @@ class Detection(Work):
 
     def summary(self) -> str:
         """Summarise the network and the data; not collective."""
-        return f"{self.options.model} on {self.options.images} drawn pictures"
+        return f"{self.options.model} on {self.options.images} generated images"

@@ -41,8 +41,8 @@ def of_all(halo: Halo, exchange: Exchange) -> Aggregate:
     """Return the sum over the neighbours on all ranks.
 
     A rank's gradients are those of the mean loss over all ranks, divided by the rank's fraction of
-    the nodes, as the trainer multiplies by this fraction. Gradients are therefore rescaled on their
-    way to other ranks.
+    the nodes, because the trainer multiplies by this fraction. Gradients are therefore rescaled on
+    their way to other ranks.
 
     Collective over: group, forward and backward.
     """
@@ -103,7 +103,7 @@ class Late:
 
 
 class Sums(NamedTuple):
-    """The sums over neighbours of a training.
+    """The sums over neighbours in a training run.
 
     Attributes:
         halo: the rows that are sent.
@@ -124,7 +124,7 @@ def sums_of(
     """Return the sums of a name in `AGGREGATES`.
 
     Args:
-        halo: with "local", only of the edges inside of ranks.
+        halo: with "local", only that of edges inside ranks.
         widths: of hidden rows.
     """
     if name == "local":

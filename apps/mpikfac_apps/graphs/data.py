@@ -49,7 +49,8 @@ class Planted:
         nodes: the number of nodes.
         communities: the number of communities, which are the classes.
         degree: the mean number of neighbours of a node.
-        mixing: the fraction of the edges whose second node is arbitrary, not of the same community.
+        mixing: the fraction of the edges whose second node is arbitrary instead of in the same
+            community.
         inputs: the number of features of a node.
         noise: the standard deviation of the noise in features; that of community centres is 1.
     """
@@ -105,7 +106,7 @@ def once(pairs: Places) -> Places:
 def karate() -> Graph:
     """Return networkx's karate club [Zachary 1977]: 34 members, 78 friendships, 2 later clubs.
 
-    Features are one-hot indices of the members, as nothing else is known about them.
+    Features are one-hot indices of the members, because nothing else is known about them.
 
     Raises:
         ValueError: networkx is not installed.

@@ -62,7 +62,7 @@ def _breadth_first(neighbours: Sequence[Places]) -> list[int]:
     for start in range(len(neighbours)):
         reached = [] if start in order else [start]
         order.setdefault(start)
-        for node in reached:  # grows by neighbours
+        for node in reached:  # extended by neighbours
             fresh = [near for near in neighbours[node].tolist() if near not in order]
             order |= dict.fromkeys(fresh)
             reached += fresh

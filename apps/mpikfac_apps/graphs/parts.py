@@ -20,7 +20,7 @@ class Weights(NamedTuple):
 
 
 class GraphPart(NamedTuple):
-    """What a rank keeps of a graph.
+    """The part of a graph that a rank stores.
 
     Attributes:
         own: `[own, own]`, sparse; weights of own rows in sums over neighbours.

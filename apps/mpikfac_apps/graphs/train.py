@@ -41,8 +41,8 @@ class GraphOptions(ProgramOptions):
         graph: "planted" communities; "karate", a club of 34 members (package networkx); or
             "surface", a mesh of the brain with 10,242 nodes (packages nilearn and nibabel).
         planted: the planted communities.
-        known: the fraction of the nodes whose classes are known in training; the others are for the
-            test.
+        known: the fraction of the nodes whose classes are known in training; the others are the
+            test set.
         partition: how nodes are distributed over ranks: in order ("contiguous"), by most neighbours
             ("greedy"), or by METIS ("metis", package pymetis).
         model: "gcn", graph convolutions, or "sage", GraphSAGE with means.
@@ -75,8 +75,8 @@ class GraphWork(Work):
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: a package is missing, a rank or the test would have no node, or a setting
-            cannot work.
+        UserError: a package is missing, a rank or the test would have no node, or a setting is not
+            supported.
 
     Attributes:
         sums: the sums over neighbours in the training.
@@ -97,7 +97,7 @@ class GraphWork(Work):
         self.examples_per_step = nodes = len(owners)
         hidden = [options.hidden] * (options.layers - 1)
         model = GraphNetwork(options.model, [graph.inputs, *hidden, graph.classes]).to(device)
-        estimator = mpikfac.Estimator(subsample=1)  # of all nodes, whichever rank owns them
+        estimator = mpikfac.Estimator(subsample=1)  # of all nodes, regardless of their owners
         self.trainer = trainer_of(comm, model, options, None, estimator, self.trace)
         group, own = mpikfac.comm.Group(comm, 0, self.trace, "world"), owners == comm.rank
         share = float(own.mean())
@@ -130,7 +130,7 @@ class GraphWork(Work):
         return Taken(loss.detach() / max(1, len(labels)), len(labels), right.double()[None])
 
     def test(self) -> dict[str, float]:
-        """Return the accuracy for nodes whose classes are not known, with exact sums."""
+        """Return the accuracy on nodes whose classes are not known, with exact sums."""
         self.trainer.model.eval()
         with torch.no_grad():
             logits = self.trainer.model(self._test_inputs, self._exact.hidden)[~self._known]
@@ -149,14 +149,14 @@ class GraphWork(Work):
         return self.trainer.state_dict() | self._late_rows()
 
     def load(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-        """Load a state; on another number of ranks, delayed rows restart from 0."""
+        """Load a state; on a different number of ranks, delayed rows restart from 0."""
         self.trainer.load_state_dict(checkpoint)
         late = self._late_rows()
         if all(name in checkpoint for name in late):
             for name, rows in late.items():
                 rows.copy_(torch.as_tensor(checkpoint[name]))
         elif self._comm.rank == 0:
-            log.warning("delayed rows restart from 0: they need as many ranks as before")
+            log.warning("delayed rows restart from 0: they need the same number of ranks as before")
 
     def _late_rows(self) -> dict[str, Tensor]:
         """Return delayed rows, by names that contain the rank and the number of ranks."""

@@ -1,4 +1,4 @@
-"""A clock for the time in which this process has run; time when it was stopped does not count."""
+"""A clock for the time in which this process runs, not counting time in which it is stopped."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Clock:
         os.close(memory)
 
     def __call__(self) -> float:
-        """Return the seconds that count, since the start."""
+        """Return the counted seconds since the start."""
         return self._numbers[counter.NOW]
 
     @property
     def stopped(self) -> float:
-        """The seconds that do not count, since the start."""
+        """The uncounted seconds since the start."""
         return self._numbers[counter.STOPPED]
 
     @property

@@ -23,15 +23,15 @@ NUMBERS = NOW, STOPPED, DEADLINE = range(3)
 STACKS = signal.SIGSTKFLT  # requests the rank's stacks, without the GIL; Linux never sends it
 SET_DEATH_SIGNAL = 1  # an option of prctl
 TICK = 0.1  # seconds between two checks
-LONGEST = 1.0  # maximum seconds that a check counts; in the rest, nothing was running
+LONGEST = 1.0  # maximum seconds added per check; in the rest of the time, nothing was running
 # Seconds after the deadline.
-UNABLE = 1.7  # a rank without a report by now holds the GIL
-LAST = 3.0  # a rank that has not exited by now never will
+UNABLE = 1.7  # a rank without a report by then holds the GIL
+LAST = 3.0  # a rank that has not exited by then never will
 
 
 def main() -> None:
     """Count until the rank has exited."""
-    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)  # also ends this process if stopped
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)  # this also ends a stopped process
     rank, memory = map(int, sys.argv[1:])
     numbers = shared(memory)
     before, asked = time.monotonic(), False

@@ -30,7 +30,7 @@ class Guard:
     requests: Requests
 
     def __init__(self, comm: mpikfac.comm.Comm, options: RunOptions, watchdog: Watchdog) -> None:
-        """Open the run directory, to which the watchdog reports from now on.
+        """Open the run directory, to which the watchdog then reports.
 
         Collective over: comm.
 
@@ -57,7 +57,7 @@ class Guard:
 
     def _take_directory(self, resume: str) -> None:
         if self._directory.exists() and not self._directory.is_dir():
-            raise ValueError("it is a file; give a directory")
+            raise ValueError("it is a file; pass a directory")
         self._lock = Lock(self._directory)
         try:
             check_directory(self._directory, resume)
@@ -106,7 +106,7 @@ class Guard:
         if self._lock:
             self._lock.release()
         for empty in ("hang", "control", "."):
-            with suppress(OSError):  # folders are only empty for the last rank, if at all
+            with suppress(OSError):  # folders are empty only for the last rank, if at all
                 (self._directory / empty).rmdir()
 
 
@@ -123,4 +123,4 @@ def check_directory(run_dir: Path, resume: str) -> None:
             raise ValueError(f"{path} is a link; put a folder there, or make {run_dir} the link")
     names = set(os.listdir(run_dir)) - {"lock"}
     if resume != "auto" and names:
-        raise ValueError("it is not empty; give another one, or resume=auto to continue it")
+        raise ValueError("it is not empty; use another one, or resume=auto to continue it")

@@ -1,7 +1,7 @@
 """End the launcher of a job that has ended.
 
 Open MPI's mpirun waits for replies of all hosts before it exits. After a host has lost its network,
-it would wait for as long as TCP does, a quarter of an hour or more.
+it would wait for as long as TCP does, which is a quarter of an hour or more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpikfac_apps.guard.lock import born
 
 NAMES = ("prterun", "mpirun", "orterun")  # the names of Open MPI's launcher
 TICK = 0.1  # seconds between two checks of the launcher
-TERMS = 10  # Open MPI obeys the first SIGTERM, and exits at once after one or two more
+TERMS = 10  # Open MPI obeys the first SIGTERM, and exits immediately after one or two more
 
 
 def end_launcher(seconds: float) -> None:

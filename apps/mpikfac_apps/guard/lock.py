@@ -47,7 +47,8 @@ class Holder:
         pids: the boot and the process namespace; pids can only be compared within one namespace.
         born: the ticks between boot and the start of the process, since pids are reused.
         job: the scheduler's name of the job, or "".
-        attempt: how often Slurm has restarted the job; "" if the scheduler does not count.
+        attempt: the number of times Slurm has restarted the job; "" if the scheduler does not
+            count.
     """
 
     token: str
@@ -138,7 +139,7 @@ class Lock:
 
     def look(self) -> None:
         """Touch the lock, or record why it is lost."""
-        with suppress(Exception):  # storage or memory can be available again at the next attempt
+        with suppress(Exception):  # storage or memory might be available again at the next attempt
             if self._is_named_in(self._path):
                 os.utime(self._path)
             elif os.path.lexists(self._path):
@@ -198,7 +199,7 @@ def _is_gone(holder: Holder, claimant: Holder, silent: float) -> bool:
 
 
 def _may_be_restarted(holder: Holder, claimant: Holder, silent: float) -> bool:
-    """Return whether only time can show if the holder's job was restarted or has another run."""
+    """Return whether only time can tell if the holder's job was restarted or has another run."""
     elsewhere = holder.pids != claimant.pids and silent <= STALE
     return elsewhere and holder.job == claimant.job != "" and not claimant.attempt
 
@@ -212,7 +213,7 @@ def _refusal(path: Path, holder: Holder, silent: float) -> str:
     return (
         f"{path.parent} is in use by process {holder.pid} on {holder.host}{job}, started "
         f"{holder.started}, last sign of life {max(silent, 0):.0f} s ago; end that run (if it was "
-        f"killed, wait {STALE:.0f} s) or give another directory"
+        f"killed, wait {STALE:.0f} s) or use another directory"
     )
 
 
@@ -237,7 +238,7 @@ def _read(path: Path) -> tuple[Holder, float]:
         holder = Holder(**files.json_of(text))
         if _names_a_run(holder):
             return holder, touched
-    raise ValueError(f"{path} names no run; remove it if no run uses the directory")
+    raise ValueError(f"{path} does not name a run; remove it if no run uses the directory")
 
 
 def _names_a_run(holder: Holder) -> bool:

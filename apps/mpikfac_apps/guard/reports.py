@@ -69,7 +69,7 @@ class Reports:
             self._opened = files.writing(directory / name_of(rank))
             self.file = self._opened.fileno()
         self._directory = directory
-        self._memory = os.memfd_create("stacks")  # later, no file descriptor may be left
+        self._memory = os.memfd_create("stacks")  # later, there might be no file descriptor left
 
     def close(self) -> None:
         """Remove this rank's file if it is empty."""
@@ -126,7 +126,7 @@ class Reports:
         return os.read(self._memory, 2**20)
 
     def _summarise(self, directory: Path, seconds: float) -> None:
-        """Print the positions of all ranks, unless another rank was first."""
+        """Print the positions of all ranks, unless another rank has done so."""
         try:
             file = files.writing(directory / "summary.txt", "new")
         except OSError:

@@ -1,4 +1,4 @@
-"""Receive requests for a checkpoint or for the end, from signals, control files and the clock.
+"""Receive requests for a checkpoint or a stop, from signals, control files and the clock.
 
     touch RUN/control/checkpoint    write a checkpoint at the next step and continue
     touch RUN/control/stop          write a checkpoint at the next step and end
@@ -53,7 +53,7 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that request the end, from now on."""
+    """Ignore the signals that request a stop from now on."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -68,7 +68,7 @@ class Requests:
     """Requests to this rank; poll the properties once per step.
 
     SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C (SIGINT) request the end. After construction, the
-    signals only set a flag. The second Ctrl-C ends the process at once.
+    signals only set a flag. The second Ctrl-C ends the process immediately.
 
     Args:
         control: the directory of control files, which the constructor creates; None for no control
@@ -94,7 +94,7 @@ class Requests:
         self._end = math.inf if end is None else end
         self._save_interval = math.inf if every_minutes is None else 60 * every_minutes
         self._next_save = math.inf if every_minutes is None else min(FIRST, self._save_interval)
-        self._stop = self._checkpoint = ""  # where the request came from
+        self._stop = self._checkpoint = ""  # the source of the request
         self._saved, self._looked, self._polled = clock(), -math.inf, math.inf
         self._slowest = self._pause = 0.0
         if control is not None:
@@ -124,13 +124,13 @@ class Requests:
         return self._stop or self._checkpoint
 
     def saved(self, seconds: float) -> None:
-        """Record how long a checkpoint took, written or failed, and start the next interval."""
+        """Record how long a checkpoint took, even if it failed, and start the next interval."""
         self._checkpoint = ""
         self._saved, self._next_save = self._clock(), self._save_interval
         self._slowest = max(self._slowest, seconds)
 
     def ignore_signals(self) -> None:
-        """Ignore signals, also at the end of the interpreter, when no handler runs.
+        """Ignore signals, even while the interpreter shuts down, when no handler runs.
 
         Otherwise, a late signal would kill a run that has fulfilled its requests. The handling of
         Ctrl-C does not change.

@@ -28,7 +28,7 @@ LONGER = 10  # multiplies the limit for the first step, and for phases without s
 TICK = 0.1  # seconds between two checks of the clock
 LEAVE = 2.3  # seconds after the limit, when the reports are complete and all ranks exit
 LAUNCHER = 20.0  # seconds after the limit, when the launcher might still wait for a host
-TOLD = 1.0  # seconds of a stop from which on it is logged
+TOLD = 1.0  # minimum seconds of a stop that is logged
 
 log = logging.getLogger("mpikfac.train")
 
@@ -55,7 +55,7 @@ class Watchdog:
         self._limit, self._stage = limit, stage
         self._stepped = self._ending = False
         self._where, self._deadline = ("start-up", 0, math.inf), math.inf
-        self._lock = threading.Lock()  # progress is either in time or too late
+        self._lock = threading.Lock()  # progress comes either in time or too late
         self._closed = threading.Event()
         self._write_step, self._write_deadline = 0, math.inf
         self._unfinished: Callable[[], bool] = lambda: False
@@ -162,7 +162,7 @@ class Watchdog:
         """Return this rank's position, and the limit that was exceeded.
 
         Writing in the background ends in a step of all ranks. A rank that has finished writing and
-        is in a longer phase may be the one that keeps the others from this step.
+        is in a longer phase might be the one that keeps the others from this step.
         """
         phase, step, seconds = self._where
         stage = self._stage()

@@ -34,7 +34,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Outcome(NamedTuple):
-    """What a node has.
+    """A node's copy, if it has one.
 
     Attributes:
         copy: the file with the copy; empty if the node has none.
@@ -65,7 +65,7 @@ def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listi
             [outcome for outcome in outcomes if outcome is not None], directory, content.place.path
         )
     copy = outcomes[first].copy
-    if not os.path.isfile(copy):  # also if each rank has its own directory of this name
+    if not os.path.isfile(copy):  # even if each rank has its own directory of this name
         return listing
     parts = (listing.train_images, listing.test_images)
     trained, tested = (replace(part, copy=(copy, content.place.start)) for part in parts)
@@ -96,11 +96,11 @@ def sound_copy(content: Content, directory: Path) -> Path:
     """Return the file with a copy of the bytes; write it unless there is an intact copy.
 
     Raises:
-        OSError: the copy cannot be written; the text has the reason.
+        OSError: the copy cannot be written; the message states the reason.
         ValueError: the packed file has no checksum, or one that does not match its images.
     """
     if not is_digest(content.digest):
-        raise ValueError("the packed file has no checksum; create it again by mpikfac pack")
+        raise ValueError("the packed file has no checksum; create it again with mpikfac pack")
     directory.mkdir(parents=True, exist_ok=True)
     copy = directory / f"{content.digest}.images"
     with locked(directory):
@@ -147,7 +147,7 @@ def write(copy: Path, content: Content) -> None:
 
     Raises:
         OSError: the disk is too small, or a file cannot be read or written.
-        ValueError: the bytes have another checksum.
+        ValueError: the bytes have a different checksum.
     """
     partial, size, digest = copy.with_name(f".{copy.name}.partial"), content.place.size, blake3()
     assert size is not None, "a part of a file has a size"
@@ -163,7 +163,7 @@ def write(copy: Path, content: Content) -> None:
             file.flush()
             os.fsync(file.fileno())
         if digest.hexdigest() != content.digest:
-            raise ValueError("the packed file is damaged: its images have another checksum")
+            raise ValueError("the packed file is damaged: its images have a different checksum")
         os.replace(partial, copy)
     finally:
         partial.unlink(missing_ok=True)

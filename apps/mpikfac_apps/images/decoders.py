@@ -1,9 +1,9 @@
 """Start the processes that decode images for a rank, and distribute the work.
 
-Each process is a new Python, started by its program's name: `fork` would copy the state of MPI, and
-`multiprocessing` would run the main program again. Decoded pixels are in memory without a name in
-the file system, so a killed rank leaves nothing behind. Workers of torch's DataLoader would load
-torch in every process.
+Each process is a new Python interpreter, started by its program's name: `fork` would copy the state
+of MPI, and `multiprocessing` would run the main program again. Decoded pixels are in memory without
+a name in the file system, so a killed rank leaves nothing behind. Workers of torch's DataLoader
+would load torch in every process.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mpikfac_apps.images.worker import DecodeJob, Fault, fill, slots_of
 
 TRAINING = (0, 1, 2, 3)  # slots of memory for the next batches of the training
 REST = 4  # the slot for a part of a test or of a sample
-OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables that tell a process its rank
+OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables that give a process its rank
 # glibc keeps the memory of an image for the next one, which saves a third of the processor time.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**27), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 PATIENCE = 10.0  # seconds for a process to end
 
 
 class _Worker(Protocol):
-    """The interface of what decodes images, in the order of the tickets."""
+    """The interface of image decoders, in the order of the tickets."""
 
     def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None: ...
 
@@ -125,7 +125,7 @@ class _Process:
             self._process.wait(PATIENCE)
         return mpikfac.UserError(
             f"an image decoder has ended with code {self._process.returncode}; "
-            f"memory may have been short: try fewer data.workers"
+            f"it may have run out of memory: try fewer data.workers"
         )
 
     def close(self) -> None:

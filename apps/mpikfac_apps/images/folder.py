@@ -13,7 +13,7 @@ import numpy as np
 from mpikfac_apps.images.listing import Images, Listing
 
 KINDS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-EXPECTED = "give a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg)"
+EXPECTED = "pass a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg)"
 
 
 def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
@@ -22,7 +22,8 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
     `load` selects `images` of them.
 
     Raises:
-        ValueError: the folder has another layout; the text is one line with the expected layout.
+        ValueError: the folder has a different layout; the message is one line with the expected
+            layout.
     """
     listing, _ = with_names(path, size)
     return listing
@@ -32,7 +33,7 @@ def with_names(path: str, size: int) -> tuple[Listing, list[str]]:
     """Return the images of a folder, and the names of the classes.
 
     Raises:
-        ValueError: the folder has another layout.
+        ValueError: the folder has a different layout.
     """
     root = Path(path)
     train = root / "train"
@@ -45,7 +46,9 @@ def with_names(path: str, size: int) -> tuple[Listing, list[str]]:
     if not classes:
         raise ValueError(f"{train} has no folders of classes; {EXPECTED}")
     if unknown := sorted(set(folders(test)) - set(classes)):
-        raise ValueError(f"{test / unknown[0]} belongs to no class: {train} has no {unknown[0]}")
+        raise ValueError(
+            f"{test / unknown[0]} does not belong to a class: {train} has no {unknown[0]}"
+        )
     trained, tested = images_of(train, classes), images_of(test, classes)
     missing = np.flatnonzero(np.bincount(trained.labels, minlength=len(classes)) == 0)
     if len(missing):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SAMPLE = 64  # images in files whose bytes a restart compares, as all would take minutes
+SAMPLE = 64  # images in files whose bytes a restart compares; comparing all would take minutes
 
 
 class ImagePlace(NamedTuple):
@@ -48,7 +48,7 @@ class Content(NamedTuple):
 class Images:
     """The images of a part of a data set, in separate files or in a single file.
 
-    The lists are arrays, as a Python list of a million names needs ten times the memory.
+    The lists are arrays, because a Python list of a million names needs ten times the memory.
 
     Attributes:
         root: the folder of the files, or the single file.
@@ -101,7 +101,7 @@ class Images:
 
     @property
     def sample(self) -> int:
-        """A checksum of the bytes of `SAMPLE` evenly spaced images; a missing image has none."""
+        """A checksum of the bytes of `SAMPLE` evenly spaced images, without missing ones."""
         from mpikfac_apps.images.decoding import content  # needs Pillow
 
         count, total = min(SAMPLE, len(self)), 0
@@ -135,7 +135,7 @@ class Listing:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares; see `Dataset.checksums`. Pixels are of a sample."""
+        """Checksums that a restart compares; see `Dataset.checksums`. Pixels are a sample's."""
         whole = self.content.digest.encode() if self.content else b""
         return {
             "images": self.train_images.digest,

@@ -58,7 +58,7 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
         and (np.diff(starts) >= 0).all()
         and 0 <= labels.min() <= labels.max() < classes
     ):
-        raise ValueError(f"{path} is damaged; create it again by mpikfac pack")
+        raise ValueError(f"{path} is damaged; create it again with mpikfac pack")
     spans = np.stack([first + starts[:-1], np.diff(starts)], axis=1)
     parts = (slice(0, train), slice(train, None))
     trained, tested = (Images(path, labels[part], spans=spans[part]) for part in parts)
@@ -89,7 +89,7 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
             keep the bytes.
 
     Raises:
-        ValueError: an image cannot be decoded; the text names it.
+        ValueError: an image cannot be decoded; the message names it.
         OSError: a file cannot be read or written.
     """
     gathered, partial_file = (out.with_name(f".{out.name}.{end}") for end in ("images", "partial"))

@@ -38,7 +38,7 @@ class DecodeRequest:
 
 
 class ImageReader:
-    """Decode images, and replace a broken image by the next image of its class.
+    """Decode images, and replace a broken image with the next image of its class.
 
     All ranks replace a broken image in the same way.
 
@@ -121,7 +121,7 @@ class ImageReader:
         if len(self._broken) > self.most:
             raise mpikfac.UserError(
                 f"{image} cannot be decoded: {self._broken[image]}; repair or delete the file, or "
-                f"allow more broken images than data.max_broken_images={self.most}"
+                f"allow more than data.max_broken_images={self.most}"
             )
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:

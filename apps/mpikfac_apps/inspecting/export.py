@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
     options = EXPORT.read(argv)
     paths = [file for file in (options.weights, options.average, options.factors) if file]
     if not paths:
-        raise ValueError("give --weights FILE, --average FILE, --factors FILE or several of them")
+        raise ValueError("pass --weights FILE, --average FILE, --factors FILE or several of them")
     if len(set(paths)) < len(paths):
         raise ValueError(f"weights and average need two files, not {options.weights} twice")
     return options
@@ -88,7 +88,7 @@ def _tensors(checkpoint: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
 
 
 def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:
-    """Return the factors `[n, n]` by name; `spectra.factors` describes other shapes.
+    """Return the factors `[n, n]` by name; for other shapes, see `spectra.factors`.
 
     Raises:
         ValueError: the checkpoint has no factors.

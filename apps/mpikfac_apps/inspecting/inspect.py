@@ -33,7 +33,8 @@ class Inversion:
     """How a run inverts factors.
 
     Attributes:
-        names: the run's preconditioner, then the layers with another one: "eigen, conv1: inverse".
+        names: the run's preconditioner, then the layers with a different one: "eigen, conv1:
+            inverse".
         run: the run's preconditioner.
         damping: 0 if unknown.
         relative: whether the damping is relative.
@@ -157,7 +158,7 @@ def curvature(
 
 
 def numbers(values: Tensor) -> tuple[str, ...]:
-    """Return order of a factor, and mean, largest and smallest eigenvalue; dashes if missing."""
+    """Return a factor's order, and its mean, largest and smallest eigenvalue; dashes if missing."""
     if not len(values):
         return ("-",) * 4
     return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
@@ -194,5 +195,5 @@ def _preconditioner(chosen: Any) -> Preconditioner | None:
     if not isinstance(chosen, Mapping) or chosen.get("type") not in named_types(Preconditioner):
         return None
     kind = named_types(Preconditioner)[chosen["type"]]
-    names = {field.name for field in fields(kind)} - {"dtype"}  # irrelevant for conditions
+    names = {field.name for field in fields(kind)} - {"dtype"}  # not needed for condition numbers
     return kind(**{name: value for name, value in chosen.items() if name in names})

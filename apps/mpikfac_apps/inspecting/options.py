@@ -1,4 +1,4 @@
-"""The options of the programs for checkpoints and folders of images; help needs no torch."""
+"""The options of the programs for checkpoints and folders of images; help does not import torch."""
 
 from __future__ import annotations
 

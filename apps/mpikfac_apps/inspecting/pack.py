@@ -13,7 +13,7 @@ from mpikfac_apps.inspecting.options import PACK, PackOptions, new_file
 from mpikfac_apps.options.conflicts import check_pillow
 from mpikfac_apps.text import number
 
-SIZE = 224  # of images that a network receives, on which a packed file does not depend
+SIZE = 224  # side of images that a network receives, on which a packed file does not depend
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def pack(options: PackOptions) -> int:
     """Write the file, and print a line about it; return 0.
 
     Raises:
-        ValueError: the folder has another layout, or an image cannot be decoded.
+        ValueError: the folder has a different layout, or an image cannot be decoded.
         OSError: a file cannot be read or written.
     """
     check_pillow("mpikfac pack")

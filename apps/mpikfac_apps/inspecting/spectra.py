@@ -43,8 +43,8 @@ class Spectrum:
 
         For `EKFAC`, the matrix has the products that the preconditioner's eigenvalues start from.
         Rounding can make eigenvalues negative; these count as 0. For a layer with several groups,
-        the result covers all pairs of an A and a G, so it is an upper bound. A preconditioner with
-        roots inverts powers.
+        the result covers all pairs of an A and a G, so it is an upper bound. A preconditioner that
+        uses roots inverts powers of the factors.
         """
         form, exponent = preconditioner.form, getattr(preconditioner, "exponent", None)
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
@@ -108,7 +108,7 @@ def sides(averages: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 def eigenvalues(factor: Tensor) -> Tensor:
     """Return eigenvalues in ascending order `[n]`; NaN for a non-finite factor.
 
-    They are computed in float64, as float32 cannot distinguish small eigenvalues from 0.
+    They are computed in float64, because float32 cannot distinguish small eigenvalues from 0.
     """
     if not factor.isfinite().all():
         return torch.full([factor.shape[:-1].numel()], torch.nan, dtype=torch.float64)

@@ -51,7 +51,7 @@ def _loaded(path: Path, content: bytes) -> object:
         from safetensors.torch import load
 
         return load(content)
-    if zipfile.is_zipfile(io.BytesIO(content)):  # torch compresses nothing
+    if zipfile.is_zipfile(io.BytesIO(content)):  # torch does not compress
         unpacked = sum(record.file_size for record in zipfile.ZipFile(io.BytesIO(content)).filelist)
         if unpacked > len(content):
             raise ValueError(
@@ -64,10 +64,10 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Load weights into a network; return the names of tensors that keep their values.
 
     Only tensors of the last module with parameters, the classifier, keep their values, if `tensors`
-    lacks them or they have another shape. Values of other dtypes are converted.
+    lacks them or they have a different shape. Values of other dtypes are converted.
 
     Raises:
-        ValueError: other tensors are missing, unknown or of another shape; the network is
+        ValueError: other tensors are missing, unknown or of a different shape; the network is
             unchanged.
     """
     state, last = model.state_dict(), last_module(model)
@@ -77,7 +77,7 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
         name, suffix = wrong[0], f", and {len(wrong) - 1} more" if wrong[1:] else ""
         raise ValueError(
             f"{name} has {form(tensors, name)} in the file and {form(state, name)} in the "
-            f"network{suffix}; only tensors of the last module, {last}, may differ"
+            f"network{suffix}; only tensors of the last module, {last}, can differ"
         )
     fitting = {name: tensors[name] for name in state if name not in differing}
     model.load_state_dict(fitting, strict=False)

@@ -1,1 +1,1 @@
-"""From a command line to a running program: the programs by name, and their start under MPI."""
+"""Start programs from a command line: the programs by name, and how they start under MPI."""

@@ -28,19 +28,20 @@ from mpikfac_apps.launching.notes import Output
 LOOK_EVERY = 0.1  # seconds
 GRACE = 3.0  # seconds for the MPI launcher to end its ranks
 SET_DEATH_SIGNAL = 1  # of prctl
-AGAIN = "the next Ctrl-C ends all ranks at once"
+AGAIN = "the next Ctrl-C ends all ranks immediately"
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to run.
+    """A job to run.
 
     Attributes:
         command: the MPI launcher, its options, and the program of a rank.
         program: the program of a rank, the end of `command`.
         environment: the variables of the job.
         directory: a directory for this job alone, in which ranks look for a request to stop.
-        saves: whether the program answers the request by a checkpoint; else ranks get SIGTERM.
+        saves: whether the program responds to the request with a checkpoint; else ranks get
+            SIGTERM.
     """
 
     command: Sequence[str]
@@ -57,7 +58,7 @@ class MpiJob:
         self._order = order
         self._requests: list[signal.Signals] = []  # signals to this process, in order
         self._answered = 0  # of `_requests`
-        self._killed_at = 0.0  # monotonic time of the order to end at once; 0 if none
+        self._killed_at = 0.0  # monotonic time of the order to end immediately; 0 if none
         self._former = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS)
@@ -137,12 +138,12 @@ class MpiJob:
             files.write_text(self._order.directory / "stop", _named(number))
             say(f"{_named(number)}: stops after a step, with a checkpoint; {AGAIN}")
             return
-        say(f"{_named(number)}: requests the ranks to end, by SIGTERM; {AGAIN}")
+        say(f"{_named(number)}: asks the ranks to end, by SIGTERM; {AGAIN}")
         ranks = ranks_of(self._variable, self._order.program)
         send(signal.SIGTERM, ranks or [self._process.pid])
 
     def _end(self) -> None:
-        """End the job at once."""
+        """End the job immediately."""
         self._killed_at = self._killed_at or time.monotonic()
         self._process.terminate()
 
@@ -178,7 +179,7 @@ def _named(number: signal.Signals) -> str:
 def _stream(descriptor: int) -> tuple[int, int]:
     """Return the reading and the writing end of a stream that is forwarded to a descriptor.
 
-    If the descriptor is a terminal, so is the stream, as programs show progress on a terminal.
+    If the descriptor is a terminal, so is the stream, because programs show progress on a terminal.
     """
     if not os.isatty(descriptor):
         return os.pipe()

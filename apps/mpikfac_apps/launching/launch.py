@@ -30,7 +30,7 @@ Start a program on N ranks of this machine, under the MPI that mpi4py loads.
   mpikfac launch -n 4 train --data.name digits
   mpikfac launch -n 4 my_script.py --lr 0.01
 
-PROGRAM is train, evaluate, check, calibrate or an example of mpikfac, or a Python file.
+PROGRAM is train, evaluate, influence, check, calibrate or an example of mpikfac, or a Python file.
 
 With --watchdog_timeout, the ranks of a script write their stacks and end if no rank begins or ends
 a step for so many seconds: more than the longest step, evaluation or checkpoint takes. The
@@ -38,7 +38,7 @@ variable MPIKFAC_WATCHDOG_TIMEOUT does the same under mpirun. Programs have thei
 
 Ctrl-C or SIGTERM requests the training to stop after a step, with a checkpoint; the same command
 with --resume auto continues. Your own script gets SIGTERM on every rank, which ends it unless it
-handles the signal. The next Ctrl-C ends all ranks at once. The exit code is the program's.
+handles the signal. The next Ctrl-C ends all ranks immediately. The exit code is the program's.
 
 MPIRUN names the launcher of another MPI, and MPIRUN_FLAGS replaces the launcher's options.
 In a job of Slurm or PBS, the message of `mpikfac launch` says what to write instead."""
@@ -88,12 +88,12 @@ def read(argv: Sequence[str]) -> RankProgram:
         ValueError: the number of ranks or the program is missing or wrong.
     """
     if argv[0] != "-n" or len(argv) < 3:
-        raise ValueError(f"give -n N PROGRAM, such as -n 4 train, not {shlex.join(argv)}")
+        raise ValueError(f"pass -n N PROGRAM, such as -n 4 train, not {shlex.join(argv)}")
     _, count, *rest = argv
     timeout = ""
     if rest[0] == TIMEOUT:
         if len(rest) < 3:
-            raise ValueError(f"give {TIMEOUT} SECONDS and a script, not {shlex.join(argv)}")
+            raise ValueError(f"pass {TIMEOUT} SECONDS and a script, not {shlex.join(argv)}")
         _, timeout, *rest = rest
         _check_timeout(timeout, rest[0])
     name, *arguments = rest
@@ -104,7 +104,7 @@ def read(argv: Sequence[str]) -> RankProgram:
         hint = f"; did you mean {nearest[0]}?" if nearest else "; see mpikfac --help"
         raise ValueError(f"{name} is neither a file nor a program of mpikfac{hint}")
     if name in PROGRAMS and not PROGRAMS[name].ranks:
-        raise ValueError(f"{name} needs no ranks; start mpikfac {name}")
+        raise ValueError(f"{name} does not run on several ranks; start mpikfac {name}")
     return RankProgram(int(count), name, arguments, timeout)
 
 
@@ -115,7 +115,7 @@ def _check_timeout(timeout: str, name: str) -> None:
         ValueError: it is not a number of seconds, or the program has its own option.
     """
     if name in PROGRAMS:
-        raise ValueError(f"{TIMEOUT} {timeout} before {name} is for scripts; give it after {name}")
+        raise ValueError(f"{TIMEOUT} {timeout} before {name} is for scripts; put it after {name}")
     if not re.fullmatch(r"[0-9]{1,8}(\.[0-9]*)?", timeout) or not float(timeout):
         raise ValueError(f"{TIMEOUT} {timeout} must be a number of seconds > 0")
 
@@ -157,7 +157,7 @@ def remove_left(parent: Path) -> None:
 
 
 def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
-    """Raise an error for a start inside of a job of a scheduler, or of MPI.
+    """Raise an error for a start inside a scheduler's or an MPI job.
 
     Raises:
         ValueError: the text is one line that says what to write instead.
@@ -169,4 +169,6 @@ def check_place(program: RankProgram, environ: Mapping[str, str]) -> None:
     if "PBS_JOBID" in environ:
         raise ValueError(f"PBS knows a job's hosts; use mpirun -n {ranks} {words}")
     if started := [name for name in RANK_VARIABLES if name in environ]:
-        raise ValueError(f"{started[0]} is set: a rank starts no ranks; leave out mpirun or srun")
+        raise ValueError(
+            f"{started[0]} is set: a rank cannot start ranks; leave out mpirun or srun"
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 OPEN, INTEL, MPICH = "Open MPI", "Intel(R) MPI", "MPICH"
 # Names of launchers, the best first. Intel's mpirun is a script, which leaves ranks behind when it
-# is ended; Debian's mpirun can be the launcher of another MPI.
+# ends; Debian's mpirun can be the launcher of another MPI.
 STARTERS = {
     OPEN: ("mpirun.openmpi", "mpirun"),
     INTEL: ("mpiexec.hydra", "mpirun"),
@@ -74,7 +74,7 @@ def loaded_mpi(environ: Mapping[str, str]) -> Mpi:
     )
     if looked.returncode:
         reason = (looked.stderr.strip().splitlines() or ["no reason"])[-1]
-        raise ValueError(f"mpi4py loads no MPI library ({reason}): {REMEDY}")
+        raise ValueError(f"mpi4py does not load an MPI library ({reason}): {REMEDY}")
     version, library = looked.stdout.split("\n")[:2]
     maker = next((name for name in (OPEN, INTEL) if version.startswith(name)), MPICH)
     starter = starter or starter_of(maker, Path(library), environ.get("PATH"))
@@ -116,8 +116,8 @@ def command(
     """
     if mpi.maker == OPEN and os.geteuid() == 0 and any(environ.get(n) != "1" for n in AS_ROOT):
         raise ValueError(
-            f"Open MPI does not start ranks for root; be another user, or allow root, as is common "
-            f"in a container: export {'=1 '.join(AS_ROOT)}=1"
+            f"Open MPI does not start ranks for root; use another account, or allow root, as is "
+            f"common in containers: export {'=1 '.join(AS_ROOT)}=1"
         )
     flags = shlex.split(environ.get("MPIRUN_FLAGS", " ".join(usual_flags(mpi, ranks))))
     return [mpi.starter, *flags, "-n", str(ranks), *program]
@@ -126,7 +126,7 @@ def command(
 def usual_flags(mpi: Mpi, ranks: int) -> list[str]:
     """Return the options for ranks on this machine alone.
 
-    With --oversubscribe, ranks that wait yield their core. Open MPI would otherwise bind each rank
+    With --oversubscribe, waiting ranks yield their core. Open MPI would otherwise bind each rank
     to a core, and two jobs would share core 0. MPICH and Intel MPI need no option.
     """
     if mpi.maker != OPEN:

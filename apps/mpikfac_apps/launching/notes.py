@@ -1,6 +1,6 @@
 """Forward the output of a job without MPI's notes about the end of a job.
 
-A program reports itself what went wrong, and the notes would repeat it in fourteen lines.
+The program itself reports what went wrong, and the notes would repeat it in fourteen lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 
 DASHES, SIGNS = b"-" * 74, b"=" * 83  # above and below a note of Open MPI and of MPICH
 END = rb"(?<=[^\n])\n"  # of a line; MPICH begins a note with an empty line
-LATE = 0.3  # seconds that a rule or a part of a line waits, as MPI writes whole notes at once
+LATE = 0.3  # seconds that a rule or a part of a line waits, because MPI writes whole notes at once
 ENDS = (
     b"exited with non-zero status",
     b"a non-zero exit code",
@@ -56,7 +56,7 @@ class Output:
         self._waits = 0.0  # monotonic time since which a note or a part of a line waits
 
     def feed(self, content: bytes) -> None:
-        """Receive what the launcher has written, and forward whole lines that begin no note."""
+        """Receive what the launcher has written, and forward whole lines other than notes."""
         if not (self._note or self._line):
             self._waits = time.monotonic()
         *lines, self._line = re.split(END, self._line + content)

@@ -1,4 +1,4 @@
-"""The programs of the command `mpikfac` by name, and what they answer before they start."""
+"""The programs of the command `mpikfac` by name, and what they print before they start."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Program(NamedTuple):
 
     Attributes:
         module: the module with `main`.
-        command_line: the location of the `CommandLine`, as MODULE:NAME; the module needs no torch.
-            "": an example, which parses its own options.
+        command_line: the location of the `CommandLine`, as MODULE:NAME; the module does not import
+            torch. "": an example, which parses its own options.
         purpose: what the program does.
         ranks: whether the program starts under MPI, on any number of ranks.
     """
@@ -42,7 +42,7 @@ PROGRAMS = {
     "strategies": Program(
         "planning.strategies",
         "planning.options:LIST",
-        "list the published strategies of distributing K-FAC",
+        "list the published strategies of distributing K-FAC, or describe one",
     ),
     "plan": Program(
         "planning.plan",
@@ -86,6 +86,12 @@ PROGRAMS = {
         "inspecting.options:INSPECT",
         "show the contents and the spectra of a checkpoint",
     ),
+    "influence": Program(
+        "lab.influence.influence",
+        "lab.influence.options:INFLUENCE",
+        "score training images by their influence on test images",
+        ranks=True,
+    ),
     "pack": Program(
         "inspecting.pack",
         "inspecting.options:PACK",
@@ -120,8 +126,8 @@ PROGRAMS = {
 def run(name: str, arguments: list[str]) -> int:
     """Run a program; return the exit code.
 
-    Help and unknown options are answered first, before torch and MPI are imported, which takes
-    seconds. A rank of an MPI job leaves this to the program, in which a single rank answers.
+    Help and unknown options are handled before torch and MPI are imported, which takes seconds. A
+    rank of an MPI job leaves this to the program, in which a single rank answers.
     """
     if not any(variable in os.environ for variable in RANK_VARIABLES):
         code = answer(name, arguments)

@@ -1,4 +1,4 @@
-"""Read YAML of bounded depth and size, as a short text with aliases can be a huge document."""
+"""Read YAML of bounded depth and size, because a short text with aliases can become huge."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def read(text: str, kind: object) -> ByEpoch:
         kind: the type of the option: numbers must be whole if it is int, or a union with int.
 
     Raises:
-        ValueError: the text has another form, or the epochs do not increase.
+        ValueError: the text has a different form, or the epochs do not increase.
     """
     number = int if int in (kind, *typing.get_args(kind)) else float
     *ended, last = text.split(",")
@@ -75,5 +75,5 @@ def at_start(value: object) -> Any:
 
 
 def numbers_of(value: Any) -> tuple[Any, ...]:
-    """Return all numbers of a `ByEpoch`; any other value as the only one."""
+    """Return all numbers of a `ByEpoch`, or any other value alone."""
     return value.numbers if isinstance(value, ByEpoch) else (value,)

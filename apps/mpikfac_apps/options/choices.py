@@ -17,7 +17,7 @@ def with_choices(strategy: Strategy, given: Mapping[str, Any]) -> Strategy:
     If the type of a joint changes, the options of its former type are dropped.
 
     Raises:
-        ValueError: the strategy has no such option, or choices do not fit together.
+        ValueError: the strategy has no such option, or choices cannot be combined.
     """
     sources = [OptionSource(flat(strategy)), OptionSource(given)]
     types, _ = settled(Strategy, sources)

@@ -84,7 +84,8 @@ class CommandLine(Generic[Group]):
             kept: options by key, as in a YAML file; needs `files`.
 
         Raises:
-            ValueError: an option is wrong; the text is one line with key, value and allowed values.
+            ValueError: an option is wrong; the message is a line with key, value and allowed
+                values.
             SystemExit: code 0, after help.
         """
         arguments = sys.argv[1:] if argv is None else list(argv)
@@ -92,7 +93,7 @@ class CommandLine(Generic[Group]):
         sources = of_arguments([HELP_ALL.get(text, text) for text in arguments], self.files)
         if kept:
             sources.insert(0, kept_options(kept))
-        settled(self.group, sources, self.presets)  # names of types are replaced by full keys
+        settled(self.group, sources, self.presets)  # full keys replace the names of types
         usual = self.usual(self.group, given(sources)) if self.usual else {}
         of_usual = OptionSource(usual)
         types, preset = settled(self.group, [of_usual, *sources], self.presets)
@@ -113,7 +114,7 @@ class CommandLine(Generic[Group]):
         Neither values nor files are read first.
 
         Raises:
-            ValueError: an option does not exist; the text is one line with the most similar names.
+            ValueError: an option does not exist; the message is one line with similar names.
             SystemExit: code 0, after help.
         """
         names = _names(arguments)
@@ -240,7 +241,8 @@ def _placeholders(options: Iterable[Leaf]) -> Iterator[str]:
     """Yield the required arguments, for the usage line."""
     for leaf in options:
         if leaf.positional:
-            yield leaf.key.upper() + (" ..." if leaf.is_list else "")
+            word = leaf.key.upper() + (" ..." if leaf.is_list else "")
+            yield word if leaf.default is REQUIRED else f"[{word}]"
         elif leaf.default is REQUIRED:
             yield f"--{leaf.key} {_placeholder(leaf)}"
 
@@ -255,6 +257,7 @@ def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {"type": leaf.kind | str if leaf.scheduled else leaf.kind}
     if leaf.default is not REQUIRED:
         settings["default"] = leaf.default
+        settings |= {"nargs": "?"} if leaf.positional else {}
     elif leaf.positional and leaf.is_list:
         settings |= {"nargs": "+", "type": typing.get_args(leaf.kind)[0]}
     elif not leaf.positional:
@@ -296,10 +299,10 @@ def _explained(text: str, options: Mapping[str, Leaf], explain: Callable[[str], 
 def _unrecognised(argument: str, options: Collection[str], unknown_key: str) -> str:
     """Return the message about an argument that is not an option; `unknown_key` if it is a key."""
     if not argument.startswith("--"):
-        return f"{argument!r} belongs to no option; write --key value"
+        return f"{argument!r} is not the value of an option; write --key value"
     key = argument.lstrip("-").partition("=")[0]
     if key in options:
-        return f"{argument} needs no name; write only the value of {key}"
+        return f"{argument} is positional; write only the value of {key}"
     if inside := [option for option in options if option.startswith(f"{key}.")]:
         return f"{key} is a group of options; set one of them, such as --{inside[0]}"
     return unknown_key

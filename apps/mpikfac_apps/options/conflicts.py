@@ -17,14 +17,14 @@ from mpikfac_apps.text import number
 from mpikfac_apps.tracking.tracker import check as check_trackers
 
 PACKAGED = ("muon", "soap", "lars", "lamb")  # optimizers of the package pytorch_optimizer
-USUAL_BATCH = 256  # images per step, of all ranks together
+USUAL_BATCH = 256  # images per step, on all ranks together
 
 
 def check_conflicts(options: Options, ranks: int) -> None:
     """Check for values that are valid alone but not together, in a job where `ranks` ranks train.
 
     Raises:
-        ValueError: two values do not fit together; the text is one line with options and a remedy.
+        ValueError: two values cannot be combined; the message has the options and a remedy.
     """
     check_data(options.data)
     _check_images(options)
@@ -63,7 +63,7 @@ def _check_strategy(options: Options, ranks: int) -> None:
         )
     sync = strategy.sync
     if not sync.waits_for_all and options.optimizer == "kfac":
-        raise ValueError(f"sync={sync.name} needs another optimizer than kfac, such as sgd")
+        raise ValueError(f"sync={sync.name} needs an optimizer other than kfac, such as sgd")
     if sync.waits_for_all and not sync.local_steps:
         return
     choices = {name: getattr(options, name) for name in ("ema_decay", "shrink", "frozen_epochs")}
@@ -98,11 +98,15 @@ def _check_frozen(options: Options, ranks: int) -> None:
     strategy, _ = make_strategy(choices, options.kfac, ranks)
     spared, model = strategy.refresh.servers, options.model
     for wrong, need, why in (
-        (model == "airbench94", f"another model, not {model}", "the model freezes layers itself"),
+        (
+            model == "airbench94",
+            f"a different model, not {model}",
+            "the model itself freezes layers",
+        ),
         (
             spared,
             f"refresh=owners, not {strategy.refresh.name}",
-            "the ranks know only the layers of the start",
+            "curvature servers know only the layers from the start",
         ),
         (choices.split, f"split_layers=[], not {choices.split}", "layers are split at the start"),
         (
@@ -132,10 +136,14 @@ def _check_groups(options: Options, ranks: int) -> None:
         ),
         (
             options.quadratic,
-            "another kfac.grafting than quadratic-model",
-            "its model does not include the peers",
+            "a kfac.grafting other than quadratic-model",
+            "its quadratic model does not include the peers",
         ),
-        (adapt, f"kfac.damping_adapt=null, not {adapt}", "the loss after a step has no peers"),
+        (
+            adapt,
+            f"kfac.damping_adapt=null, not {adapt}",
+            "the loss after a step does not include the peers",
+        ),
         (
             task.loss_name != "cross-entropy",
             f"a model of classes, not model={options.model}",
@@ -147,7 +155,7 @@ def _check_groups(options: Options, ranks: int) -> None:
 
 
 def check_data(data: DataOptions) -> None:
-    """Check that options of the data fit together."""
+    """Check that the data options can be combined."""
     entry = source(data.name)
     if entry.needs and getattr(data, entry.needs[0]) is None:
         key, meaning = entry.needs
@@ -174,7 +182,7 @@ def check_pillow(what: str) -> None:
     """Check that the package that decodes images is installed.
 
     Raises:
-        ValueError: it is missing; the text is one line with the remedy.
+        ValueError: it is missing; the message is one line with the remedy.
     """
     if importlib.util.find_spec("PIL") is None:
         raise ValueError(
@@ -189,7 +197,7 @@ def _check_images(options: Options) -> None:
     if learns not in holds:
         suggestion = next(name for name, entry in MODELS.items() if entry.task.learns in holds)
         raise ValueError(
-            f"model={options.model} learns {learns}, and data.name={options.data.name} has none; "
+            f"model={options.model} learns {learns}, which data.name={options.data.name} lacks; "
             f"try model={suggestion}"
         )
     choices = {"label_smoothing": options.label_smoothing, **mixes(options)}
@@ -210,7 +218,7 @@ def check_pairs(options: Options, ranks: int) -> None:
     """Check that each rank has an even number of images if images are mixed in pairs.
 
     Raises:
-        ValueError: a rank has half a pair; the text is one line with the options.
+        ValueError: a rank has half a pair; the message is one line with the options.
     """
     for name, value in mixes(options).items():
         for batch in numbers_of(options.batches):
@@ -225,13 +233,13 @@ def check_size(options: Options, size: tuple[int, ...]) -> None:
     """Check that images have the height and width that the network needs.
 
     Raises:
-        ValueError: the network needs images of another size.
+        ValueError: the network needs images of a different size.
     """
     model = network(options.model)
     if model.fixed and model.image and model.image[1:] != size:
         height, width = model.image[1:]
         raise ValueError(
-            f"model={options.model} takes images of {height}x{width} pixels only, and "
+            f"model={options.model} accepts only images of {height}x{width} pixels, but "
             f"data.name={options.data.name} has {size[0]}x{size[1]}"
         )
 
@@ -242,7 +250,7 @@ def pixels(data: DataOptions) -> int | None:
 
 
 def doubt(options: Options) -> str:
-    """Return a warning if the network would reduce the images to nothing; "" otherwise."""
+    """Return a warning if the network would reduce the images to almost nothing; else ""."""
     image, size = network(options.model).image, pixels(options.data)
     if image is None or size is None or size * 2 > min(image[1:], default=0):
         return ""
@@ -257,7 +265,7 @@ def check_parts(options: Options, ranks: int) -> None:
     """Check that the number of virtual ranks or passes fits the batch.
 
     Raises:
-        ValueError: it does not; the text is one line with the options.
+        ValueError: it does not; the message is one line with the options.
     """
     virtual, batches = options.virtual_ranks, numbers_of(options.batch)
     for batch in filter(None, batches):
@@ -313,7 +321,7 @@ def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
     """Check for momentum of gradients in addition to a strategy's; `KFAC` checks this as well.
 
     Raises:
-        ValueError: there are two momenta; the text is one line with the options.
+        ValueError: there are two momenta; the message is one line with the options.
     """
     compressor, momentum = strategy.compression.gradients, options.momentum
     own = getattr(compressor, "momentum", 0.0)
@@ -346,11 +354,11 @@ def _check_passes(options: Options) -> None:
         )
     for name, usual in (("accumulate", 1), ("autocast", None)):
         if (value := getattr(options, name)) != usual and options.quadratic:
-            raise ValueError(f"{name}={value} needs another kfac.grafting than quadratic-model")
+            raise ValueError(f"{name}={value} needs a kfac.grafting other than quadratic-model")
 
 
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:
-    """Return the number of images per step, of all ranks together, or numbers by epoch.
+    """Return the number of images per step, on all ranks together, or numbers by epoch.
 
     If the options have no batch: `USUAL_BATCH`, or the largest smaller number that can be divided
     among ranks and virtual ranks.

@@ -12,6 +12,7 @@ import yaml
 
 from mpikfac import files
 from mpikfac_apps.options.bounded import TAG, Bounded
+from mpikfac_apps.options.fields import TYPE
 
 SYNONYMS = {
     **dict.fromkeys(("batch_size", "bs", "train_batch_size", "global_batch_size"), "batch"),
@@ -102,12 +103,14 @@ def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> s
     plain = key.replace("-", "_").lower()
     group, _, last = plain.rpartition(".")
     inside = [name for name in keys if name.rpartition(".")[0] == group]
-    near = dict.fromkeys([*keys, *further])
+    short = [name.removesuffix(f".{TYPE}") for name in keys if name.endswith(f".{TYPE}")]
+    near = dict.fromkeys([*keys, *short, *further])
     beside = [name for name in near if name.rpartition(".")[0] == group]
     alike = [name for name in near if name.rpartition(".")[2] == last]
-    meant = [name for name in near if name == SYNONYMS.get(plain)]
+    synonym = SYNONYMS.get(plain, "")
+    meant = [name for name in near if name == synonym or synonym.endswith(f".{name}")]
     spelled = get_close_matches(plain, beside, n=1, cutoff=0.8) if group else []
-    if guesses := meant or spelled or alike or _near(last, keys):
+    if guesses := meant or spelled or alike or _near(last, [*keys, *short]):
         return f"unknown key {key}; did you mean {' or '.join(guesses[:MOST_GUESSES])}?"
     if len(shown := inside or keys) <= MOST_SHOWN:
         return f"unknown key {key}; known are {', '.join(shown) or 'none'}"
@@ -169,7 +172,7 @@ def check_keys(
         explain: returns the message about an unknown key.
 
     Raises:
-        ValueError: a key is wrong; the text is one line with file, line and key.
+        ValueError: a key is wrong; the message is one line with file, line and key.
     """
     _check_group(document, path, "", keys, explain)
 

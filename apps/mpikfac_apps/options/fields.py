@@ -56,7 +56,7 @@ Group = TypeVar("Group", bound="DataclassInstance")
 
 
 class Dtype:
-    """Stand for `torch.dtype` in types of fields, as importing torch takes seconds."""
+    """Stand for `torch.dtype` in types of fields, because importing torch takes seconds."""
 
 
 ANNOTATIONS = {"torch": types.SimpleNamespace(dtype=Dtype)}
@@ -71,8 +71,8 @@ class Leaf:
         key: the name that a user writes, with dots: "kfac.damping".
         path: names of the fields that lead to the value.
         kind: the type.
-        default: the value if the option is not given, as a user would write it; REQUIRED if the
-            option must be given.
+        default: the value if the option is not set, as a user would write it; REQUIRED if the
+            option must be set.
         help: the text about the field in the docstring of the dataclass.
         section: the heading above the option in help; by default the first line of the docstring
             of the dataclass.
@@ -169,13 +169,13 @@ def listed(names: Collection[str], default: Any = REQUIRED) -> Any:
 
 
 def required(*bounds: str, read: Callable[[str], Any] | None = None) -> Any:
-    """Return a field that must be given; `read` converts a text to the value."""
+    """Return a field that must be set; `read` converts a text to the value."""
     return dataclasses.field(metadata={"bounds": bounds, "read": read})
 
 
-def positional(*bounds: str) -> Any:
-    """Return a field that must be given, as a value without a name."""
-    return dataclasses.field(metadata={"bounds": bounds, "positional": True})
+def positional(*bounds: str, default: Any = dataclasses.MISSING) -> Any:
+    """Return a field that is given as a value without a name; without `default`, it is required."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds, "positional": True})
 
 
 def read_by(read: Callable[[str], Any], default: str | None) -> Any:
@@ -303,7 +303,7 @@ def _described(group: type) -> tuple[str, dict[str, str], dict[str, Any]]:
 
 
 def _hints(group: type) -> dict[str, Any]:
-    """Return the types of the fields; other annotations may refer to what is not imported."""
+    """Return the types of the fields; other annotations can name what is not imported."""
     names = {field.name for field in dataclasses.fields(group)}
     hints: dict[str, Any] = {}
     for base in reversed(group.__mro__):
@@ -374,7 +374,7 @@ def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] 
     """Return a dataclass with the values of options; missing ones have their defaults.
 
     Args:
-        given: the keys that a user gives.
+        given: the keys that a user sets.
 
     Raises:
         ValueError: the dataclass rejects a value; one line.
@@ -395,7 +395,7 @@ def build(group: type[Group], values: Mapping[str, Any], given: Collection[str] 
 def _group_of(
     group: type[Group], tree: Mapping[str, Any], prefix: str, like: Group | None = None
 ) -> Group:
-    """Return a dataclass with the values of a tree, and the other values from `like`."""
+    """Return a dataclass with the values of a tree, and all others from `like`."""
     (_, _, hints), values = _described(group), dict(tree)
     for field in dataclasses.fields(group):
         value, hint = tree.get(field.name), hints[field.name]
@@ -414,7 +414,7 @@ def _group_of(
             values[field.name] = tuple(value)
     try:
         for name, value in values.items():
-            if isinstance(value, ByEpoch):  # a group checks the number of epoch 0
+            if isinstance(value, ByEpoch):  # a group checks the number for epoch 0
                 for number in value.numbers[1:]:
                     group(**{**values, name: number})
         return group(**values)

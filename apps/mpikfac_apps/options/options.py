@@ -46,7 +46,7 @@ from mpikfac_apps.options.fields import (
 from mpikfac_apps.options.run import END, LENGTH, LOG, RunOptions
 from mpikfac_apps.options.sources import Presets
 
-# The names in tables whose code needs torch; tests compare them with the tables.
+# Names from tables whose code needs torch; tests compare them with the tables.
 DATASETS = (
     *("digits", "cifar10", "cifar100", "curves", "patches", "synthetic", "folder", "packed"),
     *("text", "volume"),
@@ -82,7 +82,7 @@ class DataOptions:
             number to generate; for a text, the number of windows. null for all images or windows,
             20,000 curves or 1024 synthetic images.
         test_images: the number of test images to use, chosen like training images; null for all
-            images. Fewer images make the test of the network faster and less exact.
+            images. Fewer images make tests of the network faster and less exact.
         augment: shift and mirror training images at random; gaps are filled with black pixels. For
             images in files, a random crop is rescaled, and mirrored at random.
         shift: the maximum number of pixels by which augment shifts an image in each direction; null
@@ -101,7 +101,7 @@ class DataOptions:
         classes: the number of classes of synthetic images; null for 10.
         workers: the number of processes per rank that decode images in files in advance; 0: the
             rank decodes; null for 2. Results do not depend on it.
-        max_broken_images: the number of images in files that may be broken. A broken image is
+        max_broken_images: the number of images in files that can be broken. A broken image is
             replaced by the next image of its class, and logged; one more broken image ends the run.
             null for 0.
         cache: a directory on the disk of each node, to which one rank of each node copies the
@@ -194,12 +194,12 @@ class StrategyOptions:
         """The strategy.
 
         Raises:
-            ValueError: choices do not fit together.
+            ValueError: choices cannot be combined.
         """
         return Strategy(*(getattr(self, joint) for joint in JOINTS))
 
     def renamed(self, name: str) -> StrategyOptions:
-        """Return the options with another strategy by name, and none of their own choices."""
+        """Return the options with a different strategy, by name, and without other choices."""
         return replace(self, strategy=name, **vars(get_strategy(name)[0]))
 
     def own_choices(self) -> list[str]:
@@ -264,25 +264,27 @@ class KfacOptions:
             of single images; "eva": mean vectors in place of factors, as in Eva; "shampoo",
             "kl-shampoo": roots of factors of the averaged gradient; "soap": Adam in eigenbases of
             such factors; "muon": the gradient, without factors; "normuon": the same, with rows of
-            about equal length; "newton-muon": inverses of the factors of inputs alone. null: the
+            about equal length; "newton-muon": inverses of only the input factors. null: the
             preconditioner of the strategy (inverse for most strategies).
         momentum_of: where `momentum` is applied. "gradients": Nesterov momentum of the averaged
             gradients, before K-FAC preconditions them; needs grafting by Adam. "directions": by the
             optimizer, with smaller learning rates. null: "gradients" with such grafting and without
             a clip or nesterov, else "directions".
-        budget: the average number of operations of statistics and decompositions, as a fraction of
-            those of the forward and backward passes; the limit is 1 in the first 160 steps.
-            Intervals are lengthened, and factors are cut into blocks with at most half as many rows
-            as a batch has vectors, or 128. null, or an interval that you set: no limit.
-        damping_adapt: the number of steps from one adaptation of the damping to the next, by how
-            well the quadratic model has predicted the loss; each adaptation costs a forward pass.
-            null: the damping is not adapted.
-        grafting: what sets the length of each layer's direction. With a clip, the default is none.
+        budget: the maximum average number of operations of statistics and decompositions, as a
+            fraction of those of the forward and backward passes; the limit is 1 in the first 160
+            steps. To meet it, intervals are lengthened, and factors are cut into blocks with at
+            most half as many rows as a batch has vectors, or 128. null, or an interval that you
+            set: no limit.
+        damping_adapt: the number of steps between two adaptations of the damping to how well the
+            quadratic model predicts the loss; each adaptation costs a forward pass. null: the
+            damping is not adapted.
+        grafting: determines the length of each layer's direction. With a clip, the default is none.
         clip: a bound on the directions of all layers together.
-        matmul_precision: how the products that precondition gradients and make directions
-            orthogonal round their operands, on tensor cores: "tf32" to 10 bits of mantissa,
-            "bfloat16" to 7 bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
-        cuda_graph: record the computation of directions as a CUDA graph, and start it by one call.
+        matmul_precision: how the products that precondition gradients and orthogonalize directions
+            round their operands, on tensor cores: "tf32" to 10 bits of mantissa, "bfloat16" to 7
+            bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
+        cuda_graph: record the computation of directions as a CUDA graph, and replay it with a
+            single call.
     """
 
     factor_update_steps: int | Schedule | None = section("K-FAC", bounded(None, ">= 1"))
@@ -306,7 +308,7 @@ class KfacOptions:
 
     @property
     def lasting_factor_update_steps(self) -> int:
-        """The steps between updates of factors at the start; of the default intervals, the last."""
+        """The steps between updates of factors at the start, or finally for default intervals."""
         return (
             FACTOR_EVERY if self.factor_update_steps is None else at_start(self.factor_update_steps)
         )
@@ -316,27 +318,27 @@ USUAL_RATES = {
     **{"kfac": RATE, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
     **{"lars": 10.0, "lamb": 0.03},
 }
-"""Learning rates; for K-FAC, with steps of the length of Adam's and momentum of gradients."""
-FOR_DIRECTIONS = 0.4  # times the default rate, as momentum of directions lengthens the steps
+"""Learning rates; for K-FAC, with steps as long as Adam's and momentum of gradients."""
+FOR_DIRECTIONS = 0.4  # of the default rate, because momentum of directions lengthens steps
 
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """What a run learns, by which optimizer and in how many epochs.
+    """What a run learns, with which optimizer and in how many epochs.
 
     Args:
         optimizer: the optimizer. "kfac": SGD with gradients that kfac.preconditioner preconditions,
-            by K-FAC, Shampoo, Muon and others under one plan; the rest are baselines. "muon": Muon
-            for weights of linear layers and convolutions, with filters as matrices, and AdamW for
-            the first layer, the last layer and all other parameters; "soap": Adam in Shampoo's
+            with K-FAC, Shampoo, Muon and others under one plan; the rest are baselines. "muon":
+            Muon for weights of linear layers and convolutions, with filters as matrices, and AdamW
+            for the first layer, the last layer and all other parameters; "soap": Adam in Shampoo's
             eigenbases; "lars" and "lamb": SGD and Adam with steps in proportion to the norm of the
             layer's weights. "muon", "soap", "lars" and "lamb" need the package pytorch_optimizer.
-        model: the network: FILE.py:FUNCTION, timm:NAME for a network of timm, or a name.
+        model: the network: FILE.py:FUNCTION, timm:NAME for a network from timm, or a name.
             Autoencoders learn the pixels of their inputs; "gpt_small" and "lstm_small" learn the
             next byte of a text; all other networks are classifiers and learn labels.
         data: the data set.
         kfac: the settings of K-FAC.
-        batch: the number of images per step, of all ranks together; a multiple of the number of
+        batch: the number of images per step, on all ranks together; a multiple of the number of
             ranks. Schedules of other options follow the epochs, whatever the batch. null without
             batch_per_rank: 256, or the next lower multiple of the number of ranks.
         batch_per_rank: the number of images per step on each rank. A run that resumes on another
@@ -373,7 +375,7 @@ class LearningOptions:
         weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
             gradient in AdamW, Muon, SOAP and LAMB.
         label_smoothing: the fraction of an image's label that is distributed equally over all
-            classes in the training loss; the test uses the plain label.
+            classes in the training loss; tests use the plain labels.
         ema_decay: the decay of an exponential average of the weights over steps, such as 0.99,
             which tests of the network use; in the first steps it is the plain mean. 0: tests use
             the weights themselves.
@@ -460,13 +462,13 @@ class LearningOptions:
 
     @property
     def batches(self) -> int | ByEpoch:
-        """The number of images per step, of all ranks together, or numbers by epoch."""
+        """The number of images per step, on all ranks together, or numbers by epoch."""
         assert isinstance(self.batch, int | ByEpoch), "`parse` fills in the batch"
         return self.batch
 
     @property
     def step_batch(self) -> int:
-        """The number of images per step in epoch 0, of all ranks together."""
+        """The number of images per step in epoch 0, on all ranks together."""
         return int(at_start(self.batches))
 
 
@@ -522,7 +524,7 @@ def usual_values(group: type, given: Mapping[str, Any]) -> dict[str, Any]:
     if f"{prefix}clip.{TYPE}" in given:
         usual = {key: v for key, v in usual.items() if not key.startswith("grafting.")}
         usual |= {f"grafting.{TYPE}": NoGrafting.name}
-    if {f"{prefix}{key}" for key in DAMPING} & given.keys():  # two keys for one number
+    if {f"{prefix}{key}" for key in DAMPING} & given.keys():  # two keys for the same number
         usual = {key: value for key, value in usual.items() if key not in DAMPING}
     values = {f"{prefix}{key}": value for key, value in usual.items()}
     return values | ({"momentum": momentum} if momentum and ("momentum",) in keys else {})
@@ -532,7 +534,7 @@ DAMPING = ("damping", "relative_damping")
 
 
 def _defaults(preconditioner: str) -> tuple[dict[str, Any], Any]:
-    """Return the options of K-FAC by key that a preconditioner changes, and its momentum."""
+    """Return K-FAC's options that a preconditioner changes, by key, and its momentum."""
     defaults = joints.type_of("preconditioner", Preconditioner, preconditioner).defaults
     now, usual = flat(KfacOptions(**vars(defaults))), flat(KfacOptions())
     changed = {key: v for key, v in now.items() if v is not None and v != usual.get(key)}

@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None, ranks: int, kept: Mapping[str, Any] | None
         kept: options by key, as in a YAML file.
 
     Raises:
-        ValueError: an option is wrong; the text is one line with key, value and allowed values.
+        ValueError: an option is wrong; the message is one line with key, value and allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     return checked(TRAIN.read(argv, kept), ranks)
@@ -40,7 +40,7 @@ def checked(options: Options, ranks: int) -> Options:
     """Check that options fit together; return them with `batch` and loss terms filled in.
 
     Raises:
-        ValueError: options do not fit together, or do not fit the number of ranks.
+        ValueError: options cannot be combined, or are invalid for the number of ranks.
     """
     training = training_ranks(options, ranks)
     check_conflicts(options, training)

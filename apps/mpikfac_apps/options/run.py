@@ -1,4 +1,4 @@
-"""The options of a start: the run directory, checkpoints, the end of the run, and the place."""
+"""The options of a start: the run directory, checkpoints, the end of the run, and the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunOptions:
         threads: the number of threads per rank. null: OMP_NUM_THREADS, or an equal part of the
             node's cores.
         metrics: trackers that also receive the contents of metrics.jsonl: "tensorboard", "wandb",
-            "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; a name, or a list of
+            "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; one name, or a list of
             names.
     """
 

@@ -1,4 +1,4 @@
-"""Where the options of a program come from, one source after another; the last value wins.
+"""Where the options of a program come from: sources in order, of which the last value wins.
 
 A value can determine which other options exist: the type of a joint, or the name of a preset. If a
 later source chooses another type, the options that earlier sources set for the former type are
@@ -76,7 +76,9 @@ class Words(OptionSource):
     def __init__(self, words: list[str]) -> None:
         self._words = words
         name, sign, value = words[0].partition("=")
-        text = value if sign else words[1] if words[1:] else True
+        text: str | bool = value
+        if not sign:
+            text = words[1] if words[1:] else True
         key = name.removeprefix("--").removesuffix("+")  # --key+ adds to a list
         given = {key: None if text in NULLS else text}
         super().__init__(given if name.startswith("--") else {})
@@ -88,7 +90,7 @@ class Words(OptionSource):
         super().rename(short, key)
 
     def leave_out(self, groups: Collection[str]) -> None:
-        """Drop nothing: what a user types is intended."""
+        """Keep everything: whatever a user types is intended."""
 
     def arguments(self) -> list[str]:
         """Return the words."""
@@ -117,7 +119,7 @@ class Document(OptionSource):
         super().rename(short, key)
 
     def discard(self, keys: Collection[str]) -> None:
-        """Drop keys, which are known nevertheless."""
+        """Drop keys, which stay known."""
         self._left_out |= {*keys}
         super().discard(keys)
 
@@ -142,7 +144,7 @@ class Document(OptionSource):
 
 
 class Kept(Document):
-    """Options stored in a run; a type from a file is executed only if the user names it again."""
+    """Options stored in a run; code from a file is executed only if the user names it again."""
 
     trusted = False
 
@@ -240,7 +242,7 @@ def _check_trust(joint: Leaf, chosen: Any, sources: Sequence[OptionSource]) -> N
     if isinstance(chosen, str) and is_own(chosen) and not any(s.trusted for s in naming):
         raise ValueError(
             f"{joint.name}={chosen} would run {chosen.rpartition(':')[0]}; if you trust the file, "
-            f"give --{joint.name}={chosen}"
+            f"pass --{joint.name}={chosen}"
         )
 
 
@@ -256,7 +258,7 @@ def keys_of(sources: Sequence[OptionSource]) -> set[str]:
 
 
 def belongs(group: type, types: Types, key: str) -> str:
-    """Return which types have an option that the chosen types lack; "" if none has it."""
+    """Return the types that have an option which the chosen types lack; "" if there are none."""
     for joint in leaves(group, types):
         rest = key.removeprefix(f"{joint.name}.")
         if joint.joint is None or rest == key:
@@ -264,7 +266,7 @@ def belongs(group: type, types: Types, key: str) -> str:
         chosen = types.get(joint.key, joint.default)
         if isinstance(chosen, str):
             kind = joints.type_of(joint.name, joint.joint, chosen)
-            if _has(kind, rest):  # a type inside of this type lacks the option
+            if _has(kind, rest):  # a type inside this type lacks the option
                 continue
         owners = [name for name, k in named_types(joint.joint).items() if _has(k, rest)]
         if owners:

@@ -1,4 +1,4 @@
-"""Create the strategy, the settings of K-FAC and the learning rate from options."""
+"""Create the strategy, K-FAC's settings and the learning rate from options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
 
 
 def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
-    """Return the steps between refreshes at the start; of the default intervals, the last."""
+    """Return the steps between refreshes at the start; for default intervals, the final value."""
     usual = usual_intervals(strategy.refresh.stagger).inv_update_steps(SETTLED)
     interval: int = at_start(settings.get("inv_update_steps", usual))
     return interval
@@ -65,7 +65,7 @@ def serving_ranks(options: Options) -> tuple[str, int]:
 
 
 def no_servers(options: Options) -> str:
-    """Return the choice with which all ranks train, and the present choice."""
+    """Return the choice with which all ranks train, and the current choice."""
     distribution = options.distribution
     if not distribution.sync.waits_for_all:
         return f"sync=synchronous, not {distribution.sync.name}"
@@ -100,7 +100,7 @@ def make_strategy(
     A setting chosen neither by the options nor by the strategy is missing.
 
     Raises:
-        ValueError: choices do not fit together, or do not fit the number of ranks.
+        ValueError: choices cannot be combined, or are invalid for the number of ranks.
     """
     given = {key: getattr(kfac, key) for key in OF_STRATEGY}
     overrides = {key: value for key, value in given.items() if value is not None}
@@ -108,7 +108,7 @@ def make_strategy(
         own = distribution.own_choices()
         if distribution.machine is None or own:
             raise ValueError(
-                f"strategy=auto needs machine, and none of its own choices; machine is "
+                f"strategy=auto needs machine, and no other choices; machine is "
                 f"{distribution.machine}, choices are {', '.join(own) or 'none'}"
             )
         return distribution.chosen, overrides  # see `for_machine` for the choices
@@ -219,7 +219,7 @@ def make_plan(
     """Return the plan of a run in float32 on `ranks` ranks.
 
     Raises:
-        ValueError: choices do not fit together.
+        ValueError: choices cannot be combined.
     """
     dtypes = options.estimator.factor_dtype, preconditioner.dtype
     itemsizes = (None if dtype is None else dtype.itemsize for dtype in dtypes)
@@ -262,7 +262,7 @@ def skippable(option: str = "kfac.skip") -> Iterator[None]:
     try:
         yield
     except mpikfac.layers.Refused as error:
-        names = json.dumps(error.skip)  # in quotes, as names can be numbers
+        names = json.dumps(error.skip)  # in quotes, because names can be numbers
         raise ValueError(
             f"{error.without_remedy}; for first-order training, pass --{option} '{names}'"
         ) from error

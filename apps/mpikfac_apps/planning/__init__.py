@@ -1,1 +1,1 @@
-"""Programs that plan and predict: plans, strategies, step times, and machine measurements."""
+"""Print plans, and strategies by name."""

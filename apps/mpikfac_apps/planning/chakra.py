@@ -2,10 +2,11 @@
 
 A trace is a file for one rank: protobuf messages, each preceded by its length, first the metadata,
 then the nodes, according to schema/protobuf/et_def.proto of mlcommons/chakra. The encoding takes
-few lines, so the program does not depend on protobuf.
+only a few lines, so the program does not depend on protobuf.
 
 Nodes follow each other as in a step, including overlapped messages. A collective is a single node,
-even if it is sent in pieces; Chakra has only equal parts, so a gather has its members' mean part.
+even if it is sent in pieces; Chakra supports only equal parts, so a gather uses its members' mean
+part.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
     """
     _check_kinds(plan)
     groups: Groups = {}
-    traces: dict[str, bytes] = {}  # all are created first, so a refused plan leaves no files
+    traces: dict[str, bytes] = {}  # all are created first, so that a refused plan leaves no files
     for kind, (statistics, refresh) in KINDS.items():
         step = getattr(prediction, kind).stages if prediction else {}
         for rank in range(plan.ranks):

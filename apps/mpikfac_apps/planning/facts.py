@@ -44,7 +44,8 @@ def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
     ranks = range(plan.ranks)
     if plan.ranks <= ALL_RANKS:
         return list(ranks)
-    # A fixed interval could be a multiple of the columns, with ranks of a single column only.
+    # A fixed interval could be a multiple of the columns, which would give ranks of a single
+    # column.
     return sorted({most_loaded(plan), *random.Random(0).sample(ranks, SAMPLE)})
 
 

@@ -1,4 +1,4 @@
-"""The options of the programs that plan; help needs no torch.
+"""The options of the programs that plan; help does not import torch.
 
 The modules of the programs import torch, so the options are separate.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpikfac_apps.options.command_line import CommandLine
-from mpikfac_apps.options.fields import bounded, inline, listed, read_by, required
+from mpikfac_apps.options.fields import bounded, inline, listed, positional, read_by, required
 from mpikfac_apps.options.options import (
     MODELS,
     PRESETS,
@@ -51,7 +51,8 @@ def trace_files(text: str) -> Path:
     """Return FILE of a text chakra:FILE, which is the beginning of the names of traces.
 
     Raises:
-        ValueError: the text has another form, the file is a folder, or its folder does not exist.
+        ValueError: the text has a different form, the file is a folder, or its folder does not
+            exist.
     """
     form, _, file = text.partition(":")
     if form != "chakra" or not file:
@@ -64,10 +65,10 @@ class PlanOptions:
     """Print the communication plan of a model: who computes and sends what. No MPI.
 
     Args:
-        model: your own model, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a network by
-            name.
+        model: your own model, as FILE.py:FUNCTION; a network from timm, as timm:NAME; or a network
+            by name.
         ranks: the number of ranks that train.
-        classes: the number of classes; null for 1000 with most networks of timm and those for
+        classes: the number of classes; null for 1000 with most timm networks and those for
             ImageNet, for the number that your own model has, and for 10 with all other networks.
         batch_per_rank: the number of images per step on each rank, for the predictions of
             `machine`.
@@ -87,7 +88,13 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class StrategiesOptions:
-    """List the strategies by name: computation, messages, source. No MPI."""
+    """List the published strategies, or describe one of them. No MPI.
+
+    Args:
+        name: the strategy to describe: computation, messages, source; null lists all strategies.
+    """
+
+    name: str | None = positional(default=None)
 
 
 PLAN = CommandLine("mpikfac plan", PlanOptions, PLAN_BASIC, usual=usual_values, presets=PRESETS)

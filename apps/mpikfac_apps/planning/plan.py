@@ -51,7 +51,7 @@ def print_plan(options: PlanOptions) -> int:
     """Print the plan of the options; return 0.
 
     Raises:
-        ValueError: options do not fit together.
+        ValueError: options cannot be combined.
     """
     if options.ranks > SLOW:
         print(f"planning {options.ranks} ranks takes minutes", file=sys.stderr, flush=True)
@@ -71,7 +71,7 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
     """Return the plan of a training after the first batch.
 
     Raises:
-        ValueError: options do not fit together.
+        ValueError: options cannot be combined.
     """
     return foreseen_of(options).plan
 
@@ -80,7 +80,7 @@ def foreseen_of(options: PlanOptions) -> Foreseen:
     """Return plan, intervals and cost of a training with the options, after the first batch.
 
     Raises:
-        ValueError: options do not fit together.
+        ValueError: options cannot be combined.
     """
     entry = models.network(options.model)
     covered = coverage(options.kfac, entry.covers)
@@ -101,7 +101,7 @@ def export(options: PlanOptions, plan: mpikfac.plan.Plan, path: Path) -> list[st
     """Write the traces of a plan, and return a line about the files.
 
     Raises:
-        ValueError: a message has no counterpart in a trace, or the machine has no times of the
+        ValueError: a message has no counterpart in a trace, or the machine has no times for the
             model.
         OSError: a file cannot be written.
     """
@@ -127,7 +127,8 @@ def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     strategy, workers = plan.strategy, plan.grid.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
     spared = strategy.refresh.servers
-    notes = [f"{number(spared, 'more rank')} decompose{'s' * (spared == 1)} for these ranks"]
+    verb = "decomposes" if spared == 1 else "decompose"
+    notes = [f"{number(spared, 'more rank')} {verb} for these ranks"]
     return [
         f"{model} on {number(plan.ranks, 'rank')}, {plan.preconditioner} preconditioner, float32",
         *(notes if spared else []),
@@ -158,7 +159,10 @@ def owners(plan: mpikfac.plan.Plan) -> list[str]:
     """Return lines about the owners of the factors of each layer, or of the layers."""
     if not plan.factors:
         columns = [f"{name} c{column}" for name, column in plan.columns_of.items()]
-        return ["Layers without factors, and the columns that make directions", *in_lines(columns)]
+        return [
+            "Layers without factors, and the columns that compute their directions",
+            *in_lines(columns),
+        ]
     if len(plan.layers) > TABLE:
         return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
     rows: list[tuple[str, ...]] = [("layer", "order A", "order G", "column", "owner A", "owner G")]
@@ -193,8 +197,9 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
     largest = max(works, key=works.__getitem__)
     bound = total / works[largest]
     low = any(factor.rank for factor in plan.factors.values())
+    of_low_rank = " (low rank: 2 n^2 rank)" if low else ""
     return [
-        f"Load of the decompositions, as the sum of n^3{' (low rank: 2 n^2 rank)' * low}",
+        f"Load of the decompositions, as the sum of n^3{of_low_rank}",
         f"  all ranks together     {total:10.3g}",
         f"  most loaded rank       {longest:10.3g}   rank {busiest}",
         f"  ranks that own nothing {idle:10}   of {plan.ranks}",

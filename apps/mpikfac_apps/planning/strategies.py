@@ -1,6 +1,7 @@
-"""List the strategies by name: computation, messages, source. No MPI.
+"""List the strategies by name, or describe one: computation, messages, source. No MPI.
 
 mpikfac strategies
+mpikfac strategies spd-kfac
 """
 
 from __future__ import annotations
@@ -11,38 +12,60 @@ import mpikfac
 from mpikfac_apps import cli
 from mpikfac_apps.options.choices import differences
 from mpikfac_apps.planning.options import LIST
-from mpikfac_apps.text import show
+from mpikfac_apps.text import show, table
 
 WIDTH = 96
+SHORT = 72  # characters of what a strategy does, in the list
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the list; return 0, or 2 after one line about invalid options."""
-    return cli.run(LIST.program, lambda: print_list(argv))
+    """Print the list or a strategy; return 0, or 2 after one line about invalid options."""
+    return cli.run(LIST.program, lambda: print_strategies(argv))
 
 
-def print_list(argv: list[str] | None) -> int:
-    """Print the list; return 0.
+def print_strategies(argv: list[str] | None) -> int:
+    """Print the list or a strategy; return 0.
 
     Raises:
-        ValueError: an option is invalid.
+        ValueError: an option is invalid, or the strategy is unknown.
     """
-    LIST.read(argv)
-    show([introduction(), *map(paragraph, mpikfac.plan.NAMED)])
+    name = LIST.read(argv).name
+    if name is None:
+        show([listing()])
+    else:
+        mpikfac.get_strategy(name)  # tells which names are near an unknown one
+        show([paragraph(name), legend()])
     return 0
 
 
-def introduction() -> list[str]:
+def listing() -> list[str]:
+    """Return a table of all strategies, one line each."""
+    heading = "strategy", "source", "estimator", "what it does"
+    rows = [
+        (
+            name,
+            way.source,
+            "same" if way.same else "another",
+            textwrap.shorten(way.what, SHORT, placeholder=" ..."),
+        )
+        for name, way in mpikfac.plan.NAMED.items()
+    ]
+    about = (
+        "With the same estimator, results equal those of one process that trains on the joined "
+        "batch with the same `refresh`. mpikfac strategies NAME describes a strategy in full."
+    )
+    return [*table([heading, *rows], left=4), "", *textwrap.wrap(about, WIDTH)]
+
+
+def legend() -> list[str]:
     """Return lines about the units of costs."""
     text = (
-        "Sent are the bytes of a rank in a ring, in addition to averaging gradients: in "
-        "steps with new factors + in a refresh + in every step. P ranks, w workers. "
-        "4F, 4T and 4V are the bytes of all factors as squares, as triangles and as "
-        "vectors; 4N those of all gradients, 4R those of thin matrices in their place. K-FAC "
-        "is one of several preconditioners under these plans: shampoo, kl-shampoo and soap "
-        "send no factors, the first term; muon and normuon send no bases either, the second. With "
-        "the same estimator, results equal those of one process that trains on the joined "
-        "batch with the same `refresh`."
+        '"Sends" lists the bytes that a rank sends in a ring, in addition to averaging gradients: '
+        "in steps with new factors + in a refresh + in every step. P ranks, w workers. 4F, 4T and "
+        "4V are the bytes of all factors as squares, as triangles and as vectors; 4N those of all "
+        "gradients, and 4R those of the thin matrices that replace them. K-FAC is one of several "
+        "preconditioners under these plans: shampoo, kl-shampoo and soap do not send factors (the "
+        "first term); muon and normuon do not send bases (the second) either."
     )
     return textwrap.wrap(text, WIDTH)
 

@@ -28,7 +28,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Untroubled:
-    """Count no values that are not finite, as a diverging member is replaced."""
+    """Ignore values that are not finite, because a diverging member is replaced."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -47,7 +47,7 @@ class Crew:
         tests: the same problem with the test of the data set.
         members: the rank's members by number.
         leads: whether the rank represents its members.
-        votes, steps, combined, nonfinite, trace: as in a trainer, of all members together.
+        votes, steps, combined, nonfinite, trace: as in a trainer, for all members together.
     """
 
     combined = True
@@ -94,7 +94,7 @@ class Crew:
         return self.handed(held, wanted)
 
     def handed(self, held: Mapping[int, State], wanted: Collection[int]) -> dict[int, State]:
-        """Return the items that the rank needs, by member; each member's from all its ranks."""
+        """Return the items that the rank needs, by member, from all ranks of each member."""
         items = {f"{m}/{name}": value for m, state in held.items() for name, value in state.items()}
         names = sorted(set().union(*self.comm.allgather(set(items))))
         needed = [name for name in names if int(name.partition("/")[0]) in wanted]
@@ -111,10 +111,10 @@ class Crew:
         vectors = self.handed(held, members)
         return selection.distances_of([vectors[member]["weights"] for member in members])
 
-    # -- what a loop needs of a trainer ----------------------------------------------------------
+    # -- what a loop needs from a trainer --------------------------------------------------------
 
     def average_replicas(self) -> None:
-        """Do nothing, as a member is one model; not collective."""
+        """Do nothing, because a member is one model; not collective."""
 
     def close(self) -> None:
         """Close the trainers of the members."""
@@ -133,7 +133,7 @@ class Crew:
         """Load a state, on any number of ranks.
 
         Raises:
-            UserError: an item is missing, or does not fit.
+            UserError: an item is missing or invalid.
         """
         for number, member in self.members.items():
             prefix = f"member-{number}/"

@@ -34,7 +34,7 @@ class Searched:
         return self.value
 
     def __repr__(self) -> str:
-        """Return the number in short."""
+        """Format the number briefly."""
         return f"{self.value:g}"
 
 
@@ -125,7 +125,7 @@ class Member:
             try:
                 self.training.step(images, labels, loss.detach())
             except mpikfac.UserError as error:
-                if self.comm.size > 1:  # other ranks of the member may be waiting in a message
+                if self.comm.size > 1:  # other ranks of the member can be waiting in a message
                     raise
                 log.warning("a member is lost until the next selection: %s", error)
                 self.lost = True
@@ -150,13 +150,13 @@ class Member:
         """Load a state, on any number of ranks.
 
         Raises:
-            UserError: an item is missing, or does not fit.
+            UserError: an item is missing or invalid.
         """
         self.trainer.load_state_dict(state)
         self.follow({name: state[NUMBER + name] for name in self._numbers})
         self.lost = bool(state[LOST])
 
     def follow(self, numbers: Mapping[str, float]) -> None:
-        """Use other hyperparameters from the next step on; not collective."""
+        """Use different hyperparameters from the next step on; not collective."""
         for name, value in numbers.items():
             self._numbers[name].value = value

@@ -1,4 +1,4 @@
-"""The options of a population, and what it does not support."""
+"""The options of a population, and those that it does not support."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Search:
         spread: the initial hyperparameters of a member are the options, multiplied or divided at
             random by at most this factor. The first member uses the options.
         explore: the factor by which a replaced member multiplies or divides each hyperparameter.
-        held_out: the number of training images, the last ones, that are used to judge the members
-            and not to train them.
+        held_out: the number of training images, the last ones, with which members are judged
+            instead of trained.
         crossover: a replaced member gets each layer from one of two parents, at random.
         mutation: the size of the normal noise that is added to the weights of a replaced member,
             relative to the root mean square of a tensor.
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> PopulationOptions:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
     Raises:
-        ValueError: an option is wrong; the text is one line with key, value and allowed values.
+        ValueError: an option is wrong; the message is one line with key, value and allowed values.
         SystemExit: code 0, after --help, --help_all or --print_config.
     """
     options = POPULATION.read(argv)
@@ -128,8 +128,8 @@ def check(options: PopulationOptions, ranks: int) -> None:
             not {*(names or ())} <= {*known},
             f"population.numbers of {', '.join(known)}, not {names}",
         ),
-        (train.quadratic, "another kfac.grafting than quadratic-model"),
-        (train.model == "airbench94", "another model, not airbench94"),
+        (train.quadratic, "a kfac.grafting other than quadratic-model"),
+        (train.model == "airbench94", "a model other than airbench94"),
         (source(train.data.name).files, f"images in memory, not data.name={train.data.name}"),
     ):
         if wrong:

@@ -74,7 +74,7 @@ class PopulationRun(Loop):
         first = next(iter(self.crew.members.values()))
         self._total = self.crew.problem.calendar.first(options.train.epochs)
         super().__init__(
-            *(comm, options.train, guard, cast(AnyTrainer, self.crew)),  # asked for the same
+            *(comm, options.train, guard, cast(AnyTrainer, self.crew)),  # request for the same
             steps=min(self._total, options.train.max_steps or sys.maxsize),
             meter=Meter(comm, device),
             lr=first.lr,

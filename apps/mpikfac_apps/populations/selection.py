@@ -1,4 +1,4 @@
-"""Select and change members: who is replaced by whom, and what a child inherits.
+"""Select and change members: which ones are replaced by which, and what a child inherits.
 
 These are pure functions: all ranks compute the same, on every number of ranks.
 """
@@ -33,7 +33,7 @@ def replacements(
 
     Args:
         ranking: the members, the best first.
-        lost: members that are replaced whatever their rank; not the best.
+        lost: members that are replaced regardless of their rank; not the best one.
         worst: the fraction of the members that is replaced, the last in the ranking.
         crossover: the second parent is drawn from all members that are kept.
     """
@@ -78,8 +78,8 @@ def crossed(
 ) -> State:
     """Return a state in which each layer comes from one of two states, at random.
 
-    Weights, momentum and curvature of a layer stay together. What belongs to no layer comes from
-    the first state.
+    Weights, momentum and curvature of a layer stay together. Everything that belongs to no layer
+    comes from the first state.
 
     Args:
         layers: the names of the modules with parameters.

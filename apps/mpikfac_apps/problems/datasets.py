@@ -3,7 +3,7 @@
 `digits` comes with the program, `curves` and `synthetic` are generated, `text` is read from text
 files, `volume` from files of a brain, and `cifar10`, `cifar100` and `patches` from either of the
 two official layouts. The readers never execute anything in a file. `folder` and `packed` are lists.
-FILE.py:FUNCTION is a function of the user.
+FILE.py:FUNCTION is a user's function.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Dataset:
         classes: the number of classes; 0 if images have no labels, and all labels are 0. For a
             text, 256.
         white: the byte of a white pixel.
-        about: a line about data that differ from machine to machine.
+        about: a line about data that differ between machines.
     """
 
     train_images: Tensor
@@ -123,7 +123,7 @@ class Dataset:
         }
 
     def part(self, train: int | None, test: int | None) -> Dataset:
-        """Return the first images of both parts; None for all images."""
+        """Return the data set with the first images of each part, or all images for None."""
         return replace(
             self,
             train_images=self.train_images[:train],
@@ -159,7 +159,7 @@ def load(
         classes: synthetic: the number of classes.
 
     Raises:
-        ValueError: a file or an argument is wrong; the text has the wrong value and a remedy.
+        ValueError: a file or an argument is wrong; the message has the wrong value and a remedy.
         OSError: a file cannot be read.
     """
     entry, arguments = source(name), {"path": path, "size": size, "classes": classes}
@@ -210,7 +210,7 @@ def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> D
     pixels = torch.randint(
         128, (total, channels, size, size), generator=generator, dtype=torch.uint8
     )
-    for i in range(0, total, 1024):  # in parts, because a whole copy may not fit in memory
+    for i in range(0, total, 1024):  # in parts, because a whole copy might not fit in memory
         pixels[i : i + 1024] += pattern[labels[i : i + 1024]]
     return Dataset(pixels[:images], labels[:images], pixels[images:], labels[images:], classes)
 
@@ -246,7 +246,7 @@ def volume(
 
 
 def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
-    """Return a CIFAR from the binary or python layout; read only files for `images` images."""
+    """Return a CIFAR data set in the binary or Python layout; read only the files needed."""
     root = Path(path)
     layouts = dict(zip(kind.folders, ((read_binary, ".bin"), (read_python, ""))))
     candidates = [place for name in layouts for place in (root, root / name) if place.name == name]
@@ -254,7 +254,7 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
     if not folders:
         raise ValueError(
             f"data.path={path} contains neither {' nor '.join(layouts)}; "
-            f"give the directory in which the {kind.name} archive was unpacked"
+            f"pass the directory in which the {kind.name} archive was unpacked"
         )
     read, suffix = layouts[folders[0].name]
     records = kind.times * CIFAR_RECORDS
@@ -271,7 +271,7 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
 
 
 def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
-    """Return a grey patch of each photo of CIFAR-10, at a random position.
+    """Return a grey patch of each CIFAR-10 photo, at a random position.
 
     Raises:
         ValueError: photos have fewer pixels.
@@ -386,7 +386,7 @@ class Inert:
 class DataOnlyUnpickler(pickle.Unpickler):
     """Read a pickle of plain data and numpy arrays; arrays become `Inert` objects.
 
-    A pickle is a program that can call everything it can name. With this reader, it can only name
+    A pickle is a program that can call everything it can name; with this reader, it can name only
     `Inert`.
     """
 
@@ -470,7 +470,7 @@ def source(name: str) -> Source:
     """Return the entry of a data set, or of FILE.py:FUNCTION.
 
     Raises:
-        ValueError: no data set has that name; the text lists all names.
+        ValueError: no data set has that name; the message lists all names.
     """
     if is_own(name):
         own.check_file(name)
@@ -497,7 +497,7 @@ def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG
     """Return the data set that FILE.py:FUNCTION returns: four tensors, or a `Dataset`.
 
     Raises:
-        ValueError: the function returns something else; the text is one line with the right form.
+        ValueError: the function returns something else; the message states the right form.
     """
     data = own.result(name)
     if isinstance(data, Dataset):
@@ -518,10 +518,10 @@ def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG
 
 
 def check_part(what: str, images: Tensor, labels: Tensor) -> None:
-    """Check the images and labels of a user.
+    """Check a user's images and labels.
 
     Raises:
-        ValueError: a tensor has another dtype, shape or range.
+        ValueError: a tensor has a different dtype, shape or range.
     """
     if images.dtype != torch.uint8 or images.dim() != 4 or not len(images):
         raise ValueError(

@@ -9,7 +9,7 @@ from mpikfac_apps.problems.resnet import conv
 
 
 class InvertedResidual(nn.Module):
-    """1x1 to more channels, depthwise 3x3 (strided), 1x1 back; a shortcut if the shape stays."""
+    """Expand (1x1), filter (depthwise 3x3, strided), project (1x1); a shortcut if possible."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int = 4) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Networks by name, with the networks of files and of timm, and a small CNN for digits.
+"""Networks by name, including those from files and timm, and a small CNN for digits.
 
 `network` is the only function that knows the forms of names.
 """
@@ -137,11 +137,11 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Memory formats by the dimensions of a weight."""
 
 OTHERS = "FILE.py:FUNCTION", "timm:NAME"
-"""The forms of names of networks that others wrote."""
+"""The forms of names of third-party networks."""
 
 
 def network(name: str) -> NetworkEntry:
-    """Return the entry of a network: of `MODELS`, of a file, or of timm.
+    """Return the entry of a network: from `MODELS`, a file, or timm.
 
     Raises:
         ValueError: no network has that name, the file raises, or timm is not installed; one line.
@@ -149,7 +149,7 @@ def network(name: str) -> NetworkEntry:
     if name in MODELS:
         return MODELS[name]
     if name.endswith(".py"):
-        raise ValueError(f"model={name} names no function; try {name}:FUNCTION")
+        raise ValueError(f"model={name} does not name a function; try {name}:FUNCTION")
     source, _, inside = name.rpartition(":")
     if source == "timm":
         image, classes, fixed = own.usual_of_timm(inside)
@@ -189,7 +189,7 @@ def skeleton(name: str, classes: int | None = None, channels: int | None = None)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return _made(entry, classes, channels)
-    except ValueError:  # the error of a function that reads values, or of every call
+    except ValueError:  # raised by a function that reads values, or by every call
         return _made(entry, classes, channels)
 
 
@@ -213,15 +213,15 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
         A warning if the network ends in a softmax; "" otherwise.
 
     Raises:
-        ValueError: the network raises, or has another number of outputs.
+        ValueError: the network raises, or has a different number of outputs.
     """
     if name in MODELS:
         return ""
     outputs = own.outputs_of(model, images)
     if outputs.shape[1:] != (classes,):
         raise ValueError(
-            f"model={name} returns {list(outputs.shape[1:])} for an image, and the data has "
-            f"{classes} classes; a function can take the number as `classes`"
+            f"model={name} returns {list(outputs.shape[1:])} for an image, but the data has "
+            f"{classes} classes; give the function a parameter `classes`"
         )
     if made := own.named_probabilities(outputs):
         return (
@@ -232,7 +232,7 @@ def check(name: str, model: nn.Module, images: Tensor, classes: int) -> str:
 
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Return the model with weights of convolutions in the memory format channels last."""
+    """Return the model with convolution weights in channels-last memory format."""
     for weight in model.parameters():
         if weight.dim() in FORMATS:
             weight.data = weight.data.contiguous(memory_format=FORMATS[weight.dim()])

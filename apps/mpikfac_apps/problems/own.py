@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 import mpikfac
 
 USUAL = {"classes": 10, "channels": 3}
-"""Values for a function that requires an argument nobody sets."""
+"""Values for required arguments of functions that nothing else sets."""
 
 
 # -- functions in files ----------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def built(name: str, **numbers: int | None) -> nn.Module:
             the function's default, or for the value in `USUAL`.
 
     Raises:
-        ValueError: the file or the function does not exist, raises, or returns no module.
+        ValueError: the file or the function does not exist, raises, or does not return a module.
     """
     build, function = function_of(name), name.rpartition(":")[2]
     parameters = inspect.signature(build).parameters
@@ -134,7 +134,7 @@ def _content(name: str) -> ModuleType:
 
 @cache  # a second execution would create classes that COVERS of the first does not contain
 def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a changed file is another)
-    # Annotations are looked up in the module of that name, so another module must not have it.
+    # Annotations are looked up in the module of that name, so no other module must have it.
     name = str(path.with_suffix("")) if path.stem in sys.modules else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -151,7 +151,7 @@ def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a change
 
 
 def of_timm(name: str, classes: int, channels: int) -> nn.Module:
-    """Return a network of timm with initial weights.
+    """Return a timm network with initial weights.
 
     Raises:
         ValueError: timm cannot create the network.
@@ -161,7 +161,7 @@ def of_timm(name: str, classes: int, channels: int) -> nn.Module:
 
 
 def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
-    """Return the default image and number of classes, and whether no other image fits.
+    """Return the default image size and number of classes, and whether the size is fixed.
 
     Raises:
         ValueError: timm is not installed, or has no network with this name.
@@ -172,11 +172,11 @@ def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         if trained and package.is_model(network):
             hint = (
-                f" without weights: {trained} names trained weights, which are not fetched; save "
-                f"the state_dict of timm.create_model({name!r}, pretrained=True), and give --model "
-                f"timm:{network} --weights FILE"
+                f" without weights: {trained} names trained weights, which are not downloaded; "
+                f"save the state_dict of timm.create_model({name!r}, pretrained=True), and pass "
+                f"--model timm:{network} --weights FILE"
             )
-        raise ValueError(f"model=timm:{name} is not a network of timm{hint}")
+        raise ValueError(f"model=timm:{name} is not a timm network{hint}")
     usual = package.models.get_pretrained_cfg(name)
     if usual is None:
         return (3, 224, 224), 1000, False
@@ -187,8 +187,8 @@ def timm() -> Any:
     """Return the package.
 
     Raises:
-        ValueError: the package, or one that timm requires, is not installed; or torchvision is of
-            another build than torch.
+        ValueError: the package, or one that timm requires, is not installed; or torchvision is of a
+            different build than torch.
     """
     try:
         return importlib.import_module("timm")
@@ -200,7 +200,7 @@ def timm() -> Any:
 
 
 def torchvision_of(version: str) -> str:
-    """Return pip's arguments for the torchvision of a version of torch, of the same build.
+    """Return pip's arguments for the torchvision that matches a version and build of torch.
 
     Torch 2.N.M belongs to torchvision 0.(N + 15).M since 2.9. A build such as "cu128" has its own
     index.
@@ -233,7 +233,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
         outputs = copy.deepcopy(model).train()(inputs)
     if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != len(inputs):
         what = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(f"the model returns {what}; cross entropy takes [batch, classes]")
+        raise ValueError(f"the model returns {what}; cross entropy needs [batch, classes]")
     return outputs
 
 

@@ -78,7 +78,7 @@ Shortcut = Callable[[int, int, int], nn.Module]  # of inputs, outputs and stride
 def stage(
     block: ResidualBlock, inputs: int, width: int, blocks: int, stride: int, shortcut: Shortcut
 ) -> nn.Module:
-    """Return blocks at one image size; the first block strides; a shortcut if shapes change."""
+    """Return blocks at one image size; the first one strides, with a shortcut if shapes change."""
     outputs = width * block.expansion
     first = shortcut(inputs, outputs, stride) if stride > 1 or inputs != outputs else None
     tail = [block(outputs, width, 1, None) for _ in range(blocks - 1)]

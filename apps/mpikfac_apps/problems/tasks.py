@@ -144,7 +144,7 @@ def overlaps(scores: Tensor, classes: Tensor) -> Tensor:
 def dice(means: Sequence[float]) -> float:
     """Return the Dice coefficient 2 |A and B| / (|A| + |B|), the mean over classes above 0.
 
-    All volumes count as one. A class without voxels in A and B is ignored.
+    All volumes are treated as one. A class without voxels in A and B is ignored.
 
     Args:
         means: of the counts of `overlaps` over volumes.

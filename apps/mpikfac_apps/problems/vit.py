@@ -1,4 +1,4 @@
-"""Blocks of a transformer, made of separate linear layers for K-FAC, and a small one for images."""
+"""Transformer blocks of separate linear layers, for K-FAC, and a small vision transformer."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 
 
 def mixed(*numbers: int) -> int:
-    """Return a seed that depends on all `numbers`, as torch uses only 32 bits of a seed."""
+    """Return a seed that depends on all `numbers`, because torch uses only 32 bits of a seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 

@@ -32,7 +32,7 @@ def trainer_of(
         trace: times the stages; a new trace if None.
 
     Raises:
-        UserError: a setting of K-FAC cannot work, or ranks disagree.
+        UserError: a K-FAC setting is not supported, or ranks disagree.
     """
     optimizer = optimizer_of(model, options)
     if options.optimizer != "kfac":

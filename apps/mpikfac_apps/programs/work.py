@@ -32,15 +32,14 @@ class Taken(NamedTuple):
 class Work(ABC):
     """What a small program trains.
 
-    The data of a step depend only on the number of the step and the seed, so a restart needs no
-    state of the data.
+    The data of a step depend only on its number and the seed, so a restart needs no data state.
 
     Collective over: world, as are all methods.
 
     Attributes:
         trainer: the trainer.
         steps_per_epoch: the number of steps in an epoch.
-        examples_per_step: the number of examples in a step, of all ranks together.
+        examples_per_step: the number of examples in a step, on all ranks together.
         measures: the names of the measures that steps sum.
     """
 
@@ -51,7 +50,7 @@ class Work(ABC):
 
     @abstractmethod
     def step(self, step: int) -> Taken:
-        """Take a step: gradients of the rank's examples, and a step of the trainer."""
+        """Compute gradients on the rank's examples, and step the trainer."""
 
     @abstractmethod
     def test(self) -> dict[str, float]:
@@ -69,6 +68,6 @@ class Work(ABC):
         """Load a `state`, on any number of ranks.
 
         Raises:
-            ValueError: an item is missing, or does not fit.
+            ValueError: an item is missing or invalid.
         """
         self.trainer.load_state_dict(checkpoint)

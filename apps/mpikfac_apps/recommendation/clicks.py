@@ -1,4 +1,4 @@
-"""Read clicks: ratings of MovieLens in RecBole's files, or rows in Criteo's format."""
+"""Read clicks: MovieLens ratings in RecBole's files, or rows in Criteo's format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read(name: str | None, buckets: int) -> Clicks:
         buckets: the number of rows of a table of Criteo.
 
     Raises:
-        ValueError: the file cannot be read, or has another format.
+        ValueError: the file cannot be read, or has a different format.
     """
     path = Path(name) if name else packaged()
     try:
@@ -139,7 +139,7 @@ def known(path: Path, key: str) -> dict[str, Row]:
 
 
 def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
-    """Return, for each value, how often it occurred and counted before."""
+    """Return, for each value, how often it has occurred, and how often as a click, before it."""
     seen, counts = Counter[str](), []
     for value, counts_too in zip(values, counted):
         counts.append(seen[value])
@@ -174,7 +174,7 @@ def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[i
     """Return label, counts and rows of tables of a row.
 
     Raises:
-        ValueError: the row has another number of columns, or a column is not a number.
+        ValueError: the row has a different number of columns, or a column is not a number.
     """
     if len(row) != 1 + NUMBERS + CATEGORIES:
         raise ValueError(f"{1 + NUMBERS + CATEGORIES} columns are needed, not {len(row)}")

@@ -1,4 +1,4 @@
-"""The layers of a DLRM: of the numerical features, products of all pairs, and of the products."""
+"""The layers of a DLRM: for numerical features, products of all pairs, and for the products."""
 
 from __future__ import annotations
 

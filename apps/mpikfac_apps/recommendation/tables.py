@@ -19,7 +19,7 @@ FORWARD, BACKWARD = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIE
 
 
 class Tables:
-    """Embedding tables, each on one rank; ranks send row indices, and receive rows.
+    """Embedding tables, each on one rank; ranks send row indices and receive rows.
 
     Tables are placed largest first, on the rank with the fewest rows. The owner steps a table by
     Adagrad [Duchi et al. 2011], only for the rows used in the batch.
@@ -56,7 +56,7 @@ class Tables:
         self._sizes = {name: sizes[name] for name in sizes if self.owners[name] == comm.rank}
         first = [0, *accumulate(self._sizes.values())]
         self._first = torch.tensor(first[:-1], dtype=torch.int64, device=device)
-        # The rank's tables are concatenated to one table.
+        # The rank's tables are concatenated into one table.
         self._own = nn.Embedding(first[-1], width, sparse=True, device=device)
         for name, table in self._parts(self._own.weight.detach()):
             bound = self._sizes[name] ** -0.5  # as published

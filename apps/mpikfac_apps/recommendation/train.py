@@ -47,7 +47,7 @@ class RecommendationOptions(ProgramOptions):
         width: the number of elements in a row of a table.
         bottom: the widths of the hidden layers of the numerical features.
         top: the widths of the hidden layers of the products.
-        batch: the number of clicks in a step, over all ranks.
+        batch: the number of clicks in a step, on all ranks together.
         table_lr: the learning rate of Adagrad for the tables.
     """
 
@@ -72,7 +72,8 @@ class RecommendationOptions(ProgramOptions):
             clicks: the number of all clicks.
 
         Raises:
-            ValueError: a rank has no click in a step, an epoch has no step, or the test no click.
+            ValueError: a rank has no clicks in a step, an epoch has no steps, or the test has no
+                clicks.
         """
         if trained == clicks:
             raise ValueError(
@@ -81,8 +82,8 @@ class RecommendationOptions(ProgramOptions):
             )
         if not ranks <= self.batch <= trained:
             raise ValueError(
-                f"batch={self.batch} must be at least the {ranks} ranks, and at most the {trained} "
-                f"clicks of the training"
+                f"batch={self.batch} must be at least the {ranks} ranks, and at most the "
+                f"{trained} training clicks"
             )
 
 
@@ -100,7 +101,7 @@ class Recommendation(Work):
     Collective over: comm, as are all methods.
 
     Raises:
-        UserError: the data cannot be read, or do not fit the options.
+        UserError: the data cannot be read, or do not match the options.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Recommendation(Work):
         trace = mpikfac.Trace()
         sizes = data.numbers.shape[1], len(data.sizes), options.width
         self.model = Dlrm(*sizes, options.bottom, options.top).to(device)
-        # Factors of all examples are the same on any number of ranks.
+        # Factors of all examples do not depend on the number of ranks.
         every = mpikfac.Estimator(subsample=1)
         self.trainer = trainer_of(comm, self.model, options, estimator=every, trace=trace)
         self.tables = Tables(
@@ -208,7 +209,7 @@ def area(scores: np.ndarray, labels: np.ndarray) -> float:
     score; equal scores count as a half [Hanley & McNeil 1982].
     """
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1; equal scores get their mean
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # from 1; equal scores get the mean
     hits = labels.sum()
     others = len(labels) - hits
     if not hits * others:

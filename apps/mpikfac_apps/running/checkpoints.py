@@ -1,4 +1,4 @@
-"""Write checkpoints of a run, survive failed writes, and find a run's checkpoint."""
+"""Write checkpoints of a run, survive failed writes, and find the checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Saver:
         """Warn about a checkpoint that takes long, once per `limit` seconds; not collective.
 
         Args:
-            written: how many ranks have written their parts.
+            written: the number of ranks that have written their parts.
             late: the sum of `rank + 1` over the other ranks.
         """
         now = self._guard.clock()
@@ -91,15 +91,15 @@ class Saver:
             return
         self._reminded = now
         writing = self._writer.comm.size - written
-        who = f"rank {late - 1} still writes" if writing == 1 else f"{writing} ranks still write"
+        who = f"rank {late - 1} is" if writing == 1 else f"{writing} ranks are"
         log.warning(
-            "%s a checkpoint of step %d, begun %d s ago; training continues, and the job ends "
-            "after %d s",
+            "%s still writing a checkpoint of step %d, begun %d s ago; training continues, and the "
+            "job ends after %d s",
             *(who, self.step, now - self._began, LONGER * limit),
         )
 
     def abandon(self) -> None:
-        """Forget the pending checkpoint, as parts of lost ranks may be missing; not collective."""
+        """Drop the pending checkpoint, because lost ranks' parts can be missing; not collective."""
         self._guard.end_write()
         self._writer.abandon()
 
@@ -126,7 +126,7 @@ class Saver:
         self._guard.requests.saved(self._guard.clock() - self._began)
         if isinstance(error, mpikfac.RanksDifferError):
             raise mpikfac.UserError(
-                f"{error}; the run ends, because ranks that differ stay different; start it again "
+                f"{error}; the run ends, because ranks that differ stay different; restart it "
                 f"with --resume auto to continue from the last checkpoint"
             ) from error
         if last:
@@ -168,7 +168,7 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
     """Return seconds of training, bytes of metrics.jsonl, and the lines of metrics that waited.
 
     Raises:
-        ValueError: an item has another form.
+        ValueError: an item has a different form.
     """
     items = {name: checkpoint.get(name, "") for name in RECORDS}
     if not files.has_form(items, RECORDS) or not all(items[name] >= 0 for name in list(items)[:2]):

@@ -29,8 +29,7 @@ log = logging.getLogger("mpikfac.train")
 class Loop(ABC):
     """Take the steps of a run, write records and checkpoints, and follow requests.
 
-    A program defines in a derived class what a step is, when a test is due, and what the state
-    contains.
+    A program derives a class that defines a step, when a test is due, and what the state contains.
 
     Collective over: comm, as are all methods.
 
@@ -105,7 +104,7 @@ class Loop(ABC):
         """Load a `state`.
 
         Raises:
-            ValueError: an item is missing, or does not fit.
+            ValueError: an item is missing or invalid.
         """
 
     def state(self) -> dict[str, Any]:
@@ -197,13 +196,13 @@ class Loop(ABC):
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
         if self.record:
             self.record.close()
-        self.comm.Barrier()  # while the watchdog runs, as MPI would wait for a stuck rank forever
+        self.comm.Barrier()  # while the watchdog runs: MPI would wait for a stuck rank forever
         if not stopped:
             log.info("complete after %d steps, %.1f s", steps, seconds)
             return 0
-        why = self.guard.requests.reason or "another rank was asked to"
+        why = self.guard.requests.reason or "another rank received a request"
         code = self.options.exit_code
-        # Open MPI reports every code but 0 as a failure.
+        # Open MPI reports every code except 0 as a failure.
         note = f"; code {code} is intended, whatever the launcher prints below" if code else ""
         log.info("stopped after %d steps (%s); --resume auto continues%s", steps, why, note)
         return code
@@ -271,7 +270,7 @@ class Loop(ABC):
         """Restore the state from a checkpoint, if any; return what to keep of metrics.jsonl.
 
         Raises:
-            UserError: the checkpoint does not fit the run.
+            UserError: the checkpoint does not belong to this run.
         """
         if checkpoint is None:
             return 0, ""

@@ -17,7 +17,7 @@ class Meter:
     """Means of loss and measures over the images of all ranks, each image counted once.
 
     Args:
-        alone: `recent` covers only the images of this rank, and waits for no other rank.
+        alone: `recent` covers only the images of this rank, and does not wait for other ranks.
         measures: the number of measures, or of the values from which they are computed.
 
     Attributes:
@@ -135,7 +135,7 @@ def staleness_line(counts: Sequence[Mapping[int, int]]) -> str:
 
 
 class Speed:
-    """Time in training steps, on this rank; evaluation and checkpoints do not count.
+    """Measure the time in training steps on this rank, without evaluation and checkpoints.
 
     Attributes:
         seconds: seconds of steps since the run began, restarts included.
@@ -160,7 +160,7 @@ class Speed:
         self._marked = self._now()
 
     def rates(self) -> tuple[float, float]:
-        """Return images of all ranks per second, and the communication fraction, since `mark`."""
+        """Return all ranks' images per second, and the fraction of communication, since `mark`."""
         images, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
         return images / seconds, talking / seconds
 

@@ -42,11 +42,11 @@ class Screen(logging.Handler):
         """Print a record."""
         with suppress(OSError):  # for example on a full disk
             tqdm.write(self.format(record), file=sys.stdout)
-            sys.stdout.flush()  # users read the log of a running batch job
+            sys.stdout.flush()  # so that users can read the log of a running batch job
 
 
 class Printable(logging.Formatter):
-    """Format records without control characters, as parts of them can come from files."""
+    """Format records without control characters, because parts of them can come from files."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's printable lines."""
@@ -90,7 +90,7 @@ def start_log(writer: str = "") -> logging.handlers.MemoryHandler:
     early_log = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
     screen = Screen()
     screen.setFormatter(Printable(f"{writer}%(message)s"))
-    library.handlers[:] = [screen, early_log]  # without handlers of an earlier run in the process
+    library.handlers[:] = [screen, early_log]  # remove handlers of an earlier run in the process
     return early_log
 
 
@@ -180,7 +180,7 @@ class RunProgress:
     Args:
         first: the number of steps completed by earlier starts.
         last: the number of steps of the whole run.
-        epochs: returns the epochs before a step, as epochs take about equally long.
+        epochs: returns the epochs before a step; epochs take about equally long.
     """
 
     def __init__(self, first: int, last: int, epochs: Callable[[int], float]) -> None:
@@ -214,7 +214,7 @@ class RunProgress:
 
 
 def on_terminal() -> bool:
-    """Return whether stderr leads to a terminal.
+    """Return whether stderr is a terminal.
 
     Under mpirun, the rank's own streams do not show this: Open MPI makes stderr a pipe, and stdout
     a terminal even in a batch job. The stderr of mpirun itself decides then.

@@ -1,4 +1,4 @@
-"""Start a program of one loop: read the options, guard the run directory, and take the steps."""
+"""Run a program with one loop: read the options, guard the run directory, and take the steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(
 
     Args:
         parse: creates the options on rank 0, from the number of ranks.
-        of_run: returns the options of the run directory, the end and the place.
+        of_run: returns the options of the run directory, the end and the device.
         make: creates the loop on every rank; collective.
         config: returns all options as in a YAML file.
 

@@ -78,7 +78,7 @@ class StepVotes:
     def follow(self, save: Callable[[], None]) -> bool:
         """Follow the requests of all ranks; return whether the run must stop.
 
-        Between two exchanges of weights, requests wait, as votes are those of this rank alone.
+        Between two exchanges of weights, requests wait, because votes are those of this rank alone.
 
         Collective over: world.
 
@@ -100,8 +100,7 @@ class StepVotes:
         elif self._comm.rank == 0:
             self._saver.remind(votes[WRITTEN], votes[LATE], self._options.watchdog_timeout)
         if checkpoint or self._due:
-            # A diverging run must not replace good checkpoints: the checkpoint waits for a step
-            # without trouble.
+            # A diverging run must not replace good checkpoints, so the checkpoint waits for a step
             # without trouble.
             self._due = self.troubled()
             if not self._due:
@@ -109,11 +108,10 @@ class StepVotes:
         return False
 
     def _tell_of_loss(self, troubled: bool) -> None:
-        """Warn if the values that were not finite began with this rank's loss, a step ago."""
+        """Warn if non-finite values began with this rank's loss, in the previous step."""
         if troubled and not self._troubled and not self._losses[1].isfinite():
             log.warning(
-                "rank %d, step %d: the loss is %s; see the batch of the rank, and the outputs of "
-                "the model",
+                "rank %d, step %d: the loss is %s; check the rank's batch and the model's outputs",
                 *(self._comm.rank, self._trainer.steps - 2, self._losses[1].item()),
             )
         self._troubled = troubled

@@ -1,6 +1,6 @@
 """Write metrics.jsonl without losing lines to a full disk, a restart, or removal of the file.
 
-Lines that another program cuts off are lost, which is logged.
+Lines that another program cuts off are lost; this is logged.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TensorBoard:
 class Wandb:
     """A run of wandb in RUN/wandb, or on a server with WANDB_MODE=online.
 
-    The step is a value like others, as wandb's own steps cannot go back to a checkpoint.
+    The step is an ordinary value, because wandb's own steps cannot go back to a checkpoint.
     """
 
     def __init__(self, start: Start) -> None:
@@ -85,7 +85,7 @@ class MLflow:
         run = runs[0] if runs else self._client.create_run(group, tags=tags)
         self._run = run.info.run_id
         self._client.update_run(self._run, "RUNNING")
-        if not runs:  # MLflow takes a parameter only once
+        if not runs:  # MLflow accepts a parameter only once
             items = start.options.items()
             values = [mlflow.entities.Param(key, str(value)) for key, value in items]
             for first in range(0, len(values), AT_ONCE):

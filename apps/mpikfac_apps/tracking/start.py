@@ -30,7 +30,7 @@ class Start:
 
         Raises:
             OSError: the file RUN/tracking_id cannot be read or written.
-            ValueError: the file contains another text.
+            ValueError: the file contains a different text.
         """
         path = self.directory / "tracking_id"
         try:
@@ -38,5 +38,5 @@ class Start:
         except FileNotFoundError:
             files.write_text(path, text := uuid.uuid4().hex)
         if not re.fullmatch("[0-9a-f]{32}", text):
-            raise ValueError(f"{path} is damaged; delete the file: it has another form")
+            raise ValueError(f"{path} is damaged; delete the file: it has a different form")
         return text

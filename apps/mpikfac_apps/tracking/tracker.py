@@ -29,7 +29,7 @@ log = logging.getLogger("mpikfac.train")
 class Tracker(Protocol):
     """Receive the metrics of a run, on rank 0.
 
-    A function is a tracker: `close` can be missing.
+    A function is a tracker, too: `close` can be missing.
     """
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:

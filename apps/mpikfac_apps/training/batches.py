@@ -27,7 +27,7 @@ from mpikfac_apps.problems.datasets import Dataset
 from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 from mpikfac_apps.training.calendar import Calendar
 
-SEEN = 1024  # how many images in files are used to compute mean and variance of the pixels
+SEEN = 1024  # the number of images in files from which the mean and variance of pixels are computed
 ROOM = 128  # the minimum capacity for images in files, regardless of the batch
 WORKERS = 2  # processes per rank
 
@@ -63,7 +63,7 @@ class Normalise:
 
 
 def counted(images: Tensor) -> Tensor:
-    """Return how many pixels of each channel have each of the 256 levels, `[channels, 256]`."""
+    """Count the pixels of each channel with each of the 256 levels, `[channels, 256]`."""
     channels = images.unbind(1)
     return torch.stack([torch.bincount(pixels.flatten(), minlength=256) for pixels in channels])
 
@@ -162,10 +162,10 @@ class Batches:
         return parts(*self.tested, size)
 
     def share_broken(self, comm: mpikfac.comm.Comm) -> None:
-        """Do nothing, since no image in memory is broken."""
+        """Do nothing, because no image in memory is broken."""
 
     def close(self) -> None:
-        """Do nothing, since no process reads images."""
+        """Do nothing, because no process reads images."""
 
     def _draw(self, epoch: int) -> EpochDraws:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
@@ -229,7 +229,7 @@ class FileBatches:
         The processes start decoding another batch.
 
         Raises:
-            UserError: an image is broken, and must not be replaced.
+            UserError: an image is broken and must not be replaced.
         """
         if not self._ahead or self._ahead[0][:2] != (epoch, index):
             self._ahead.clear()
@@ -311,7 +311,7 @@ def make_batches(
     """Return the batches of a rank, for images in memory or in files.
 
     Raises:
-        ValueError: the network requires images of another size.
+        ValueError: the network requires images of a different size.
     """
     if isinstance(data, Listing):
         return FileBatches(

@@ -1,4 +1,4 @@
-"""The steps of every epoch of a run, in which the batch size can change with the epoch."""
+"""The steps of every epoch of a run, whose batch size can change with the epoch."""
 
 from __future__ import annotations
 

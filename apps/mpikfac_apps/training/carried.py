@@ -1,4 +1,4 @@
-"""Estimate the size of a checkpoint, and report which of it another preconditioner can use."""
+"""Estimate the size of a checkpoint, and report what another preconditioner can use of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
 
     Args:
-        tensors_per_weight: how many values each weight has: itself, and averages.
+        tensors_per_weight: the number of values per weight: the weight itself and its averages.
     """
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
@@ -81,7 +81,7 @@ def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
     if not now and any(name.startswith(MOMENTA) for name in items):
         raise ValueError(
             f"it has momenta of gradients, which optimizer={options.optimizer} does not continue; "
-            f"give optimizer=kfac, kfac.momentum_of=gradients and momentum above 0 as before, or "
+            f"use optimizer=kfac, kfac.momentum_of=gradients and momentum above 0 as before, or "
             f"start a new run with resume=never in another run_dir"
         )
     for name in items:

@@ -28,8 +28,8 @@ class Restart:
 
     Attributes:
         options: the options of this start, with the values that a restart must keep.
-        ranks: the number of ranks of the first start; a restart with another number keeps batch and
-            learning rate.
+        ranks: the number of ranks of the first start; a restart on a different number keeps batch
+            and learning rate.
         checkpoint: the checkpoint to resume from; None at step 0.
         images: the checksums of the images, as far as the checkpoint contains them.
     """
@@ -72,7 +72,8 @@ def find_restart(world: mpikfac.comm.Comm, comm: mpikfac.comm.Comm, options: Opt
         comm: the ranks that train one network together.
 
     Raises:
-        UserError: the checkpoint is damaged, or its run had other options; see `settings.follow`.
+        UserError: the checkpoint is damaged, or its run had different options; see
+            `settings.follow`.
     """
     checkpoint = groups.open_checkpoint(world, comm, options)
     if checkpoint is None:

@@ -37,7 +37,7 @@ from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.timetable import Timetable
 from mpikfac_apps.training.traced_steps import Recording
 
-GROWTH = 1000.0  # times the first loss, above which the training diverges
+GROWTH = 1000.0  # multiple of the first loss above which training is considered diverging
 
 log = logging.getLogger("mpikfac.train")
 
@@ -81,7 +81,7 @@ class Run(Loop):
         self.team = team
         self.problem = problem = Problem(comm, options, place.device, restart.images)
         with mpikfac.comm.together(comm, "options"):
-            check_pairs(options, comm.size)  # a restart can have another number of ranks
+            check_pairs(options, comm.size)  # a restart can have a different number of ranks
         self.mixes = Mixes.of(options.data, problem.classes, options.seed)
         self.timetable = Timetable(problem.calendar, options, self.begun_on)
         epoch, _ = self.timetable.place(restart.last_step)
@@ -93,7 +93,7 @@ class Run(Loop):
         self.average = Average(self.model, options.ema_decay) if options.ema_decay else None
         self.best = best.Best(problem.task)
         self._first_loss = math.nan  # of this rank, since this start
-        numbers = problem.task.numbers(problem.classes)  # how many values a measure has
+        numbers = problem.task.numbers(problem.classes)  # of values per measure
         super().__init__(
             *(comm, options, guard, self.training.trainer),
             steps=self.timetable.steps,
@@ -125,7 +125,7 @@ class Run(Loop):
             self.recording.write()
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
-        """Take a training step on the local batch, in several passes if the options say so."""
+        """Take a training step on the local batch, in several passes if the options request it."""
         self.set_rate(step)
         in_parts = self.trainer.plan.of(self.comm.rank).parts
         passes = in_parts or self.options.accumulate
@@ -252,7 +252,7 @@ class Run(Loop):
         results, measure = problem.evaluate(model), problem.task.measure
         if not math.isfinite(results["loss"]):
             log.warning(
-                "the test loss is %s after step %d; look at the test data, or try a smaller lr=%s",
+                "the test loss is %s after step %d; check the test data, or try a smaller lr=%s",
                 *(results["loss"], self.trainer.steps, self.options.rate),
             )
         self.row(**numbers, **{f"test_{key_of(name)}": value for name, value in results.items()})
@@ -262,7 +262,9 @@ class Run(Loop):
             words += f" after step {self.trainer.steps}, the best so far"
             best.keep(model, Path(self.options.run_dir), words)
         if self.over:
-            log.info("%d tests in a row are no better: the run ends early", self.best.since)
+            log.info(
+                "%d tests in a row brought no improvement: the run ends early", self.best.since
+            )
 
     @property
     def over(self) -> bool:
@@ -271,7 +273,7 @@ class Run(Loop):
         return patience is not None and self.best.since >= patience
 
     def _compare_with_first(self, loss: float) -> None:
-        """Warn once if the loss has grown; the rules of a run work without a log interval."""
+        """Warn once if the loss has grown; this also works without a log interval."""
         if self.record and loss > GROWTH * self._first_loss > 0:
             log.warning(
                 "the loss is %s after step %d, and was %s at first; try a smaller lr=%s",

@@ -1,4 +1,4 @@
-"""Keep the settings of a run over its starts: a checkpoint stores the options of its run.
+"""Keep the settings of a run across restarts: a checkpoint stores the options of its run.
 
 A resumed run uses the options of the checkpoint, except for those set on the command line or in a
 file named there. All other differences between two starts are logged, or raise an error.
@@ -65,7 +65,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
     as well.
 
     Raises:
-        ValueError: an option is wrong; the text is one line with key, value and allowed values.
+        ValueError: an option is wrong; the message is one line with key, value and allowed values.
         SystemExit: with code 0, after --help, --help_all or --print_config.
     """
     named = TRAIN.read(argv)
@@ -84,7 +84,7 @@ def of_start(argv: Sequence[str] | None, ranks: int) -> Options:
         pinned = _pinned(before, kept, options, ranks)
         return parse(argv, ranks, kept | pinned) if pinned else options
     except ValueError as error:
-        raise ValueError(f"{error}; set other options than those of {path}") from error
+        raise ValueError(f"{error}; change the options that come from {path}") from error
 
 
 def _checkpoint(options: Options) -> Path | None:
@@ -134,10 +134,10 @@ def _pinned(
     code = {key: given[key] for key in OF_CODE}
     try:
         usual = flattened(resolved(parse([], ranks, {**kept, **code}), ranks))
-    except ValueError:  # this start corrects values that ranks or version do not allow
+    except ValueError:  # this start corrects values that the ranks or the version do not allow
         return {}
     now = flattened(resolved(options, ranks))
-    # Another type has other options.
+    # A different type has different options.
     keys = before.resolved.keys() & kept.keys() & given.keys() & now.keys() & usual.keys()
     keys -= {*OF_CODE}
     return {
@@ -159,7 +159,7 @@ def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
     for key, value, file in code_of(options):
         if named[key] != value:
             raise ValueError(
-                f"{key}={in_yaml(value)} would run {file}; if you trust the file, give "
+                f"{key}={in_yaml(value)} would run {file}; if you trust the file, pass "
                 f"--{key}={in_yaml(value)}"
             )
 
@@ -181,7 +181,7 @@ def of_checkpoint(path: Path) -> RunSettings | None:
     """
     try:
         saved = saved_run(mpikfac.checkpoint.read_checkpoint(path))
-    except (mpikfac.UserError, ValueError):  # the training reports it, or uses an older checkpoint
+    except (mpikfac.UserError, ValueError):  # training reports it, or uses an older checkpoint
         saved = {}
     return of_saved(saved, path)
 
@@ -259,13 +259,13 @@ def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
     """Return the description of its run that a checkpoint contains.
 
     Raises:
-        ValueError: the item has another form.
+        ValueError: the item has a different form.
     """
     saved = files.json_of(str(checkpoint["run/data"]))
     if not files.has_form(saved, {"ranks": int, "threads": int, "batch": (int, str)}):
-        raise ValueError("item 'run/data' has another form")
+        raise ValueError("item 'run/data' has a different form")
     if "settings" in saved and not files.has_form(saved, {"settings": dict, "open": dict}):
-        raise ValueError("item 'run/data' has settings of another form")
+        raise ValueError("item 'run/data' has settings of a different form")
     ranks, batch = saved["ranks"], saved["batch"]
     if ranks < 1 or (isinstance(batch, int) and ranks > batch):
         raise ValueError(f"item 'run/data' has {ranks} ranks for batch={batch}")
@@ -288,8 +288,8 @@ def check_images(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
             log.info("the test images differ from those of the checkpoint")
             continue
         raise ValueError(
-            f"the checkpoint belongs to other training images (checksum {before[key]} of {key}, "
-            f"now {now[key]}); use the same images, or start a new run"
+            f"the checkpoint belongs to different training images (checksum {before[key]} of "
+            f"{key}, now {now[key]}); use the same images, or start a new run"
         )
 
 
@@ -305,15 +305,15 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
     for key, value in identity(options).items():
         if (before := saved.get(key)) != value:
             raise ValueError(
-                f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
-                f"give --{key}={in_yaml(before)}"
+                f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; pass "
+                f"--{key}={in_yaml(before)}"
             )
     batch, began_on = options.batches, saved["ranks"]
     common = math.gcd(*numbers_of(batch))
     if common % ranks and not options.shrink:
         raise ValueError(
-            f"it was saved with batch={batch}, not a multiple of {ranks} ranks; "
-            f"start one of {mpikfac.plan.divisors(common)} ranks"
+            f"it was saved with batch={batch}, not a multiple of {ranks} ranks; use one of "
+            f"{mpikfac.plan.divisors(common)} ranks"
         )
     if requested_batch != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled for {began_on}" if options.scale_lr else ""

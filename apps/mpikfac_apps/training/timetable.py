@@ -1,4 +1,4 @@
-"""What is due after each step of a run: epochs, tests, checkpoints of clients, and the end."""
+"""Determine what is due after each step: epochs, tests, checkpoints of clients, and the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpikfac_apps.training.calendar import Calendar
 
 
 class Timetable:
-    """Determine what is due when; steps are numbered from 0, and the results agree on all ranks.
+    """Determine what is due at which step, counted from 0, identically on all ranks.
 
     Attributes:
         steps: the number of steps of the whole run.

@@ -19,7 +19,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.text import table
 from mpikfac_apps.training.parts.trainings import Training
 
-WARM_UP = 2  # steps of a start with cold memory and caches
+WARM_UP = 2  # first steps of a start, with cold memory and caches
 
 log = logging.getLogger("mpikfac.train")
 
@@ -96,7 +96,9 @@ class Recording:
             lines = table(mpikfac.timeline.collective_table(means["collectives"]))
             log.info("messages of these steps, in ms:\n%s", "\n".join(lines))
         if _steps(self.directory / "stages.json") > len(means["steps"]):
-            log.info("stages.json and trace.json.gz have more steps of an earlier start: kept")
+            log.info(
+                "stages.json and trace.json.gz have more steps from an earlier start and are kept"
+            )
             return
         picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, columns))
         try:

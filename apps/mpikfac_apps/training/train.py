@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def tell_of_threads(rank: int) -> None:
     """Print a line if a thread keeps the process, and therefore the job, from ending."""
     main = threading.main_thread()
-    main.join(60)  # times out if a larger program continues after the training
+    main.join(60)  # times out if a larger program continues after training
     time.sleep(PATIENCE)
     others = [
         thread for thread in threading.enumerate() if not thread.daemon and thread is not main
@@ -60,8 +60,8 @@ def tell_of_threads(rank: int) -> None:
     names = [repr(thread.name) for thread in others]
     if names and not main.is_alive():
         print(
-            f"mpikfac: the run is over, but rank {rank} waits for the thread {', '.join(names)}; "
-            f"end the job, and make the thread a daemon",
+            f"mpikfac: the run is over, but rank {rank} is waiting for the thread "
+            f"{', '.join(names)}; end the job, and start such threads as daemons",
             file=sys.stderr,
             flush=True,
         )
@@ -111,8 +111,8 @@ def assist(
 ) -> None:
     """Decompose factors, or store the weights, until the ranks that train end the training.
 
-    The ranks that train run the watchdog and handle signals, since a server can be idle for a long
-    time.
+    The ranks that train run the watchdog and handle signals, because a server can be idle for a
+    long time.
 
     Collective over: comm.
     """

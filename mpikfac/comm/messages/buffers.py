@@ -42,8 +42,8 @@ def check_sendable(stage: str, count: int) -> None:
     """
     if count > MAX_COUNT:
         raise ValueError(
-            f"a message of the stage {stage!r} has {count} elements or bytes, and MPI takes at "
-            f"most {MAX_COUNT}: this way to send is for smaller models"
+            f"a message of the stage {stage!r} has {count} elements or bytes, and MPI accepts at "
+            f"most {MAX_COUNT}: this transport works only for smaller models"
         )
 
 
@@ -71,7 +71,7 @@ class Buffers:
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
         """Yield a buffer that MPI reads and writes in place of `flat`; `stage` times the copies."""
-        by_host = summed and flat.dtype not in SUMMABLE  # our own operation runs on the host
+        by_host = summed and flat.dtype not in SUMMABLE  # our operation runs on the host
         if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
             yield flat
@@ -96,7 +96,7 @@ class Buffers:
     @contextmanager
     def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
         """Yield the buffer MPI reads in place of `sent`, and the one it fills for `received`."""
-        if sent.is_cpu:  # `numpy()` would freeze the size of a program's tensor for good
+        if sent.is_cpu:  # `numpy()` would freeze the size of a program's tensor permanently
             yield np.from_dlpack(sent), received.numpy()
             return
         if self._direct:

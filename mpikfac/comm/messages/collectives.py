@@ -1,4 +1,4 @@
-"""Carry out a plan's messages with MPI's blocking collectives, in pieces."""
+"""Execute a plan's messages with MPI's blocking collectives, in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpikfac.plan import PASSED, PIECE, Message, Passed, passed
 
 
 def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
-    if len(part):  # MPI may ask for a sum of 0 elements; torch.frombuffer refuses an empty buffer
+    if len(part):  # MPI can request a sum of 0 elements; torch.frombuffer refuses an empty buffer
         terms, sums = (torch.frombuffer(numbers, dtype=torch.bfloat16) for numbers in (part, total))
         sums += terms
 
@@ -129,15 +129,15 @@ PRIMITIVES = {
     "Bcast": _bcast,
     PASSED: _pass_on,
 }
-"""The functions that carry out a message, by the name of its primitive in the plan."""
+"""The functions that execute a message, by the name of its primitive in the plan."""
 SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
-"""Primitives in which MPI itself reduces, also values compressed to bfloat16."""
+"""Primitives in which MPI itself reduces, including values compressed to bfloat16."""
 COPIES = ("Allgatherv", "Bcast", PASSED)
 """Primitives that copy values of any dtype."""
 
 
 def sent_elements(message: Message, rank: int) -> int:
-    """Return how many elements of a message rank `rank` of its communicator passes to MPI."""
+    """Return how many elements of a message member `rank` of its communicator passes to MPI."""
     if message.primitive == PASSED:
         return sum(m.size for m in passed(message.spans, message.to) if m.source == rank)
     silent = message.primitive == "Bcast" and rank != message.root

@@ -1,33 +1,34 @@
-"""Carry out collectives of encoded values: MPI moves bytes, and the ranks decode and sum them.
+"""Execute collectives of encoded values: MPI moves bytes, and the ranks decode and sum them.
 
-The sender decodes the same bytes as the receivers, and everyone sums in rank order, so the results
-are bitwise equal on all ranks.
+The sender decodes the same bytes as the receivers, and all of them sum in rank order, so the
+results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mpikfac.comm.messages.buffers import MAX_COUNT, check_sendable, synchronize
 from mpikfac.comm.mpi import MPI
-from mpikfac.numerics import add_decoded, encode, matrix_in, orthonormal, renewed
+from mpikfac.numerics import encode
 from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, Codec, Message, shard_length
 
 Span = tuple[int, int]
-LATER, RIGHT = "later", "right"  # parts of keys in the memory, in addition to the stage
+LATER, LAST = "later", "right"  # parts of keys in the memory, in addition to the stage
 
 
 class Encoded:
-    """Carry out messages that have a codec, except for reductions that MPI computes itself.
+    """Execute messages that have a codec, except for reductions that MPI computes itself.
 
     Attributes:
         memory: what a rank keeps for the next step. Under a stage: the residuals of the stage's
             arena, which are encoding errors that are added to the next message. Under a stage and
             LATER: the velocity of values that have not been sent yet. Under a stage, a span and
-            RIGHT: the previous reduced Q of a message.
+            LAST: the last reduction of a message's codec.
     """
 
     def __init__(self, direct: bool, memory: dict[Hashable, Tensor] | None = None) -> None:
@@ -50,7 +51,7 @@ class Encoded:
             tensor.zero_()
 
     def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """All-reduce: every member sums one shard, encodes the sum and sends it to everyone."""
+        """All-reduce: every member sums one shard, encodes the sum and sends it to all members."""
         (span,) = message.spans
         length = shard_length(span[1] - span[0], comm.size)
         encoded = self._encoded(flat, span, message.stage, codec)
@@ -58,10 +59,10 @@ class Encoded:
         parts.view(-1)[: len(encoded)] = encoded
         total = flat.new_zeros(length)
         for part in self._passed(comm.Alltoall, parts, parts.numel()).view(parts.shape):
-            add_decoded(total, part, codec)
+            codec.add_decoded(total, part, 1)
         residual = torch.zeros_like(total) if codec.feedback else None
         shard = encode(total, codec, residual)
-        # Only the sum of the residuals over ranks matters, so this rank keeps the sum's error too.
+        # Only the sum of the residuals over ranks matters, so this rank also keeps the sum's error.
         if residual is not None:
             start = min(span[0] + comm.rank * length, span[1])
             residuals = self.memory[message.stage][start : min(start + length, span[1])]
@@ -95,28 +96,11 @@ class Encoded:
     def _in_two_sums(
         self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor
     ) -> int:
-        """All-reduce matrices in low rank, as products of two all-reduced factors [PowerSGD]."""
-        (span,), places = message.spans, codec.matrices
-        residuals = self._memory_of(message.stage, flat)
-        residuals[slice(*span)] += flat[slice(*span)]
-        matrices = [matrix_in(residuals, place) for place in places]
-        left, right = (flat.new_empty(size) for size in codec.sides())
-        before = self._memory_of((message.stage, span, RIGHT), right)
-        rights, lasts = (in_turn(factor, codec, 1) for factor in (right, before))
-        lefts = in_turn(left, codec, 0)
-        for place, matrix, p, last in zip(places, matrices, lefts, lasts):
-            torch.matmul(matrix, renewed(last, place.start), out=p)
-        self._add_up(comm, left)
-        for matrix, p, q in zip(matrices, lefts, rights):
-            p.copy_(orthonormal(p))
-            torch.matmul(matrix.mT, p, out=q)
-            matrix.sub_(p @ q.mT)
-        residuals[slice(*span)].nan_to_num_(0.0, 0.0, 0.0)
-        self._add_up(comm, right)
-        for place, p, q in zip(places, lefts, rights):
-            torch.matmul(p, q.mT, out=matrix_in(flat, place))
-        before.copy_(right)
-        return left.nbytes + right.nbytes
+        """All-reduce by two reductions of the codec."""
+        (span,), residuals = message.spans, self._memory_of(message.stage, flat)
+        last = self._memory_of((message.stage, span, LAST), flat.new_empty(codec.reductions[-1]))
+        codec.all_reduce(flat, span, residuals, last, partial(self._add_up, comm))
+        return sum(codec.reductions) * flat.element_size()
 
     def _gather(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """All-gather: send every member's span to all members."""
@@ -156,12 +140,12 @@ class Encoded:
         return len(encoded)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
-        """Return a span of `flat` as bytes; with feedback, keep the encoding error as residual."""
+        """Return a span of `flat` as bytes; with feedback, keep the error as the residual."""
         part, codec = slice(*span), codec.within(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
         residuals, velocity = self._memory_of(stage, flat), None
-        if codec.momentum:
+        if codec.delays:
             velocity = self._memory_of((stage, LATER), flat)[part]
         return encode(flat[part], codec, residuals[part], velocity)
 
@@ -199,18 +183,11 @@ PRIMITIVES = {
     "Allgatherv": Encoded._gather,
     "Bcast": Encoded._broadcast,
 }
-"""The methods that carry out a message, by the name of its primitive in the plan."""
-
-
-def in_turn(sides: Tensor, codec: Codec, side: int) -> list[Tensor]:
-    """Return P (side 0) or Q (side 1) of each matrix of a message, as views `[groups, n, r]`."""
-    parts = sides.split([place.sides(codec.rank)[side] for place in codec.matrices])
-    orders = [(place.groups, place[2 + side]) for place in codec.matrices]
-    return [part.view(*order, -1) for part, order in zip(parts, orders)]
+"""The methods that execute a message, by the name of its primitive in the plan."""
 
 
 def _decode(flat: Tensor, span: Span, parts: Iterable[Tensor], codec: Codec) -> None:
     """Set a span of `flat` to the sum of the decoded parts."""
     total = flat[slice(*span)].zero_()
     for part in parts:
-        add_decoded(total, part, codec)
+        codec.add_decoded(total, part, 1)

@@ -34,7 +34,7 @@ class Letter:
 
     Attributes:
         pieces: the pieces that are not in a batch yet, in order.
-        left: how many pieces have not been sent.
+        left: the number of pieces that have not been sent.
     """
 
     urgency: int
@@ -117,7 +117,8 @@ class Outbox:
         batch: Batch = []
         try:
             while batch or self._has_waiting():
-                # All ranks have the same batch, so all take part, even those with nothing waiting.
+                # All ranks have the same batch, so all take part, even those with no message
+                # waiting.
                 waiting = self._waiting()
                 common = self._ask(list(waiting))
                 send(batch)
@@ -137,7 +138,7 @@ class Outbox:
             return bool(self._waiting())
 
     def _waiting(self) -> dict[int, Letter]:
-        """Return the messages that have pieces outside of a batch."""
+        """Return the messages with pieces that are not in a batch."""
         with self._changed:
             return {number: letter for number, letter in self._letters.items() if letter.pieces}
 

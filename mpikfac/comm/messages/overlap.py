@@ -76,7 +76,7 @@ class OverlappedSums:
         self.ready_blocks.clear()
 
     def abort_batch(self, world: MPI.Intracomm) -> None:
-        """Drop a batch that no step uses, on all ranks if any rank has sent a block of it.
+        """Drop a batch that no step uses, on all ranks if any of them has sent one of its blocks.
 
         Collective over: world.
         """
@@ -103,7 +103,7 @@ class ProgressThread:
     ) -> None:
         """Start the thread; `device` holds the arenas, and `kept` is the state of the encoding."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
+            raise ValueError("overlap=True needs an MPI that threads can call (THREAD_MULTIPLE)")
         self.comm = world.Dup()
         self._patient = cast(MPI.Intracomm, Patient(self.comm))  # has the collectives needed here
         self._trace = trace
@@ -146,7 +146,8 @@ class ProgressThread:
 
     def _ask(self, numbers: list[int]) -> Callable[[], list[int]]:
         """Start to determine which messages are in `numbers` on all ranks."""
-        # One array, kept alive by `answer`: mpi4py does not keep the buffers of an operation.
+        # A single array, kept alive by `answer`, because mpi4py does not keep an operation's
+        # buffers.
         ready, everywhere = np.zeros((2, self._numbered), np.uint8)
         ready[numbers] = 1
         request = self.comm.Iallreduce(ready, everywhere, MPI.BAND)

@@ -1,4 +1,4 @@
-"""Aggregate the vectors of all ranks by a robust rule, each rank one shard of all vectors."""
+"""Aggregate all ranks' vectors by a robust rule; each rank combines a shard of all vectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpikfac.trace import Trace
 
 
 class Combiner:
-    """Carry out messages that have an aggregation rule, on copies in host memory.
+    """Execute messages that have an aggregation rule, on copies in host memory.
 
     Attributes:
         rules: the rules that need whole vectors, with their state, by stage.

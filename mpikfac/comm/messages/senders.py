@@ -40,7 +40,7 @@ class Sender:
         """Hold an arena whose content can change until `add_up`.
 
         Args:
-            divided: views of the arena that get means over ranks instead of sums.
+            divided: views of the arena that receive means over ranks instead of sums.
         """
         self.grid, self.arena, self.messages = grid, arena, messages
         self.divided = list(divided)
@@ -70,7 +70,7 @@ class Sender:
         """Store the content of the arena as one part of the local batch.
 
         Raises:
-            ValueError: this sender does not take batches in parts.
+            ValueError: this sender does not accept batches in parts.
         """
         raise ValueError("accumulate() was called more than 0 times before step()")
 

@@ -27,13 +27,13 @@ Decomposer = Callable[[Site, Arena, Mapping[str, str]], AtOnce]
 
 
 class Bases(Part):
-    """The decompositions that this rank computes or holds, with which it multiplies gradients.
+    """Hold the decompositions that this rank computes or uses to precondition gradients.
 
     Attributes:
         preconditioners: the preconditioners of layers, by name, the run's preconditioner first.
         arena: blocks of decompositions, with a segment for each worker of the column.
-        scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; written only
-            by the preconditioner's own part.
+        scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; only the
+            preconditioner's own part writes them.
         stacks: the layers that this rank preconditions, in lists of equal layers on a GPU, with
             their decompositions.
         ready: whether the rank has decompositions.
@@ -106,7 +106,7 @@ class Bases(Part):
         return Held(a, g, denominators, scales)
 
     def _side(self, layers: Sequence[PlannedLayer], side: str, kind: str) -> list[Tensor]:
-        """Return, for every factor of a side, the block of a kind, or a stack for equal layers."""
+        """Return the block of a kind for every factor of a side, or a stack for equal layers."""
         of_layers = [
             [b.name for f in layer.side(side) for b in f.blocks if b.kind == kind]
             for layer in layers
@@ -138,13 +138,12 @@ class Bases(Part):
 
         Args:
             factors: packed, by name.
-            warn: is called with the layers whose factors have rounding errors that the damping does
-                not cover.
+            warn: called with the layers whose factors have rounding errors that exceed the damping.
         """
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.staleness if self.ready else 0)
         layers = (layer.name for layer in self.plan.layers if turn in (None, layer.turn))
-        # With a tolerance, factors that keep their decomposition have none pending.
+        # With a tolerance, a factor that keeps its decomposition has none pending.
         self._due_layers = set() if self.plan.strategy.refresh.tolerance else set(layers)
         decompositions = [d for d in self._decompositions if turn in (None, d.factor.turn)]
         forms = {d.factor.name: d.factor.preconditioner for d in decompositions}
@@ -155,7 +154,7 @@ class Bases(Part):
         ]
         arguments = factors, damping, self.relative, self.site.dtype
         errors = errors_of(plain, *arguments)
-        precise = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN
+        precise = {f.name: not error <= HARMLESS for f, error in errors.items()}  # NaN as well
         warn([factor.layer for factor, error in errors.items() if error > COARSE])
         damped = [d for d in decompositions if d.factor.preconditioner.damped]
         added = damping_added(damped, *arguments, self.site.flags, warn)
@@ -179,7 +178,7 @@ class Bases(Part):
         Before the first decomposition, blocks and directions are NaN.
 
         Returns:
-            How many factors were decomposed.
+            The number of factors that were decomposed.
 
         Raises:
             UserError: the decomposition of a factor has failed too many times in a row.
@@ -187,12 +186,13 @@ class Bases(Part):
         pending, self._pending = self._pending, None
         blocks, failed = pending() if pending else Decomposed({}, ())
         factor_of = self._factor_of
-        instead = "the one before is used" if self.ready else "its layer is not preconditioned"
+        instead = "the previous one is used" if self.ready else "its layer is not preconditioned"
         tried = [factor_of[name] for name in blocks]
         self.site.nonfinite.note("decomposition", failed, step, instead, tried)
         sound = {n: b for n, b in blocks.items() if not self.ready or factor_of[n] not in failed}
         copy_all((self.arena[name], block) for name, block in sound.items())
-        # A factor counts if its first block is new; others can change without a decomposition.
+        # A factor is counted if its first block is new; other blocks can change without a
+        # decomposition.
         factors = [d.factor for d in self._decompositions]
         first = {factor.blocks[0].name for factor in factors if not factor.preconditioner.vector}
         return sum(name in first and factor_of[name] not in failed for name in blocks)
@@ -211,7 +211,7 @@ class Bases(Part):
         self.rescaled()
 
     def rescaled(self) -> None:
-        """Make `damp` prepare directions again, as decompositions or scales have changed."""
+        """Make `damp` prepare directions again, because decompositions or scales have changed."""
         self._damping = math.nan
 
     # -- from gradients to directions ------------------------------------------------------------
@@ -263,7 +263,7 @@ class Bases(Part):
     def complete(self, names: Collection[str]) -> set[str]:
         """Return the names of a complete state of all ranks, as far as `names` determine them."""
         complete = super().complete(names)
-        if complete and DUE in names:  # of one round; with a tolerance, also blocks that may stay
+        if complete and DUE in names:  # of one round; with a tolerance, also blocks that can stay
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None
@@ -284,8 +284,8 @@ class Bases(Part):
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `reset`.
 
-        Pending decompositions are published together with all others, since layers may belong to
-        other rounds than in the saved run.
+        Pending decompositions are published together with all others, because layers can belong to
+        different rounds than in the saved run.
         """
         if PRECONDITIONER not in names:
             return

@@ -1,7 +1,7 @@
-"""Launch all kernels of a region of a step by one call, as they were launched in an earlier step.
+"""Replay all kernels that a region of a step launched in an earlier step, with a single call.
 
-A region launches many small kernels, and a GPU can finish one before the host has launched the
-next. A graph contains all kernels of a region, with the addresses and host values at the time when
+A region launches many small kernels, and a GPU can finish one before the host has launched the next
+one. A graph contains all kernels of a region, with the addresses and host values at the time when
 it was recorded.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger("mpikfac")
 
 
 class Captured:
-    """A region that is recorded in the second step of a kind, and replayed afterwards.
+    """Record a region in the second step of a kind, and replay it afterwards.
 
     Other steps run the region itself: the first step of a kind also initializes libraries, which
     cannot be done in a recording.
@@ -35,14 +35,14 @@ class Captured:
         """Start without a recording.
 
         Args:
-            key: returns everything that the region reads on the host and that can differ between
+            key: returns everything that the region reads on the host and that can change between
                 steps.
 
         Raises:
             ValueError: the device does not support recording.
         """
         if device.type not in RECORDS:
-            raise ValueError(f"cuda_graph=True needs a model on a GPU of NVIDIA, not on {device}")
+            raise ValueError(f"cuda_graph=True needs a model on an NVIDIA GPU, not on {device}")
         self._region, self._key, self._record = region, key, RECORDS[device.type]
         self._last: Hashable = None
         self._replays: dict[Hashable, Callable[[], None]] = {}
@@ -53,7 +53,7 @@ class Captured:
         if key in self._replays:
             self._replays[key]()
         elif key == self._last:
-            self._replays = {key: self._record(run)}  # frees the memory of the previous one
+            self._replays = {key: self._record(run)}  # this frees the memory of the previous one
         else:
             run()
         self._last = key
@@ -63,7 +63,7 @@ def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
     """Run `compute` as a CUDA graph, and return its replay; without a graph, run it eagerly."""
     try:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device at the same time.
+        # Other threads can use the device at the same time.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             compute()
     except RuntimeError as error:
@@ -75,4 +75,4 @@ def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
 
 
 RECORDS: Mapping[str, Record] = {"cuda": cuda_graph}
-"""How a region is recorded, by the type of the device."""
+"""The function that records a region, by type of device."""

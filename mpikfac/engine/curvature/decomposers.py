@@ -1,7 +1,7 @@
-"""Decomposers, which determine where factors are decomposed and when the results are ready.
+"""Decide where factors are decomposed and when the results are ready.
 
-The results do not depend on the decomposer. The settings of a refresh select it: at once, in a
-thread of the rank, or on ranks that do not train.
+The results do not depend on the decomposer. The settings of the refresh select it: it runs
+immediately, in a thread of the rank, or on ranks that do not train.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class AtOnce:
     def _renewed(
         self, request: FactorRequest, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Blocks, set[str]]:
-        """Return updated blocks, and the names of factors that need no new decomposition."""
+        """Return updated blocks, and the names of factors that do not need a new decomposition."""
         if request.first or not self._tolerance:
             return {}, set()
         blocks: Blocks = {}
@@ -192,7 +192,7 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """A thread that runs functions one by one, with as many torch threads as its creator has."""
+    """Run functions one by one in a thread, with as many torch threads as its creator has."""
 
     def __init__(self, device: torch.device) -> None:
         threads = torch.get_num_threads()
@@ -217,7 +217,7 @@ class Background:
 
 
 class FactorStack(NamedTuple):
-    """Factors of one preconditioner and order, for a single call; on a CPU, one factor each.
+    """Factors with the same preconditioner and order, for a single call; on a CPU, one factor each.
 
     Attributes:
         packed: the factors, `[factors, ...]`, in the dtype in which they are decomposed.

@@ -25,7 +25,7 @@ from mpikfac.settings import Numbers, Settings
 
 
 class Directions(Part):
-    """The directions on this rank.
+    """Compute and hold the directions on this rank.
 
     Attributes:
         arena: directions by layer.
@@ -95,7 +95,8 @@ class Directions(Part):
     def _compute(self, numbers: Numbers) -> None:
         """Compute the directions of the rank's layers from averaged gradients, on the device.
 
-        Directions of gradients that are not finite are not finite either, and are never used.
+        A gradient that is not finite gives a direction that is not finite either, and is never
+        used.
         """
         copy_all(self.graft.apart)
         self.graft.smooth(numbers.momentum)
@@ -118,7 +119,7 @@ class Directions(Part):
     def _clip(self, bound: float) -> None:
         """Bound the norm of the directions, or the Fisher norm of the directions or the step."""
         clip = self.settings.clip
-        assert clip is not None, "there is a bound"
+        assert clip is not None, "the caller has checked that there is a bound"
         square = self._square() if clip.of_norm else self._along_gradient(2 if clip.of_step else 0)
         self.site.grid.exchange(self._clip_messages, square)
         self.scale = clip_scale(square, bound if clip.squared else bound**2)
@@ -146,7 +147,7 @@ class Directions(Part):
         Collective over: world.
         """
         ranks = self.plan.grid.count
-        # If every rank has the whole prediction, each contributes an equal fraction of it.
+        # If every rank has the whole prediction, each one contributes an equal fraction of it.
         share = self.expected.item() / (1 if self.plan.owner_updates else ranks)
         change = (loss_after - loss_before) / ranks
         change, expected = summed(self.site.grid.world, [change, share])
@@ -196,7 +197,7 @@ class Directions(Part):
             groups = self._groups[layer.name]
             parts = layer.parts(products) if len(set(groups)) > 1 else [products]
             sums += [part.sum() for part in parts]
-            # Only a power of 0 is used with groups that have no learning rate.
+            # Groups without a learning rate occur only with a power of 0.
             rates = [float(self.optimizer.param_groups[group].get("lr", 1)) for group in groups]
             factors += [rate**power for rate in rates[: len(parts)]]
         return weighted_sum(sums, factors, self.arena.flat)

@@ -78,7 +78,7 @@ class DistributedPreconditioner(Method):
 
     FACTORS: ClassVar[Mapping[str, type[Factors]]] = FACTORS
     MOMENTS: ClassVar[Mapping[bool, type[Moments]]] = {True: Moments, False: DeferredMoments}
-    """By whether the moments of a call are added immediately."""
+    """The classes of moments, by whether the moments of a call are added immediately."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class DistributedPreconditioner(Method):
         self.hooks = RecordingHooks(model, self.moments)
         self.directions = Directions(gradients, self.bases, model, optimizer, settings)
         self._cautions = Cautions()
-        # Factors first: no thread may reduce statistics of a batch that is dropped.
+        # Factors first: no thread must reduce the statistics of a batch that is dropped.
         self.parts: Sequence[Part] = (
             *(self.factors, self.moments, self.hooks),
             *(self.bases, *self.of_preconditioner, self.directions),
@@ -166,8 +166,8 @@ class DistributedPreconditioner(Method):
         """
         if scaled and self.plan.strategy.sync.local_steps:
             raise ValueError(
-                "step(scaler) needs sync='synchronous': a rank would skip a step alone, and the "
-                "sums of factors need all ranks"
+                "step(scaler) needs sync='synchronous': a rank could skip a step alone, but "
+                "factors are reduced over all ranks"
             )
         self.directions.graft.begin_step()
         self.directions.expected.zero_()
@@ -189,7 +189,7 @@ class DistributedPreconditioner(Method):
             self._average_statistics(numbers)
             self._see()
         if numbers.refreshes or not self.bases.ready:
-            self._publish_bases(numbers.step)  # of the previous interval, if not in use yet
+            self._publish_bases(numbers.step)  # of the previous interval, if it is not in use yet
             self._decompose_owned(numbers)
         if self.bases.due(numbers.step):
             self._publish_bases(numbers.step)
@@ -198,7 +198,7 @@ class DistributedPreconditioner(Method):
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
         weight = self.gradients.weight_of_statistics
-        if not self.factors.sender.in_parts and self.gradients.weight:  # otherwise nothing is left
+        if not self.factors.sender.in_parts and self.gradients.weight:  # else nothing is left
             self._finish_statistics()
             self.factors.send_rest()
         for part in self.of_preconditioner:
@@ -299,7 +299,7 @@ class DistributedPreconditioner(Method):
         if not (self.hooks.recording and self.estimator.of_loss):
             return True
         scale = scaler.get_scale()
-        # A list, so that all parts are unscaled, whatever the first one finds.
+        # A list, so that all parts are unscaled even if the first one is not finite.
         finite = [self.factors.unscale(self.moments.of_gradients, scale)]
         finite += [part.unscale(scale) for part in self.of_preconditioner]
         return all(finite)
@@ -320,7 +320,8 @@ class DistributedPreconditioner(Method):
         Collective over: world.
 
         Raises:
-            UserError: there are curvature servers, with which the trained parameters must stay.
+            UserError: there are curvature servers, with which the trained parameters must not
+                change.
         """
         self.bases.decomposer.check_same_model()
         self.factors.state_dict()
@@ -364,7 +365,7 @@ class PreconditionerFactory(MethodFactory):
     def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:
         """Return the layers that K-FAC covers, and the uncovered tensors."""
         coverage, cut = self.coverage, self.settings.budget.cut
-        if self.estimator.fisher_type == "forward-only":  # there are no gradients to estimate G
+        if self.estimator.fisher_type == "forward-only":  # no gradients to estimate G from
             rule = coverage.rule
             coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
         layers, others = cover(model, coverage, self.estimator.statistics_dtype)
@@ -375,7 +376,7 @@ class PreconditionerFactory(MethodFactory):
     def plan(
         self, model: CoveredModel, strategy: Strategy, optimizer: Optimizer, team: SplitComm
     ) -> Plan:
-        """Plan the communication, and check that choices, ranks and optimizer fit together.
+        """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
             ValueError: two choices exclude each other, the number of curvature servers differs, a
@@ -453,7 +454,7 @@ def report_cost(settings: Settings, layers: Sequence[PlannedLayer]) -> None:
 
 
 def check_joins(link: Any, ranks: int) -> None:
-    """Check that `link` connects the rank to `ranks` curvature servers; None connects to 0.
+    """Check that `link` connects the rank to `ranks` curvature servers; None stands for 0.
 
     Raises:
         ValueError: the number of curvature servers differs.
@@ -461,8 +462,8 @@ def check_joins(link: Any, ranks: int) -> None:
     joined = link.remote_size if link else 0
     if joined != ranks:
         raise ValueError(
-            f"refresh.servers={ranks}, but {joined} curvature servers join; "
-            f"give it what mpikfac.split_comm(comm, {ranks}) returned"
+            f"refresh.servers={ranks}, but {joined} curvature servers join; pass the result of "
+            f"mpikfac.split_comm(comm, {ranks})"
         )
 
 

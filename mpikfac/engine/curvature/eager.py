@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 _HOLDERS: set[Eagerly] = set()
-_STANCES: list[Any] = []  # the last stance that was set here
+_STANCES: list[Any] = []  # the last stance that this module set
 
 
 class Eagerly:
-    """Let all compiled models of the process run eagerly until `remove`.
+    """Let all compiled models of the process run eagerly until `remove` is called.
 
     A compiled model does not notice new hooks. The stance of torch's compiler is global to the
     process, so all holders share it. A stance that the program sets in the meantime is kept.
@@ -36,5 +36,5 @@ class Eagerly:
 
 
 def _is_taken() -> bool:
-    """Return whether the current stance was set here; torch has no public way to find out."""
+    """Return whether this module set the current stance, which torch does not make public."""
     return any(taken.stance is torch._dynamo.eval_frame._stance for taken in _STANCES)

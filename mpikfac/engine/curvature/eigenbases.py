@@ -76,5 +76,5 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copy_finite(source: Tensor, out: Tensor) -> None:
-    """Copy finite values to `out`, and 0 for others, which come from missing bases."""
+    """Copy finite values to `out`, and 0 in place of others, which come from missing bases."""
     torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)

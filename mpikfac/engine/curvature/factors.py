@@ -73,7 +73,7 @@ def leave_out_broken(
 
     Args:
         flat: the buffer of all sums.
-        flags: delivers the names later, so that the host need not wait now.
+        flags: reports the names later, so that the host need not wait now.
     """
     if not running or (flat.is_cpu and all_finite(flat)):
         report([])
@@ -89,8 +89,8 @@ class Factors(Part):
     """The factors on this rank, averaged over ranks whenever a batch has statistics.
 
     Every example has the same weight, whatever its rank: a batch's factors are sums over examples,
-    the sums and the numbers of examples are all-reduced, and averages over time weight batches by
-    their numbers of examples. If a batch has no examples for a layer, its average is kept.
+        which are all-reduced together with the numbers of examples, and averages over time weight
+        batches by these numbers. If a batch has no examples for a layer, its average is kept.
 
     Attributes:
         statistics: the rank's sums and numbers of examples of a batch. They are zero between
@@ -100,7 +100,7 @@ class Factors(Part):
         averages: running averages, in the same form; initially the identity (or zero vectors).
         weights: the numbers of examples in the averages; initially 0.
         started: whether any average contains a batch.
-        lacking: whether an average is missing, so that the next batch has to be recorded.
+        lacking: whether an average is missing, so that the next batch must be recorded.
     """
 
     MARK = STARTED
@@ -278,7 +278,7 @@ class Factors(Part):
         self.lacking = not self._starts_at_identity
 
     def abort_batch(self) -> None:
-        """Drop what the sender holds of a batch, after merging the previous one.
+        """Drop what the sender holds of a batch, after the previous one is merged.
 
         Collective over: world if statistics are overlapped, otherwise none.
         """
@@ -325,9 +325,9 @@ class Factors(Part):
             held = [item.name for item in of_factor if item.tensor is not None and item.saved]
             if held and not set(held) & set(names):
                 raise ValueError(
-                    f"item 'kfac/{held[0]}' is missing; its layer was frozen, or had other "
-                    f"factors, when the state was saved: freeze the layer before K-FAC is made, or "
-                    f"take the fisher_type and the rule of the state"
+                    f"item 'kfac/{held[0]}' is missing; its layer was frozen, or had different "
+                    f"factors, when the state was saved: freeze the layer before K-FAC is "
+                    f"created, or use the fisher_type and the rule of the state"
                 )
             items += of_factor
         return items
@@ -337,7 +337,7 @@ class Factors(Part):
 
         A factor starts from scratch if the state has a vector instead of a matrix, or vice versa.
         """
-        # One rank's part of the state may lack factors.
+        # A single rank's part of the state can lack factors.
         if not any(n == STARTED or n.startswith(tuple(FORMS.values())) for n in names):
             return []
         opposite = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
@@ -348,7 +348,7 @@ class Factors(Part):
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `reset`.
 
-        Ranks without factors call this method, too, since `started` must agree on all ranks.
+        Ranks without factors also call this method, because `started` must agree on all ranks.
         """
         if begun := list(self._in_state(names)):
             self.started = True
@@ -409,8 +409,8 @@ class LateFactors(Factors):
     def state_dict(self) -> dict[str, Any]:
         """Return the averages over ranks and their weights, by name.
 
-        Averages are moved to their owners first, as in a restart, so that the run which continues
-        and one that is resumed stay identical.
+        Averages are moved to their owners first, as in a restart, so that a run that continues and
+        one that is resumed stay identical.
 
         Collective over: world.
         """
@@ -419,7 +419,10 @@ class LateFactors(Factors):
             self.whole()
             for name, running in self._running.items():
                 owned = self._saves(self._factors[name])
-                running.average.copy_(running.total) if owned else running.average.zero_()
+                if owned:
+                    running.average.copy_(running.total)
+                else:
+                    running.average.zero_()
                 running.weight.copy_(running.count * owned)
             self._leave_identity_to_owners()
             self.release()
@@ -447,7 +450,7 @@ def _average_of(factor: Factor) -> str:
 
 
 FACTORS = {"factors": Factors, "inverses": LateFactors}
-"""Classes of factors, by the strategy's `reduce_factors_at`."""
+"""The classes of factors, by the strategy's `reduce_factors_at`."""
 
 
 class Squares(Sender):

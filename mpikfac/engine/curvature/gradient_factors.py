@@ -28,7 +28,7 @@ from mpikfac.settings import Numbers
 class GradientFactors(Factors):
     """Running averages of the factors that this rank decomposes.
 
-    A batch counts as one example: the weight of an average is `1 - decay^n` after n batches, so
+    A batch is counted as one example: the weight of an average is `1 - decay^n` after n batches, so
     that averages are unbiased from the first batch on.
     """
 
@@ -103,10 +103,10 @@ class OfGradient(DistributedPreconditioner):
     factors: GradientFactors
 
     def accumulate(self) -> None:
-        """Do nothing: parts of a batch only contribute gradients."""
+        """Do nothing: parts of a batch contribute only gradients."""
 
     def learn(self, numbers: Numbers) -> None:
-        """Learn nothing from the batch before gradients are averaged; see `make_directions`."""
+        """Do nothing before gradients are averaged; see `make_directions`."""
 
     def make_directions(self, numbers: Numbers) -> None:
         """Update the factors from averaged gradients, and precondition the gradients.

@@ -1,4 +1,4 @@
-"""Lengths of directions: those of preconditioned gradients, or those of a first-order step.
+"""Set the lengths of directions: those of preconditioned gradients, or those of a first-order step.
 
 A graft can also apply momentum to gradients before they are preconditioned, and replace gradients
 of uncovered parameters by steps.
@@ -35,7 +35,7 @@ from mpikfac.preconditioners import Held, Preconditioner
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal layers that the rank preconditions together, or one layer where that is as fast.
+    """Equal layers that the rank preconditions together, or a single layer where this is as fast.
 
     Attributes:
         names: the names of the layers.
@@ -44,7 +44,7 @@ class Stack:
             inputs]` for several layers.
         matrix: whether a layer maps vectors to vectors, so that a direction has singular values.
         apart: the sizes of the parts of the smaller side that are orthogonalized separately.
-        each: the shape in which one value per layer multiplies a tensor of the stack.
+        each: the shape with which one value per layer is broadcast over a tensor of the stack.
     """
 
     names: Sequence[str]
@@ -83,7 +83,7 @@ class Graft:
         for stack in stacks:
             blocks = [gradients.arena[name] for name in stack.names]
             source = blocks[0] if len(blocks) == 1 else gradients.arena.stack(stack.names)
-            if source is None:  # on a GPU with several ranks, if equal layers have several owners
+            if source is None:  # on a GPU with several ranks, if equal layers have different owners
                 source = torch.stack(blocks)
                 self.apart += zip(source, blocks)
             self.sources.append(source)
@@ -106,7 +106,7 @@ class Graft:
         """
 
     def count(self) -> None:
-        """Count the step, on the host only, before the gradients are used."""
+        """Count the step, on the host only, before gradients are used."""
 
     def key(self) -> Hashable:
         """Return what `smooth` and `write` read on the host in addition to their arguments."""
@@ -124,7 +124,7 @@ class Graft:
         Args:
             found: the preconditioned gradients, for each stack.
         """
-        usable = (self._norms(found) < math.inf).split(self._counts)  # false if NaN
+        usable = (self._norms(found) < math.inf).split(self._counts)  # False if NaN
         for stack, direction, source, sound in zip(self.stacks, found, self.sources, usable):
             torch.where(sound.view(stack.each), direction, source, out=stack.direction)
 
@@ -138,7 +138,7 @@ class Graft:
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norm of every layer, `[layers]`, in one tensor per stack."""
         layers = [x.unbind() if n > 1 else (x,) for x, n in zip(tensors, self._counts)]
-        return norms([*itertools.chain(*layers)])
+        return norms(list(itertools.chain(*layers)))
 
     def descend(self, damping: float) -> Tensor | None:
         """Change the gradients in the model, once all directions are available.
@@ -207,7 +207,7 @@ class AdamGraft(Graft):
         self._adam.count(self.gradients.broken)
 
     def key(self) -> Hashable:
-        """Return how averages are divided, addresses of weights, and what the optimizer steps."""
+        """Return divisors of averages, addresses of weights, and what the optimizer steps."""
         own, places = members(self.optimizer), [weight.data_ptr() for weight in self._weights]
         stepped = [slot.block.parameters[0] in own for slot in self.uncovered]
         return self._adam.even, *places, *stepped
@@ -244,7 +244,7 @@ class AdamGraft(Graft):
         copy_all((s.parts[0], step) for s, step in pairs if s.block.parameters[0] in own)
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the directions for each stack, of any length.
+        """Return the directions for each stack, with any length.
 
         Args:
             found: the preconditioned gradients, for each stack.
@@ -270,7 +270,7 @@ class OrthogonalGraft(AdamGraft):
         pairs = [(stack, one) for stack, one in zip(self.stacks, found) if stack.matrix]
         dims = [-2 if one.shape[-2] <= one.shape[-1] else -1 for _, one in pairs]
         parts = [one.split(stack.apart, dim) for (stack, one), dim in zip(pairs, dims)]
-        turned = iter(orthogonalised([*itertools.chain(*parts)]))
+        turned = iter(orthogonalised(list(itertools.chain(*parts))))
         joined = iter(
             [
                 torch.cat([next(turned) for _ in each], dim) if len(each) > 1 else next(turned)

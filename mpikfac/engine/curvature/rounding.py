@@ -20,7 +20,7 @@ COARSE = 100.0  # in averages: products of traces far exceed the errors that mat
 COARSE_DAMPED = 0.2  # in averages that are damped before the decomposition
 
 Warn = Callable[[Sequence[str]], object]
-"""Is called with names of layers, at the latest when the host next reads the flags."""
+"""Called with names of layers, at the latest when the host next reads the flags."""
 
 
 def errors_of(
@@ -33,7 +33,7 @@ def errors_of(
     """Return the errors of eigenvalues in the dtype of the statistics, relative to the damping.
 
     An error is about `eps` times the largest eigenvalue of `G (x) A`, which is at most the product
-    of the traces. If the rank lacks the factors of the opposite side, it is NaN.
+    of the traces. The error is NaN if the rank lacks the factors of the opposite side.
     """
     if dtype == torch.float64:
         return dict.fromkeys((d.factor for d in decompositions), 0.0)

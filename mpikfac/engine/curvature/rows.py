@@ -20,9 +20,9 @@ DECAY, EPSILON = 0.95, 1e-10  # as published
 class RowsGraft(OrthogonalGraft):
     """The length of Adam's step, after each row of an orthogonal direction is normalized.
 
-    A row is divided by the root of a running average of its mean square. Averages of all rows start
-    at 0 together, and the length of the direction is set afterwards, so there is no need to correct
-    their bias.
+    A row is divided by the root of a running average of its mean square. All averages start at 0
+    together, and the length of the direction is set afterwards, so their bias need not be
+    corrected.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 An example's gradient of a layer is `sum(g a^T)` over positions. Rotate it by the eigenvectors of G
 and A: the mean squares of its elements over examples are the scales. They are the diagonal of the
-gradient's second moment in the eigenbasis, and thus of all diagonal matrices the one nearest to it.
+    gradient's second moment in the eigenbasis, which is the nearest diagonal matrix to it.
 Products of the eigenvalues of G and A only estimate them, as if `a` and `g` were independent.
 """
 
@@ -23,7 +23,7 @@ from mpikfac.numerics import all_finite, products_of_values, squares_in_bases
 from mpikfac.plan import count_of, scales
 from mpikfac.plan.names import DECOMPOSITIONS, DUE, PRECONDITIONER, SCALE_WEIGHTS, SCALES
 
-CHUNK = 2**20  # how many elements of examples' vectors and gradients are squared at once
+CHUNK = 2**20  # elements of examples' vectors and gradients squared at once
 
 
 class Scales(PreconditionerPart):
@@ -69,7 +69,7 @@ class Scales(PreconditionerPart):
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
         """Add the squares of examples' gradients in a call, times `weight`.
 
-        Several calls in a pass count as if their gradients were independent.
+        Several calls in a pass are treated as if their gradients were independent.
 
         Args:
             layer: the layer; with a `group`, only that group was called.
@@ -98,7 +98,7 @@ class Scales(PreconditionerPart):
 
     def unscale(self, scale: float) -> bool:
         """Divide a batch's sums by the loss scale; return whether all sums are finite."""
-        self.sums.flat.div_(scale).div_(scale)  # twice, because the square can overflow
+        self.sums.flat.div_(scale).div_(scale)  # divided twice, because the square can overflow
         return all_finite(self.sums.flat)
 
     def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool, weight: float) -> None:
@@ -163,7 +163,8 @@ class Scales(PreconditionerPart):
             return
         super().load_state_dict(state, names)
         self._record_all()
-        # Pending bases may be of one round only, and layers may now belong to other rounds.
+        # Pending bases can be those of a single round, and layers can now belong to different
+        # rounds.
         if DUE in names:
             begun = {
                 DECOMPOSITIONS + block.name: layer.name

@@ -55,7 +55,7 @@ class Codistillation:
         trace: times the stages; a new trace if None.
 
     Raises:
-        ValueError: an argument cannot work; raised before any communication.
+        ValueError: an argument is invalid; raised before any communication.
         UserError: ranks disagree on an argument or on the form of the model.
 
     Attributes:
@@ -121,12 +121,12 @@ class Codistillation:
             outputs: the logits that the model returned for `inputs`.
 
         Raises:
-            ValueError: the outputs have no dimension of classes.
+            ValueError: the outputs have no class dimension.
         """
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ValueError(
-                f"term() takes logits [batch, classes, ...] of at least 2 classes, "
-                f"not {list(outputs.shape)}"
+                f"term() needs logits [batch, classes, ...] of at least 2 classes, not "
+                f"{list(outputs.shape)}"
             )
         if not self.learning:
             return outputs.new_zeros(())
@@ -193,7 +193,7 @@ class Codistillation:
         Collective over: world.
 
         Raises:
-            UserError: on some rank an item is missing or does not fit the model, or groups have
+            UserError: on some rank an item is missing or does not match the model, or groups have
                 taken different numbers of steps.
         """
         with together(self._grid.world, "loading state", untrusted=True):

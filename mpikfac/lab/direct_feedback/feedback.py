@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpikfac.layers import Hook
 from mpikfac.trainer import Trainer
 
-SPREAD = 2_654_435_761  # a prime: blocks and neighbouring seeds get different signs
+SPREAD = 2_654_435_761  # a prime, so that blocks and neighbouring seeds get different signs
 
 
 class DirectFeedback:
@@ -50,10 +50,11 @@ class DirectFeedback:
         for name in ends:
             if name not in inner:
                 raise ValueError(
-                    f"direct feedback: a block's end must be a module of the model, not {name!r}"
+                    f"direct feedback: the end of a block must be a module of the model, not "
+                    f"{name!r}"
                 )
         self._seed = seed
-        self._outputs: list[tuple[int, Tensor]] = []  # of blocks in the current forward pass
+        self._outputs: list[tuple[int, Tensor]] = []  # errors of blocks in the current forward pass
         self._signs: dict[int, Tensor] = {}
         hooks = [
             model.get_submodule(name).register_forward_hook(Hook(self._end_block, number))
@@ -93,7 +94,7 @@ class DirectFeedback:
                 f"direct feedback needs a model with outputs [batch, classes], not {form}"
             )
         if any(len(y) != len(outputs) for _, y in ends):
-            raise ValueError("direct feedback needs the examples of the outputs in all blocks")
+            raise ValueError("direct feedback needs the same examples in the outputs of all blocks")
         if len(outputs) and any(outputs.data_ptr() == y.data_ptr() for _, y in ends):
             raise ValueError(
                 "direct feedback: the last block ends with the model; leave out its end"
@@ -152,6 +153,6 @@ def check_feedback(trainer: Trainer) -> None:
         )
     if settings is not None and settings.grafting.needs_batch:
         raise ValueError(
-            "direct feedback needs another grafting than QuadraticModel(), which is a model of the "
-            "true gradient"
+            "direct feedback needs a grafting other than QuadraticModel(), which is a model of "
+            "the true gradient"
         )

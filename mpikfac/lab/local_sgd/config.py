@@ -28,7 +28,7 @@ OF_NODES = Combination(
     "sync.replicas",
     ("node",),
     {"transport.ranks_per_node": AtLeast(1), "sync.aggregation": "mean"},
-    "the ranks of a node step one replica by the mean of their gradients",
+    "the ranks of a node step one replica with the mean of their gradients",
 )
 
 
@@ -59,7 +59,7 @@ class Replicas(Synchronization):
 
     @property
     def replicas(self) -> Literal["rank", "node"]:
-        """Who steps a replica: a rank, or a node of `ranks_per_node` ranks.
+        """What steps a replica: a rank, or a node of `ranks_per_node` ranks.
 
         The ranks of a node step with the node's mean gradient; exchanges are between nodes.
         """
@@ -137,7 +137,7 @@ class Replicas(Synchronization):
 
     def described(self) -> dict[str, str]:
         """Return the method on the axes of `axes`."""
-        later = f", after {self.warmup_steps} steps of gradients" * (self.warmup_steps > 0)
+        later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         nodes = {"architecture": "nodes"} if self.replicas == "node" else {}
         return {"synchronisation": f"weights every {self.sync_every} steps{later}", **nodes}
 
@@ -162,7 +162,7 @@ class LocalSGD(Replicas):
         return copies.average_copies() if self.aggregation.sums else copies.combine_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent: they lose less by rounding than weights do."""
+        """Return whether changes are sent: rounding loses less of them than of weights."""
         return copies.rank.strategy.compression.gradients is not None
 
     def vectors(self, copies: PlannedCopies) -> int:
@@ -203,7 +203,7 @@ PLAIN = tuple(
 class DiLoCo(LocalSGD):
     """Local SGD in which the mean change of replicas is the gradient of an outer step.
 
-    The outer step is one of SGD with Nesterov momentum [DiLoCo, Douillard et al. 2023]. With
+    The outer step is an SGD step with Nesterov momentum [DiLoCo, Douillard et al. 2023]. With
     `fragments`, `delay` or `mixing`, exchanges are spread over steps [Streaming DiLoCo, Douillard
     et al. 2025].
 
@@ -211,7 +211,7 @@ class DiLoCo(LocalSGD):
         outer_lr: the learning rate of the outer step; 1, without momentum, is local SGD.
         outer_momentum: the Nesterov momentum of the outer step.
         fragments: the number of parts of the model; each is exchanged every `sync_every` steps.
-        delay: the number of steps from the sending of a part to the use of the mean. The reduction
+        delay: the number of steps between sending a part and using the mean. The reduction
             runs in the background during the steps in between.
         mixing: the weight of the rank's own weights when a mean is used. None: with n replicas,
             `2 delay / (2 delay + n)` [DASO].
@@ -252,7 +252,7 @@ class DiLoCo(LocalSGD):
         return copies.streams() if self.streams else super().exchange(copies)
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes are sent, as the outer step and a spread exchange require."""
+        """Return whether changes are sent, as outer steps and spread exchanges require."""
         outer = (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
         return outer or self.streams or super().sends_changes(copies)
 
@@ -268,9 +268,10 @@ class DiLoCo(LocalSGD):
 
     def described(self) -> dict[str, str]:
         """Return the method on the axes of `axes`."""
-        later = f", after {self.warmup_steps} steps of gradients" * (self.warmup_steps > 0)
-        outer = " by an outer step" * (self.outer_momentum > 0)
-        outer += f" in {self.fragments} parts by turns" * (self.fragments > 1)
+        later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
+        outer = " by an outer step" if self.outer_momentum else ""
+        if self.fragments > 1:
+            outer += f" in {self.fragments} parts by turns"
         when = f"weights every {self.sync_every} steps{outer}{later}"
         beside = {"overlap": "steps after an exchange"} if self.delay else {}
         return {**super().described(), "synchronisation": when, **beside}
@@ -284,7 +285,7 @@ class DASO(Replicas):
     [Coquelin et al. 2022].
 
     Attributes:
-        delay: the number of steps from the sending of weights to the use of their mean.
+        delay: the number of steps between sending weights and using their mean.
         mixing: the weight of the rank's own weights when a mean is used. None: with n replicas,
             `2 delay / (2 delay + n)`.
     """
@@ -316,7 +317,7 @@ class DASO(Replicas):
 
     @property
     def replicas(self) -> Literal["rank", "node"]:
-        """Who steps a replica: a node."""
+        """What steps a replica: a node."""
         return "node"
 
     def exchange(self, copies: PlannedCopies) -> list[Message]:

@@ -19,7 +19,7 @@ from mpikfac.numerics import Arena, all_finite, copy_all, elastic_gradient, nest
 from mpikfac.plan import Layout, lay_out
 from mpikfac.plan.names import OWN_MOMENTUM
 
-LARGEST = 700.0  # of an exponent of e, in float64
+LARGEST = 700.0  # bound on an exponent of e, in float64
 DIVERGED = (
     "the weights of a rank are not finite; try a smaller learning rate, or exchange weights more "
     "often"
@@ -67,16 +67,16 @@ class Merge:
         copy_all(pair for s in self._slots for pair in s.block.values_from(s.parts))
 
     def keep(self) -> None:
-        """Use the present weights, equal on all ranks, as the result of an exchange."""
+        """Use the current weights, equal on all ranks, as the result of an exchange."""
 
     def report_loss(self, loss: float | Tensor) -> None:
         """Store the mean loss of the rank's shard of a batch.
 
         Raises:
-            ValueError: the rule uses no loss.
+            ValueError: the rule does not use a loss.
         """
         raise ValueError(
-            "exchange.report_loss(loss) needs sync=LSGD(...); other exchanges use no loss"
+            "exchange.report_loss(loss) needs sync=LSGD(...); other exchanges do not use a loss"
         )
 
     def begin_step(self, alone: bool) -> None:
@@ -91,7 +91,10 @@ class Merge:
         Collective over: world, if an exchange is due.
         """
         due = self.sync.due(step)
-        self.merge() if due else self.after_step()
+        if due:
+            self.merge()
+        else:
+            self.after_step()
         return due
 
     def after_step(self) -> None:
@@ -111,7 +114,7 @@ class Merge:
         """
         self.merge()
 
-    def _average(self) -> None:
+    def average(self) -> None:
         """Average the buffer over ranks.
 
         Raises:
@@ -139,7 +142,7 @@ class AverageMerge(Merge):
         self._last = slots_in(self._before, trained, site)
 
     def keep(self) -> None:
-        """Store the present weights as those after the last exchange."""
+        """Store the current weights as those after the last exchange."""
         copy_all(pair for s in self._last for pair in s.block.values_to(s.parts))
 
     def merge(self) -> None:
@@ -147,7 +150,7 @@ class AverageMerge(Merge):
         self.read()
         if self._before:
             self.copy.flat -= self._before.flat
-        self._average()
+        self.average()
         if self._before:
             self.step()
             self.copy.flat += self._before.flat
@@ -241,7 +244,7 @@ class Streamed(OuterStep):
                 self._sums[part].ready(slot.block.name)
 
     def _use(self, part: int, mixing: float) -> None:
-        """Wait for the mean change of a part, take the outer step, and mix in own weights.
+        """Wait for a part's mean change, take the outer step, and mix in the rank's own weights.
 
         Args:
             mixing: the weight of the replica's own weights.
@@ -257,9 +260,10 @@ class Streamed(OuterStep):
             self._step_of(slice(span.start, min(span.stop, self.copies.trained)))
         for slot in self._parts[part]:
             for value, mean in slot.block.values_from(slot.parts):
-                value.lerp_(mean.to(value.dtype), 1 - mixing) if slot.block.parameters else (
+                if slot.block.parameters:
+                    value.lerp_(mean.to(value.dtype), 1 - mixing)
+                else:
                     value.copy_(mean)
-                )
 
     def _step_of(self, span: slice) -> None:
         """Convert a mean change to new common weights, and store them."""
@@ -291,7 +295,7 @@ class Streamed(OuterStep):
         return [slice(span.start, span.stop) for span in self._spans if span.kind == part]
 
 
-class Apart(Merge):
+class SeparateMerge(Merge):
     """The base of rules whose replicas stay separate; their mean is the state of the run."""
 
     unites = False
@@ -299,12 +303,12 @@ class Apart(Merge):
     def unite(self) -> None:
         """Replace all replicas by their mean."""
         self.read()
-        self._average()
+        self.average()
         self.write()
         self.keep()
 
 
-class Leader(Apart):
+class Leader(SeparateMerge):
     """Move each replica towards the one with the lowest mean loss [Teng et al. 2019].
 
     A node with several replicas also has a leader. At first, the leaders are the common weights.
@@ -314,14 +318,17 @@ class Leader(Apart):
         super().__init__(site, gradients)
         self._leaders = [self._arena() for _ in self.copies.led]
         of_node = [self.sync.in_node] * (len(self._leaders) - 1)
-        self._every = [self.sync.sync_every, *of_node]  # of the leader of all ranks, of the node's
+        self._every = [
+            self.sync.sync_every,
+            *of_node,
+        ]  # of the leader of all ranks, of the node's
         self._statistics = self.copies.average_statistics()
         self._messages = self.copies.average_copies()
         self._heard: list[float | Tensor] = []
         self._next: float | Tensor | None = None
 
     def keep(self) -> None:
-        """Use the present weights as those of the leaders."""
+        """Use the current weights as those of the leaders."""
         self.read()
         for leader in self._leaders:
             leader.flat.copy_(self.copy.flat)
@@ -342,7 +349,8 @@ class Leader(Apart):
             return
         if loss is None:
             raise ValueError(
-                "sync='lsgd' needs exchange.report_loss(loss) before each step: the best copy leads"
+                "sync='lsgd' needs exchange.report_loss(loss) before each step, to find the best "
+                "replica"
             )
         self._heard.append(loss)
 
@@ -399,7 +407,7 @@ class Leader(Apart):
             self.weights.add_(self.trained(leader) - before, alpha=share)
 
 
-class Elastic(Apart):
+class Elastic(SeparateMerge):
     """Move each replica towards the average of its own steps and the mean of all averages.
 
     In between, replicas are pulled towards the weights after the last exchange [Chaudhari et al.
@@ -419,7 +427,7 @@ class Elastic(Apart):
         return min(pull * math.exp(min(growth, LARGEST)), most)
 
     def keep(self) -> None:
-        """Start from the present weights."""
+        """Start from the current weights."""
         self.read()
         for arena in (self._anchor, self._of_steps):
             arena.flat.copy_(self.copy.flat)
@@ -446,7 +454,7 @@ class Elastic(Apart):
         self.after_step()
         anchor, average = self.trained(self._anchor), self.trained(self._of_steps)
         self.weights.copy_(average)
-        self._average()
+        self.average()
         self._exchanges += 1
         pull = self._pull(self.sync.rho, self.sync.max_rho)
         gradient = elastic_gradient(anchor, average, self.weights, pull)

@@ -60,7 +60,7 @@ class Copies(OneModel):
     """
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
-        """Store the present weights, equal on all ranks, as those after the last exchange."""
+        """Store the current weights, equal on all ranks, as those after the last exchange."""
         super().__init__(site, gradients)
         self._sync = cast(Replicas, site.plan.strategy.sync)
         self._sender = gradients.sender = OfCopy(gradients.sender, site)
@@ -70,7 +70,7 @@ class Copies(OneModel):
         self.keep()
 
     def keep(self) -> None:
-        """Store the present weights, equal on all ranks, as those after the last exchange."""
+        """Store the current weights, equal on all ranks, as those after the last exchange."""
         self.rule.keep()
         self.differ, self.heard = False, True
 
@@ -105,7 +105,7 @@ class Copies(OneModel):
             return
         self.differ, self.heard = True, self.rule.end_step(step)
         if self.heard:
-            self._votes.heard = []  # heard of the rank alone
+            self._votes.heard = []  # from this rank alone
             self.differ = not self.rule.unites
 
     def check_combined(self) -> None:
@@ -139,7 +139,7 @@ class Copies(OneModel):
         self.rule.reset()
 
     def items(self) -> Iterator[Item]:
-        """Return what is stored between exchanges, equal on all ranks except for own momentum."""
+        """Return what is stored between exchanges, equal on all ranks except for momentum."""
         for name, tensors in self.rule.kept.items():
             for block, tensor in tensors.items():
                 yield Item(f"{OF_EXCHANGE}{name}/{block}", tensor)
@@ -154,7 +154,7 @@ class Copies(OneModel):
         return [item for item in self.items() if item.name in names]
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the items, after `reset`; the present weights are those after the last exchange."""
+        """Load the items, after `reset`; the current weights are those after the last exchange."""
         super().load_state_dict(state, names)
         self.keep()
 
@@ -165,8 +165,8 @@ class Copies(OneModel):
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the rank's replica; of rank 0's if all are equal.
 
-        The state of a replica is that of the first of the ranks that step it, even if the run had
-        other nodes.
+        The state of a replica is that of the first rank that steps it, even if the run had other
+        nodes.
         """
         steps = state.get(STEPS)
         alone = isinstance(steps, int) and self._sync.alone(steps)
@@ -174,7 +174,7 @@ class Copies(OneModel):
 
 
 class _Renamed(Mapping[str, Any]):
-    """A state under other names; items are read on first access, as in the state."""
+    """A state under other names; items are read on first access, as in the state itself."""
 
     def __init__(self, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self._state, self._names = state, names

@@ -22,7 +22,7 @@ class LSGD(Replicas):
     its node.
 
     Attributes:
-        replicas: who steps a replica; see `LocalSGD`.
+        replicas: what steps a replica; see `LocalSGD`.
         local_sync_every: the number of steps from one exchange with the leader of the node to the
             next; it divides `sync_every`. None: the node's leader and the leader of all ranks
             change at the same steps.
@@ -38,7 +38,7 @@ class LSGD(Replicas):
             "sync",
             ("lsgd",),
             {"compression.gradients": None},
-            "the leader sends uncompressed weights, and the replicas never become one",
+            "the leader sends uncompressed weights, and the replicas are never merged into one",
         ),
         Combination(
             "sync.local_sync_every",

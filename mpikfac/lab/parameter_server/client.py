@@ -83,7 +83,7 @@ class AsyncSGD(Trainer):
     first client.
 
     Raises:
-        ValueError: choices or ranks do not fit.
+        ValueError: choices or ranks are incompatible.
         UserError: ranks disagree on the model.
     """
 
@@ -148,7 +148,7 @@ class AsyncSGD(Trainer):
         self._client.wish = True
 
     def average_replicas(self) -> None:
-        """Wait for all clients: push the pending update, and fetch the weights.
+        """Wait for all clients, after pushing the pending update, and fetch the weights.
 
         All clients must call it, for example before a test of the model or a checkpoint. The first
         client's call ends the warm start.
@@ -158,7 +158,7 @@ class AsyncSGD(Trainer):
         self._client.average_replicas()
 
     def close(self) -> None:
-        """Leave the servers, and free the communicators; no step can follow.
+        """Leave the servers, and free the communicators; no further step is possible.
 
         `run_parameter_server` returns once all clients have left. Later calls do nothing.
 
@@ -250,7 +250,7 @@ class Client(OneModel):
         self._trained = [s for s in gradients.slots if s.block.parameters]
         self._outgoing, self._incoming = on_host(flat), torch.empty_like(flat, device="cpu")
         self._spans = [slice(*span) for span in spans(layout, self.choices.servers)]
-        # Servers receive only changed numbers: an optimizer may count steps in a group, and only
+        # Servers receive only changed numbers: an optimizer can count steps in a group, and only
         # the servers' optimizers take steps.
         self._numbers = dict(group_settings(optimizer))
         self._changed: set[str] = set()
@@ -280,7 +280,7 @@ class Client(OneModel):
         self._note_meeting()
 
     def _note_meeting(self) -> None:
-        """Note that all clients have the same model, and votes are those of all clients."""
+        """Record that all clients have the same model, and votes are those of all clients."""
         self.heard = True
 
     # -- steps -----------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> Paramet
     """Return the choices of the strategy, after checking that team and optimizer fit.
 
     Raises:
-        ValueError: choices, ranks or the optimizer do not fit.
+        ValueError: choices, ranks or the optimizer are incompatible.
     """
     choices = strategy.sync
     if not isinstance(choices, ParameterServer):
@@ -482,6 +482,6 @@ def _check(team: SplitComm, strategy: Strategy, optimizer: Optimizer) -> Paramet
         name = "push_interval" if choices.fetch_interval is None else "fetch_interval"
         raise ValueError(
             f"{name}={choices.fetches} needs the optimizer SGD, not {type(optimizer).__name__}: "
-            f"between two fetches, a client takes steps of SGD"
+            f"between two fetches, a client takes SGD steps"
         )
     return choices

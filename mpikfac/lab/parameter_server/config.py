@@ -63,7 +63,8 @@ class ParameterServer(Synchronization):
     def described(self) -> dict[str, str]:
         """Return the method on the axes of `axes`."""
         batches = "a batch" if self.push_interval == 1 else f"{self.push_interval} batches"
-        clients = f", clients of {self.ranks_per_client} ranks" * (self.ranks_per_client > 1)
+        size = self.ranks_per_client
+        clients = f", clients of {size} ranks" if size > 1 else ""
         return {
             "synchronisation": f"asynchronous, updates of {batches}",
             "architecture": f"servers: {self.servers}{clients}",

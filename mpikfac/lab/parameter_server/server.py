@@ -233,14 +233,15 @@ class Server:
         self._steps[client] = request.step
         self._votes[client] = request.votes
         if request.wish and self._meet_at is None:
-            # A client beyond a step has received all before it, and all receive the next one.
+            # A client beyond a step has received all numbers before it, and all clients receive the
+            # next ones.
             self._meet_at = max(self._steps.values()) + self._asked.push_interval
 
     def _apply(self, numbers: Mapping[str, float]) -> None:
         """Step the shard of the weights by the update that has arrived.
 
-        Blocks with NaN or infinity are ignored. A running statistic moves towards the client's by
-        1 over the number of clients, so statistics are means over the last updates of all clients.
+        Blocks with NaN or infinity are ignored. With n clients, a running statistic moves 1/n of
+        the way to the client's, so statistics are means over the last updates of all clients.
         """
         for name, number in numbers.items():
             set_group_setting(self.optimizer, name, number)
@@ -309,7 +310,7 @@ class Server:
         for client in self._present - self._held - self._waiting:
             if now - self._heard[client] > SILENCE:
                 self._heard[client] = now
-                log.warning("client %d sends nothing for %d s", self._number(client), SILENCE)
+                log.warning("client %d has sent nothing for %d s", self._number(client), SILENCE)
 
     def _number(self, client: int) -> int:
         return self._clients.index(client)

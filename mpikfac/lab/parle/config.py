@@ -18,7 +18,7 @@ class Parle(Replicas):
     """Move each replica to the average of its own steps and towards the mean of all averages.
 
     Attributes:
-        replicas: who steps a replica; see `LocalSGD`.
+        replicas: what steps a replica; see `LocalSGD`.
         gamma: the weight of the difference from the weights after the last exchange, which a step
             adds to the gradient.
         rho: the weight of the difference from the mean, in addition to the difference from the
@@ -38,7 +38,7 @@ class Parle(Replicas):
             "sync",
             ("parle",),
             {"compression.gradients": None},
-            "ranks exchange averages of the steps of replicas, which never become one",
+            "ranks exchange averages of the steps of replicas, which are never merged into one",
         ),
     )
 

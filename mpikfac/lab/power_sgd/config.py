@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from mpikfac.plan import Codec, Compressor, check_count, make_plain, matrix
+from mpikfac.lab.power_sgd.codec import PowerSGDCodec, matrix
+from mpikfac.plan import Compressor, check_count, make_plain
 
 if TYPE_CHECKING:
     from mpikfac.plan import Layout, RankPlan
@@ -32,11 +33,11 @@ class PowerSGD(Compressor):
         make_plain(self)
         check_count("matrix_approximation_rank", self.matrix_approximation_rank, 1)
 
-    def codec(self, layout: Layout, feedback: bool) -> Codec:
-        """Return the encoding of an arena."""
-        return Codec(self.name, feedback=feedback)
+    def codec(self, layout: Layout, feedback: bool) -> PowerSGDCodec:
+        """Return the encoding of an arena without matrices."""
+        return PowerSGDCodec(feedback=feedback, rank=self.matrix_approximation_rank)
 
-    def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
+    def codec_of_sums(self, rank: RankPlan, layout: Layout) -> PowerSGDCodec:
         """Return the encoding for reductions of gradients, or of changes of weights."""
         layers = {layer.name for layer in rank.layers}
         matrices = [
@@ -44,8 +45,7 @@ class PowerSGD(Compressor):
             for name in layout.offsets
             if name in rank.messages_of and math.prod(layout.shapes[name]) > 0
         ]
-        codec = self.codec(layout, True)
-        return replace(codec, rank=self.matrix_approximation_rank, matrices=tuple(matrices))
+        return replace(self.codec(layout, True), matrices=tuple(matrices))
 
     def described(self) -> str:
         """Return a description of the encoding."""

@@ -1,8 +1,9 @@
 """The length of a step from a quadratic model of the loss [Martens & Grosse 2015, 6.4 and 7].
 
-The curvature is the full Gauss-Newton matrix `J^T H J` of a batch, along a few directions. J are
-the derivatives of the outputs with respect to the parameters, and H is the Hessian of the loss with
-respect to the outputs. A product of J and a direction is one pass of forward-mode differentiation.
+The curvature is the full Gauss-Newton matrix `J^T H J` of a batch, along a few directions. J
+contains the derivatives of the outputs with respect to the parameters, and H is the Hessian of the
+loss with respect to the outputs. A product of J and a direction is one pass of forward-mode
+differentiation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger("mpikfac")
 
 Direction = Mapping[str, Tensor]
 Criterion = Callable[[Tensor], Tensor]
-PARALLEL = 1e-6  # in float32, products of a model are not more exact
+PARALLEL = 1e-6  # in float32, a model's products are no more exact
 
 
 class QuadraticGraft(Graft):
@@ -92,7 +93,7 @@ class QuadraticGraft(Graft):
             if not (directions := self._spanning(parameters)):
                 return expected
             self.gradients.write(slot for slot in self.gradients.slots if slot.block.parameters)
-            gradients = gradients_of(parameters)  # of all ranks
+            gradients = gradients_of(parameters)  # from all ranks
             slopes = inner_products(directions, [gradients])[:, 0].cpu()
             measured, curvatures = self._measured(self._batch, directions)
             of_loss = slopes / float(shortened)  # before a bound on the norm
@@ -125,7 +126,7 @@ class QuadraticGraft(Graft):
         site, weight = self.gradients.site, self.gradients.weight
         shape = 1 + len(directions), len(directions)
         numbers = torch.zeros(shape, dtype=torch.float64, device="cpu")
-        if weight:  # a mean over no example is NaN
+        if weight:  # a mean over no examples is NaN
             try:
                 local = slopes_and_curvatures(self.model, batch, directions)
             except NotImplementedError as error:
@@ -243,7 +244,8 @@ def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:
     """Return the `x` `[n]` that minimises `1/2 x^T curvatures x - slopes^T x`, in float64.
 
     Directions of zeros get 0, and parallel directions are treated as one: below about
-    `sqrt(PARALLEL)`, the angle between directions is rounding. Zeros if an element is not finite.
+        `sqrt(PARALLEL)`, the angle between directions is only rounding. Zeros if an element is not
+        finite.
     """
     if not (slopes.isfinite().all() and curvatures.isfinite().all()):
         return torch.zeros_like(slopes)

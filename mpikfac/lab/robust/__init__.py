@@ -1,1 +1,1 @@
-"""Rules that combine the vectors of all ranks although some ranks may be wrong."""
+"""Rules that combine the vectors of all ranks even if some of them are wrong."""

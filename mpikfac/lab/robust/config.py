@@ -1,4 +1,4 @@
-"""Rules that combine the vectors of all ranks although some ranks may be wrong."""
+"""Rules that combine the vectors of all ranks even if some of them are wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Robust(Aggregation):
-    """The base of rules for vectors, a few of which may be wrong."""
+    """The base of rules for vectors, a few of which can be wrong."""
 
     def attach(self, site: Any) -> Iterable[Any]:
         """Return the memory of the rule, which a checkpoint stores."""
@@ -67,7 +67,7 @@ class _OfSome(Robust):
     """The base of rules with a known number of wrong ranks.
 
     Attributes:
-        num_byzantine: the number of ranks that may be wrong.
+        num_byzantine: the maximum number of wrong ranks.
     """
 
     num_byzantine: int = 1
@@ -89,7 +89,7 @@ class TrimmedMean(_OfSome):
     """Take the coordinate-wise mean without the smallest and largest values [Yin et al. 2018].
 
     Attributes:
-        num_byzantine: how many of the smallest and of the largest values are left out.
+        num_byzantine: the number of the smallest and of the largest values that are left out.
     """
 
     name: ClassVar[str] = "trimmed-mean"
@@ -110,7 +110,7 @@ class Krum(_OfSome):
     """Take the vector that is nearest to its neighbours [Blanchard et al. 2017].
 
     Attributes:
-        num_byzantine: the number of ranks that may be wrong.
+        num_byzantine: the maximum number of wrong ranks.
     """
 
     name: ClassVar[str] = "krum"
@@ -176,7 +176,8 @@ class Safeguard(Robust):
         threshold: the maximum distance of a good rank, relative to the distance within which most
             ranks lie.
         floor: a distance that is always acceptable, relative to the length of a random walk of
-            right ranks: the typical distance of two ranks' vectors, times the root of the window.
+            right ranks: the typical distance between two ranks' vectors, times the root of the
+                window.
         mean_of: the ranks that are averaged: those good "before" the vectors of the step were
             checked, as published, or "after".
         reset_interval: the number of steps after which both windows restart and excluded ranks
@@ -230,17 +231,17 @@ class NearMost(FactorAggregation):
 
     Attributes:
         factor: the maximum distance of a block that counts, as a multiple of the distance within
-            which a rank has most ranks.
+            which most ranks lie.
     """
 
     factor: float
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes: of blocks and of counts."""
+        """Return the number of inner products that the rule needs: of blocks and of counts."""
         return 2 * len(self.blocks) * ranks**2
 
     def combiner(self, first: int) -> Any:
-        """Return what combines the shards that start at element `first`."""
+        """Return an object that combines the shards that start at element `first`."""
         from mpikfac.lab.robust.shards import Near
 
         return Near(self, first)

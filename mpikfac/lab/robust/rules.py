@@ -1,7 +1,7 @@
 """Rules that combine the vectors of all ranks so that a few faulty ranks do little harm.
 
 A rule works on each coordinate separately, or computes a weight for each rank. The weights depend
-only on the inner products of the vectors, `[ranks, ranks]`, so ranks that have shards of all
+only on the inner products of the vectors, `[ranks, ranks]`, so ranks that hold shards of all
 vectors only need to sum their inner products.
 
 Vectors that are not finite have weight 0, and are the largest in each coordinate.
@@ -99,7 +99,7 @@ def near_most(
 def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
     """Return the longest distance of some ranks from the median rank; NaN if there is none.
 
-    It is at most `factor` times the distance within which half of the ranks have most ranks. A few
+    It is at most `factor` times the distance within which half of the ranks have most others. A few
     faulty ranks therefore cannot make it much longer than a distance between correct ranks.
 
     Args:

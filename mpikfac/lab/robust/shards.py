@@ -11,7 +11,7 @@ from mpikfac.lab.robust.config import NearMost
 from mpikfac.lab.robust.rules import farthest, near_most
 from mpikfac.numerics import ByVector
 
-SPREAD = 2_654_435_761  # a prime: seeds of neighbouring steps and shards differ
+SPREAD = 2_654_435_761  # a prime, so that seeds of neighbouring steps and shards differ
 
 
 class Centred(ByVector):
@@ -76,8 +76,10 @@ class Windows(ByVector):
             return parts.mean(0)
         self.memory["dropped"].copy_(~good)
         self.memory["sums"][:, ~good] = 0
-        finite = of_step.diagonal().isfinite()
-        mean = parts[{"before": before & finite, "after": good}[self.rule.mean_of]].mean(0)
+        averaged = good
+        if self.rule.mean_of == "before":
+            averaged = before & of_step.diagonal().isfinite()
+        mean = parts[averaged].mean(0)
         if self.rule.noise_std:
             mean += self.rule.noise_std * self._noise(mean)
         self.memory["steps"] += 1
@@ -108,7 +110,7 @@ class Near:
     """
 
     def __init__(self, rule: NearMost, first: int) -> None:
-        """Begin.
+        """Begin at a shard's position.
 
         Args:
             first: the place of the shard in a vector.

@@ -30,7 +30,7 @@ class SplitForward:
         place: the channels that are divided, and the forms of input and output.
         tp_plan: of all split layers of the model.
         ranks: the number of ranks of all groups together.
-        describe: returns what a plan needs to know of the split layers of the model.
+        describe: returns what a plan needs to know about the split layers of the model.
     """
 
     name: str
@@ -61,9 +61,10 @@ class SplitForward:
         return getattr, (self.module, "forward")
 
     def watch(self, x: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Hook], object]]:
-        """Return the input of the rank's examples, and a function that hooks on gradients.
+        """Return the input of the rank's examples, and a function to register gradient hooks.
 
-        Collective over: group, now and in the backward pass, if the layer takes or gives slices.
+        Collective over: group, now and in the backward pass, if the layer receives or passes on
+            slices.
         """
 
         def on_gradient(hook: Hook) -> None:
@@ -124,7 +125,7 @@ class SplitForward:
             channels //= self.group.size
         if x.dim() < least or x.shape[self.channels] != channels:
             raise ValueError(
-                f"split layer {self.name!r} takes batches of {channels} channels with at least "
+                f"split layer {self.name!r} needs batches of {channels} channels with at least "
                 f"{least} dimensions, not {list(x.shape)}"
             )
 

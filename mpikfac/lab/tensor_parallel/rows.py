@@ -32,7 +32,7 @@ def refusal(model: nn.Module, name: str) -> str:
     """Return why a layer cannot be split; "" if it can."""
     module = dict(model.named_modules()).get(name)
     if module is None:
-        return "no module of the model has the name"
+        return "no module of the model has this name"
     if type(module) not in CAN_SPLIT:
         kinds = ", ".join(kind.__name__ for kind in CAN_SPLIT)
         return f"{type(module).__name__} cannot be split, only {kinds}"

@@ -45,7 +45,7 @@ class SplitLayers:
             )
 
     def detach(self) -> None:
-        """Make the layers ordinary layers again.
+        """Turn the layers back into ordinary ones.
 
         Collective over: world.
         """
@@ -70,7 +70,7 @@ def split_layers(
 
     Raises:
         ValueError: a layer cannot be split; raised before any communication.
-        UserError: ranks disagree on the tp_plan.
+        UserError: ranks disagree on `tp_plan`.
     """
     tp_plan.check_ranks(comm.size)
     check_layers(model, tp_plan)
@@ -87,10 +87,10 @@ def check_layers(model: nn.Module, tp_plan: TensorParallelPlan) -> None:
     if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
         raise ValueError("the model is compiled; split the layers of the model itself")
     if any(split_forward(module) for module in model.modules()):
-        raise ValueError("the model has split layers already; detach() them first")
+        raise ValueError("the model already has split layers; detach() them first")
     if (trainer := trainer_of(model)) is not None:
         kind = type(trainer).__name__
-        raise ValueError(f"the model has a {kind} already; split layers before creating {kind}")
+        raise ValueError(f"the model already has a {kind}; split layers before creating {kind}")
     for name, axis in tp_plan.layers.items():
         if why := refusal(model, name):
             raise ValueError(f"layer {name!r}: {why}")
@@ -123,14 +123,14 @@ def _places(model: nn.Module, tp_plan: TensorParallelPlan) -> dict[str, Place]:
 
 
 def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
-    """Return what a plan needs to know of the split layers of a model.
+    """Return what a plan needs to know about the split layers of a model.
 
     Args:
         blocks: the blocks of the model's gradients.
         ranks: the number of ranks that average gradients.
 
     Raises:
-        ValueError: the layers are split over another number of ranks.
+        ValueError: the layers are split over a different number of ranks.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     block_of = {id(p): block.name for block in blocks for p in block.parameters}

@@ -96,7 +96,7 @@ def exchange_rows(
         stages: the stages of the forward and of the backward pass, for the trace of the group.
 
     Raises:
-        ValueError: counts do not fit the group or the rows.
+        ValueError: counts do not match the group or the rows.
         TypeError: a count is not a whole number.
         UserError: rows require gradients on some members only; compared in the first exchanges.
     """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mpikfac.lab.top_k.codec import TopKCodec
 from mpikfac.plan import (
-    Codec,
     Combination,
     Compressor,
     check_count,
@@ -16,14 +16,14 @@ from mpikfac.plan import (
 )
 
 if TYPE_CHECKING:
-    from mpikfac.plan import Layout
+    from mpikfac.plan import Layout, RankPlan
 
 _OF_GRADIENTS = {"sync.local_steps": False, "sync.waits_for_all": True}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TopK(Compressor):
-    """Send only a rank's largest values; the others wait, and are added to later ones.
+    """Send only a rank's largest values; the others wait and are added to later ones.
 
     Attributes:
         ratio: the fraction of the values that are sent.
@@ -74,9 +74,13 @@ class TopK(Compressor):
         if self.clip_norm is not None:
             check_positive("clip_norm", self.clip_norm)
 
-    def codec(self, layout: Layout, feedback: bool) -> Codec:
+    def codec(self, layout: Layout, feedback: bool) -> TopKCodec:
         """Return the encoding of an arena."""
-        return Codec(self.name, self.ratio, feedback, padding=layout.padding())
+        return TopKCodec(feedback=feedback, ratio=self.ratio, padding=layout.padding())
+
+    def codec_of_gradients(self, rank: RankPlan, layout: Layout) -> TopKCodec:
+        """Return the encoding for reductions of gradients."""
+        return replace(self.codec(layout, True), momentum=self.momentum)
 
     def attach(self, site: Any, gradients: Any) -> Any:
         """Return the part that sends more values in the first steps, and bounds gradients."""

@@ -1,9 +1,10 @@
-"""What DGC does in addition to sending the largest values [Lin et al. 2018]: warm-up and clipping.
+"""DGC's warm-up and clipping, in addition to sending the largest values [Lin et al. 2018].
 
 Warm-up: the fraction of values that are sent decreases to `ratio` in stages of equal length, by the
-same factor from stage to stage; with 0.001, it is 25 %, 6.3 %, 1.6 % and 0.4 %.
+same factor each time; with 0.001, it is 25 %, 6.3 %, 1.6 % and 0.4 %.
 
-Local clipping: a rank bounds the norm of what it adds to the reduction, before values wait. With N
+Local clipping: a rank bounds the norm of its contribution to the reduction, before unsent values
+    are kept. With N
 ranks, each has the bound `clip_norm / sqrt(N)`, so that the sum has the bound `clip_norm` if the
 ranks' noise is independent.
 """

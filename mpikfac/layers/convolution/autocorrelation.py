@@ -1,8 +1,8 @@
 """Compute second moments of a convolution's patches as autocorrelations, without the patches.
 
-This uses the kernel for the weight gradient of a convolution, which sums products of the pixels of
-two images at every offset. On a CPU, it is nearly as fast as large matrix products, and does not
-copy channels-last images.
+This uses the weight-gradient kernel of a convolution, which sums products of the pixels of two
+images at every offset. On a CPU, it is nearly as fast as large matrix products, and does not copy
+channels-last images.
 
 Images are two-dimensional. Channels come in `groups` of c channels, and are multiplied only within
 a group.
@@ -24,11 +24,11 @@ from mpikfac.numerics import squares
 
 def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
     """Return `sum(x x^T)` `[groups, c, c]` over pixels of images `[batch, channels, *size]`."""
-    x = x.unsqueeze(2).flatten(2, -2)  # makes images two-dimensional
+    x = x.unsqueeze(2).flatten(2, -2)  # this makes images two-dimensional
     channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
     if groups > 1 and channels == 1:
         return x.square().sum((0, 2, 3)).view(groups, 1, 1)
-    apart = not x.is_contiguous(memory_format=torch.channels_last)  # channels are far apart
+    apart = not x.is_contiguous(memory_format=torch.channels_last)  # pixels are far apart
     if _in_kernel(x) and pixels > 1 and (pixels <= 16 * channels or not apart):
         return _correlate(x, x, (1, 1), groups).flatten(2)
     if groups > 1:
@@ -176,7 +176,7 @@ def worth_correlating(x: Tensor, window: Window) -> bool:
 
     Work is measured in products per example and pair of channels; the rule was fitted to times on
     CPU cores. On a GPU, which runs small kernels faster than the host launches them, patches are
-    always used, since they need the fewest kernels.
+    always used, because they need the fewest kernels.
     """
     if x.is_cuda or x.is_xpu:
         return False

@@ -35,7 +35,7 @@ class ConvLayer(Layer):
         self.transposed = module.transposed
         self._around = () if module.padding_mode == "zeros" else _padding(module)
         if self.transposed:
-            # Large enough that a pixel is left after the padding is cut off.
+            # Large enough that a pixel is left once the padding is cut off.
             image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding), device="cpu")
             _, self._window = self._spread(module, image, module.output_padding)
         else:
@@ -91,12 +91,12 @@ class ConvLayer(Layer):
         return totals if groups == 1 else totals.view(len(g), groups, -1)
 
     def form(self, side: str) -> Hashable:
-        """Return a key that convolutions share whose moments are computed alike, sizes aside."""
+        """Return a key for convolutions whose moments are computed identically, up to sizes."""
         window = (self._window, self.rounded_to) if side == "A" else ()
         return super().form(side), window
 
     def side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return images that have the channels of all layers."""
+        """Return images with the channels of all layers."""
         return torch.cat(tuple(tensors), 1)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

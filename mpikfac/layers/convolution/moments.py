@@ -104,7 +104,7 @@ def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
     if views[..., 0, 0, 0].numel() < channels * kh * kw:
         rows = views.flatten(3).flatten(0, 2)
         return squares(rows.T)[None]
-    # If patches are pixels with more channels, offsets before channels, copies are long runs.
+    # With patches as pixels with more channels, offsets before channels, copies are long runs.
     pixels = views.permute(0, 1, 2, 4, 5, 3).flatten(3).permute(0, 3, 1, 2)
     total = pixel_sum(pixels).view(kh, kw, channels, kh, kw, channels)
     return total.permute(2, 0, 1, 5, 3, 4).reshape(1, channels * kh * kw, -1)

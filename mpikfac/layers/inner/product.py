@@ -33,7 +33,7 @@ class InnerLayer(Layer):
         part: where the layer's rows start in `watched`, in units of the layer's outputs.
 
     Raises:
-        TypeError: in a forward pass, autograd's graph has no product with the weight.
+        TypeError: the autograd graph of a forward pass has no product with the weight.
     """
 
     dimensions = 1  # `watch` always returns a batch
@@ -52,13 +52,13 @@ class InnerLayer(Layer):
         self.source, self._watched, self._part = source, watched, part
 
     def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """Return the inputs of the product, and a hook on the gradient, both by example."""
+        """Return the product's inputs, and a hook on its gradient, both with examples first."""
         result = output[0] if isinstance(output, tuple) else output
         if not (result.requires_grad and self._watched.requires_grad):
             return None
         products = products_with(self._watched, result.grad_fn, _tensors([positional, named]))
         if not products:
-            if in_transform():  # which can have a separate graph
+            if in_transform():  # the hidden state can have a separate graph
                 return None
             raise TypeError(
                 f"layer {self.name!r}: no product with the weight is in autograd's graph; train "

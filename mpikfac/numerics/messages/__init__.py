@@ -3,8 +3,4 @@
 from mpikfac.numerics.messages.aggregation import ByVector as ByVector
 from mpikfac.numerics.messages.aggregation import by_vector as by_vector
 from mpikfac.numerics.messages.aggregation import combined as combined
-from mpikfac.numerics.messages.codecs import add_decoded as add_decoded
 from mpikfac.numerics.messages.codecs import encode as encode
-from mpikfac.numerics.messages.codecs import matrix_in as matrix_in
-from mpikfac.numerics.messages.codecs import orthonormal as orthonormal
-from mpikfac.numerics.messages.codecs import renewed as renewed

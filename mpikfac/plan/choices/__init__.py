@@ -1,4 +1,4 @@
-"""The choices of how training is distributed, as values; what they require; and named values."""
+"""The choices of how training is distributed, as values, what they require, and named values."""
 
 from mpikfac.plan.choices.aggregation import Aggregation as Aggregation
 from mpikfac.plan.choices.aggregation import FactorAggregation as FactorAggregation
@@ -8,6 +8,8 @@ from mpikfac.plan.choices.assignment import CommOpt as CommOpt
 from mpikfac.plan.choices.assignment import HybridOpt as HybridOpt
 from mpikfac.plan.choices.assignment import MemOpt as MemOpt
 from mpikfac.plan.choices.axes import axes as axes
+from mpikfac.plan.choices.bfloat16 import BFloat16 as BFloat16
+from mpikfac.plan.choices.bfloat16 import BFloat16Codec as BFloat16Codec
 from mpikfac.plan.choices.catalogue import COMM_OPT_COST as COMM_OPT_COST
 from mpikfac.plan.choices.catalogue import NAMED as NAMED
 from mpikfac.plan.choices.catalogue import Named as Named
@@ -35,10 +37,8 @@ from mpikfac.plan.choices.combinations import OneOf as OneOf
 from mpikfac.plan.choices.combinations import Same as Same
 from mpikfac.plan.choices.combinations import check as check
 from mpikfac.plan.choices.combinations import shown as shown
-from mpikfac.plan.choices.compression import BFloat16 as BFloat16
 from mpikfac.plan.choices.compression import Compression as Compression
 from mpikfac.plan.choices.compression import Compressor as Compressor
-from mpikfac.plan.choices.compression import Int8 as Int8
 from mpikfac.plan.choices.estimates import BASIS_EVERY as BASIS_EVERY
 from mpikfac.plan.choices.estimates import FACTOR_EVERY as FACTOR_EVERY
 from mpikfac.plan.choices.estimates import FISHERS as FISHERS
@@ -54,6 +54,8 @@ from mpikfac.plan.choices.grafting import KLClip as KLClip
 from mpikfac.plan.choices.grafting import NoGrafting as NoGrafting
 from mpikfac.plan.choices.grafting import NormClip as NormClip
 from mpikfac.plan.choices.grafting import SGDGrafting as SGDGrafting
+from mpikfac.plan.choices.int8 import Int8 as Int8
+from mpikfac.plan.choices.int8 import Int8Codec as Int8Codec
 from mpikfac.plan.choices.refresh import Refresh as Refresh
 from mpikfac.plan.choices.strategy import Strategy as Strategy
 from mpikfac.plan.choices.sync import Synchronization as Synchronization

@@ -11,7 +11,7 @@ from mpikfac.plan.choices.choice import Choice
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Aggregation(Choice):
-    """A rule that combines the vectors of all ranks, some of which may be wrong, into one.
+    """Combine the vectors of all ranks, some of which can be wrong, into one.
 
     A coordinate-wise rule defines `combine`. Other rules give each rank a weight: `products` is the
     number of inner products of the ranks' vectors that the rule needs, and `weights` returns the
@@ -19,7 +19,7 @@ class Aggregation(Choice):
 
     Attributes:
         sums: the rule is a sum over ranks, which MPI computes.
-        of: what the rule can aggregate: "vectors", of gradients or weights, and "factors".
+        of: what the rule can aggregate: "vectors" (of gradients or weights) and "factors".
     """
 
     sums: ClassVar[bool] = False
@@ -86,21 +86,21 @@ class FactorAggregation:
     blocks: tuple[tuple[int, int, int], ...]
 
     def products(self, ranks: int) -> int:
-        """Return the number of inner products that the rule takes."""
+        """Return the number of inner products that the rule needs."""
         raise NotImplementedError
 
     def combiner(self, first: int) -> Any:
-        """Return what combines the shards that start at element `first`.
+        """Return an object that combines the shards that start at element `first`.
 
-        It has `products(parts)`, inner products in float64 to be reduced over ranks, and
-        `combine(products, parts)`, the shard of the result `[n]`; parts are `[ranks, n]`.
+        Its `products(parts)` returns inner products in float64, to be reduced over ranks, and its
+        `combine(products, parts)` returns the shard of the result, `[n]`; parts are `[ranks, n]`.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Mean(Aggregation):
-    """The mean of all ranks; of factors, over the examples of all ranks."""
+    """The mean over all ranks; for factors, over the examples of all ranks."""
 
     name: ClassVar[str] = "mean"
     sums: ClassVar[bool] = True

@@ -20,7 +20,7 @@ class Assignment(Choice):
         assignment_strategy: the load that is balanced over ranks when factors of order n are
             assigned: "compute" (n^3) or "memory" (n^2).
         colocate_factors: one rank owns both factors of a layer, A and G; otherwise they can have
-            two owners.
+            different owners.
         replicate_below: factors of a lower order are decomposed by every gradient worker of their
             layer, and not sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
         factor_reduction: where factors are averaged. "allreduce": on all ranks. "reduce_scatter":
@@ -68,7 +68,7 @@ class CommOpt(Assignment):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemOpt(Assignment):
-    """One rank preconditions a layer: K-FAC-lw of SC20, MEM-OPT of KAISA."""
+    """One rank preconditions each layer: K-FAC-lw of SC20, MEM-OPT of KAISA."""
 
     name: ClassVar[str] = "mem-opt"
 
@@ -79,7 +79,7 @@ class MemOpt(Assignment):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HybridOpt(Assignment):
-    """Some of the ranks precondition a layer: HYBRID-OPT of KAISA.
+    """Some of the ranks precondition each layer: HYBRID-OPT of KAISA.
 
     Attributes:
         grad_workers: the number of ranks that precondition a layer; it divides the number of ranks.
@@ -114,7 +114,8 @@ class HybridOpt(Assignment):
         """Return the number of gradient workers, the ranks that precondition a layer.
 
         Raises:
-            ValueError: it does not divide the ranks, or the fraction is not a whole number of them.
+            ValueError: it does not divide the number of ranks, or the fraction is not a whole
+                number of them.
         """
         if self.grad_workers is not None:
             check_divides("assignment.grad_workers", self.grad_workers, ranks)

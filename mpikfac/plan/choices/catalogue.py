@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 from mpikfac.plan.choices.assignment import CommOpt, HybridOpt, MemOpt
-from mpikfac.plan.choices.compression import BFloat16, Compression, Int8
+from mpikfac.plan.choices.bfloat16 import BFloat16
+from mpikfac.plan.choices.compression import Compression
+from mpikfac.plan.choices.int8 import Int8
 from mpikfac.plan.choices.refresh import Refresh
 from mpikfac.plan.choices.strategy import Strategy
 from mpikfac.plan.choices.transport import Transport
@@ -19,7 +22,7 @@ class Named:
     """A published method of distributing training, with or without K-FAC.
 
     Attributes:
-        what: the method, in a sentence.
+        what: the method, in one sentence.
         source: the publication, as in docs/reference/references.md.
         cost: bytes that a rank sends in a ring, in float32, in addition to averaging gradients: in
             steps with new factors + in a refresh + in every step. `P` ranks, `w` workers; 4F, 4T
@@ -107,8 +110,8 @@ NAMED: dict[str, Named] = {
         same=False,
     ),
     "deferred-allreduce": Named(
-        "COMM-OPT in which each rank averages the factors of its own shards over time; they are "
-        "averaged over ranks only before they are decomposed",
+        "COMM-OPT in which each rank averages the factors of its own shards over time; factors "
+        "are averaged over ranks only before they are decomposed",
         "mpikfac",
         "0 + 2 (P-1)/P 4T + (P-1)/P 4F + 0",
         Strategy(CommOpt(), transport=_DEFERRED),
@@ -161,7 +164,7 @@ NAMED: dict[str, Named] = {
     ),
     "event-driven": Named(
         "COMM-OPT in which a factor is decomposed again only if its inverse is off by more than "
-        "10 %, or its eigenvectors leave as much off the diagonal",
+        "10 %, or if its eigenvectors leave as much off the diagonal",
         "mpikfac",
         COMM_OPT_COST,
         Strategy(CommOpt(), refresh=Refresh(tolerance=0.1)),
@@ -180,7 +183,7 @@ NAMED: dict[str, Named] = {
 
 
 def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
-    """Return the strategy of a name, and the other arguments of `KFAC` that belong to it.
+    """Return the strategy with a name, and the other arguments of `KFAC` that belong to it.
 
         strategy, settings = mpikfac.get_strategy("kfac-opt")
         mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
@@ -191,14 +194,14 @@ def get_strategy(name: str) -> tuple[Strategy, dict[str, Any]]:
     if name not in NAMED:
         near = get_close_matches(name, NAMED, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(NAMED)}"
-        raise ValueError(
-            f"strategy={name!r} is unknown; {known} (`import mpikfac.lab` adds those of the lab)"
-        )
+        without_lab = " (`import mpikfac.lab` adds those of the lab)"
+        more = "" if "mpikfac.lab" in sys.modules else without_lab
+        raise ValueError(f"strategy={name!r} is unknown; {known}{more}")
     return NAMED[name].strategy, dict(NAMED[name].settings)
 
 
 def strategy_of(strategy: Strategy | str | None) -> tuple[Strategy, dict[str, Any]]:
-    """Return a strategy, given itself or by name, and the settings of `KFAC` that belong to it.
+    """Return a strategy, passed directly or by name, and the settings of `KFAC` that belong to it.
 
     Args:
         strategy: None for COMM-OPT.

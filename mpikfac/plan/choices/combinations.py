@@ -1,4 +1,4 @@
-"""What choices require of each other, as a table that code checks and a page prints.
+"""What choices require of each other, as a table that is checked by code and printed on a page.
 
 Choices have dotted names: those of a `Strategy`, such as "transport.overlap", the preconditioner,
 and the settings of `KFAC`. A name can also be a property of a method, such as "sync.local_steps",
@@ -116,7 +116,7 @@ class Combination:
         return value != self.default if self.values is None else value in self.values
 
     def unmet(self, choices: Choices) -> list[str]:
-        """Return the names of unmet requirements; none if one that is met is enough."""
+        """Return the names of unmet requirements; none if a single met one is enough."""
         checked = [name for name in self.needs if name in choices]
         unmet = [name for name in checked if not _fits(self.needs[name], choices[name], choices)]
         return [] if self.any_of and len(unmet) < len(checked) else unmet
@@ -131,7 +131,8 @@ def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
         of: the layer that the choices belong to, as " of layer 'conv1'".
 
     Raises:
-        ValueError: a requirement is not met; the text has all of them, the values and the reason.
+        ValueError: a requirement is not met; the message states all of them, the values and the
+            reason.
     """
     for row in table:
         if row.applies(choices) and (unmet := row.unmet(choices)):
@@ -186,13 +187,13 @@ STRATEGY: tuple[Combination, ...] = (
         "transport.overlap",
         (True,),
         {"transport.virtual_ranks": None, "transport.packing": "triangle"},
-        "layers are sent as the backward pass records them",
+        "layers are sent while the backward pass records them",
     ),
     Combination(
         "transport.ranks_per_node",
         None,
         _AT_ONCE,
-        "an ordered sum and an overlapped message have one level",
+        "ordered sums and overlapped messages have a single level",
     ),
     Combination(
         "transport.owner_sums",
@@ -214,7 +215,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"transport.fusion": None, "transport.overlap": False},
             **{"refresh.stagger": 1, "transport.virtual_ranks": None},
         },
-        "shards are of all layers, in one message",
+        "shards cover all layers, in one message",
     ),
     Combination(
         "transport.balanced_shards",
@@ -229,7 +230,7 @@ STRATEGY: tuple[Combination, ...] = (
             "transport.virtual_ranks": None,
             "assignment.factor_reduction": OneOf(("allreduce", "reduce_scatter")),
         },
-        "averages over time are summed over ranks, in no order",
+        "averages over time are summed over ranks in an arbitrary order",
     ),
     Combination(
         "sync.local_steps",
@@ -244,7 +245,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"assignment.shard_optimizer": False, "transport.virtual_ranks": None},
             "refresh.servers": 0,
         },
-        "a server steps its weights by one update after another",
+        "a server applies one update after another to its weights",
     ),
     Combination(
         "sync.aggregation.sums",
@@ -253,7 +254,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"assignment.shard_optimizer": False, **_AT_ONCE},
             **{"transport.ranks_per_node": None, "compression.gradients": None},
         },
-        "a rule takes the uncompressed vectors of all ranks at once",
+        "a rule needs the uncompressed vectors of all ranks at once",
     ),
     Combination(
         "sync.factor_aggregation.sums",
@@ -263,7 +264,7 @@ STRATEGY: tuple[Combination, ...] = (
             **{"transport.ranks_per_node": None, "compression.factors": None},
             "transport.packing": "triangle",
         },
-        "a rule takes the uncompressed factors of all ranks at once",
+        "a rule needs the uncompressed factors of all ranks at once",
     ),
 )
 """What the choices of a `Strategy` require of each other; methods add their own rows."""

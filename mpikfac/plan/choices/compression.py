@@ -29,7 +29,7 @@ class Compressor(Choice):
 
     @property
     def momentum(self) -> float:
-        """The momentum of gradients that the encoding applies in place of the optimizer."""
+        """The momentum that the encoding applies to gradients in place of the optimizer."""
         return 0.0
 
     def codec(self, layout: Layout, feedback: bool) -> Codec:
@@ -38,14 +38,18 @@ class Compressor(Choice):
         Args:
             feedback: whether the encoding's error is added to the next values.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define codec()")
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
         """Return the encoding for reductions of gradients, or of changes of weights."""
         return self.codec(layout, True)
 
+    def codec_of_gradients(self, rank: RankPlan, layout: Layout) -> Codec:
+        """Return the encoding for reductions of gradients."""
+        return self.codec_of_sums(rank, layout)
+
     def attach(self, site: Any, gradients: Any) -> Any:
-        """Return the part of the trainer that takes part in each step; None if there is none.
+        """Return the part of the trainer that acts in each step; None if there is none.
 
         Args:
             site: the rank's `mpikfac.engine.Site`.
@@ -56,28 +60,6 @@ class Compressor(Choice):
     def described(self) -> str:
         """Return a description of the encoding."""
         return f"{self.name} numbers"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class BFloat16(Compressor):
-    """Round values to 16 bits; the errors are too small to be fed back."""
-
-    name: ClassVar[str] = "bfloat16"
-
-    def codec(self, layout: Layout, feedback: bool) -> Codec:
-        """Return the encoding of an arena."""
-        return Codec(self.name, feedback=False)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Int8(Compressor):
-    """Send 8 bits per value and an exponent per 16 values; errors are added to the next values."""
-
-    name: ClassVar[str] = "int8"
-
-    def codec(self, layout: Layout, feedback: bool) -> Codec:
-        """Return the encoding of an arena."""
-        return Codec(self.name, feedback=feedback)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -126,7 +108,7 @@ NEEDS = tuple(
         f"compression.{field}",
         None,
         _PLAIN,
-        "compressed messages are sent by all ranks at once, as one buffer",
+        "all ranks send compressed messages at the same time, as one buffer",
     )
     for field in ("factors", "inverses", "gradients")
 )

@@ -23,7 +23,7 @@ TRUST = 8.0  # the recommended `max_trust_ratio`
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Grafting(Choice):
-    """What sets the length of each layer's direction [Agarwal et al. 2020].
+    """Determine the length of each layer's direction [Agarwal et al. 2020].
 
     Attributes:
         by_adam: Adam's steps set the lengths, and uncovered parameters take Adam's step itself.
@@ -44,7 +44,7 @@ class Grafting(Choice):
 
     @property
     def normalize_rows(self) -> bool:
-        """Whether the rows of a direction are first given about equal lengths."""
+        """Whether the rows of a direction are first scaled to about equal lengths."""
         return False
 
     @property
@@ -56,14 +56,14 @@ class Grafting(Choice):
         """Return the grafting with a momentum of gradients.
 
         Raises:
-            ValueError: the grafting has no momentum, or it is out of its bounds.
+            ValueError: the grafting has no momentum, or its value is out of bounds.
         """
         if "momentum" in self.__dataclass_fields__:
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
         if momentum:
             raise ValueError(
                 f"momentum={momentum!r} of gradients needs grafting=AdamGrafting(...), not "
-                f"{self!r}; give momentum=0"
+                f"{self!r}; use momentum=0"
             )
         return self
 
@@ -93,15 +93,15 @@ class SGDGrafting(Grafting):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AdamGrafting(Grafting):
-    """Use the length of Adam's step without momentum, so that learning rates of Adam are suitable.
+    """Use the length of Adam's step without momentum, so that Adam's learning rates are suitable.
 
     Uncovered parameters take Adam's step itself.
 
     Attributes:
         orthogonalize: first make all singular values of a direction about equal, as Muon does with
             the gradient [Muon].
-        normalize_rows: then give the rows of the direction about equal lengths, by an average over
-            steps [NorMuon].
+        normalize_rows: then make the lengths of the direction's rows about equal, using an average
+            over steps [NorMuon].
         momentum: Nesterov momentum of the gradients, before they are preconditioned. It replaces
             the optimizer's momentum, which must be 0. A number, a schedule, or 0 for none. Lengths
             do not depend on it.
@@ -154,8 +154,9 @@ class AdamInEigenbases(Grafting):
 class Clip(Choice):
     """A bound on the directions of all layers together.
 
-    A bound on the direction preserves the meaning of the learning rate: half the rate is half the
-    step. While the KL clip binds, the learning rate cancels out, and decaying it does not shorten
+    A bound on the direction preserves the meaning of the learning rate: half the rate gives half
+        the step. While the KL clip binds, the learning rate cancels out, and decaying it does not
+        shorten
     steps.
 
     Attributes:

@@ -18,8 +18,8 @@ class Refresh(Choice):
 
     Attributes:
         staleness: the number of steps from the factors to the use of their decomposition, or fewer
-            if the next refresh begins earlier. The decomposition runs in the background. Results
-            do not depend on timing, as a decomposition that is ready early is not used early. 0:
+            if the next refresh begins earlier. The decomposition runs in the background. Results do
+            not depend on timing, because a decomposition that is ready early is not used early. 0:
             steps wait for the decomposition.
         stagger: the number of steps over which a refresh is spread; each of them decomposes some of
             the layers.

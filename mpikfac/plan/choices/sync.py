@@ -101,7 +101,7 @@ class Synchronization(Choice):
         return None
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`, by axis; missing axes have their defaults."""
+        """Return the method's values on the axes of `axes`; missing axes have their defaults."""
         return {}
 
 

@@ -123,7 +123,7 @@ class Split:
 
 
 def span(count: int, member: int, tp_size: int) -> tuple[int, int]:
-    """Return the first and last (exclusive) of `count` channels that a member of a group has."""
+    """Return the first and last (exclusive) of `count` channels that a group's member has."""
     return count * member // tp_size, count * (member + 1) // tp_size
 
 
@@ -137,7 +137,7 @@ SPLIT: tuple[Combination, ...] = (
         "tp_size",
         None,
         {"sync.aggregation": "mean"},
-        "a rank has only the gradient of a slice, so ranks cannot be compared",
+        "a rank has the gradient of a slice only, so ranks cannot be compared",
         default=1,
     ),
     Combination(

@@ -26,8 +26,8 @@ class Transport:
             gradients or factors as soon as the backward pass has reached the message's layers,
             gradients before factors. Factors can be in transit until they are needed. A step must
             have a single backward pass.
-        owner_sums: who computes a sum for an owner: MPI ("reduce"), or the owner itself, in the
-            order of the ranks ("alltoall").
+        owner_sums: who computes sums for owners: MPI ("reduce"), or the owners themselves, in rank
+            order ("alltoall").
         balanced_shards: whether reductions to owners and gathers from owners pass through equal
             shards of all ranks, which are fast in every MPI: always, never, or (None) if the
             largest owner has more than twice the mean, and messages are large.

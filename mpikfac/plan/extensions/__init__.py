@@ -1,4 +1,4 @@
-"""What choices beyond the default step add to the plan of a rank: messages, layouts, memory.
+"""What choices other than the defaults add to a rank's plan: messages, layouts, memory.
 
 The modules of the default plan import no extension; `Plan` uses this table.
 """

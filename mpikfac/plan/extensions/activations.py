@@ -47,7 +47,7 @@ class LayerCall:
         return self.weight[CHANNELS.index(axis)]
 
     def can_split(self, axis: Channels, tp_size: int) -> bool:
-        """Return whether all members of a group get equally many channels."""
+        """Return whether all members of a group get the same number of channels."""
         return self.channels(axis) % tp_size == 0
 
 

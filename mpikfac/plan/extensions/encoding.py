@@ -33,5 +33,5 @@ def elements(rank: RankPlan) -> int:
         # no errors to keep.
         codecs = [m.codec for m in messages if m.codec and m.bytes]
         total += layout.size * max((codec.arenas for codec in codecs), default=0)
-        total += sum(codec.sides()[1] for codec in codecs)
+        total += sum(codec.reductions[-1] for codec in codecs if codec.reductions)
     return total

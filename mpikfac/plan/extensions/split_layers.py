@@ -40,7 +40,7 @@ def reduce_unsplit(rank: RankPlan, _turn: int | None = None) -> list[Message]:
 
 
 def reduce_slices(rank: RankPlan) -> list[Message]:
-    """Return the reductions of slices over peers, and the messages that give all slices to all.
+    """Return the reductions of slices over peers, and the gathers of all slices in a group.
 
     A member of a group computes the gradient of a slice from all examples of the group.
     """

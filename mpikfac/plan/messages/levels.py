@@ -1,8 +1,8 @@
 """Messages in two levels: inside nodes, and between nodes.
 
 The ranks of a node first sum what leaves the node, and distribute among themselves what arrives.
-The members of a team are numbered node by node, with equally many on every node. The members on a
-node form a team, and so do the members at the same position of their nodes. A collective of the
+The members of a team are numbered node by node, with the same number on every node. The members on
+a node form a team, and so do the members at the same position of their nodes. A collective of the
 whole team becomes a few collectives of these smaller teams, so the plan determines what crosses the
 network, whatever MPI does. Encoded messages are encoded only between nodes.
 """
@@ -69,7 +69,7 @@ def _levels(of_team: Message, seat: Seat, itemsize: int) -> list[Message]:
         member, nodes = seat.node, seat.nodes
         return message(of_team.stage, primitive, over, spans, nodes, itemsize, member, root, codec)
 
-    if primitive in ("Allreduce", *EVERYWHERE.values()):
+    if primitive in EVERYWHERE:
         shards = cut(*spans[0], places, of_team.codec)
         across_nodes = between(primitive, [shards[seat.place]])
         return [inside("Reduce_scatter", shards), across_nodes, inside("Allgatherv", shards)]

@@ -12,7 +12,7 @@ from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
 # Elements that are reduced at once: MPI's temporaries stay small and in cache, which is faster than
-# a reduction of everything and needs less memory.
+# reducing everything at once and needs less memory.
 PIECE = 2**22
 BATCH = 2**18  # elements of a batch of overlapped reductions, and of a piece of one reduction
 
@@ -77,7 +77,8 @@ def sums(
     def to(primitive: str, parts: Sequence[tuple[int, int]], root: int = -1) -> Message:
         return message(stage, primitive, "world", parts, ranks, itemsize, 0, root, codec)
 
-    # The second sum of PowerSGD needs the first one everywhere, so owners would gain nothing.
+    # PowerSGD's second sum needs the first one everywhere, so reducing to owners would save
+    # nothing.
     if len(layout.bounds) == 2 or (codec and codec.everywhere == IN_TWO_SUMS):
         everywhere = codec.everywhere if codec else "Allreduce"
         return [to(everywhere, [(span.start, span.stop)]) for span in spans]
@@ -131,7 +132,7 @@ def gathers(
     itemsize: int,
     codec: Codec | None = None,
 ) -> list[Message]:
-    """Return messages that give all segments to every member of `over`, on rank `member`.
+    """Return messages that send all segments to every member of `over`, on rank `member`.
 
     Neighbouring blocks of a `kind` share a message; blocks of kind None are left out, as are
     segments beyond the number of members.
@@ -229,10 +230,10 @@ def _alike(spans: Sequence[Span]) -> bool:
 
 
 def cut(start: int, stop: int, count: int, codec: Codec | None = None) -> list[tuple[int, int]]:
-    """Return `count` neighbouring aligned spans of nearly equal size; matrices stay whole."""
+    """Return `count` neighbouring aligned spans of about equal size, cut at the codec's borders."""
     blocks = (stop - start) // ALIGNMENT
     edges = [start + blocks * k // count * ALIGNMENT for k in range(count)]
-    if codec and codec.matrices:
-        borders = [*(matrix.start for matrix in codec.matrices), stop]
+    if codec and codec.borders:
+        borders = [*codec.borders, stop]
         edges = [min(border for border in borders if border >= edge) for edge in edges]
     return list(zip(edges, [*edges[1:], stop]))

@@ -17,7 +17,7 @@ from mpikfac.plan.messages.levels import BETWEEN_NODES, IN_NODE, Seat, in_two_le
 from mpikfac.plan.messages.messages import Message, cut, message
 
 Spans = Sequence[tuple[int, int]]
-LEAST = 2**18  # elements; with fewer, latencies outweigh unequal parts
+LEAST = 2**18  # elements; with fewer, latency costs more than unequal parts
 PASSED = "Isend, Irecv"
 
 
@@ -119,7 +119,7 @@ def passed(
 ) -> tuple[Passed, ...]:
     """Return what members send to each other when `spans` become `to`, in the order of elements.
 
-    Both are the parts of all members, of the same elements; elements that stay are left out.
+    Both list the parts of all members and cover the same elements; elements that stay are left out.
     """
     sources, targets = _in_order(spans), _in_order(to)
     moves: list[Passed] = []

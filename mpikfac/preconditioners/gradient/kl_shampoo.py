@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from mpikfac import numerics
 from mpikfac.plan import Form
 from mpikfac.preconditioners.gradient.shampoo import Roots, form_of
 from mpikfac.preconditioners.preconditioner import Held
@@ -35,9 +36,7 @@ class KLShampoo(Roots):
 
     def squared(self, gradient: Tensor, held: Held | None) -> tuple[Tensor, Tensor]:
         """Return `L^-1/2 gradient / sqrt(outputs)` and `gradient R^-1/2 / sqrt(inputs)`."""
-        from mpikfac.numerics import between
-
         a, g = (held.a["root"], held.g["root"]) if held else ((), ())
         outputs, inputs = gradient.shape[-2:]
-        x, y = between(g, gradient, ()), between((), gradient, a)
+        x, y = numerics.between(g, gradient, ()), numerics.between((), gradient, a)
         return x.to(gradient.dtype) / math.sqrt(outputs), y.to(gradient.dtype) / math.sqrt(inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from mpikfac import numerics
 from mpikfac.plan import AdamGrafting, Form, OneOf, check_positive
 from mpikfac.preconditioners.gradient.needs import needs_of
 from mpikfac.preconditioners.preconditioner import Defaults, Held, Means, Preconditioner
@@ -29,9 +30,8 @@ class Moments(Preconditioner):
 
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping of a factor, `[]` or `[groups]`."""
-        from mpikfac.numerics import damping_unit
-
-        unit = damping_unit(means.factor) if relative else means.factor.new_ones(means.factor.shape)
+        mean = means.factor
+        unit = numerics.damping_unit(mean) if relative else mean.new_ones(mean.shape)
         return unit * damping
 
 
@@ -48,17 +48,13 @@ class Roots(Moments):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return the inverse root of a damped factor."""
-        from mpikfac.numerics import damp, eigenbasis, product
-
-        values, vectors = eigenbasis(damp(factor, damping))
+        values, vectors = numerics.eigenbasis(numerics.damp(factor, damping))
         roots = values.pow(-self.exponent)
-        return {"root": product(vectors * roots[..., None, :], vectors.mT)}
+        return {"root": numerics.product(vectors * roots[..., None, :], vectors.mT)}
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `(L + e I)^-p gradient (R + e I)^-p`, `[outputs, inputs]`."""
-        from mpikfac.numerics import between
-
-        return between(held.g["root"], gradient, held.a["root"])
+        return numerics.between(held.g["root"], gradient, held.a["root"])
 
 
 def form_of(name: str) -> Form:

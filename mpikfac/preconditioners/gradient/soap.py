@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from mpikfac import numerics
 from mpikfac.plan import AdamInEigenbases, Combination, Form
 from mpikfac.preconditioners.gradient.needs import needs_of
 from mpikfac.preconditioners.gradient.shampoo import Moments
@@ -62,16 +63,12 @@ class SOAP(Moments):
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
         """Return all eigenvectors, and 1 for each eigenvalue up to the damping, else 0."""
-        from mpikfac.numerics import damp, eigenbasis
-
-        values, vectors = eigenbasis(factor)
-        bounds = damp(factor.new_zeros(factor.shape), damping).diagonal(dim1=-2, dim2=-1)
+        values, vectors = numerics.eigenbasis(factor)
+        bounds = numerics.damp(factor.new_zeros(factor.shape), damping).diagonal(dim1=-2, dim2=-1)
         return {"vectors": vectors, "small": (values <= bounds).to(values.dtype)}
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `QL' gradient QR`, `[outputs, inputs]`."""
-        from mpikfac.numerics import from_left, from_right
-
         a, g = held.a["vectors"], held.g["vectors"]
-        rotated = from_left(g, gradient.to((*a, *g)[0].dtype), transpose=True)
-        return from_right(rotated, a)
+        rotated = numerics.from_left(g, gradient.to((*a, *g)[0].dtype), transpose=True)
+        return numerics.from_right(rotated, a)

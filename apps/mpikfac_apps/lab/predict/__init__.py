@@ -1,1 +1,1 @@
-"""Programs that predict: a measured machine, step times of strategies, and advice."""
+"""Measure a machine, predict step times of strategies on it, and give advice."""

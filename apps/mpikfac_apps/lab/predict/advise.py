@@ -20,6 +20,7 @@ from mpikfac_apps import cli
 from mpikfac_apps.lab.predict.options import ADVISE, SGD, AdviseOptions
 from mpikfac_apps.lab.predict.predictions import (
     BOUNDED,
+    OVERLAP,
     WIDTH,
     Row,
     intervals_in_words,
@@ -37,7 +38,6 @@ from mpikfac_apps.text import MIB, number, show, table
 
 PASSES = ("forward", "backward")
 FLOAT32 = 4  # bytes
-OVERLAP = "transport.overlap"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
 
 
 def growing(options: AdviseOptions) -> tuple[str, ...]:
-    """Return the stages whose computing grows with the batch; factors of the gradient do not."""
+    """Return the stages whose computation grows with the batch; factors of the gradient do not."""
     chosen = options.preconditioner
     of_gradient = chosen is not None and chosen.form.of == "gradient"
     return PASSES if of_gradient else (*PASSES, "statistics")
@@ -142,8 +142,8 @@ def further(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine
 def best(rows: Sequence[Row]) -> Row:
     """Return the fastest strategy.
 
-    Strategies with the results of one process come first, before strategies with another estimator
-    or with an upper bound as prediction, and these before training without K-FAC.
+    Strategies with the results of one process come first, before strategies with a different
+    estimator or with an upper bound as prediction, and these before training without K-FAC.
     """
     candidates = [row for row in rows if "left_out" not in row]
     rank = min(_place(row["strategy"]) for row in candidates)
@@ -169,7 +169,8 @@ def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[st
         "  other messages, which no batch hides; step, exposed: the step as simulated,",
         "  and the part in which a rank does nothing but communicate.",
         "overlap: whether messages are sent during the backward pass; the faster one is advised",
-        "images: the minimum images per rank whose computing takes as long as overlapped messages",
+        "images: the minimum images per rank whose computation takes as long as overlapped "
+        "messages",
     ]
 
 
@@ -187,7 +188,7 @@ def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
             lines.append((label(row), overlap, overlapped, blocked, str(row["images"]), *played))
     shown = {row["strategy"] for row in rows if "left_out" not in row}
     left_out = dict.fromkeys(row["strategy"] for row in rows if row["strategy"] not in shown)
-    words = f"Left out: {', '.join(left_out)}; mpikfac simulate --{OVERLAP} true says why"
+    words = f"Left out: {', '.join(left_out)}; mpikfac simulate --{OVERLAP} true prints the reasons"
     notes = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
     return [number(ranks, "rank"), *intervals_in_words(rows), *table(lines), *notes]
 

@@ -34,7 +34,11 @@ from mpikfac_apps.problems import models, own
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
-ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
+ENCODED: list[tuple[str, mpikfac.plan.Codec]] = [
+    ("Allreduce", mpikfac.plan.BFloat16Codec()),
+    ("Allgatherv", mpikfac.plan.BFloat16Codec()),
+    (mpikfac.plan.IN_SHARDS, mpikfac.plan.Int8Codec(feedback=True)),
+]
 PRECONDITIONERS = ("inverse", "eva")
 DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
     "inverse": lambda factor: mpikfac.numerics.damped_inverse(factor, 0.03),
@@ -44,8 +48,8 @@ DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
 CUBES = [2**k for k in range(4, 12)]  # orders of products
 LONGEST = 0.5  # seconds of the last message or factor; larger sizes are left out
 BUDGET = 0.1  # seconds for the repetitions of one measurement
-STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
-TURNS, STEPS = 6, 4  # of overlapped and of plain steps: rounds, and steps per round
+STEPS_BUDGET = 5.0  # seconds for the steps of one network, per measurement
+TURNS, STEPS = 6, 4  # rounds of overlapped and of plain steps, and steps per round
 STAGE = "calibrate"
 
 
@@ -72,9 +76,9 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     if not options.out.parent.is_dir():
         raise ValueError(f"out={options.out}: {options.out.parent} is not a directory")
     if options.input is None and not all(models.network(name).image for name in options.model):
-        raise ValueError("a model of your own needs --input, such as 3,32,32")
+        raise ValueError("your own model needs --input, such as 3,32,32")
     if ranks == 1:
-        raise ValueError("1 rank sends no messages; start it under mpirun with at least 2")
+        raise ValueError("a single rank sends no messages; use mpirun with at least 2 ranks")
     return options
 
 
@@ -170,7 +174,9 @@ def message_samples(
     sharing = max(sum(host in group_hosts for group_hosts in hosts_of.values()) for host in hosts)
     group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
     grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())
-    kinds: list[tuple[str, str | None]] = [(primitive, None) for primitive in PRIMITIVES]
+    kinds: list[tuple[str, mpikfac.plan.Codec | None]] = [
+        (primitive, None) for primitive in PRIMITIVES
+    ]
     kinds += [("Send", None)] if size == 2 else []
     kinds += ENCODED if size == comm.size else []
     return [
@@ -179,16 +185,11 @@ def message_samples(
             size,
             nodes,
             sharing if nodes > 1 else 1,
-            curve(comm, device, grid, primitive, encoding(codec)),
-            codec,
+            curve(comm, device, grid, primitive, codec),
+            codec.name if codec else None,
         )
         for primitive, codec in kinds
     ]
-
-
-def encoding(codec: str | None) -> mpikfac.plan.Codec | None:
-    """Return the codec, with error feedback if training uses it."""
-    return None if codec is None else mpikfac.plan.Codec(codec, feedback=codec != "bfloat16")
 
 
 def curve(
@@ -221,8 +222,8 @@ def collective(
 ) -> tuple[int, Callable[[], object]]:
     """Return the bytes of a collective over about `elements` elements, and the collective.
 
-    It runs as in training. Members are roots in round-robin order, because messages of a single
-    root would overtake one another.
+    It runs as in training. Members are roots in round-robin order, because messages from a single
+    root would overtake each other.
     """
     group, ranks = grid.world, grid.world.size
     part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
@@ -258,8 +259,8 @@ def hidden_part(
 ) -> float:
     """Return the fraction of an overlapped message's seconds that does not lengthen a step.
 
-    It is fitted, from -10 to 1, so that the model has the measured difference between steps with
-    overlapped messages and steps that send the same messages without overlap.
+    It is fitted, from -10 to 1, so that the model reproduces the measured difference between steps
+    with overlapped messages and steps that send the same messages without overlap.
 
     Collective over: comm.
     """
@@ -329,7 +330,7 @@ def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
 
 
 class TimedNetwork:
-    """Times of a network's training steps, which all ranks take at once, each by itself.
+    """Time a network's training steps, which all ranks take at the same time, independently.
 
     Attributes:
         orders: the orders of the network's factors.
@@ -368,7 +369,7 @@ class TimedNetwork:
         }
 
     def look(self, comm: mpikfac.comm.Comm, preconditioner: str) -> None:
-        """Take some steps. Every second step computes new factors; the first step does not count.
+        """Take some steps. Every second step computes new factors; the first step is not counted.
 
         Collective over: comm.
         """
@@ -387,12 +388,12 @@ class TimedNetwork:
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
         """Return the seconds of a step with new factors for each strategy.
 
-        Strategies alternate; the first round does not count.
+        Strategies alternate; the first round is not counted.
 
         Collective over: comm.
 
         Raises:
-            ValueError: a strategy is impossible with the present MPI.
+            ValueError: this MPI does not support a strategy.
         """
         trainers = [self._trainer(comm, strategy=way) for way in ways]
         taken: list[list[float]] = [[] for _ in ways]
@@ -474,14 +475,14 @@ def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, 
 
 
 def now(device: torch.device) -> float:
-    """Return the present time in seconds, after the device has finished all started work."""
+    """Return the current time in seconds, after the device has finished all started work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def _way(device: torch.device) -> dict[str, str]:
-    """Return how messages of a GPU were sent: directly, or through the host."""
+    """Return how a GPU's messages were sent: directly, or through the host."""
     if device.type == "cpu":
         return {}
     return {"device buffers": "direct" if mpikfac.comm.cuda_aware() else "staged"}

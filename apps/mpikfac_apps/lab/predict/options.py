@@ -1,4 +1,4 @@
-"""The options of the programs that predict and measure; help needs no torch."""
+"""The options of the programs that predict and measure; help does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWN = (
     "preconditioner",
     "inv_update_steps",
     "machine",
-)  # K-FAC's options with another meaning here
+)  # K-FAC's options with a different meaning here
 SIMULATE_BASIC = (
     *(
         "machine",
@@ -59,7 +59,7 @@ def strategy_names(text: str) -> tuple[str, ...]:
     chosen = STRATEGIES if text == "all" else tuple(map(str.strip, text.split(",")))
     for name in chosen:
         if name.removeprefix(SGD) not in STRATEGIES:
-            raise ValueError(f"{name!r} is unknown; try all or some of {', '.join(STRATEGIES)}")
+            raise ValueError(f"{name!r} is unknown; try all, or some of {', '.join(STRATEGIES)}")
     return chosen
 
 
@@ -69,10 +69,10 @@ class PredictionOptions:
 
     Args:
         machine: the machine: a file of `mpikfac calibrate`, or a published machine.
-        model: your own model, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a network by
-            name.
+        model: your own model, as FILE.py:FUNCTION; a network from timm, as timm:NAME; or a network
+            by name.
         ranks: the numbers of ranks to predict for, separated by commas: 16,64,256.
-        classes: the number of classes; null for 1000 with most networks of timm and those for
+        classes: the number of classes; null for 1000 with most timm networks and those for
             ImageNet, for the number that your own model has, and for 10 with all other networks.
         strategy: the names of strategies, separated by commas: comm-opt,mem-opt. "all": all names
             that `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd":
@@ -160,8 +160,7 @@ class CalibrateOptions:
             resnet20,timm:resnet18,my_models.py:build.
         input: the shape of an example, such as 3,32,32, instead of a network's default shape;
             required for your own model.
-        tokens: the examples of your own model are whole numbers below `tokens`; null for real
-            numbers.
+        tokens: examples for your own model are whole numbers below `tokens`; null for real numbers.
         batch_per_rank: the numbers of images per step on each rank, separated by commas: 8,32,128.
             Predictions for numbers in between are interpolated linearly.
         device: the device of each rank; "auto" uses a GPU if there is one.

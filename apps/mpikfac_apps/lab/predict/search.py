@@ -42,7 +42,7 @@ WIRES: Mapping[str, Mapping[str, str]] = {
     "int8": _compressed("int8", "bfloat16"),
 }
 """The choices of compression by name, from the most to the least precise."""
-STEP = 1.03  # from one value of a cost to the next, as predictions are not more exact
+STEP = 1.03  # ratio of consecutive values of a cost, because predictions are no more exact
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
@@ -70,8 +70,8 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
     rows = [row for ranks in every for row in variants(options, network, ranks, machine, WIRES)]
     if all("left_out" in row for row in rows):
         none = (
-            "search=true needs a strategy that trains like one process on all images; hybrid needs "
-            "a divisor of the ranks above 1 and below the ranks"
+            "search=true needs a strategy that trains like one process on all images; hybrid "
+            "needs a number of ranks that is not prime"
         )
         raise ValueError(rows[0]["left_out"] if rows else none)
     for row in rows:
@@ -87,7 +87,7 @@ def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list
 
 
 def front(points: Sequence[Sequence[float]]) -> set[int]:
-    """Return the indices of the Pareto-optimal points; less is better.
+    """Return the indices of the Pareto-optimal points; lower is better.
 
     A point is better than another if it is at least as good everywhere, and either not equal or
     the first of equal points.
@@ -225,10 +225,10 @@ def heading(options: PredictionOptions, machine: mpikfac.predict.Machine) -> lis
     return [
         job_in_words(options),
         *machine_in_words(machine),
-        "The choices that no other choice with the same intervals and compression is better than:",
+        "The choices that no other choice with the same intervals and compression beats:",
         "  ms of a mean step, MiB sent by a rank in a mean step, and MiB kept by the fullest rank;",
-        f"  values that differ by less than {STEP - 1:.0%} may count as equal",
-        "* computes other results than requested; predictions do not say how well it trains",
+        f"  values that differ by less than {STEP - 1:.0%} can count as equal",
+        "* computes results other than those requested; predictions do not say how well it trains",
     ]
 
 
@@ -244,7 +244,7 @@ def section(ranks: int, rows: Sequence[Row]) -> list[str]:
 def cells(row: Row) -> tuple[str, ...]:
     """Return a line of the table."""
     return (
-        row["strategy"] + "*" * (not row["asked"]),
+        row["strategy"] + ("" if row["asked"] else "*"),
         *(str(row[name] or NONE) for name in ("workers", "ranks_per_node", "wires")),
         *(str(row[name]) for name in ("factor_update_steps", "inv_update_steps")),
         f"{row['seconds'] * 1e3:.1f}",

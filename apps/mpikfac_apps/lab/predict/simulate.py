@@ -62,6 +62,7 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
         "  rank does nothing but communicate, and wait, for slower ranks.",
         "MiB kept by the fullest rank, without model, momenta and grafting; MiB sent by",
         "  a rank in a mean step",
+        "sgd: overlaps its messages with the backward pass if that is faster",
         "* upper bounds: as if no core were free for the background and all factors had changed",
     ]
     if machine.between is None:
@@ -93,7 +94,8 @@ def section(ranks: int, rows: list[Row]) -> list[str]:
             times = [*steps, row["mean"]["exposed"], row["mean"]["waiting"]]
             sizes = [row["memory"], row["mean"]["sent"]]
             cells = [f"{time * 1e3:.1f}" for time in times] + list(map(mib, sizes))
-            lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
+            mark = "*" if row["strategy"] in BOUNDED else ""
+            lines.append((row["strategy"] + mark, *cells))
             notes += of_clients(row)
     same = [row for row in rows if row["ranks"] == ranks]
     return [number(ranks, "rank"), *intervals_in_words(same), *table(lines), *notes]

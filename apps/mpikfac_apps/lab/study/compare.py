@@ -2,7 +2,7 @@
 
     mpikfac compare runs/a runs/b --target 0.97 --figure curves.svg --table table.tex
 
-Seconds include training steps only, not evaluation and checkpoints. Runs that differ only by the
+Seconds include only training steps, not evaluation and checkpoints. Runs that differ only by the
 seed are the seeds of a variant.
 """
 
@@ -212,7 +212,7 @@ def titles(measure: Measure, target: float) -> list[str]:
 
 
 def over_seeds(numbers: Sequence[float | None], shown: Callable[[float], str]) -> str:
-    """Format the mean or range of the known values; the text says if some are missing."""
+    """Format the mean or range of the known values, and note if some are missing."""
     mean = mean_of(numbers)
     if mean is None:
         return "never"
@@ -241,7 +241,9 @@ def values(
 
 def brief(seconds: float) -> str:
     """Format seconds with at least three digits."""
-    return f"{seconds:.{0 if seconds >= 100 else 1 if seconds >= 10 else 2}f}"
+    if seconds >= 100:
+        return f"{seconds:.0f}"
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
 
 
 def rounded(epochs: float) -> str:
@@ -269,7 +271,7 @@ def sentences(variants: Variants, target: float) -> Iterator[str]:
     epochs, seconds = (to_target(variants, target, unit) for unit in ("epochs", "seconds"))
     if epochs:
         after = (
-            f"by {name} after {rounded(mean.mean)} epochs{' on average' * (mean.count > 1)}"
+            f"by {name} after {rounded(mean.mean)} epochs{' on average' if mean.count > 1 else ''}"
             for name, mean in epochs.items()
         )
         yield f"A test {measure.name} of {aim} was reached {listed(after)}."

@@ -79,7 +79,7 @@ def read(run: Path) -> list[dict[str, Any]]:
                 if line.endswith(b"\n"):
                     rows.append(_row(line, f"{path}, line {number}"))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing; give the run_dir of a run") from None
+        raise ValueError(f"{path} is missing; pass the run_dir of a run") from None
     return rows
 
 

@@ -33,7 +33,7 @@ PATIENCE = 60.0  # seconds that a job can take to end
 CELLS = "MPIKFAC_CELLS"
 """The variable with the directory of the cells, in the processes of a job."""
 KILLED = 128  # added to the number of the signal that has ended a rank
-NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)  # of a launcher of MPI
+NOTE = re.compile(r"^(-{60,}|={60,})$.*?^\1$", re.MULTILINE | re.DOTALL)  # of an MPI launcher
 FORM = {"code": int, "why": str, "seconds": float}  # of a result
 
 
@@ -160,7 +160,7 @@ def _job(words: list[str], output: Path, watch: Callable[[], None], mark: Mappin
                     stdout=subprocess.PIPE if queued else file,
                     stderr=file,
                     text=True,
-                    start_new_session=queued,  # or Ctrl-C ends sbatch before it prints a number
+                    start_new_session=queued,  # else Ctrl-C ends sbatch before it prints a number
                 )
             on_exit.enter_context(job)
             while (code := _ended(job)) is None:
@@ -199,7 +199,7 @@ def _ended(job: subprocess.Popen[str]) -> int | None:
 
 
 def _end(job: subprocess.Popen[str]) -> None:
-    """End a job, and wait for its end, as the next start must not overlap with it."""
+    """End a job, and wait for its end, because the next start must not overlap with it."""
     if job.stdout:  # sbatch prints "number" or "number;cluster", then waits for the job
         number, _, cluster = job.stdout.readline().strip().partition(";")
         of = [f"--clusters={cluster}"] if cluster else []
@@ -224,7 +224,7 @@ def _end_left(cells: Path) -> None:
             return
         send(signal.SIGKILL, left)
         time.sleep(TICK)
-    raise ValueError(f"processes {left} of an earlier job do not end; end them first")
+    raise ValueError(f"processes {left} of an earlier job are still running; end them first")
 
 
 def _others_seconds() -> float:
@@ -253,7 +253,7 @@ def _missing(run: Path, options: Options) -> str:
 def _why(output: Path, code: int) -> str:
     """Return the program's last message, without launchers' notes, or the signal that ended it."""
     if code == STOPPED:
-        return "it was asked to stop before its end"
+        return "it received a request to stop before its end"
     with files.reading(output) as file:
         file.seek(max(0, output.stat().st_size - files.SMALL))
         text = file.read(files.SMALL).decode(errors="replace").replace("\0", "")

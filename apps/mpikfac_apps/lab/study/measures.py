@@ -1,4 +1,4 @@
-"""Measures of a run's tests: which values are good, and how they are written."""
+"""Measures of a run's tests: which values are better, and how they are written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpikfac_apps.text import key_of, measured, share
 
-if TYPE_CHECKING:  # `mpikfac compare` needs no torch
+if TYPE_CHECKING:  # `mpikfac compare` does not import torch
     from mpikfac_apps.problems import tasks
 
 
@@ -88,6 +88,6 @@ def common(measures: Iterable[Measure]) -> Measure:
     if others:
         raise ValueError(
             "runs of classifiers measure accuracy, runs of autoencoders error, runs of language "
-            "models bits per byte, runs of segmenters dice; give one kind of run"
+            "models bits per byte, runs of segmenters dice; pass runs of one kind"
         )
     return first

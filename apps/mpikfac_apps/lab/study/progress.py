@@ -1,4 +1,4 @@
-"""Show the progress of a study: the part of the running cell, and the time to the end."""
+"""Show the progress of a study: that of the running cell, and the remaining time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from mpikfac_apps.lab.study.spec import Cell
 
 TAIL = 4096  # bytes at the end of metrics.jsonl; a line has about 200
 LINE_EVERY = 60.0  # seconds between two lines of progress in a log
-CLEAR = "\r\033[K"  # to the start of a terminal's line, and clear it
+CLEAR = "\r\033[K"  # move to the start of a terminal's line, and clear it
 
 
 class StudyProgress:
     """The progress of a study: a line that changes on a terminal, otherwise a line per minute.
 
-    The remaining time is an estimate: cells that are still to run take the mean of the ended cells,
+    The remaining time is an estimate: cells that have not run yet count as long as the mean of
+        ended cells,
     and the running cell continues at its pace.
 
     Attributes:
@@ -68,11 +69,16 @@ class StudyProgress:
         return f"[{number}/{len(self.cells)}] {cell.label}"
 
     def _remaining(self, number: int, elapsed: float, done: float) -> str:
-        """Describe the remaining time of the study; "" if it is unknown or nothing is left."""
+        """Describe the remaining time of the study; "" if it is unknown or there is none."""
         waiting = sum(not self._complete(cell) for cell in self.cells[number:])
         here = elapsed * (1 - done) / done if done else None
-        per_cell = fmean(self.seconds) if self.seconds else elapsed / done if done else None
-        if per_cell is None or (not waiting and done == 1):
+        if self.seconds:
+            per_cell = fmean(self.seconds)
+        elif done:
+            per_cell = elapsed / done
+        else:
+            return ""
+        if not waiting and done == 1:
             return ""
         seconds = waiting * per_cell + (max(0.0, per_cell - elapsed) if here is None else here)
         return f"; about {in_words(seconds)} to go"

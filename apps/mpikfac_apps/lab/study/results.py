@@ -46,7 +46,7 @@ GROUPS = {
 }
 """Stages of a step by name in a report; all other stages are "other"."""
 WAITING, OTHER = "waiting", "other"
-# Options and choices of place, transport and records change no result, except by rounding. All
+# Options and choices about devices, transport and records change results only by rounding. All
 # options and choices that are missing in the sets change results.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
@@ -122,7 +122,7 @@ class Measured:
 
     @property
     def pending(self) -> bool:
-        """Whether the study will run the cell, or the rest of it."""
+        """Whether the study still has to run the cell, or the rest of it."""
         return self.state in ("begun", "not run")
 
     @property
@@ -206,14 +206,14 @@ def _json(path: Path, form: Any) -> dict[str, Any]:
     """Return the content of a JSON file; empty if the file is missing or incomplete.
 
     Raises:
-        ValueError: the file has another form.
+        ValueError: the file has a different form.
     """
     try:
         content = files.read_json(path)
     except (FileNotFoundError, ValueError):
         return {}
     if not files.has_form(content, form):
-        raise ValueError(f"{path} is damaged; delete the file: it has another form")
+        raise ValueError(f"{path} is damaged; delete the file: it has a different form")
     return content
 
 
@@ -244,8 +244,8 @@ def _mean(numbers: Sequence[float]) -> float | None:
 def best_variants(cells: Sequence[Measured]) -> set[tuple[str, int]]:
     """Return the variant with the best mean result for each strategy and number of ranks.
 
-    Only variants with the most complete seeds of a strategy count. If each strategy has a single
-    variant, there are no best variants.
+    Of a strategy's variants, only those with the most complete seeds are considered. If each
+    strategy has a single variant, there are no best variants.
     """
     ends: dict[tuple[str, int], dict[str, list[float]]] = {}
     for cell in cells:
@@ -301,7 +301,7 @@ def _kinds(
 def estimators(cells: Sequence[Cell]) -> dict[str, str]:
     """Return a letter for each variant; variants that compute the same results share a letter.
 
-    Letters compare cells on the same number of ranks, as statistics of BatchNorm depend on it.
+    Letters compare cells on the same number of ranks, on which BatchNorm's statistics depend.
     """
     letters: dict[str, str] = {}
     kinds: dict[str, str] = {}
@@ -336,12 +336,12 @@ def _numbers(cell: Cell) -> dict[str, Any]:
 
 
 def _of_no_number(key: str) -> bool:
-    """Return whether an option changes no result, or belongs to the strategy."""
+    """Return whether an option does not change results, or belongs to the strategy."""
     return key in WRITTEN | RESOLVED or key.partition(".")[0] in JOINTS
 
 
 def other_estimator(options: Options) -> bool:
-    """Return whether the options select K-FAC with another estimator than COMM-OPT's."""
+    """Return whether the options select K-FAC with an estimator other than COMM-OPT's."""
     distribution = options.distribution
     named = mpikfac.plan.NAMED.get(distribution.strategy)  # "auto" chooses the same estimator
     differs = named is not None and not named.same

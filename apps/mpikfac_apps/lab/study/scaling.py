@@ -24,7 +24,7 @@ LEFT_OUT = ("stale-inverse", "event-driven", "curvature-servers")
 STRATEGIES = tuple(
     name for name, entry in mpikfac.plan.NAMED.items() if entry.same and name not in LEFT_OUT
 )
-"""Strategies with the results of COMM-OPT, for each of which the measured steps are valid."""
+"""Strategies with COMM-OPT's results, for all of which the measured steps are valid."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Steps:
 
     @property
     def kind(self) -> str:
-        """The optimizer, with the strategy if that changes results."""
+        """The optimizer, with the strategy if it changes results."""
         options = self.cell.cell.options
         label = f"kfac ({options.distribution.strategy})"
         return label if other_estimator(options) else self.optimizer
@@ -183,7 +183,7 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     """Return predicted seconds of a mean step.
 
     Raises:
-        ValueError: the options do not fit the ranks, or the machine lacks times.
+        ValueError: the options are invalid for the ranks, or the machine lacks times.
     """
     job = job_of(options, ranks, inv_update_steps(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds

@@ -103,7 +103,7 @@ def doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
     if not near:
         return ""
     within = "the ranges of seeds" if least.half is None else "intervals of 95 % over seeds"
-    return f" Within {within}, {listed(near)} may be as fast as {best}."
+    return f" Within {within}, {listed(near)} might be as fast as {best}."
 
 
 # -- runs ----------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def by_seed(runs: Iterable[Path]) -> list[list[Path]]:
     seen: Counter[str] = Counter()
     for run in runs:
         options, seed = _options(run)
-        seen[options + seed] += 1  # a repeated seed is not another seed
+        seen[options + seed] += 1  # a repeated seed does not count as another seed
         groups.setdefault(f"{options}, {seen[options + seed]}", []).append(run)
     return list(groups.values())
 

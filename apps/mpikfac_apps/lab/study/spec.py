@@ -48,7 +48,7 @@ KEYS = (
 LAUNCHERS = ("mpirun", "slurm")
 OWN = ("run_dir", "resume", "exit_code")  # options that only the study itself sets
 LEAST_SHOWN = 10  # minimum number of steps for a line of metrics
-STOPPED = 75  # exit code of a run that was requested to stop before its end
+STOPPED = 75  # exit code of a run that was stopped by a request before its end
 
 INTERVALS = ("kfac.factor_update_steps", "kfac.inv_update_steps")
 
@@ -139,7 +139,7 @@ def read(path: Path) -> Study:
     """Return the study that a file describes.
 
     Raises:
-        ValueError: the file is wrong; the text is one line with the wrong value and its place.
+        ValueError: the file is wrong; the message is one line with the wrong value and its place.
     """
     try:
         text = files.read_text(path, links=True)
@@ -342,7 +342,7 @@ def _run_of(
     """Return arguments, options and plan of a run; metrics and trace cover whole intervals.
 
     Raises:
-        ValueError: the training program would refuse the options.
+        ValueError: the training program would reject the options.
     """
     values = content["options"] | chosen
     arguments = [f"--config={content['base']}"] if content["base"] else []

@@ -3,8 +3,8 @@
     mpikfac study jobs/studies/digits.yaml
 
 The cells run one after another. An interrupted study resumes with the interrupted cell. Complete
-cells do not run again, and a cell with changed options is a new cell. If a cell is requested to
-stop because the study's allocation ends soon, the study ends as well.
+cells do not run again, and a cell with changed options is a new cell. If a cell receives a request
+to stop because the study's allocation ends soon, the study ends as well.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(study: Study, directory: Path) -> int:
 
     Raises:
         ValueError: no launcher is found, or a second study is using the directory.
-        KeyboardInterrupt: the study was interrupted; no job is left.
+        KeyboardInterrupt: the study was interrupted; no job is left running.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     lock = Lock(directory)
@@ -80,6 +80,6 @@ def _run(study: Study, directory: Path) -> int:
         seconds = None if ended.code or again else ended.seconds
         progress.end(number, cell, how + again, seconds)
         if ended.code == STOPPED and study.launcher == "mpirun":
-            return STOPPED  # the next cells would be requested to stop as well
+            return STOPPED  # the next cells would receive a request to stop as well
         code = 1 if ended.code else code
     return code

@@ -56,7 +56,7 @@ def read(path: str | None = None) -> Corpus:
     text = bytearray().join(files.read_bytes(file, LIMIT, links=True) for file in chosen)
     if not text:
         kinds = " or ".join(f"*{ending}" for ending in ENDINGS)
-        raise ValueError(f"data.path={root} has no text; give a file, or a folder of {kinds}")
+        raise ValueError(f"data.path={root} has no text; pass a file, or a folder of {kinds}")
     origin = f"the library of Python {platform.python_version()}" if path is None else str(root)
     size = f"{len(chosen)} files, {len(text):,} bytes, CRC-32 {zlib.crc32(text):08x}"
     return Corpus(torch.frombuffer(text, dtype=torch.uint8), f"text of {origin}: {size}")
@@ -77,12 +77,12 @@ def windows(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
     Both tensors are views of the text. Tokens that do not fill a window are left out.
 
     Raises:
-        ValueError: the text fills no window.
+        ValueError: the text does not fill a window.
     """
     count = (len(tokens) - 1) // size
     if count < 1:
         raise ValueError(
-            f"data.size={size}: {len(tokens)} bytes of text fill no window; give more text"
+            f"data.size={size}: {len(tokens)} bytes of text do not fill a window; use more text"
         )
     inputs, following = tokens[: count * size], tokens[1 : count * size + 1]
     return inputs.view(count, size), following.view(count, size)

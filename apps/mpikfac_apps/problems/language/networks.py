@@ -1,7 +1,7 @@
 """Small language models: a transformer and an LSTM, from tokens to scores of the next token.
 
 Both networks take windows of tokens `[n, positions]` and return scores `[n, tokens, positions]`, as
-the cross entropy expects them. The scores at a position depend on no later token.
+the cross entropy expects them. The scores at a position do not depend on later tokens.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Volume:
     about: str
 
     def halves(self) -> tuple[Volume, Volume]:
-        """Return the halves of the volume, which share no voxel."""
+        """Return the halves of the volume, which have no voxel in common."""
         parts = (np.array_split(part, 2, ACROSS) for part in (self.voxels, self.classes))
         (first, second), classes = parts
         return Volume(first, classes[0], self.about), Volume(second, classes[1], self.about)

@@ -1,1 +1,1 @@
-"""How training images change from epoch to epoch: shifts, mirroring, and mixes of two images."""
+"""Change training images from epoch to epoch: shifts, mirroring, and mixes of two images."""

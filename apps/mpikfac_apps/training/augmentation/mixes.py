@@ -1,7 +1,7 @@
 """Mix the images of a batch in pairs: mixup [Zhang et al. 2018] and cutmix [Yun et al. 2019].
 
 A pair consists of the images at positions 2k and 2k + 1 of a batch. The order of images is random,
-so the pairs are random, too. A rank whose number of images is even has both images of each pair.
+so the pairs are random, too. A rank with an even number of images has both images of each pair.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mpikfac_apps.options.options import DataOptions
 
-UNIT = 2**16  # weights of mixup are multiples of 1/UNIT, so means of bytes are exact in float32
-DRAW = 1  # separates these random draws from those of order, shifts and dropout
+UNIT = 2**16  # mixup weights are multiples of 1/UNIT, so means of bytes are exact in float32
+DRAW = 1  # separates these random draws from those for order, shifts and dropout
 
 Box = tuple[int, int, int, int]
 Mix = Callable[[Tensor, float, np.random.Generator], tuple[Tensor, float]]
@@ -75,7 +75,7 @@ def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tens
     Products of bytes and weights, and sums of two such products, have at most 24 bits.
 
     Args:
-        share: the weight of an image; its partner has the rest.
+        share: the weight of an image; its partner gets the rest.
     """
     weight = round(share * UNIT)
     means = weight * images.int() + (UNIT - weight) * partners(images).int()

@@ -13,7 +13,7 @@ from mpikfac_apps.options.options import DataOptions
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images change from epoch to epoch.
+    """Describe how training images change from epoch to epoch.
 
     Attributes:
         shift: the maximum number of pixels by which an image is shifted in each direction.

@@ -80,7 +80,7 @@ def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for key, value in state.items():
             if torch.is_tensor(value):
                 state[key] = laid_out(value, parameter)
-            elif isinstance(value, list):  # of matrices; an empty list means no matrix
+            elif isinstance(value, list):  # lists of matrices; an empty list stands for no matrix
                 state[key] = [m.contiguous() if torch.is_tensor(m) else m for m in value]
 
 
@@ -92,7 +92,9 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """
     kinds = nn.Linear | nn.Embedding | _ConvNd
     layers = [module for module in model.modules() if isinstance(module, kinds)]
-    entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}  # once if shared
+    entries = {
+        layer.weight: isinstance(layer, nn.Embedding) for layer in layers
+    }  # once if it is shared
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 
 
@@ -134,7 +136,7 @@ class Average:
     """An exponential average of a model's weights over steps, equal on all ranks.
 
     At step k of the average, `average <- xi average + (1 - xi) weights` with
-    `xi = min(1 - 1/k, decay)` [Martens & Grosse 2015], so it has no memory of the start.
+    `xi = min(1 - 1/k, decay)` [Martens & Grosse 2015], so it does not remember the start.
 
     Collective over: none, as are all methods.
     """
@@ -149,7 +151,7 @@ class Average:
     def model(self, inputs: Iterable[Tensor]) -> nn.Module:
         """Return a model whose weights are the averages.
 
-        BatchNorm's running statistics are computed from the batches of `inputs`, since statistics
+        BatchNorm's running statistics are computed from the batches of `inputs`, because statistics
         belong to the weights with which they were measured.
         """
         update_bn(inputs, self._averaged.module)

@@ -26,7 +26,7 @@ from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
 # Training images used to compute the statistics of averaged weights: in total, and per pass.
 SAMPLE, PASS = 1024, 128
-FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # in words, after the measure
+FURTHER = {"top5": "top-5", "voxel accuracy": "voxel accuracy"}  # a description, after the measure
 
 log = logging.getLogger("mpikfac.train")
 
@@ -70,7 +70,7 @@ def load_data(comm: mpikfac.comm.Comm, options: Options) -> datasets.Dataset | L
             raise ValueError(f"batch={largest} is more than the {len(data.train_images)} images")
     if options.data.cache is None:
         return data
-    assert isinstance(data, Listing), "only a packed file has this option"
+    assert isinstance(data, Listing), "only packed files have this option"
     return cache.on_nodes(comm, data, options.data.cache)
 
 
@@ -158,9 +158,9 @@ class Problem:
         return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return loss and measures over all test images, each of which counts once."""
+        """Return loss and measures over all test images, each counted once."""
         measures = self.task.tests(self.classes)
-        numbers = self.task.numbers(self.classes)  # how many values the first measure has
+        numbers = self.task.numbers(self.classes)  # the number of values of the first measure
         meter = Meter(self.comm, self.device, measures=numbers + len(measures) - 1)
         model.eval()
         with torch.no_grad():

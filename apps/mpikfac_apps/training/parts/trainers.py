@@ -55,7 +55,7 @@ def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.O
     if options.weights is not None and starts:
         load_weights(comm, model, Path(options.weights))
     elif options.weights is not None:
-        log.info("weights=%s is not read: the run continues from a checkpoint", options.weights)
+        log.info("weights=%s is ignored: the run continues from a checkpoint", options.weights)
     return model, optimizer
 
 
@@ -113,7 +113,7 @@ def give_feedback(problem: Problem, trainer: AnyTrainer) -> None:
 def in_words(options: Options, preconditioner: mpikfac.preconditioners.Preconditioner) -> str:
     """Describe the main hyperparameters of a run with K-FAC or another preconditioner."""
     damping = options.kfac.damping
-    relative = "relative " * damping.is_relative
+    relative = "relative " if damping.is_relative else ""
     words = (
         f"learning rate {options.rate:g}, momentum {options.momentum:g} of {options.momentum_of}, "
         f"weight decay {options.weight_decay:g}, grafting {options.kfac.grafting.name}"
@@ -144,7 +144,8 @@ def make_training(
     steps = problem.calendar.first(problem.options.epochs)
     if burn_in >= steps and world.rank == 0:
         log.warning(
-            "burn_in=%d: groups learn nothing from each other in the %d steps of the run; try less",
+            "burn_in=%d: groups learn nothing from each other in the %d steps of the run; use a "
+            "smaller value",
             *(burn_in, steps),
         )
     codistillation = mpikfac.lab.Codistillation(
@@ -175,7 +176,7 @@ def training_of_group(
         kfac = options.kfac
         strategy, chosen = make_strategy(options.distribution, kfac, comm.size)
         if not strategy.sync.waits_for_all:
-            assert team.intercomm, "there is a server"
+            assert team.intercomm, "this rank's job has a server"
             mpikfac.comm.announce(team.intercomm, (problem.classes, problem.channels))
             clients = mpikfac.lab.AsyncSGD(model, optimizer, team, strategy)
             return ClientTraining(problem, clients)

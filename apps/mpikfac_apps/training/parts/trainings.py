@@ -34,7 +34,8 @@ class Training:
         trainer: the trainer of the run.
         everyone: the ranks of the run, in all groups.
         alone: whether a rank steps independently of other clients' ranks.
-        tensors_per_weight: how many values a checkpoint has per weight: the weight, the momentum.
+        tensors_per_weight: the number of values per weight in a checkpoint: the weight, the
+            momentum.
     """
 
     alone = False
@@ -53,7 +54,7 @@ class Training:
         outputs: Tensor,
         loss: Tensor,
     ) -> Tensor:
-        """Return what a step minimizes, given the loss of a forward pass; not collective."""
+        """Return the objective of a step from the loss of a forward pass; not collective."""
         return loss
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
@@ -115,7 +116,7 @@ class KfacTraining(Training):
 
     def __init__(self, problem: Problem, trainer: mpikfac.KFAC) -> None:
         super().__init__(problem, trainer)
-        # Steps with Adam's length also need averages of squared gradients.
+        # Steps of Adam's length also need averages of squared gradients.
         self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.grafting.by_adam
 
     def record(self, outputs: Tensor) -> None:
@@ -135,7 +136,7 @@ class KfacTraining(Training):
 
 
 class QuadraticTraining(KfacTraining):
-    """Training with K-FAC, with length and momentum of steps from a quadratic model of the loss."""
+    """Training with K-FAC, with steps' length and momentum from a quadratic model of the loss."""
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
         """Step the trainer; the model uses the images from which the factors are estimated."""

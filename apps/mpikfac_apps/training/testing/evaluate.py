@@ -3,7 +3,7 @@
     mpikfac evaluate runs/a
     mpirun -n 4 mpikfac evaluate runs/a --weights runs/a/best.pt
 
-It is the same test as in the training program: the same images, measures and averages of weights.
+This is the same test as in the training program: the same images, measures and averages of weights.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
     before = settings.of_checkpoint(checkpoint)
     if before is None:
         raise ValueError(
-            f"{checkpoint} has no settings; give a checkpoint in the directory of its run"
+            f"{checkpoint} has no settings; pass a checkpoint inside its run directory"
         )
     kept = settings.kept_of(before.resolved, ["metrics", "strategy"])
     kept = {key: value for key, value in kept.items() if key.partition(".")[0] not in JOINTS}
     options = TRAIN.read([], kept)
     for key, value, file in settings.code_of(flat(options)):
         if not evaluation.trust:
-            raise ValueError(f"{key}={value} would run {file}; if you trust the file, give --trust")
+            raise ValueError(f"{key}={value} would run {file}; if you trust the file, pass --trust")
     data = dataclasses.replace(options.data, cache=None)  # a test reads each image once
     if evaluation.data_path is not None:
         data = dataclasses.replace(data, path=evaluation.data_path)

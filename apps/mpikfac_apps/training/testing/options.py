@@ -1,4 +1,4 @@
-"""The options of the test of a run's network; help needs no torch."""
+"""The options for testing a run's network; help does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EvaluateOptions:
         weights: a file of weights to test in place of the checkpoint's weights, such as
             RUN_DIR/best.pt; null for the checkpoint's weights, or the averages of a run with
             `ema_decay`.
-        trust: allow executing the files FILE.py of the run's `model` and `data.name`.
+        trust: execute the files FILE.py that the run's `model` and `data.name` name.
         data_path: the directory of the data set; null for that of the run.
         device: the device of each rank; "auto" uses a GPU if there is one.
     """

@@ -56,7 +56,7 @@ class Comparison:
     @torch.no_grad()
     def add(self, layer: Layer, x: Tensor, g: Tensor) -> None:
         """Add a call of a layer that multiplied in the dtype of `g`."""
-        if _key(layer) not in self._sums:
+        if _key(layer) not in self._sums or not g.numel():
             return
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
@@ -85,6 +85,8 @@ class Comparison:
                 names.append(layer.name)
                 differences.append((found - total).norm() - allowed)
         self._sums.clear()
+        if not self._left:
+            self._probes.clear()
         large = torch.stack(differences).tolist() if names else []
         if other := [name for name, difference in zip(names, large) if difference > 0]:
             self._left = 0

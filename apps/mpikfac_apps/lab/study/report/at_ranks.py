@@ -28,7 +28,7 @@ from mpikfac_apps.text import ms, number
 
 NOTHING = (
     "No time to the target is predicted: no optimizer reached the target with all seeds and a "
-    "batch that the ranks of predict_ranks can share, or the machine has no times of the network."
+    "batch that the ranks of predict_ranks can share, or the machine has no times for the network."
 )
 THIN = {"linewidth": 0.7, "markersize": 2.5, "alpha": 0.55}
 

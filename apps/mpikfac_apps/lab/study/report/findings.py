@@ -18,7 +18,7 @@ NAMED = 4  # cells in a sentence; additional cells are counted
 def findings(
     cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
 ) -> Iterator[str]:
-    """Return sentences about complete cells; sentences that weaken the others come first."""
+    """Return sentences about complete cells; those that qualify the others come first."""
     done = [cell for cell in cells if cell.complete and cell.step]
     if not done:
         yield "No cell is complete yet."
@@ -65,7 +65,7 @@ def _about_missing(cells: Sequence[Measured], done: Sequence[Measured]) -> Itera
     if differing := [cell.cell.label for cell in done if _counts_differ(cell)]:
         yield (
             "Bytes counted in traced steps differ from the plan's bytes in "
-            f"{_labels(differing)}: the plan's numbers are wrong for the run."
+            f"{_labels(differing)}: the plan's bytes are wrong for the run."
         )
     versions = {str(cell.environment.get("packages")) for cell in done}
     if len(versions) > 1:
@@ -94,7 +94,7 @@ def _about_machine(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def _about_seeds(done: Sequence[Measured]) -> Iterator[str]:
-    """Yield sentences about cells that have no interval over seeds."""
+    """Yield sentences about cells without an interval over seeds."""
     seeds = Counter((cell.cell.variant, cell.cell.ranks) for cell in done)
     once = sum(count == 1 for count in seeds.values())
     if once == len(seeds):
@@ -152,33 +152,36 @@ def _about_learning(
     if missing:
         yield f"{missing} of {len(done)} complete cells did not reach {measure.text(target)}."
     if any(cell.pending for cell in cells):
-        return  # a pending cell may be faster
+        return  # a pending cell might be faster
     times: dict[str, list[float | None]] = {}
     for cell in done:
         when = reached[cell.cell.label]
         times.setdefault(_place(cell), []).append(when.seconds if when else None)
-    means = {name: mean_of(seconds) for name, seconds in times.items() if None not in seconds}
-    order = sorted(means, key=lambda name: mean.mean if (mean := means[name]) else 0.0)
+    means = {
+        name: mean
+        for name, seconds in times.items()
+        if None not in seconds and (mean := mean_of(seconds)) is not None
+    }
+    order = sorted(means, key=lambda name: means[name].mean)
     if order:
         sgd = {_place(cell) for cell in done if _is_sgd(cell)}
         yield _first(order, means, sgd, measure.text(target))
 
 
 def _first(
-    order: Sequence[str], means: Mapping[str, SeedMean | None], sgd: Collection[str], target: str
+    order: Sequence[str], means: Mapping[str, SeedMean], sgd: Collection[str], target: str
 ) -> str:
-    """Name the variant that reached the target first, and the first of SGD."""
+    """Name the variant that reached the target first, and the first SGD variant."""
 
     def after(name: str) -> str:
         mean = means[name]
-        assert mean is not None, "each name has a time"
         seeds = f" (mean of {mean.count} seeds)" if mean.count > 1 else ""
         return f"after {mean.mean:.1f} s{seeds}"
 
     text = f"{order[0]} was first at {target}, {after(order[0])} of training"
     baselines = [name for name in order if name in sgd]
     if baselines and baselines[0] != order[0]:
-        text += f"; of SGD, {baselines[0]} {after(baselines[0])}"
+        text += f"; the first SGD variant, {baselines[0]}, {after(baselines[0])}"
     return f"{text}.{doubt(order[0], means)}"
 
 

@@ -139,7 +139,7 @@ def _variants(
         what = f"Gradients are averaged, and {steps} steps: no K-FAC"
         if options.optimizer == "kfac":
             named = mpikfac.plan.NAMED.get(options.distribution.strategy)
-            what = f"{named.what} [{named.source}]" if named else "The machine's quickest strategy"
+            what = f"{named.what} [{named.source}]" if named else "The machine's fastest strategy"
         chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         words = [f"{key}={value}" for key, value in chosen.items()]
         rows[variant] = (variant, letters[variant], what, words)
@@ -185,7 +185,7 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
     states = [cell.state for cell in cells]
     yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     jobs = {cell.run: cell.result.seconds for cell in cells if cell.result}  # cells can share a run
-    yield "time of all jobs, by last start", f"{sum(jobs.values()) / 60:.1f} min"
+    yield "total time of each job's last start", f"{sum(jobs.values()) / 60:.1f} min"
     if environments:
         begun = sorted(about["started"] for about in environments)
         yield "runs started", begun[0] if len(begun) == 1 else f"{begun[0]} to {begun[-1]}"
@@ -272,7 +272,7 @@ def _of_learning(
         Picture(
             "How much a clip shortens steps",
             pictures.bounds(cells),
-            "The factor by which the clip shortens a step, by epochs. While kl_clip shortens "
+            "The factor by which the clip shortens a step, by epoch. While kl_clip shortens "
             "steps, the learning rate has no effect.",
             "no clip shortened a step",
         ),
@@ -294,8 +294,9 @@ def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tup
         Picture(
             "Measured against predicted",
             pictures.predicted(cells, predictions),
-            "Milliseconds of a step. The number at a point is the number of ranks. On the line, "
+            "Milliseconds of a step. The label of a point is the number of ranks. On the line, "
             "prediction and measurement are equal.",
-            "the study names no machine, or the machine has no times of the networks and batches",
+            "the study does not name a machine, or the machine has no times for the networks and "
+            "batches",
         ),
     )

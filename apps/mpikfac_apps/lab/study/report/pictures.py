@@ -1,7 +1,7 @@
 """Draw the pictures of a study's report, each as a figure.
 
-Every function takes complete cells, ignores cells without the data for its picture, and returns
-None if no cell is left.
+Every function receives complete cells, ignores those without the data for its picture, and returns
+None if none are left.
 """
 
 from __future__ import annotations

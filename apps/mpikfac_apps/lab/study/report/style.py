@@ -1,7 +1,7 @@
 """Choose colours, markers, lines and ticks of pictures, and convert figures to files and pages.
 
-A picture uses the page's colours of text, grid and paper, so that it fits a light and a dark page.
-Text stays text, which a reader can search, select and enlarge.
+A picture uses the page's colours for text, grid and paper, so that it fits both a light and a dark
+page. Text stays text, which a reader can search, select and enlarge.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 WIDTH = 11.0  # inches, of every picture
 # Six of eight colours that are distinguishable with any colour vision (Okabe and Ito, 2008). Black
-# is left out as the colour of text, yellow as pale on white paper.
+# is left out because it is the colour of text, and yellow because it is pale on white paper.
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-MARKERS = "os^DvP<X>ph*8"  # no common divisor with the colours: 78 pairs of colour and marker
+MARKERS = "os^DvP<X>ph*8"  # no common divisor with the colours: 78 pairs
 LINES = ("-", "--", ":", "-.")
 
 # Colours that the page replaces: text and axes, quiet lines, grid, the lightest bars.
@@ -55,7 +55,7 @@ STYLE: dict[RcKeyType, Any] = {
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
     **{"figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False},
     **{"svg.fonttype": "none", "svg.hashsalt": "mpikfac"},
-    **{"pdf.fonttype": 42},  # TrueType, as publishers reject matplotlib's default fonts
+    **{"pdf.fonttype": 42},  # TrueType, because publishers reject matplotlib's default fonts
     **{"text.parse_math": False},  # a name can contain dollar signs
 }
 

@@ -19,7 +19,7 @@ from mpikfac_apps.lab.study.report.style import STAGES, WIDTH, bar_style, styled
 from mpikfac_apps.lab.study.results import GROUPS, OTHER, Measured
 
 SHOWN = 6  # timelines
-MOST_SLICES = 10**7  # slices times steps of the largest timeline that is drawn
+MOST_SLICES = 10**7  # slices times steps in the largest timeline that is drawn
 TRACE = {"traceEvents": [{"ph": str}]}
 SLICE = {"name": str, "pid": int, "ts": float, "dur": float}
 GROUP_OF = {stage: group for group, stages in GROUPS.items() for stage in stages}
@@ -123,7 +123,7 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
 
 
 def _within(event: Mapping[str, Any], spans: Mapping[int, tuple[float, float]]) -> bool:
-    """Return whether an event's middle is in its rank's step, as rounding can shift the ends."""
+    """Return whether an event's middle is in its rank's step; rounding can shift the ends."""
     start, end = spans.get(event["pid"], (0.0, 0.0))
     return start <= event["ts"] + event["dur"] / 2 < end
 

@@ -1,0 +1,1 @@
+"""The influence of training images on the loss of test images."""

@@ -1,0 +1,216 @@
+"""Score the training images of a K-FAC run by their influence on the loss of test images.
+
+    mpikfac influence runs/a --queries 20 --out influence.h5
+    mpirun -n 4 mpikfac influence runs/a
+
+A positive score means that a training image helps: without it, the test image's loss would rise.
+Images with a large self-influence often have wrong labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import mpikfac
+from mpikfac_apps.cli import checkpoint_at
+from mpikfac_apps.guard.ranks import run_on_ranks
+from mpikfac_apps.guard.watchdog import Watchdog
+from mpikfac_apps.lab.influence.options import INFLUENCE, InfluenceOptions
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.strategy import coverage
+from mpikfac_apps.place import share_cores
+from mpikfac_apps.text import show, table
+from mpikfac_apps.training.batches import Batches, parts, share
+from mpikfac_apps.training.parts.problem import Problem, first_model
+from mpikfac_apps.training.restart import CHECKSUMS
+from mpikfac_apps.training.settings import saved_run
+from mpikfac_apps.training.testing.evaluate import options_of
+from mpikfac_apps.training.testing.options import EvaluateOptions
+
+PASS = 128  # training images per backward pass
+
+
+@dataclass(frozen=True)
+class Influence:
+    """The scores of all training images.
+
+    Attributes:
+        scores: `[queries, images]`.
+        own: the self-influence of each training image, `[images]`.
+        labels: those of the training images, and of the queries.
+    """
+
+    scores: Tensor
+    own: Tensor
+    labels: Tensor
+    query_labels: Tensor
+
+    def report(self, top: int) -> list[list[str]]:
+        """Return sections of lines with the images of the largest scores, and their labels."""
+        rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
+        for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
+            images = self._largest(scores, top), self._largest(-scores, top)
+            rows.append((str(number), str(label.item()), *images))
+        suspects = self._largest(self.own, top)
+        return [table(rows, left=4), [f"largest self-influence, images (label): {suspects}"]]
+
+    def _largest(self, scores: Tensor, top: int) -> str:
+        indices = scores.topk(min(top, len(scores))).indices.tolist()
+        return " ".join(f"{i} ({self.labels[i].item()})" for i in indices)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the images with the largest scores; return 0.
+
+    Collective over: world.
+
+    Raises:
+        SystemExit: with code 2, after a single line about an error that the user can correct.
+    """
+    return run_on_ranks(lambda _: INFLUENCE.read(argv), influence)
+
+
+def influence(comm: mpikfac.comm.Comm, options: InfluenceOptions, watchdog: Watchdog) -> int:
+    """Print the images with the largest scores on rank 0, and write all scores; return 0.
+
+    Collective over: comm.
+    """
+    share_cores(comm, None)
+    located: tuple[Path, Options] | None = None
+    with mpikfac.comm.together(comm, f"influence {options.path}"):
+        device = mpikfac.device(comm, options.device)
+        if comm.rank == 0:
+            located = locate(options, comm.size)
+    path, run = comm.bcast(located)
+    watchdog.follow(run.watchdog_timeout)
+    checkpoint = mpikfac.load_checkpoint(comm, path)
+    with mpikfac.comm.together(comm, f"reading {path}"):
+        saved = saved_run(checkpoint)
+    images = {key: saved[key] for key in CHECKSUMS if key in saved}
+    problem = Problem(comm, run, device, images)
+    with mpikfac.comm.together(comm, "building the network"):
+        model = first_model(run, problem.classes, problem.channels, device)
+    watchdog.enter("influence", checkpoint.step)
+    found = scored(problem, model, path, options)
+    with mpikfac.comm.together(comm, f"writing {options.out}"):
+        if found is not None and options.out is not None:
+            write(found, checkpoint, options)
+    problem.batches.close()
+    if found is not None:
+        show([[f"{path}: step {checkpoint.step}"], *found.report(options.top)])
+    return 0
+
+
+def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
+    """Return the checkpoint and the options of its run.
+
+    Raises:
+        ValueError: there is no checkpoint, or its run estimated no Fisher matrix.
+    """
+    path = checkpoint_at(options.path)
+    of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
+    run = options_of(path, of_test, ranks)
+    if run.optimizer != "kfac":
+        raise ValueError(f"{path} is of a run with optimizer={run.optimizer}; it needs kfac")
+    estimator = run.kfac.estimator
+    if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
+        raise ValueError(
+            f"{path} is of a run with fisher_type={estimator.fisher_type} and "
+            f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix"
+        )
+    return path, run
+
+
+def scored(
+    problem: Problem, model: nn.Module, path: Path, options: InfluenceOptions
+) -> Influence | None:
+    """Return the scores of all training images on rank 0, and None on other ranks.
+
+    Collective over: comm of the problem.
+
+    Raises:
+        UserError: the images are in files, or the checkpoint has no factors of the network.
+    """
+    comm = problem.comm
+    with mpikfac.comm.together(comm, f"influence {path}"):
+        covered = coverage(problem.options.kfac, problem.network.covers)
+        left = uncovered(model, covered)
+        images, labels = examples(problem)
+    curvature = mpikfac.lab.Curvature.load(path, model, comm, coverage=covered, skip=left)
+    if left and comm.rank == 0:
+        print(f"no factors cover {', '.join(left)}: scores leave them out", flush=True)
+    model.eval()
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        outputs, targets = problem.outputs(model, *batch)
+        each = [problem.loss(y[None], t[None]) for y, t in zip(outputs, targets)]
+        return torch.stack(each) if each else outputs.flatten(1).sum(1)
+
+    own = share(images, labels, comm.rank, comm.size)
+    queries = queries_of(problem, options.queries)
+    damping = mpikfac.Damping(relative=options.damping)
+    scores = mpikfac.lab.influence(curvature, losses, parts(*own, PASS), queries, damping)
+    of_self = mpikfac.lab.self_influence(curvature, losses, parts(*own, PASS), damping)
+    curvature.close()
+    gathered = comm.gather((scores, of_self, own[1].cpu(), queries[1].cpu()))
+    if gathered is None:
+        return None
+    of_ranks, of_selves, of_images, of_queries = zip(*gathered)
+    return Influence(torch.cat(of_ranks, 1), *map(torch.cat, (of_selves, of_images, of_queries)))
+
+
+def examples(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return all training images, without augmentation, and their labels.
+
+    Raises:
+        ValueError: the images are in files.
+    """
+    if not isinstance(problem.batches, Batches):
+        raise ValueError("the images of the run are in files; the program needs images in memory")
+    return problem.batches.images, problem.batches.labels
+
+
+def queries_of(problem: Problem, count: int) -> tuple[Tensor, Tensor]:
+    """Return the rank's part of the first `count` test images, and their labels.
+
+    Collective over: comm of the problem.
+    """
+    assert isinstance(problem.batches, Batches)
+    images, labels = problem.batches.tested
+    before = sum(problem.comm.allgather(len(images))[: problem.comm.rank])
+    return images[: max(0, count - before)], labels[: max(0, count - before)]
+
+
+def uncovered(model: nn.Module, covered: mpikfac.Coverage) -> list[str]:
+    """Return the names of the trained parameters that no layer covers."""
+    layers, _ = mpikfac.layers.cover(model, covered)
+    of_layers = {id(parameter) for layer in layers for parameter in layer.parameters}
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return [name for name, parameter in trained if id(parameter) not in of_layers]
+
+
+def write(
+    found: Influence, checkpoint: mpikfac.checkpoint.Checkpoint, options: InfluenceOptions
+) -> None:
+    """Write all scores, with what they were computed from, to an HDF5 file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    assert options.out is not None
+    items: dict[str, Tensor | int | float | str] = {
+        "scores": found.scores,
+        "self": found.own,
+        "labels": found.labels,
+        "query_labels": found.query_labels,
+        "damping": options.damping,
+        "step": checkpoint.step,
+        "checkpoint": checkpoint.digest,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    mpikfac.checkpoint.write_shard(options.out, items)

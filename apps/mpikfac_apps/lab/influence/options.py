@@ -1,0 +1,45 @@
+"""The options of the influence of training images; help does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mpikfac_apps.inspecting.options import new_file
+from mpikfac_apps.options.command_line import CommandLine
+from mpikfac_apps.options.fields import bounded, positional, read_by
+
+
+def scores_file(text: str) -> Path:
+    """Return the path `text` of a new file."""
+    return new_file(text, ".h5")
+
+
+@dataclass(frozen=True)
+class InfluenceOptions:
+    """Score the training images of a K-FAC run by their influence on the loss of test images.
+
+    Args:
+        path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
+            directory of a run.
+        queries: the number of test images, the first ones of the test set.
+        damping: the damping of the curvature, relative to the mean eigenvalue of each layer.
+        top: the number of images and of queries to print.
+        out: a new file for all scores, .h5; null for none.
+        trust: allow executing the files FILE.py of the run's `model` and `data.name`.
+        data_path: the directory of the data set; null for that of the run.
+        device: the device of each rank; "auto" uses a GPU if there is one.
+    """
+
+    path: Path = positional()
+    queries: int = bounded(20, ">= 1")
+    damping: float = bounded(0.1, "> 0")
+    top: int = bounded(5, ">= 1")
+    out: Path | None = read_by(scores_file, None)
+    trust: bool = False
+    data_path: str | None = None
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+
+
+INFLUENCE = CommandLine("mpikfac influence", InfluenceOptions)

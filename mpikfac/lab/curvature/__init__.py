@@ -1,0 +1,1 @@
+"""The factors of a run as its curvature: influence functions and posteriors from a checkpoint."""

@@ -1,0 +1,387 @@
+"""The curvature of the loss at a run's weights, from the factors that K-FAC keeps.
+
+The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`
+[Martens & Grosse 2015], which is block-diagonal over layers. In the eigenbasis of a block, all
+functions of it are elementwise: its inverse, its roots, its log-determinant and samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.comm import Comm, SplitComm, handed_over, together
+from mpikfac.kfac import KFAC
+from mpikfac.lab.curvature import states
+from mpikfac.lab.curvature.eigenbasis import Eigenbasis, Function
+from mpikfac.lab.curvature.matrices import ParameterMatrices
+from mpikfac.lab.curvature.owners import Owners
+from mpikfac.layers import Coverage, Layer, cover
+from mpikfac.plan.names import OF_KFAC
+from mpikfac.settings import Damping, in_force
+from mpikfac.trace import Trace
+
+USUAL = Damping(relative=0.1)
+"""A tenth of each layer's mean eigenvalue, as in studies of influence [Grosse et al. 2023]."""
+
+
+class Curvature:
+    """The mean curvature C of an example's loss at the weights of a run, from its factors.
+
+        curvature = mpikfac.lab.Curvature.load("runs/a", model)
+        directions = curvature.solve(gradients, damping=mpikfac.Damping(relative=0.1))
+
+    C is block-diagonal; the block of a layer is `G (x) A` of the running averages. It estimates
+    the mean over examples of the Fisher matrix of a single example. That of N examples is N C.
+
+    Vectors are dictionaries with a tensor for each covered parameter, by the parameter's name, such
+    as `{name: parameter.grad for name, parameter in model.named_parameters()}`. Tensors have the
+    parameters' shapes, or an additional first dimension of examples. Results have the same form.
+    Arithmetic is in float64.
+
+    Each layer has an owner. Vectors can differ between ranks: they are sent to the owners of the
+    layers, and the results return. All other results are equal on all ranks.
+
+    Attributes:
+        model: the model.
+        layers: the covered layers, by name.
+        damping: the damping of the trainer at its last step; None after `load`.
+        bases: the eigenbases and eigenvalues of the rank's own layers.
+        owners: divides the layers over the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        bases: Mapping[str, Eigenbasis],
+        owners: Owners,
+        skip: Collection[str] = (),
+        damping: Damping | None = None,
+    ) -> None:
+        """Use eigenbases of the rank's own layers; `load` and `of` compute them."""
+        self.model, self.damping = model, damping
+        self.layers = {layer.name: layer for layer in layers}
+        self.bases, self.owners = bases, owners
+        self._matrices = ParameterMatrices(model, layers, skip)
+        self._skip = skip
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: nn.Module,
+        comm: Comm | None = None,
+        *,
+        coverage: Coverage | None = None,
+        skip: Collection[str] = (),
+        trace: Trace | None = None,
+    ) -> Curvature:
+        """Load the weights of a checkpoint into the model, and return the curvature at them.
+
+        Any number of ranks can load; each decomposes the factors of its own layers.
+
+        Collective over: comm.
+
+        Args:
+            path: the directory of a checkpoint, or of a run, whose newest checkpoint is used.
+            model: of the run's architecture. Freeze what the run froze.
+            comm: None for all ranks.
+            coverage: that of the run, if it was not the default.
+            skip: names of parameters or modules that the factors do not cover; vectors may contain
+                them, and results leave them out.
+            trace: counts seconds and bytes of the messages.
+
+        Raises:
+            UserError: there is no complete checkpoint, or it is damaged; it is not that of the
+                model, has no factors of a layer, or ranks with different weights; or the factors do
+                not cover a trained parameter that is not in `skip`.
+        """
+        comm = SplitComm.of(comm).trains
+        checkpoint = states.find(comm, Path(path))
+        doing = f"taking the curvature of {checkpoint.path}"
+        with together(comm, doing, untrusted=True):
+            states.load_weights(model, checkpoint)
+            layers, _ = cover(model, coverage)
+        owners = _owners_of(layers, model, comm, trace)
+        with together(comm, doing, untrusted=True):
+            return cls(model, layers, _bases(layers, checkpoint, owners, model), owners, skip)
+
+    @classmethod
+    def of(
+        cls, trainer: KFAC, *, skip: Collection[str] = (), trace: Trace | None = None
+    ) -> Curvature:
+        """Return the curvature at the trainer's weights, from its factors after its last step.
+
+        Collective over: world.
+
+        Args:
+            skip: see `load`.
+            trace: see `load`.
+
+        Raises:
+            UserError: the trainer's factors are not those of a Fisher matrix, or see `load`.
+        """
+        comm, model, layers = trainer.grid.world, trainer.model, trainer.layers
+        owners = _owners_of(layers, model, comm, trace)
+        doing = "taking the curvature of a trainer"
+        with together(comm, doing):
+            _check_trainer(trainer)
+        state = trainer.preconditioner.factors.state_dict()
+        held = {OF_KFAC + name: value for name, value in state.items()}
+        names = {name for of_rank in comm.allgather([*held]) for name in of_rank}
+        with together(comm, doing):
+            own = [layer for layer in layers if layer.name in owners.own]
+            needed = [name for layer in own for name in states.item_names(layer, names)]
+        items = handed_over(comm, held, needed)
+        with together(comm, doing):
+            bases = _bases(layers, items, owners, model)
+            return cls(model, layers, bases, owners, skip, _damping_of(trainer))
+
+    def replicate(self) -> Curvature:
+        """Return the same curvature with the eigenbases of all layers on every rank.
+
+        Its methods are not collective. Use it for many vectors, which then stay on their ranks.
+
+        Collective over: comm.
+        """
+        layers = list(self.layers.values())
+        parts = {f"{n}/{key}": t for n, b in self.bases.items() for key, t in b.parts().items()}
+        found = self.owners.hand_over(parts)
+        bases = {name: Eigenbasis.of_parts(_of_layer(found, name)) for name in self.layers}
+        owners = _owners_of(layers, self.model, None, None)
+        return Curvature(self.model, layers, bases, owners, self._skip, self.damping)
+
+    def close(self) -> None:
+        """Free the communicator of the owners.
+
+        Collective over: comm.
+        """
+        self.owners.close()
+
+    # -- functions of the curvature --------------------------------------------------------------
+
+    def apply(self, vectors: Mapping[str, Tensor], function: Function) -> dict[str, Tensor]:
+        """Return `f(C) v`, where `f(C)` has C's eigenvectors and the function's values.
+
+        Collective over: comm.
+
+        Args:
+            function: maps a layer's eigenvalues `[groups, outputs, inputs]` to values of this
+                shape.
+
+        Raises:
+            ValueError: a covered parameter is missing, or a name is unknown.
+        """
+        matrices = self._matrices.matrices(vectors)
+        return self._matrices.tensors(self.apply_to_matrices(matrices, function), vectors)
+
+    def solve(
+        self, vectors: Mapping[str, Tensor], damping: float | Damping = USUAL
+    ) -> dict[str, Tensor]:
+        """Return `(C + damping I)^-1 v`; see `damping_of` for the damping.
+
+        Collective over: comm.
+        """
+        return self.power(vectors, -1.0, damping)
+
+    def power(
+        self, vectors: Mapping[str, Tensor], exponent: float, damping: float | Damping = USUAL
+    ) -> dict[str, Tensor]:
+        """Return `(C + damping I)^exponent v`, such as whitened gradients for -0.5.
+
+        Collective over: comm.
+        """
+        return self.apply(vectors, damped_power(exponent, damping))
+
+    def quadratic(self, vectors: Mapping[str, Tensor], damping: float | Damping = USUAL) -> Tensor:
+        """Return `v^T (C + damping I)^-1 v`, `[]` or `[examples]`, in float64.
+
+        Collective over: comm.
+        """
+        matrices = self._matrices.matrices(vectors)
+        solved = self.apply_to_matrices(matrices, damped_power(-1.0, damping))
+        total = sum((m * solved[name]).flatten(1).sum(1) for name, m in matrices.items())
+        assert isinstance(total, Tensor)
+        return total if self._matrices.has_examples(vectors) else total.squeeze(0)
+
+    def apply_to_matrices(
+        self, matrices: Mapping[str, Tensor], function: Function
+    ) -> dict[str, Tensor]:
+        """Return `f(C)` applied to vectors as matrices `[examples, groups, outputs, inputs]`.
+
+        Collective over: comm.
+
+        Args:
+            matrices: in float64, by layer.
+            function: see `apply`.
+        """
+        return self.owners.ask(matrices, lambda n, rows: self.bases[n].apply(function, rows))
+
+    # -- values of the whole curvature -----------------------------------------------------------
+
+    def eigenvalues(self, layer: str) -> Tensor:
+        """Return a layer's eigenvalues in ascending order, in float64.
+
+        Collective over: comm.
+        """
+        if layer not in self.layers:
+            raise ValueError(f"layer={layer!r} must be one of {', '.join(self.layers)}")
+        values = {name: basis.values for name, basis in self.bases.items()}
+        found = self.owners.publish(values, {layer: self.owners.shapes[layer]})
+        return found[layer].flatten().sort().values
+
+    def trace(self) -> float:
+        """Return the trace of C.
+
+        Collective over: comm.
+        """
+        return sum(self._totals(lambda values: values).values())
+
+    def logdet(self, scale: float, prior: float) -> float:
+        """Return the log-determinant of `scale C + prior I`.
+
+        Collective over: comm.
+
+        Args:
+            scale: the number of examples, for the posterior of all of them.
+            prior: the precision of a Gaussian prior of the weights, above 0.
+        """
+        _check(scale, prior)
+        return sum(self._totals(lambda values: (scale * values + prior).log()).values())
+
+    def effective(self, scale: float, prior: float) -> dict[str, float]:
+        """Return each layer's effective number of parameters, `tr scale C (scale C + prior I)^-1`.
+
+        It is the gamma of [MacKay 1992]: how many parameters the data determines.
+
+        Collective over: comm.
+
+        Args:
+            scale: see `logdet`.
+            prior: see `logdet`.
+        """
+        _check(scale, prior)
+        return self._totals(lambda values: scale * values / (scale * values + prior))
+
+    def sample(
+        self, scale: float, prior: float, generator: torch.Generator, count: int = 1
+    ) -> dict[str, Tensor]:
+        """Draw deviations from the weights of the posterior `N(0, (scale C + prior I)^-1)`.
+
+        Samples do not depend on the number of ranks.
+
+        Collective over: comm.
+
+        Args:
+            scale: see `logdet`.
+            prior: see `logdet`.
+            generator: on the host, in the same state on all ranks.
+            count: the number of samples.
+
+        Returns:
+            Tensors `[count, *shape]` in float64, by the parameter's name.
+        """
+        _check(scale, prior)
+        seed = int(torch.randint(2**62, (), generator=generator))
+        drawn = {}
+        for number, name in enumerate(self.layers):
+            if name in self.bases:
+                basis = self.bases[name]
+                own = torch.Generator().manual_seed(seed + number)  # whoever owns the layer
+                shape = count, *basis.values.shape
+                noise = torch.randn(shape, generator=own, dtype=torch.float64).to(basis.values)
+                drawn[name] = basis.rotate_back(noise * (scale * basis.values + prior).rsqrt())
+        shapes = {name: (count, *shape) for name, shape in self.owners.shapes.items()}
+        return self._matrices.tensors(self.owners.publish(drawn, shapes))
+
+    def _totals(self, function: Function) -> dict[str, float]:
+        """Return the sums of the function's values over the eigenvalues of each layer."""
+        own = {name: function(basis.values).sum() for name, basis in self.bases.items()}
+        totals = self.owners.publish(own, dict.fromkeys(self.layers, ()))
+        return {name: total.item() for name, total in totals.items()}
+
+
+def damped_power(exponent: float, damping: float | Damping) -> Function:
+    """Return the function `(values + damping)^exponent`; see `damping_of`."""
+    return lambda values: (values + damping_of(damping, values)) ** exponent
+
+
+def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
+    """Return what a damping adds to the eigenvalues `[groups, outputs, inputs]` of a layer.
+
+    Args:
+        damping: a number, 0 only if no factor is singular, or a `Damping` with a number. A relative
+            one is a multiple of the mean eigenvalue of a layer, or of each of its groups.
+
+    Raises:
+        ValueError: the damping is a schedule, or negative.
+    """
+    number = damping.number if isinstance(damping, Damping) else damping
+    if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+        raise ValueError(f"damping={damping!r} must be a number of at least 0")
+    relative = isinstance(damping, Damping) and damping.is_relative
+    return number * values.mean((-2, -1), keepdim=True) if relative else number
+
+
+def _bases(
+    layers: Sequence[Layer], items: Mapping[str, Any], owners: Owners, model: nn.Module
+) -> dict[str, Eigenbasis]:
+    """Decompose the factors of the rank's own layers."""
+    return {
+        layer.name: Eigenbasis.of_factors(layer.shape, states.factors(layer, items), device(model))
+        for layer in layers
+        if layer.name in owners.own
+    }
+
+
+def _of_layer(tensors: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """Return the parts of a layer's eigenbasis, by their own names."""
+    named = ((name.rpartition("/"), tensor) for name, tensor in tensors.items())
+    return {own: tensor for (of_layer, _, own), tensor in named if of_layer == layer}
+
+
+def _owners_of(
+    layers: Sequence[Layer], model: nn.Module, comm: Comm | None, trace: Trace | None
+) -> Owners:
+    shapes = [layer.shape for layer in layers]
+    return Owners(shapes, comm, trace or Trace(), device(model))
+
+
+def device(model: nn.Module) -> torch.device:
+    """Return the device of a model's parameters."""
+    return next(model.parameters()).device
+
+
+def _check(scale: float, prior: float) -> None:
+    if not (0 <= scale < math.inf and 0 < prior < math.inf):
+        raise ValueError(f"scale={scale!r} must be at least 0, and prior={prior!r} above 0")
+
+
+def _check_trainer(trainer: KFAC) -> None:
+    """Check that the trainer's factors estimate a Fisher matrix at weights that all ranks have.
+
+    Raises:
+        ValueError: they do not.
+    """
+    estimator, sync = trainer.estimator, trainer.plan.strategy.sync
+    if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
+        raise ValueError(
+            f"fisher_type={estimator.fisher_type!r} with "
+            f"normalization={estimator.normalization!r} estimates no Fisher matrix of an example; "
+            f"train with another fisher_type, and normalization='expand'"
+        )
+    if sync.local_steps:
+        raise ValueError(f"with sync={sync.name!r} each rank has its own weights; average them")
+
+
+def _damping_of(trainer: KFAC) -> Damping:
+    """Return the damping in force as a number."""
+    damping = trainer.settings.damping
+    number = in_force("damping", damping.number, trainer.steps)
+    return Damping(relative=number) if damping.is_relative else Damping(number)

@@ -1,0 +1,158 @@
+"""Influence functions: how the loss of a query changes if a training example is left out.
+
+To first order, leaving out example t of N raises the loss of query q by
+`g_q^T (C + damping I)^-1 g_t / N`, with the gradients g of their losses and the curvature C
+[Koh & Liang 2017]. With the factors of K-FAC or EKFAC, it scales to large networks
+[Grosse et al. 2023].
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpikfac.lab.curvature.curvature import USUAL, Curvature, damped_power
+from mpikfac.lab.curvature.records import Losses, Records, gradients, products, record
+from mpikfac.settings import Damping
+
+
+def influence(
+    curvature: Curvature,
+    losses: Losses,
+    examples: Iterable[Any],
+    queries: Any,
+    damping: float | Damping = USUAL,
+    *,
+    measure: Losses | None = None,
+) -> Tensor:
+    """Return how much each training example lowers the loss of each query, to first order.
+
+        scores = mpikfac.lab.influence(curvature, losses, batches, queries)
+        helpful = scores[0].topk(10).indices  # for the first query
+
+    A positive score means that the example helps: the loss of the query would rise without it.
+
+    Collective over: comm of the curvature. Each rank passes its own examples and queries, of any
+    number.
+
+    Args:
+        losses: returns the training loss of each example, for example
+            `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")`.
+        examples: batches of the rank's training examples, without augmentation.
+        queries: a batch of the rank's queries; the solutions take 8 bytes per parameter and query
+            of all ranks.
+        damping: see `Curvature.solve`.
+        measure: returns the loss of each query, if it is not the training loss.
+
+    Returns:
+        Scores `[queries, examples]` in float64: the queries of all ranks, in the order of ranks,
+        and the examples of this rank.
+
+    Raises:
+        ValueError: a module is in training mode, a loss is not that of one example, or the
+            solutions for all queries do not fit into memory.
+    """
+    gradients_of = query_gradients(curvature, measure or losses, queries)
+    solved = curvature.apply_to_matrices(gradients_of, damped_power(-1.0, damping))
+    return inner_products(curvature, solved, losses, examples)
+
+
+def self_influence(
+    curvature: Curvature,
+    losses: Losses,
+    examples: Iterable[Any],
+    damping: float | Damping = USUAL,
+) -> Tensor:
+    """Return how much each example lowers its own loss, without the division by N; `[examples]`.
+
+    Wrong labels are often among the largest values. The eigenbases of all layers are sent to every
+    rank, and the examples stay on their ranks.
+
+    Collective over: comm of the curvature.
+
+    Args:
+        losses: see `influence`.
+        examples: see `influence`.
+        damping: see `Curvature.solve`.
+    """
+    everywhere, function = curvature.replicate(), damped_power(-1.0, damping)
+    found = [torch.empty(0, dtype=torch.float64)]
+    for batch in examples:
+        records = _records(curvature, losses, batch)
+        total = torch.zeros(_length(records), dtype=torch.float64)
+        for name, layer in curvature.layers.items():  # one layer's gradients at a time
+            matrices = gradients(layer, records[name], len(total))
+            solved = everywhere.bases[name].apply(function, matrices)
+            total += (matrices * solved).flatten(1).sum(1).cpu()
+        found.append(total)
+    return torch.cat(found)
+
+
+def query_gradients(curvature: Curvature, losses: Losses, queries: Any) -> dict[str, Tensor]:
+    """Return the gradients of the rank's queries as matrices, by layer.
+
+    Collective over: none.
+    """
+    records = _records(curvature, losses, queries)
+    count = _length(records)
+    return {n: gradients(layer, records[n], count) for n, layer in curvature.layers.items()}
+
+
+def inner_products(
+    curvature: Curvature, matrices: Mapping[str, Tensor], losses: Losses, examples: Iterable[Any]
+) -> Tensor:
+    """Return products of all ranks' vectors with gradients of this rank's examples, over N.
+
+    Collective over: comm of the curvature.
+
+    Args:
+        matrices: the rank's vectors, `[vectors, groups, outputs, inputs]` by layer.
+
+    Returns:
+        Products `[vectors, examples]`, divided by the number of examples of all ranks.
+    """
+    owners = curvature.owners
+    counts = owners.count(len(next(iter(matrices.values()))))
+    _check_memory(sum(counts), sum(owners.sizes))
+    everyone = {
+        name: owners.gather(rows.flatten(1), counts).view(-1, *owners.shapes[name])
+        for name, rows in matrices.items()
+    }
+    found = [torch.empty(sum(counts), 0, dtype=torch.float64)]
+    for batch in examples:
+        records = _records(curvature, losses, batch)
+        total = sum(products(everyone[name], calls) for name, calls in records.items())
+        assert isinstance(total, Tensor)
+        found.append(total.cpu())
+    own = torch.cat(found, 1)
+    return own / sum(owners.count(own.shape[1]))
+
+
+def _check_memory(queries: int, parameters: int) -> None:
+    """Check that the solutions of all queries fit into memory.
+
+    Raises:
+        ValueError: they do not.
+    """
+    needed, memory = (
+        8 * queries * parameters,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+    if needed > memory:
+        raise ValueError(
+            f"{queries} queries of {parameters:,} parameters take {needed:,} bytes on each rank, "
+            f"and the memory has {memory:,}; pass fewer queries at a time"
+        )
+
+
+def _records(curvature: Curvature, losses: Losses, batch: Any) -> Records:
+    return record(curvature.model, list(curvature.layers.values()), losses, batch)
+
+
+def _length(records: Records) -> int:
+    """Return the number of examples of a batch."""
+    return max((call.g.shape[1] for calls in records.values() for call in calls), default=0)

@@ -1,0 +1,194 @@
+"""Layers divided over ranks: each rank decomposes its own, and answers the vectors of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm import Comm, Group, handed_over
+from mpikfac.plan import LayerShape, Message, Shape, message, rows
+from mpikfac.trace import Trace
+
+COUNT, QUERIES, ANSWERS, PUBLISH = "count vectors", "send vectors", "return vectors", "publish"
+ITEMSIZE = 8  # of float64
+
+
+def assign(layers: Sequence[LayerShape], ranks: int) -> list[list[str]]:
+    """Return the names of each rank's layers, in the order of the model.
+
+    Layers are placed longest decomposition first, on the rank with the least work.
+    """
+    works = {shape.name: sum(factor.work() for factor in shape.factors) for shape in layers}
+    loads, owner = [0] * ranks, {}
+    for name in sorted(works, key=lambda name: -works[name]):
+        owner[name] = loads.index(min(loads))
+        loads[owner[name]] += works[name]
+    return [[name for name in works if owner[name] == rank] for rank in range(ranks)]
+
+
+def elements_to(sizes: Sequence[int], examples: Sequence[int]) -> list[list[int]]:
+    """Return how many elements of vectors each rank sends to each owner.
+
+    Args:
+        sizes: the elements of an example in the layers of each owner.
+        examples: the number of vectors of each rank.
+    """
+    return [[count * size for size in sizes] for count in examples]
+
+
+def query_messages(sizes: Sequence[int], examples: Sequence[int], rank: int) -> list[Message]:
+    """Return the messages of a rank in which vectors are sent to owners, and return."""
+    if len(sizes) == 1:
+        return []
+    count = message(COUNT, "Allgather", "owners", [(0, 1)], len(sizes), ITEMSIZE, rank)
+    there = elements_to(sizes, examples)
+    back = [list(column) for column in zip(*there)]
+    return [
+        count,
+        *rows(QUERIES, there, ITEMSIZE, rank, "owners"),
+        *rows(ANSWERS, back, ITEMSIZE, rank, "owners"),
+    ]
+
+
+def publish_messages(counts: Sequence[int], rank: int) -> list[Message]:
+    """Return the message of a rank that gives `counts` elements of each rank to all ranks."""
+    if len(counts) == 1:
+        return []
+    spans = list(pairwise([0, *accumulate(counts)]))
+    return [message(PUBLISH, "Allgatherv", "owners", spans, len(counts), ITEMSIZE, rank)]
+
+
+class Owners:
+    """Divide layers over ranks, and exchange what belongs to layers.
+
+    Collective over: comm.
+
+    Args:
+        comm: None if this rank owns all layers, and calls are not collective.
+
+    Attributes:
+        own: the names of this rank's layers.
+        shapes: the shape `[groups, outputs, inputs]` of each layer's matrix.
+        sizes: the elements of a vector in the layers of each rank.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerShape], comm: Comm | None, trace: Trace, device: torch.device
+    ) -> None:
+        self._comm, self._device = comm, device
+        self._group = None if comm is None or comm.size == 1 else Group(comm, 0, trace, "owners")
+        self.shapes: dict[str, Shape] = {
+            shape.name: (shape.groups, shape.outputs, shape.inputs) for shape in layers
+        }
+        self._names = assign(layers, self._group.size if self._group else 1)
+        self.own = self._names[self._group.member if self._group else 0]
+        self.sizes = [sum(math.prod(self.shapes[n]) for n in names) for names in self._names]
+
+    def close(self) -> None:
+        """Free the communicator.
+
+        Collective over: owners.
+        """
+        if self._group:
+            self._group.free()
+
+    def ask(
+        self, matrices: Mapping[str, Tensor], answer: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the answers of the owners of layers to this rank's matrices, by layer.
+
+        Args:
+            matrices: `[examples, groups, outputs, inputs]` by layer, of any number of examples.
+            answer: maps the name of a layer of this rank, and matrices of all ranks, to matrices of
+                the same shape.
+
+        Collective over: owners.
+        """
+        if self._group is None:
+            return {name: answer(name, rows_of) for name, rows_of in matrices.items()}
+        examples = self.count(len(next(iter(matrices.values()))))
+        there = elements_to(self.sizes, examples)
+        out, back = there[self._group.member], [row[self._group.member] for row in there]
+        sent = torch.cat([matrices[n].flatten() for names in self._names for n in names])
+        received = self._group.pass_rows(sent, out, back, QUERIES)
+        queries = [
+            self._split(part, self.own, count)
+            for part, count in zip(received.split(back), examples)
+        ]
+        answers = {
+            name: answer(name, torch.cat([query[name] for query in queries])).split(examples)
+            for name in self.own
+        }
+        parts = [answers[n][rank].flatten() for rank in range(len(examples)) for n in self.own]
+        returned = self._group.pass_rows(torch.cat([sent[:0], *parts]), back, out, ANSWERS)
+        found: dict[str, Tensor] = {}
+        for part, names in zip(returned.split(out), self._names):
+            found |= self._split(part, names, examples[self._group.member])
+        return {name: found[name] for name in self.shapes}
+
+    def publish(
+        self, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]
+    ) -> dict[str, Tensor]:
+        """Return tensors of layers, by layer, from those of this rank's layers.
+
+        Args:
+            shapes: the shape of each layer's tensor, for the layers to publish.
+
+        Collective over: owners.
+        """
+        if self._group is None:
+            return {name: tensors[name] for name in shapes}
+        order = [name for names in self._names for name in names if name in shapes]
+        flats = [tensors[name].flatten() for name in order if name in tensors]
+        sent = torch.cat([torch.empty(0, dtype=torch.float64, device=self._device), *flats])
+        flat = self._group.gather_rows(sent, self.counts(shapes), PUBLISH)
+        pieces = dict(zip(order, flat.split([math.prod(shapes[name]) for name in order])))
+        return {name: pieces[name].view(shape) for name, shape in shapes.items()}
+
+    def counts(self, shapes: Mapping[str, Shape]) -> list[int]:
+        """Return how many elements of layers' tensors each rank publishes."""
+        return [sum(math.prod(shapes[n]) for n in names if n in shapes) for names in self._names]
+
+    def gather(self, vectors: Tensor, examples: Sequence[int]) -> Tensor:
+        """Return the vectors of all ranks, ordered by rank.
+
+        Args:
+            vectors: the rank's own, `[examples, n]`.
+            examples: the number of vectors of each rank.
+
+        Collective over: owners.
+        """
+        if self._group is None:
+            return vectors
+        return self._group.gather_rows(vectors, examples, PUBLISH)
+
+    def hand_over(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of all ranks by name; each name belongs to one rank.
+
+        Collective over: owners.
+        """
+        if self._comm is None:
+            return dict(tensors)
+        names = [name for of_rank in self._comm.allgather([*tensors]) for name in of_rank]
+        found = handed_over(self._comm, tensors, names)
+        return {name: tensor.to(self._device) for name, tensor in found.items()}
+
+    def count(self, examples: int) -> list[int]:
+        """Return the number of examples of each rank.
+
+        Collective over: owners.
+        """
+        if self._group is None:
+            return [examples]
+        count = torch.tensor([examples], dtype=torch.float64)
+        return [int(n) for n in self._group.gather(count, 0, COUNT)]
+
+    def _split(self, flat: Tensor, names: Sequence[str], examples: int) -> dict[str, Tensor]:
+        """Return the matrices of layers, one after the other in `flat`."""
+        shapes = [(examples, *self.shapes[name]) for name in names]
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes)}

@@ -1,0 +1,102 @@
+"""SOURCE for a run of K-FAC: influence along the training, in the run's own eigenbases.
+
+SOURCE [Bae et al. 2024] follows how a change of an example's weight propagates through the steps of
+the training. Over a segment of the training, the curvature is constant. A step of K-FAC multiplies
+the gradient by `1 / (s + damping)` in the eigenbasis in which the curvature of the loss is s, so a
+deviation of the weights is multiplied by `1 - lr p` with `p = (s + weight_decay) / (s + damping)`.
+After steps with learning rates of sum L, the factors have become
+
+    exp(-L p)                               of a deviation before the segment
+    (1 - exp(-L p)) / (s + weight_decay)    of a constant change of the gradient
+
+No damping has to be chosen, and momentum only changes L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpikfac.lab.curvature.curvature import Curvature, damping_of
+from mpikfac.lab.curvature.eigenbasis import Function
+from mpikfac.lab.curvature.influence import inner_products, query_gradients
+from mpikfac.lab.curvature.records import Losses
+from mpikfac.plan import check_positive
+from mpikfac.settings import Damping
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a training with K-FAC, in which the curvature is taken as constant.
+
+    Attributes:
+        curvature: at a checkpoint of the segment, with a model of its own.
+        length: the sum of the learning rates of all steps, divided by 1 - momentum; times the
+            factors of a clip.
+        damping: that of the run's preconditioner.
+        weight_decay: that of the gradient, before it is preconditioned.
+    """
+
+    curvature: Curvature
+    length: float
+    damping: float | Damping
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive("length", self.length)
+
+    def decay(self) -> Function:
+        """Return the factor of a deviation of the weights from before the segment."""
+        return lambda values: torch.exp(-self.length * self._rates(values))
+
+    def response(self) -> Function:
+        """Return the deviation after the segment for a constant change of the gradient."""
+
+        def response(values: Tensor) -> Tensor:
+            rates = self._rates(values)
+            damped = values + damping_of(self.damping, values)
+            # (1 - exp(-L p)) / p is L where p is 0, as without weight decay.
+            ratio = torch.where(rates > 0, -torch.expm1(-self.length * rates) / rates, self.length)
+            return ratio / damped
+
+        return response
+
+    def _rates(self, values: Tensor) -> Tensor:
+        return (values + self.weight_decay) / (values + damping_of(self.damping, values))
+
+
+def source(
+    segments: Sequence[Segment], losses: Losses, examples: Collection[Any], queries: Any
+) -> Tensor:
+    """Return how much each training example has lowered the loss of each query.
+
+    Collective over: comm of the curvatures. Each rank passes its own examples and queries.
+
+    Args:
+        segments: of the training, in order; queries are measured at the weights of the last one.
+        losses: see `influence`.
+        examples: see `influence`; the batches are read once for each segment.
+        queries: see `influence`.
+
+    Returns:
+        Scores `[queries, examples]` as of `influence`.
+
+    Raises:
+        ValueError: see `influence`; or there is no segment.
+    """
+    if not segments:
+        raise ValueError("segments=[] must have at least one segment of the training")
+    vectors = query_gradients(segments[-1].curvature, losses, queries)
+    total: Tensor | None = None
+    for segment in reversed(segments):
+        curvature = segment.curvature
+        answers = curvature.apply_to_matrices(vectors, segment.response())
+        scores = inner_products(curvature, answers, losses, examples)
+        total = scores if total is None else total + scores
+        vectors = curvature.apply_to_matrices(vectors, segment.decay())
+    assert total is not None
+    return total

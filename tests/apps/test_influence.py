@@ -1,0 +1,107 @@
+"""`mpikfac influence`: scores of training images from a run's checkpoint."""
+
+from __future__ import annotations
+
+import h5py
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac_apps.lab.influence import influence
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.training import train
+from mpikfac_apps.training.batches import Normalise
+from support.launch import launch
+
+IMAGES, QUERIES = 120, 3
+QUICK = f"--batch=60 --data.train_images={IMAGES} --epochs=2 --threads=1".split()
+
+
+@pytest.fixture(autouse=True)
+def _no_end(monkeypatch):
+    monkeypatch.setattr("mpikfac.comm.mpi.MPI.Finalize", lambda: None)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return the directory of a K-FAC run."""
+    assert train.main([*QUICK, f"--run_dir={tmp_path}/run"]) == 0
+    return tmp_path / "run"
+
+
+def by_hand(run):
+    """Return scores and self-influence of the first images, by gradients one by one."""
+    data, model = datasets.load("digits"), models.build("digits_cnn", 10, 1)
+    covered = mpikfac.layers.cover(model)[0]
+    of_layers = {id(p) for layer in covered for p in layer.parameters}
+    named = {n: p for n, p in model.named_parameters() if id(p) in of_layers}
+    skip = [n for n, _ in model.named_parameters() if n not in named]
+    curvature = mpikfac.lab.Curvature.load(run, model, skip=skip)
+    model.eval()
+    normalise = Normalise(data.train_images[:IMAGES], torch.device("cpu"))
+
+    def gradient(image, label):
+        loss = F.cross_entropy(model(normalise(image[None])), label[None])
+        return dict(zip(named, torch.autograd.grad(loss, named.values())))
+
+    some = zip(data.train_images[:4], data.train_labels[:4])
+    train_gradients = [gradient(*each) for each in some]
+    tests = list(zip(data.test_images[:QUERIES], data.test_labels[:QUERIES]))
+    damping = mpikfac.Damping(relative=0.1)
+    scores = torch.empty(QUERIES, 4)
+    for row, each in zip(scores, tests):
+        solved = curvature.solve(gradient(*each), damping)
+        for column, g in enumerate(train_gradients):
+            row[column] = sum((solved[n] * g[n]).sum() for n in named) / IMAGES
+    return scores, torch.stack([curvature.quadratic(g, damping) for g in train_gradients])
+
+
+def test_scores_are_products_of_gradients(run, tmp_path, capsys):
+    """Oracle: autograd, image by image, and `Curvature.solve`; without augmentation."""
+    out = tmp_path / "scores.h5"
+    assert influence.main([f"{run}", f"--queries={QUERIES}", f"--out={out}", "--device=cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "no factors cover 1.weight, 1.bias" in printed
+    assert "largest self-influence, images (label): " in printed
+    scores, own = by_hand(run)
+    with h5py.File(out) as file:
+        found = {name: file[name][()] for name in file}
+    assert found["scores"].shape == (QUERIES, IMAGES)
+    torch.testing.assert_close(
+        torch.from_numpy(found["scores"])[:, :4].float(), scores, rtol=1e-3, atol=1e-5
+    )
+    torch.testing.assert_close(torch.from_numpy(found["self"])[:4], own, rtol=1e-3, atol=1e-5)
+    data = datasets.load("digits")
+    assert found["labels"].tolist() == data.train_labels[:IMAGES].tolist()
+    assert found["query_labels"].tolist() == data.test_labels[:QUERIES].tolist()
+    assert (found["step"], found["damping"]) == (4, 0.1)
+
+
+@pytest.mark.gate
+def test_the_scores_do_not_depend_on_the_number_of_ranks(run, tmp_path):
+    """Oracle: the file of one rank; queries lie on the first rank only."""
+    found = []
+    for ranks in (1, 3):
+        out = tmp_path / f"{ranks}.h5"
+        job = launch(
+            ranks, "-m", "mpikfac_apps", "influence", str(run), f"--out={out}", "--queries=4"
+        )
+        assert job.returncode == 0, job.stderr
+        with h5py.File(out) as file:
+            found.append({name: torch.from_numpy(file[name][()]) for name in ("scores", "self")})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_without_a_fisher_matrix_is_refused(tmp_path, capsys):
+    """Oracle: one line each, for SGD, and for factors of inputs alone."""
+    for more in ("--optimizer=sgd", "--kfac.fisher_type=forward-only"):
+        folder = tmp_path / more[-4:]
+        assert train.main([*QUICK, more, f"--run_dir={folder}"]) == 0
+        with pytest.raises(SystemExit) as left:
+            influence.main([f"{folder}", "--device=cpu"])
+        assert left.value.code == 2
+    errors = capsys.readouterr().err
+    assert "is of a run with optimizer=sgd; it needs kfac" in errors
+    assert "fisher_type=forward-only and normalization=expand" in errors

@@ -1,0 +1,127 @@
+"""The curvature of a run on several ranks is that on one, and sends what is planned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpikfac
+from mpikfac.lab import Curvature, influence, self_influence
+from mpikfac.lab.curvature.owners import (
+    ANSWERS,
+    COUNT,
+    PUBLISH,
+    QUERIES,
+    publish_messages,
+    query_messages,
+)
+from support.curved import F64, losses, network, trained, vectors
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+STRATEGIES = {
+    "mem-opt": mpikfac.Strategy(mpikfac.MemOpt()),
+    "late": mpikfac.Strategy(transport=mpikfac.Transport(reduce_factors_at="inverses")),
+    "comm-opt": None,
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def saved(request, comm, tmp_path):
+    """Return a trainer on all ranks, and the directory of its checkpoint, which all ranks share."""
+    torch.manual_seed(comm.rank)
+    kfac = trained(network(), comm, STRATEGIES[request.param])
+    path = comm.bcast(str(tmp_path))
+    mpikfac.save_checkpoint(comm, path, kfac.state_dict(), kfac.steps)
+    return kfac, path
+
+
+@pytest.fixture
+def alone(comm):
+    """Return a communicator of this rank alone."""
+    own = comm.Split(comm.rank)
+    yield own
+    own.Free()
+
+
+def functions(curvature, v):
+    """Return results of all functions, as tensors by name."""
+    solved = curvature.solve(v)
+    roots = curvature.power(v, -0.5, 0.1)
+    drawn = curvature.sample(10.0, 0.5, torch.Generator().manual_seed(3), 4)
+    values = {layer: curvature.eigenvalues(layer) for layer in curvature.layers}
+    numbers = [curvature.logdet(10.0, 0.5), curvature.trace(), *curvature.effective(3, 1).values()]
+    return {
+        **{f"solved {name}": t for name, t in solved.items()},
+        **{f"roots {name}": t for name, t in roots.items()},
+        **{f"drawn {name}": t for name, t in drawn.items()},
+        **values,
+        "quadratic": curvature.quadratic(v, 0.2),
+        "numbers": torch.tensor(numbers, dtype=torch.float64),
+    }
+
+
+def test_ranks_share_the_layers(comm, alone, saved):
+    """Oracle: a rank that loads the checkpoint alone, for vectors in other numbers on each rank.
+
+    One rank has no vectors, and with more ranks than layers, ranks have no layers. All ranks load
+    what the others wrote.
+    """
+    kfac, path = saved
+    v = vectors(network(), (comm.rank + 1) % comm.size)
+    expected = functions(Curvature.load(path, network(), alone), v)
+    for curvature in (Curvature.load(path, network(), comm), Curvature.of(kfac)):
+        found = functions(curvature, v)
+        assert {*found} == {*expected}
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                found[name], tensor, **EXACT, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        curvature.close()
+
+
+def test_messages_are_those_planned(comm, saved):
+    """Oracle: the plan's bytes, for vectors in other numbers on each rank."""
+    _, path = saved
+    model, trace = network(), mpikfac.Trace()
+    curvature = Curvature.load(path, model, comm, trace=trace)
+    curvature.solve(vectors(model, comm.rank))
+    curvature.logdet(1.0, 1.0)
+    owners = curvature.owners
+    planned = query_messages(owners.sizes, range(comm.size), comm.rank)
+    numbers = owners.counts(dict.fromkeys(owners.shapes, ()))
+    planned += publish_messages(numbers, comm.rank)
+    for stage in (COUNT, QUERIES, ANSWERS, PUBLISH):
+        assert trace.sent[stage] == sum(m.bytes for m in planned if m.stage == stage), stage
+    assert sum(numbers) == len(curvature.layers)
+
+
+def test_an_error_of_one_rank_ends_all(comm, saved):
+    """Oracle: the same line on all ranks, also on those whose own layers are sound."""
+    _, path = saved
+    checkpoint = mpikfac.load_checkpoint(comm, f"{path}/step-000000003")
+    items = {name: checkpoint[name] for name in checkpoint}
+    items["kfac/factors/3.G"].fill_(torch.nan)
+    mpikfac.save_checkpoint(comm, path, items, 4)
+    with pytest.raises(mpikfac.UserError, match=r"factor '3\.G' holds NaN or infinity"):
+        Curvature.load(path, network(), comm)
+
+
+def test_influence_does_not_depend_on_the_ranks(comm, alone, saved):
+    """Oracle: one rank with all examples and queries.
+
+    Ranks have different numbers of examples and queries, one rank none.
+    """
+    _, path = saved
+    counts = [(rank + 1) % comm.size + (comm.size == 1) for rank in range(comm.size)]
+    torch.manual_seed(1)
+    images, labels = torch.randn(sum(counts), 2, 3, 3, dtype=F64), torch.randint(3, (sum(counts),))
+    own = images.split(counts)[comm.rank], labels.split(counts)[comm.rank]
+    models = network().eval(), network().eval()
+    one, several = (Curvature.load(path, m, c) for m, c in zip(models, (alone, comm)))
+    expected = influence(one, losses, [(images, labels)], (images, labels))
+    found = influence(several, losses, [own] if counts[comm.rank] else [], own)
+    columns = expected.split(counts, 1)[comm.rank]
+    torch.testing.assert_close(found, columns, **EXACT)
+    alone_with_all = self_influence(one, losses, [(images, labels)])
+    own_part = self_influence(several, losses, [own])
+    torch.testing.assert_close(own_part, alone_with_all.split(counts)[comm.rank], **EXACT)

@@ -1,0 +1,233 @@
+"""Records of layers and influence functions against gradients of single examples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import layers
+from mpikfac.lab import Curvature, influence, self_influence
+from mpikfac.lab.curvature.matrices import ParameterMatrices
+from mpikfac.lab.curvature.records import gradients, products, record
+from support import inside
+from support.curved import F64, losses, network, trained
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+EXAMPLES = 4
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Attention(nn.Module):
+    """Self-attention, with joint parameters or separate ones."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, **settings)
+
+    def forward(self, x):
+        keys = x[..., : self.inner.kdim]
+        batch_first = self.inner.batch_first
+        query, keys = (x, keys) if batch_first else (x.transpose(0, 1), keys.transpose(0, 1))
+        y = self.inner(query, keys, keys, need_weights=False)[0]
+        return y if batch_first else y.transpose(0, 1)
+
+
+class Twice(nn.Module):
+    """A linear layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.inner(self.inner(x).tanh())
+
+
+class Cell(nn.Module):
+    """A recurrent cell over three steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 2)
+
+    def forward(self, x):
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state[0]
+
+
+KINDS = {
+    "linear": (lambda: nn.Linear(3, 4), (3,)),
+    "linear of tokens": (lambda: nn.Linear(3, 4, bias=False), (5, 3)),
+    "called twice": (Twice, (3,)),
+    "convolution": (lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 5, 4)),
+    "groups": (lambda: nn.Conv2d(4, 6, 2, groups=2, bias=False), (4, 3, 3)),
+    "reflected": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4)),
+    "volume": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 3, 3)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, (2, 3), stride=(2, 1), groups=2), (4, 3, 3)),
+    "embedding": (lambda: nn.Embedding(5, 3, padding_idx=1), ()),
+    "embedding of tokens": (lambda: nn.Embedding(5, 3), (4,)),
+    "layer norm": (lambda: nn.LayerNorm(4), (3, 4)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 3)),
+    "batch norm": (lambda: nn.BatchNorm2d(3), (3, 2, 4)),
+    "attention": (lambda: Attention(batch_first=True), (3, 4)),
+    "attention by tokens": (lambda: Attention(), (3, 4)),
+    "attention with keys": (lambda: Attention(kdim=3, vdim=3, batch_first=True), (3, 4)),
+    "cell": (Cell, (3, 3)),
+}
+
+
+def squared(model, x):
+    """Return one loss per example."""
+    outputs = model(x).flatten(1)
+    return (outputs * torch.linspace(-1, 2, outputs.shape[1], dtype=F64)).sum(1).square()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_are_the_gradients_of_examples(kind):
+    """Oracle: autograd, example by example, and products of its gradients with random vectors."""
+    make, shape = KINDS[kind]
+    model = nn.Sequential(make()).double()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                tensor.uniform_(0.2, 1)
+    model.eval()
+    coverage = mpikfac.Coverage(covers={**layers.KINDS, **layers.NORMS})
+    covered, _ = layers.cover(model, coverage)
+    x = torch.randn(EXAMPLES, *shape, dtype=F64)
+    if isinstance(model[0], nn.Embedding):
+        x = torch.randint(5, (EXAMPLES, *shape))
+
+    named, trained_ones = zip(*model.named_parameters())
+    alone = [
+        torch.autograd.grad(squared(model, x[i : i + 1]), trained_ones) for i in range(EXAMPLES)
+    ]
+    expected = dict(zip(named, map(torch.cat, zip(*([g[None] for g in each] for each in alone)))))
+    records = record(model, covered, squared, x)
+    found = {layer.name: gradients(layer, records[layer.name], EXAMPLES) for layer in covered}
+    tensors = ParameterMatrices(model, covered, ()).tensors(found)
+    assert {*tensors} == {*expected}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, **EXACT)
+    for layer in covered:
+        v = torch.randn(2, *found[layer.name].shape[1:], dtype=F64)
+        scores = torch.einsum("vkoi,bkoi->vb", v, found[layer.name])
+        torch.testing.assert_close(products(v, records[layer.name]), scores, **EXACT)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def batch(count):
+    return torch.randn(count, 2, 3, 3, dtype=F64), torch.randint(3, (count,))
+
+
+def gradients_of(model, data):
+    """Return the gradients of the examples' losses, by autograd, one by one."""
+    found = []
+    for x, y in zip(*data):
+        model.zero_grad()
+        F.cross_entropy(model(x[None]), y[None]).backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    return found
+
+
+def inner(first, second):
+    return sum((first[name] * second[name]).sum() for name in first)
+
+
+def test_influence_is_the_product_with_the_solution():
+    """Oracle: `g_q^T solve(g_t) / N` of gradients one by one, whatever the batches."""
+    kfac = trained(network())
+    curvature, model = Curvature.of(kfac), kfac.model.eval()
+    examples, queries = batch(7), batch(3)
+    parts = list(zip(*(tensor.split([4, 3]) for tensor in examples)))
+    found = influence(curvature, losses, parts, queries, 0.05)
+    assert found.shape == (3, 7)
+    of_queries, of_examples = gradients_of(model, queries), gradients_of(model, examples)
+    for scores, g in zip(found, of_queries):
+        solved = curvature.solve(g, 0.05)
+        expected = torch.stack([inner(solved, t) for t in of_examples]) / 7
+        torch.testing.assert_close(scores, expected, **EXACT)
+    own = self_influence(curvature, losses, parts, 0.05)
+    expected = torch.stack([curvature.quadratic(g, 0.05) for g in of_examples])
+    torch.testing.assert_close(own, expected, **EXACT)
+
+
+def test_a_query_can_have_its_own_measure():
+    """Oracle: minus the measure has minus the influence."""
+    kfac = trained(network())
+    curvature, data = Curvature.of(kfac), batch(4)
+    kfac.model.eval()
+    arguments = curvature, losses, [data], data
+    found = influence(*arguments, measure=lambda model, d: -losses(model, d))
+    torch.testing.assert_close(found, -influence(*arguments), **EXACT)
+    assert (influence(*arguments).diagonal() > 0).all()  # an example helps itself
+
+
+def test_influence_predicts_leaving_an_example_out():
+    """Oracle: ridge regression fitted again without each example.
+
+    The step to the new optimum is exact after the division by 1 - leverage, so the change of the
+    query's loss is the influence, and a term of second order.
+    """
+    examples, ridge = 40, 0.05
+    model = nn.Linear(3, 1, bias=False).double()
+    x, y = torch.randn(examples, 3, dtype=F64), torch.randn(examples, 1, dtype=F64)
+    query = torch.randn(1, 3, dtype=F64), torch.randn(1, 1, dtype=F64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    estimator = mpikfac.Estimator(fisher_type="type-2")
+    kfac = mpikfac.KFAC(model, optimizer, estimator=estimator, budget=None)
+    outputs = model(x)
+    kfac.record(outputs, "squared-error")
+    F.mse_loss(outputs, y).backward()
+    kfac.step()
+    hessian = 2 * x.T @ x / examples + ridge * torch.eye(3, dtype=F64)
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.solve(hessian, 2 * x.T @ y / examples).T)
+    curvature = Curvature.of(kfac)
+    model.eval()
+
+    def errors(model, data):
+        return (model(data[0]) - data[1]).square().sum(1)
+
+    scores = influence(curvature, errors, [(x, y)], query, ridge)[0]
+    leverage = 2 * curvature.quadratic({"weight": x[:, None]}, ridge) / examples
+    slope = 2 * (model(query[0]) - query[1]) * query[0]
+    for left in range(examples):
+        kept = torch.arange(examples) != left
+        a, b = x[kept], y[kept]
+        reduced = 2 * a.T @ a / examples + ridge * torch.eye(3, dtype=F64)
+        moved = torch.linalg.solve(reduced, 2 * a.T @ b / examples).T - model.weight
+        change = (slope * moved).sum()
+        torch.testing.assert_close(scores[left] / (1 - leverage[left]), change, **EXACT)
+
+
+def test_more_queries_than_memory_are_refused(monkeypatch):
+    """Oracle: 8 bytes for each of 80 parameters, by hand, and a machine of 1,000 bytes."""
+    kfac = trained(network())
+    curvature, data = Curvature.of(kfac), batch(2)
+    kfac.model.eval()
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 1}.get)
+    with pytest.raises(ValueError, match=r"2 queries of 80 parameters take 1,280 bytes"):
+        influence(curvature, losses, [data], data)
+
+
+def test_refusals():
+    """Oracle: one line each."""
+    kfac = trained(network())
+    curvature, data = Curvature.of(kfac), batch(2)
+    with pytest.raises(ValueError, match=r"is in training mode; call model\.eval\(\) first"):
+        influence(curvature, losses, [data], data)
+    kfac.model.eval()
+    with pytest.raises(ValueError, match=r"one loss per example, \[examples\], not \[\]"):
+        influence(curvature, lambda m, d: F.cross_entropy(m(d[0]), d[1]), [data], data)
+    with pytest.raises(ValueError, match="has 2 examples, and the batch 6"):
+        record(kfac.model, inside.layers(kfac), lambda m, d: losses(m, d).repeat(3), data)
