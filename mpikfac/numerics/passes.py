@@ -50,6 +50,18 @@ def makes_gradients(parameters: Iterable[Tensor]) -> bool:
     return False
 
 
+def accumulates(parameters: Iterable[Tensor]) -> bool:
+    """Return whether the current backward pass adds to `.grad`, unlike `torch.autograd.grad`."""
+    try:
+        return any(
+            torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+            for parameter in parameters
+            if parameter.requires_grad
+        )
+    except RuntimeError:  # as in `makes_gradients`
+        return False
+
+
 def outside_of_transforms(tensor: Tensor) -> Tensor:
     """Return a tensor outside of all transforms of `torch.func`, as in the program's own graph."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
