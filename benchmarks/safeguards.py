@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac.engine.curvature.recording.retained import RetainedGradients
 from mpikfac.model import Writes, checksums
-from mpikfac.trainer import COMPARE_EVERY
+from support import inside
 
 WARM = 4  # steps in which gradients are also compared with calls
 
@@ -80,8 +79,8 @@ def noting(step: Callable[[], None], count: int) -> float:
 
         return wrapped
 
-    parts = {name: timed(getattr(RetainedGradients, name)) for name in ("note", "removed")}
-    with mock.patch.multiple(RetainedGradients, **parts):
+    parts = {name: timed(getattr(inside.RetainedGradients, name)) for name in ("note", "removed")}
+    with mock.patch.multiple(inside.RetainedGradients, **parts):
         total = count * seconds(step, count)
     return sum(spent) / total
 
@@ -101,7 +100,7 @@ def measure(name: str, model: nn.Module, inputs: torch.Tensor, rounds: int, step
     print(f"  noted gradients: {middle:.3%} ({min(noted):.3%} to {max(noted):.3%})")
     writes = Writes(dict(model.named_parameters()))
     checks = {
-        "checksums": (lambda: checksums(model), COMPARE_EVERY),
+        "checksums": (lambda: checksums(model), inside.COMPARE_EVERY),
         "elements": (lambda: (writes.look(), writes.note()), 1),
     }
     for check, (work, every) in checks.items():

@@ -30,7 +30,7 @@ def in_transform() -> bool:
 
 def in_capture() -> bool:
     """Return whether the thread captures a model's graph: `torch.jit.trace`, `torch.export`."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return torch._C._is_tracing() or torch.compiler.is_exporting()
 
 
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
