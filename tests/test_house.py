@@ -292,6 +292,7 @@ OPEN_NAMES = {
         )
     ),
     "mpikfac.lab.local_sgd.messages.PlannedCopies",
+    "mpikfac.lab.top_k.codec.TopKCodec",
     *("mpikfac.lab.quadratic_model.graft.Batch", "mpikfac.lab.quadratic_model.graft.lowest"),
     "mpikfac.lab.quadratic_model.graft.inner_products",
     "mpikfac.lab.quadratic_model.graft.slopes_and_curvatures",

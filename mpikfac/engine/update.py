@@ -94,7 +94,8 @@ class Owners(Everyone):
         self._before = site.arena(changing)
         encoded = [block for block in gradients.blocks if block.name in site.plan.messages_of]
         self._changing = slots_in(self._before, encoded, site)
-        self.writes = Writes(gradients.trained.by_name)
+        writes = Writes(gradients.trained.by_name)
+        self.writes, self._note_writes = writes, writes.note
 
     def _square(self) -> Tensor:
         square = super()._square()
@@ -118,7 +119,7 @@ class Owners(Everyone):
             super().step(optimizer)
             self._publish()
         finally:  # what an interrupted step has written was not the program
-            self.writes.note()
+            self._note_writes()
 
     def _publish(self) -> None:
         flat, slots = self.gradients.arena.flat, self.gradients.slots

@@ -38,6 +38,7 @@ from .moments import sum_of as sum_of
 from .moments import vector_scales as vector_scales
 from .moments import with_bias as with_bias
 from .orthogonal import orthogonalised as orthogonalised
+from .passes import accumulates as accumulates
 from .passes import at_end_of_backward as at_end_of_backward
 from .passes import in_backward as in_backward
 from .passes import in_capture as in_capture

@@ -30,7 +30,7 @@ def in_transform() -> bool:
 
 def in_capture() -> bool:
     """Return whether the thread captures a model's graph: `torch.jit.trace`, `torch.export`."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return torch._C._is_tracing() or torch.compiler.is_exporting()
 
 
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:
@@ -48,6 +48,18 @@ def makes_gradients(parameters: Iterable[Tensor]) -> bool:
             except RuntimeError:  # `torch.autograd.grad` requests the gradient of this parameter
                 return True
     return False
+
+
+def accumulates(parameters: Iterable[Tensor]) -> bool:
+    """Return whether the current backward pass adds to `.grad`, unlike `torch.autograd.grad`."""
+    try:
+        return any(
+            torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+            for parameter in parameters
+            if parameter.requires_grad
+        )
+    except RuntimeError:  # as in `makes_gradients`
+        return False
 
 
 def outside_of_transforms(tensor: Tensor) -> Tensor:

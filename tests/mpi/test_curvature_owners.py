@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac.lab import Curvature, influence, self_influence
+from mpikfac.lab import Curvature, Segment, influence, self_influence, source
 from mpikfac.lab.curvature.owners import (
     ANSWERS,
     COUNT,
@@ -122,6 +122,9 @@ def test_influence_does_not_depend_on_the_ranks(comm, alone, saved):
     found = influence(several, losses, [own] if counts[comm.rank] else [], own)
     columns = expected.split(counts, 1)[comm.rank]
     torch.testing.assert_close(found, columns, **EXACT)
+    along = source([Segment(one, 2.0, 0.1, 0.01)], losses, [(images, labels)], (images, labels))
+    found = source([Segment(several, 2.0, 0.1, 0.01)], losses, [own], own)
+    torch.testing.assert_close(found, along.split(counts, 1)[comm.rank], **EXACT)
     alone_with_all = self_influence(one, losses, [(images, labels)])
     own_part = self_influence(several, losses, [own])
     torch.testing.assert_close(own_part, alone_with_all.split(counts)[comm.rank], **EXACT)

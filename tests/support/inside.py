@@ -6,6 +6,7 @@ the public interface: states, messages, plans, errors.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -23,6 +24,7 @@ from mpikfac.engine.curvature import capture, distributed
 from mpikfac.engine.curvature import scales as scales_of_examples
 from mpikfac.engine.curvature.directions import clip_scale
 from mpikfac.engine.curvature.recording import DeferredMoments, Moments, deferred
+from mpikfac.engine.curvature.recording.retained import RetainedGradients
 from mpikfac.engine.curvature.scales import Scales
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.lab import AsyncSGD
@@ -33,12 +35,15 @@ from mpikfac.numerics import Arena
 from mpikfac.plan import PlannedLayer
 from mpikfac.preconditioners import Held, Preconditioner
 from mpikfac.settings import Estimator, Settings
+from mpikfac.trainer import COMPARE_EVERY
 
 __all__ = [
+    "COMPARE_EVERY",
     "MOMENTS",
     "PLACES",
     "TOLERATED",
     "Nonfinite",
+    "RetainedGradients",
     "bases",
     "clip_scale",
     "compare_every",
@@ -52,6 +57,7 @@ __all__ = [
     "held",
     "layers",
     "let_wait",
+    "live_parts",
     "look",
     "memory",
     "of_copies",
@@ -321,6 +327,12 @@ def stack(monkeypatch: MonkeyPatch) -> None:
         return list(kinds.values())
 
     monkeypatch.setattr(Bases, "_alike", alike)
+
+
+def live_parts() -> int:
+    """Return the number of live parts of trainers."""
+    gc.collect()
+    return sum(type(each).__module__.startswith("mpikfac.engine.") for each in gc.get_objects())
 
 
 def let_wait(monkeypatch: MonkeyPatch, most: int) -> None:

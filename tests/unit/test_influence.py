@@ -121,7 +121,7 @@ def test_records_are_the_gradients_of_examples(kind):
     for layer in covered:
         v = torch.randn(2, *found[layer.name].shape[1:], dtype=F64)
         scores = torch.einsum("vkoi,bkoi->vb", v, found[layer.name])
-        torch.testing.assert_close(products(v, records[layer.name]), scores, **EXACT)
+        torch.testing.assert_close(products(v, records[layer.name], EXAMPLES), scores, **EXACT)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

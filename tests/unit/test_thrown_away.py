@@ -114,6 +114,33 @@ def test_a_pass_that_is_thrown_away_does_not_count(throw, choice, caplog):
     assert len(told) == 1 and "factors do not include the pass either" in told[0]
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_that_autograd_returns_count_if_they_are_kept(kept):
+    """Oracle: a loop without the passes that are thrown away, or with plain micro-batches."""
+    found = []
+    for returned in (True, False):
+        kfac = trainer(network())
+        for step in range(STEPS):
+            zero(kfac)
+            x, y = batch(step)
+            parameters = list(kfac.model.parameters())
+            for part, labels in zip(x.split(4), y.split(4)):
+                loss = F.cross_entropy(kfac.model(part), labels)
+                if not returned:
+                    if kept:
+                        loss.backward()
+                    continue
+                for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
+                    if kept:
+                        before = 0.0 if parameter.grad is None else parameter.grad
+                        parameter.grad = before + gradient
+            if not kept:
+                passes(kfac, x, y)
+            kfac.step()
+        found.append(results(kfac))
+    close(*found)
+
+
 @pytest.mark.parametrize("first", ["generator", "discriminator"])
 def test_a_generators_pass_does_not_count_for_the_discriminator(first):
     """Oracle: the generator's pass in `no_recording`."""

@@ -380,12 +380,6 @@ def test_a_trainer_that_is_gone_is_not_kept():
     assert repr(caught).startswith("KFAC(2 layers covered, 0 tensors trained first-order, 1 ranks")
 
 
-def live_parts() -> int:
-    """Return the number of live parts of trainers."""
-    gc.collect()
-    return sum("mpikfac.engine." in str(type(each)) for each in gc.get_objects())
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", [KFAC, FirstOrderTrainer])
 def test_dropped_trainers_leave_nothing_in_a_model(kind, overlap):
@@ -396,7 +390,7 @@ def test_dropped_trainers_leave_nothing_in_a_model(kind, overlap):
         one = kind(model, torch.optim.SGD(model.parameters(), lr=0.01), COMM, strategy)
         learn(one, seed=seed)
         del one
-        found.append(live_parts())
+        found.append(inside.live_parts())
     assert len(set(found)) == 1
     hooks = [
         model._load_state_dict_post_hooks,

@@ -125,9 +125,9 @@ def inner_products(
     found = [torch.empty(sum(counts), 0, dtype=torch.float64)]
     for batch in examples:
         records = _records(curvature, losses, batch)
-        total = sum(products(everyone[name], calls) for name, calls in records.items())
-        assert isinstance(total, Tensor)
-        found.append(total.cpu())
+        length = _length(records)
+        of_layers = [products(everyone[n], calls, length) for n, calls in records.items()]
+        found.append(torch.stack(of_layers).sum(0).cpu())
     own = torch.cat(found, 1)
     return own / sum(owners.count(own.shape[1]))
 

@@ -106,7 +106,7 @@ def gradients(layer: Layer, calls: Sequence[CallVectors], examples: int) -> Tens
     return total
 
 
-def products(matrices: Tensor, calls: Sequence[CallVectors]) -> Tensor | int:
+def products(matrices: Tensor, calls: Sequence[CallVectors], examples: int) -> Tensor:
     """Return the products of matrices with the examples' gradients, `[vectors, examples]`.
 
     The gradients are not computed.
@@ -114,7 +114,8 @@ def products(matrices: Tensor, calls: Sequence[CallVectors]) -> Tensor | int:
     Args:
         matrices: `[vectors, groups, outputs, inputs]`.
     """
-    return sum(
-        torch.einsum("vkbso,kbso->vb", torch.einsum("vkoi,kbsi->vkbso", matrices[:, k], a), g)
-        for k, a, g in calls
-    )
+    total = matrices.new_zeros(len(matrices), examples)
+    for groups, a, g in calls:
+        mapped = torch.einsum("vkoi,kbsi->vkbso", matrices[:, groups], a)
+        total += torch.einsum("vkbso,kbso->vb", mapped, g)
+    return total

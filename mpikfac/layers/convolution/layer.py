@@ -139,7 +139,7 @@ class ConvLayer(Layer):
         module, dims = self.module, len(self.module.kernel_size)
         stride, dilation, groups = module.stride, module.dilation, module.groups
         if self.transposed:
-            paddings = module.padding, self._output_padding(x, g)
+            paddings = [int(cut) for cut in module.padding], self._output_padding(x, g)
             transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
             return transposed(x, kernels, None, stride, *paddings, groups, dilation)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]

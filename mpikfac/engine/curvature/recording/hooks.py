@@ -21,6 +21,7 @@ from mpikfac.engine.curvature.recording.sums import changed_in_place
 from mpikfac.engine.part import Part
 from mpikfac.layers import Attached, Hook, Layer
 from mpikfac.numerics import (
+    accumulates,
     at_end_of_backward,
     in_backward,
     in_capture,
@@ -182,7 +183,7 @@ class RecordingHooks(Part):
         if not makes_gradients(layer.parameters):  # only a gradient of inputs
             self._await_derivative(layer, g)
             return
-        self._follow_gradients()
+        self._follow_gradients(layer)
         if self._turn is None and not self._moments.of_loss:
             inputs.clear()
             return
@@ -195,14 +196,14 @@ class RecordingHooks(Part):
         self._comparison.add(layer, x, g)
         self._moments.add(layer, x, g, forward_pass, self._turn)
 
-    def _follow_gradients(self) -> None:
+    def _follow_gradients(self, layer: Layer) -> None:
         """Drop passes whose gradients were removed, and arrange to note this pass's gradients."""
         if self._followed:
             return
         self._followed = True
         self._comparison.begin()
         at_end_of_backward(partial(self._note_gradients, self._turn is None))
-        removed = self._retained.removed()
+        removed = self._retained.removed(accumulates(layer.parameters))
         counts = self._moments.of_loss or self._turn is not None
         for name in removed if counts else ():
             self._moments.drop_layer(name)

@@ -14,7 +14,8 @@ class Retained(NamedTuple):
     """The gradients of a layer after a backward pass.
 
     Attributes:
-        versions: the identity of each gradient, and how often it was changed in place.
+        versions: the identity of each gradient, and how often it was changed in place; none after a
+            pass of `torch.autograd.grad`, which leaves no gradients.
         sizes: the norms, for which the host does not wait.
     """
 
@@ -35,8 +36,9 @@ class RetainedGradients:
 
     def note(self, names: Iterable[str]) -> None:
         """Record the gradients of layers, after a backward pass."""
-        gradients = {name: found for name in names if (found := self._gradients(name))}
-        if not gradients:
+        gradients = {name: self._gradients(name) for name in names}
+        if not any(gradients.values()):
+            self._retained |= {name: Retained([], ()) for name in gradients}
             return
         with torch.no_grad():
             # One call for all layers: on a GPU, a call for each layer starts a kernel for each.
@@ -45,18 +47,24 @@ class RetainedGradients:
             versions = [(id(g), g._version) for g in found]
             self._retained[name] = Retained(versions, [*islice(sizes, len(found))])
 
-    def removed(self) -> list[str]:
+    def removed(self, accumulating: bool) -> list[str]:
         """Return the layers whose gradients are None or 0 now, but were not after a pass.
 
         Elements are only read if the program has changed the gradients.
+
+        Args:
+            accumulating: whether the current pass adds to `.grad`; then the program has not kept
+                what `torch.autograd.grad` returned before.
         """
         return [
-            name for name, retained in self._retained.items() if self._is_removed(name, retained)
+            name
+            for name, retained in self._retained.items()
+            if (retained.versions or accumulating) and self._is_removed(name, retained)
         ]
 
     def _is_removed(self, name: str, retained: Retained) -> bool:
         gradients = self._gradients(name)
-        if [(id(g), g._version) for g in gradients] == retained.versions:
+        if gradients and [(id(g), g._version) for g in gradients] == retained.versions:
             return False
         return not gradients or (any(retained.sizes) and not any(g.any() for g in gradients))
 
