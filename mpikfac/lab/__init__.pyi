@@ -33,4 +33,5 @@ from .tensor_parallel.rows import layer_calls as layer_calls
 from .tensor_parallel.split import SplitLayers as SplitLayers
 from .tensor_parallel.split import split_layers as split_layers
 from .tensor_parallel.transfers import exchange_rows as exchange_rows
+from .top_k.codec import TopKCodec as TopKCodec
 from .top_k.config import TopK as TopK

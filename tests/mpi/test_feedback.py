@@ -22,8 +22,7 @@ from mpikfac import (
     Transport,
 )
 from mpikfac.comm import Grid
-from mpikfac.lab import TopK
-from mpikfac.lab.top_k.codec import TopKCodec
+from mpikfac.lab import TopK, TopKCodec
 from mpikfac.plan import BFloat16Codec, Int8Codec, divisors, lay_out, stages
 from mpikfac.plan.messages import in_two_levels, seat, sums
 from support import inside, problem

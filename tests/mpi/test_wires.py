@@ -13,8 +13,7 @@ import mpikfac
 from mpikfac import BFloat16, CommOpt, Compression, HybridOpt, Int8, MemOpt, Strategy, Trace
 from mpikfac.comm import Grid
 from mpikfac.comm.messages import encoded
-from mpikfac.lab import PowerSGD, TopK
-from mpikfac.lab.top_k.codec import TopKCodec
+from mpikfac.lab import PowerSGD, TopK, TopKCodec
 from mpikfac.plan import NAMED, BFloat16Codec, Int8Codec, lay_out
 from mpikfac.plan.messages import gathers, sums
 from support import inside, problem

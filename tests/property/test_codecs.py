@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikfac.lab.top_k.codec import TopKCodec
+from mpikfac.lab import TopKCodec
 from mpikfac.numerics import encode
 from mpikfac.plan import BFloat16Codec, Int8Codec
 
