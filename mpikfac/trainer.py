@@ -167,10 +167,9 @@ class Trainer:
             scaler: a `torch.amp.GradScaler` whose `scale(loss)` was used for the backward pass.
                 First, gradients and statistics are unscaled. If any of them is not finite on some
                 rank, all ranks skip the step: it is counted in `steps`, but the batch is ignored,
-                    and updates that were due are postponed until they are due again. Then the scale
-                    is reduced or,
-                after enough steps, increased, identically on all ranks. Do not call the scaler's
-                `unscale_`, `step` and `update`: this method replaces all three.
+                and updates that were due are postponed until they are due again. Then the scale is
+                reduced or, after enough steps, increased, identically on all ranks. Do not call the
+                scaler's `unscale_`, `step` and `update`: this method replaces all three.
             max_norm: the maximum norm of the averaged gradient of all parameters; if it is longer,
                 it is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
                 all ranks.

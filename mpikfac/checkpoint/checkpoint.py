@@ -364,7 +364,7 @@ def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | Non
     """Return what `write` returns; a lack of memory is also reported to all ranks.
 
     Raises:
-        UserError: memory or HDF5 failed.
+        UserError: memory ran out, or HDF5 raised an error.
     """
     try:
         return write()

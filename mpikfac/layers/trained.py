@@ -103,8 +103,7 @@ class Trained:
         """Return whether different parameters of the model require a gradient now.
 
         A renamed parameter counts as a different one: pruning and parametrizations rename the
-            weight,
-        because the module then multiplies by something else.
+        weight, because the module then multiplies by something else.
 
         Raises:
             ValueError: a parameter was converted or moved.

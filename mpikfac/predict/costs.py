@@ -202,9 +202,10 @@ def _modelled(
 def _converted(
     sample: Sample, size: float, modelled: tuple[float, float], machine: Machine
 ) -> float:
-    """Convert a measured time of equal parts to a modelled collective, by modelled seconds.
+    """Scale a time measured with equal parts to another collective, by their modelled times.
 
-    The latency is scaled by the seconds spent on latency, the rest by those spent on bytes.
+    The latency is scaled by the ratio of modelled latencies, the rest by that of the times for
+    bytes.
     """
     line = fitted(sample.points)
     largest = sample.points[-1][0]
@@ -226,16 +227,16 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
-    """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a slot."""
+    """Return the time of a refresh's decompositions on `rank`, in all slots or one, in seconds."""
     factors = plan.of(rank).decomposed(turn)
     # Reciprocals of diagonals take no time.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 
 
 def factor_seconds(factor: Factor, machine: Machine) -> float:
-    """Return the seconds of a factor's decomposition.
+    """Return the time to decompose a factor, in seconds.
 
-    For a low rank, the seconds of the full decomposition are scaled by the work.
+    For a low rank, the time of the full decomposition is scaled by the work.
     """
     if factor.preconditioner.vector:
         return 0.0

@@ -318,8 +318,11 @@ USUAL_RATES = {
     **{"kfac": RATE, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
     **{"lars": 10.0, "lamb": 0.03},
 }
-"""Learning rates; for K-FAC, with steps as long as Adam's and momentum of gradients."""
-FOR_DIRECTIONS = 0.4  # of the default rate, because momentum of directions lengthens steps
+"""Default learning rates by optimizer.
+
+K-FAC's assumes steps as long as Adam's, and momentum applied to gradients.
+"""
+FOR_DIRECTIONS = 0.4  # times the default rate: momentum applied to directions lengthens steps
 
 
 @dataclass(frozen=True)
@@ -457,7 +460,7 @@ class LearningOptions:
 
     @property
     def quadratic(self) -> bool:
-        """Whether a quadratic model sets length and momentum of steps."""
+        """Whether a quadratic model sets the step length and the momentum."""
         return self.optimizer == "kfac" and self.kfac.grafting.needs_batch
 
     @property

@@ -64,7 +64,7 @@ class SplitForward:
         """Return the input of the rank's examples, and a function to register gradient hooks.
 
         Collective over: group, now and in the backward pass, if the layer receives or passes on
-            slices.
+        slices.
         """
 
         def on_gradient(hook: Hook) -> None:

@@ -155,9 +155,8 @@ class Clip(Choice):
     """A bound on the directions of all layers together.
 
     A bound on the direction preserves the meaning of the learning rate: half the rate gives half
-        the step. While the KL clip binds, the learning rate cancels out, and decaying it does not
-        shorten
-    steps.
+    the step. While the KL clip binds, the learning rate cancels out, and decaying it does not
+    shorten steps.
 
     Attributes:
         of_step: the bound is on the step, which includes the learning rate, not on the direction.
