@@ -287,11 +287,11 @@ class KFAC(Trainer):
                 `step` skips them, and the batch is ignored.
 
         Raises:
-            ValueError: with `shard_optimizer`, because the owner of a layer must step it; with
-                `overlap`, because gradients are sent before the caller can average them; with
-                `virtual_ranks`, because K-FAC adds their gradients in order; with local steps,
-                because the caller averages gradients; with `QuadraticModel`, because only `step`
-                uses the batch; or the set of trained parameters has changed.
+            ValueError: the set of trained parameters has changed, or the strategy has
+                `shard_optimizer` (the owner of a layer must step it), `overlap` (gradients are sent
+                before the caller can average them), `virtual_ranks` (K-FAC adds their gradients in
+                order), local steps (the caller averages gradients) or `QuadraticModel` (only `step`
+                uses the batch).
         """
         self._check_preconditions()
         self._warn_of_unfinished()
@@ -446,7 +446,7 @@ class KFAC(Trainer):
         Collective over: none.
 
         Raises:
-            ValueError: with `overlap`, because every backward pass sends gradients.
+            ValueError: `overlap` is used, so every backward pass sends gradients.
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(

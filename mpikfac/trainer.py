@@ -179,11 +179,12 @@ class Trainer:
                 ranks have the same weight.
 
         Raises:
-            ValueError: a scaler with `overlap` or with local steps; `examples` with
-                `overlap` or `virtual_ranks`; a gradient that was changed after `overlap` had sent
-                it; a converted or moved model; a negative `max_norm`; `QuadraticModel` without
-                `grafting.set_batch(inputs, loss)`; a second momentum, also from a scheduler; a
-                gradient of a parameter that is in the optimizer but not in the model.
+            ValueError: a scaler is passed with `overlap` or local steps; `examples` is passed with
+                `overlap` or `virtual_ranks`; a gradient was changed after `overlap` had sent it;
+                the model was converted or moved; `max_norm` is negative; `QuadraticModel` was not
+                given the batch by `grafting.set_batch(inputs, loss)`; the optimizer or a scheduler
+                sets a second momentum; or a parameter with a gradient is in the optimizer but not
+                in the model.
             UserError: ranks disagree on the model, learning rates or settings; or the trainer
                 cannot adopt a change in the trained parameters.
             RanksDifferError: ranks disagree on an argument, or on weights, which are compared every
@@ -367,7 +368,7 @@ class Trainer:
         Collective over: none.
 
         Raises:
-            ValueError: with `overlap`, because the backward pass has sent the gradients.
+            ValueError: `overlap` is used, so the backward pass has sent the gradients.
         """
         self.built.gradients.check_unsent()
         self._abort_batch()

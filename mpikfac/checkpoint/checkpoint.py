@@ -97,7 +97,7 @@ class CheckpointWriter:
 
         Raises:
             ValueError: `root` is not a path, `step` is negative or `keep` is below 1.
-            UserError: as `save_checkpoint`; or the pending checkpoint failed, and no new one was
+            UserError: see `save_checkpoint`; or the pending checkpoint failed, and no new one was
                 begun.
         """
         self.commit()

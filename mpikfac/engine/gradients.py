@@ -379,7 +379,7 @@ class Gradients:
         """Check that this rank can drop a batch by itself.
 
         Raises:
-            ValueError: with `overlap`, since the backward pass has sent the gradients.
+            ValueError: `overlap` is used, so the backward pass has sent the gradients.
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(

@@ -177,7 +177,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """Check that `value` is an object of a kind, or None.
 
     Raises:
-        ValueError: it is not, such as a string in place of a `Grafting`.
+        ValueError: it is something else, such as a string in place of a `Grafting`.
     """
     if value is not None and not isinstance(value, kind):
         usual = {"grafting": "AdamGrafting", "clip": "KLClip"}.get(name, kind.__name__)

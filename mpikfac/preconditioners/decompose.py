@@ -26,7 +26,7 @@ def decomposed_together(
     Args:
         packed: the factors as triangles, `[factors, ...]`.
         added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
-        dtype: of the blocks; None for the dtype of `packed`.
+        dtype: the dtype of the blocks; None for the dtype of `packed`.
     """
     matrices = unfold_triangle(packed)
     damping = 0.0 if added is None else added.flatten()

@@ -19,8 +19,8 @@ class Played(NamedTuple):
     """Means over the updates of clients.
 
     Attributes:
-        seconds: from one update of a client to the next.
-        waiting: the part of these seconds in which a client waits for updates of other clients.
+        seconds: the time from one update of a client to the next.
+        waiting: the part of this time in which a client waits for updates of other clients.
         staleness: see `Clients`.
     """
 
@@ -35,7 +35,7 @@ def play_clients(clients: int, computing: float, service: float, spread: float =
     Args:
         computing: mean seconds of a client from new weights to the next push.
         service: seconds of the servers per update: push, step and fetch.
-        spread: standard deviation of the logarithm of the seconds of computing.
+        spread: standard deviation of the logarithm of the computing time.
     """
     draws = random.Random(0)
 

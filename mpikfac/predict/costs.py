@@ -1,4 +1,4 @@
-"""Compute the seconds of messages and of a rank's computations on a machine, by pure functions.
+"""Predict the times of messages and of a rank's computations on a machine, by pure functions.
 
 A collective takes, in each round of the algorithm that the machine's MPI chooses (`algorithms`), a
 latency plus the bytes of the busiest link divided by the bandwidth. If the collective was measured,
@@ -41,7 +41,7 @@ PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a collective of `rank`, from the arrival of the last member."""
+    """Return the time of a collective of `rank` from the last member's arrival, in seconds."""
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
@@ -70,7 +70,7 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
 
 
 def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a message sent during computations; its reduction does not block."""
+    """Return the time of a message sent during computations, whose reduction does not block."""
     if message.primitive in BLOCKING.values():
         message = replace(message, primitive=f"I{message.primitive.lower()}")
     return message_seconds(message, plan, rank, machine)
@@ -107,7 +107,7 @@ def collective_seconds(
     codec: str | None = None,
     parts: Parts = (),
 ) -> float:
-    """Return the seconds of a collective over `ranks` ranks on `nodes` nodes.
+    """Return the time of a collective over `ranks` ranks on `nodes` nodes, in seconds.
 
     Args:
         size: bytes of the whole buffer, as sent.
@@ -298,7 +298,7 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
-    """Return the seconds of a batch's statistics on `rank`, by the elements of its factors.
+    """Return the time of a batch's statistics on `rank`, by the elements of its factors.
 
     Measurements cover both factors of every layer.
 
@@ -339,7 +339,7 @@ def moments(plan: Plan, rank: int) -> Iterator[int]:
 
 
 def product_seconds(multiplications: int, machine: Machine) -> float:
-    """Return the seconds of a matrix product, at the rate of a cube of as many operations.
+    """Return the time of a matrix product, at the rate of a cube of as many operations.
 
     Raises:
         ValueError: the machine has no rates for products.

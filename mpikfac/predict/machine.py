@@ -1,4 +1,4 @@
-"""Describe a machine by the seconds of messages and computations, measured or published.
+"""Describe a machine by the times of messages and computations, measured or published.
 
 Machines are stored as JSON. A point is a pair: bytes or order, and the value found.
 """
@@ -35,8 +35,8 @@ OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
 class Level:
     """Describe a level of the network by latency and bandwidth.
 
-    The latency is the seconds of the smallest message. The bandwidth is the bytes per second of
-    large messages: of a rank inside a node, of a whole node between nodes, in each direction.
+    The latency is the time of the smallest message. The bandwidth is the rate of large messages, in
+    bytes per second and direction: of a rank inside a node, of a whole node between nodes.
     """
 
     latency: float
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Network:
-    """Store the seconds of a rank's computations in a training step while all ranks compute.
+    """Store the times of a rank's computations in a training step while all ranks compute.
 
     Attributes:
         batch: images per rank.
@@ -92,7 +92,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Store the values from which the seconds of a step are computed.
+    """Store the values from which the time of a step is predicted.
 
     Attributes:
         about: versions, date, hosts; free text for people.

@@ -76,7 +76,7 @@ class Prediction:
         factors: a step with new factors.
         refresh: a step with new factors and new bases.
         memory: bytes of the plan's arenas and of grafting, on the rank with the most.
-        clients: of asynchronous clients; otherwise None.
+        clients: the updates of asynchronous clients; otherwise None.
     """
 
     mean: Step

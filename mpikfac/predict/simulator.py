@@ -147,7 +147,7 @@ def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
 
 
 def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
-    """Return the seconds of all events, and the seconds in which the rank does not compute.
+    """Return the time of all events, and the time in which the rank does not compute, in seconds.
 
     Messages are sent one by one. Overlapped messages can continue for `slack` seconds after the
     last event, during the next step.
@@ -335,7 +335,7 @@ def _computations(
     kind: tuple[bool, bool],
     turn: int | None,
 ) -> dict[str, float]:
-    """Return the seconds of every stage in which `rank` computes."""
+    """Return the time of every stage in which `rank` computes, in seconds."""
     network = machine.network(job.model, job.batch)
     seconds = {
         names.FORWARD: network.forward,

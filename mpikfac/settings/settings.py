@@ -18,10 +18,10 @@ class Numbers:
 
     Attributes:
         step: completed steps before the step.
-        damping: of directions and decompositions.
-        decay: of running averages.
-        bound: of the clip; None for no clip.
-        momentum: of gradients, before they are preconditioned.
+        damping: the damping of directions and decompositions.
+        decay: the decay of running averages.
+        bound: the bound of the clip; None for no clip.
+        momentum: the momentum of gradients, before they are preconditioned.
         refreshes: whether a refresh of decompositions begins, or one slot of it.
         turn: the slot of the refresh that `step` belongs to; None without slots.
         factor_update_steps: the interval between factors at the next step, which needs it at once.

@@ -63,7 +63,7 @@ def tallied(
     Args:
         detections: `scores` and `labels` of detections, `[detections]` each.
         target: `labels` of shapes, `[shapes]`.
-        overlaps: of detections with shapes, `[detections, shapes]`.
+        overlaps: the overlaps of detections with shapes, `[detections, shapes]`.
     """
     tallies = {}
     for label in {*detections["labels"].tolist(), *target["labels"].tolist()}:

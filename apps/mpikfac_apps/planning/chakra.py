@@ -40,7 +40,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
     Return the number of traces.
 
     Args:
-        prediction: the seconds of computations, which are those of the slowest rank; None for
+        prediction: the times of computations, which are those of the slowest rank; None for
             traces of messages alone.
 
     Raises:

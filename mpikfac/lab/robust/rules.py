@@ -103,7 +103,7 @@ def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
     faulty ranks therefore cannot make it much longer than a distance between correct ranks.
 
     Args:
-        ranks: as in `near_most`.
+        ranks: see `near_most`.
     """
     distances = _distances_among(products, ranks & products.diagonal().isfinite())
     reach = _reach(distances)

@@ -41,7 +41,7 @@ class Compressor(Choice):
         raise NotImplementedError(f"{type(self).__name__} does not define codec()")
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
-        """Return the encoding for reductions of gradients, or of changes of weights."""
+        """Return the encoding for reductions of gradients, or of weight changes."""
         return self.codec(layout, True)
 
     def codec_of_gradients(self, rank: RankPlan, layout: Layout) -> Codec:

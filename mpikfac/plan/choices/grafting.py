@@ -133,7 +133,7 @@ class AdamInEigenbases(Grafting):
     """Take Adam's step with momentum in the eigenbases of `SOAP`, and rotate it back [SOAP].
 
     Attributes:
-        momentum: of the gradients, in place of the optimizer's momentum.
+        momentum: the momentum of gradients, in place of the optimizer's.
         max_trust_ratio: see `AdamGrafting`.
     """
 

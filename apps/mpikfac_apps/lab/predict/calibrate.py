@@ -386,7 +386,7 @@ class TimedNetwork:
         self._factors[preconditioner] += steps[2::2]
 
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
-        """Return the seconds of a step with new factors for each strategy.
+        """Return the time of a step with new factors for each strategy, in seconds.
 
         Strategies alternate; the first round is not counted.
 
@@ -459,7 +459,7 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the seconds of a training step's parts; "others": `KFAC.step` without two stages."""
+    """Time the parts of a training step, in seconds; "others": `KFAC.step` without two stages."""
     kfac.trace.clear()
     kfac.optimizer.zero_grad()
     start = now(images.device)

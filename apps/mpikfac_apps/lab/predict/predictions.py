@@ -120,7 +120,7 @@ class NetworkShapes:
     Attributes:
         covered: the shapes with K-FAC.
         bare: the shapes without K-FAC.
-        calls: of the covered layers in a rank's pass.
+        calls: the calls of the covered layers in a rank's pass.
     """
 
     covered: Shapes

@@ -228,7 +228,7 @@ def _end_left(cells: Path) -> None:
 
 
 def _others_seconds() -> float:
-    """Return the seconds of work of the machine's cores, without ended jobs of this process."""
+    """Return how long the machine's cores have worked, without ended jobs of this process."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     times = os.times()

@@ -1,7 +1,7 @@
 """Predict the time to a target at many ranks: measured steps times predicted seconds per step.
 
 The number of steps for a batch size does not depend on the ranks that share the batch, so it can be
-measured on few ranks. A machine file has the seconds of a step at any number of ranks. Each
+measured on few ranks. A machine file predicts the time of a step at any number of ranks. Each
 optimizer uses the batch with the shortest time.
 """
 
@@ -138,7 +138,7 @@ def forecasts(
 
 
 def optimizer_seconds(cells: Sequence[Measured]) -> dict[str, float]:
-    """Return the seconds of the optimizer's own part of a step, by optimizer, from traces."""
+    """Return the time of the optimizer's own part of a step, by optimizer, from traces."""
     seconds: dict[str, list[float]] = {}
     for cell in cells:
         if cell.complete and cell.breakdown:
