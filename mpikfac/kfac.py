@@ -100,7 +100,7 @@ class KFAC(Trainer):
             meet it, the first batch with statistics lengthens intervals and cuts factors into
             blocks with at most half as many rows as the batch has vectors, or 128. With None, or if
             you set any interval or covering rule, intervals and factors stay unchanged.
-        matmul_precision: how the products that precondition gradients and orthogonalize directions
+        matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands. "float32": not at all; on a GPU, torch's settings apply. "tf32":
             to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated in float32, and
             models in float64 are never rounded. Only the tensor cores of NVIDIA GPUs compute this

@@ -362,7 +362,7 @@ class Trainer:
     def clear_statistics(self) -> None:
         """Drop the statistics of the passes since the last step, for a batch without a step.
 
-        Running statistics of normalization layers are reset to those after the last step. Clear the
+        Running statistics of normalisation layers are reset to those after the last step. Clear the
         gradients with `zero_grad`.
 
         Collective over: none.

@@ -167,7 +167,7 @@ class Gradients:
         weight: the weight of the rank in averages; its mean over ranks is 1.
         weight_of_statistics: a weight of the rank's statistics, in addition to their numbers of
             examples.
-        counts: the batch counts of normalization layers, for batches in parts.
+        counts: the batch counts of normalisation layers, for batches in parts.
     """
 
     def __init__(

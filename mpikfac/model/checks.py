@@ -73,7 +73,7 @@ def check_tensors(model: nn.Module) -> None:
     """Check that parameters and buffers can be sent from memory unchanged, and stored.
 
     Raises:
-        ValueError: a tensor has no shape yet, is sparse or quantized, or is a view with lazily
+        ValueError: a tensor has no shape yet, is sparse or quantised, or is a view with lazily
             computed values.
     """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):

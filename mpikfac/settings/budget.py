@@ -146,7 +146,8 @@ def budget_of(
     """Return the budget of a run, which does not change intervals or factors set by the user.
 
     Args:
-        intervals: the intervals set by the user, a strategy or a preconditioner; None for the default.
+        intervals: the intervals set by the user, a strategy or a preconditioner; None for the
+            default.
         form: the form of the run's preconditioner.
         rule: the rule for the factors of layers.
     """

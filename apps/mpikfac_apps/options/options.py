@@ -280,7 +280,7 @@ class KfacOptions:
             damping is not adapted.
         grafting: determines the length of each layer's direction. With a clip, the default is none.
         clip: a bound on the directions of all layers together.
-        matmul_precision: how the products that precondition gradients and orthogonalize directions
+        matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands, on tensor cores: "tf32" to 10 bits of mantissa, "bfloat16" to 7
             bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
         cuda_graph: record the computation of directions as a CUDA graph, and replay it with a

@@ -67,8 +67,8 @@ class Compression:
     """How values are encoded in messages; None for no encoding.
 
     Attributes:
-        gradients: the encoding of the gradients of covered layers, of preconditioned gradients, and
-            with `shard_optimizer` of changes of weights.
+        gradients: the encoding of the gradients of covered layers, of preconditioned gradients and,
+            with `shard_optimizer`, of weight updates.
         factors: the encoding of factors.
         inverses: the encoding of decompositions.
     """
