@@ -219,7 +219,7 @@ def _hidden(values: Mapping[str, float]) -> float:
 
 
 def _flights(events: Sequence[Event]) -> dict[str, Spans]:
-    """Return start and end of every message by stage; all pieces of a message form one flight."""
+    """Return the start and end of every message by stage; all its pieces form one flight."""
     pieces: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for number, event in enumerate(events, start=1):
         if event.over:

@@ -108,7 +108,7 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
 
 
 def describe_tensors(model: nn.Module) -> dict[str, str]:
-    """Return shape and dtype of each parameter and buffer in words, and whether it is trained."""
+    """Return each parameter's and buffer's shape and dtype as text, and whether it is trained."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     return {
         f"tensor {n!r}": f"{list(t.shape)} {t.dtype}{' trained' if t.requires_grad else ''}"
@@ -341,7 +341,7 @@ def check_plain(optimizer: Optimizer) -> None:
             )
             raise ValueError(
                 f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
-                f"weight_decay=0): grafting=QuadraticModel() sets length and momentum of a step"
+                f"weight_decay=0): grafting=QuadraticModel() sets the length and momentum of a step"
             )
 
 

@@ -33,8 +33,8 @@ def play_clients(clients: int, computing: float, service: float, spread: float =
     """Simulate clients that compute, push, and wait until servers have processed earlier updates.
 
     Args:
-        computing: mean seconds of a client from new weights to the next push.
-        service: seconds of the servers per update: push, step and fetch.
+        computing: the mean time of a client from new weights to the next push, in seconds.
+        service: the time that servers take per update (push, step and fetch), in seconds.
         spread: standard deviation of the logarithm of the computing time.
     """
     draws = random.Random(0)

@@ -45,13 +45,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Sample:
-    """Store measured seconds of a collective, while all ranks are in equal collectives.
+    """Store the measured times of a collective, while all ranks are in equal collectives.
 
     Attributes:
         ranks: the number of members of the communicator.
         nodes: the number of nodes of the members.
         sharing: the number of communicators of the same kind that leave a node at once.
-        points: bytes of the whole buffer, ascending, and median seconds of the slowest rank.
+        points: bytes of the whole buffer, ascending, and median time of the slowest rank.
         codec: the encoding; the seconds include encoding and decoding.
     """
 
@@ -70,7 +70,7 @@ class Network:
     Attributes:
         batch: images per rank.
         backward: backward pass without statistics.
-        statistics: additional seconds of a step with new factors.
+        statistics: the additional time of a step with new factors.
         gradients: reading, checking, clipping and writing back gradients.
         precondition: all layers on a single rank, with inverses; None: computed from
             `Machine.products`.
@@ -101,7 +101,7 @@ class Machine:
         inside: the network level inside a node.
         between: the network level between nodes; None for a single node.
         samples: measured collectives; other collectives are computed from the levels.
-        decompositions: order and seconds of a factor, ascending, by preconditioner.
+        decompositions: orders of factors, ascending, and their times, by preconditioner.
         hidden: the fraction of an overlapped message's seconds that does not slow the computation;
             less than 1 if ranks have no spare core, and negative if overlapping costs more than not
             overlapping.

@@ -51,11 +51,11 @@ class Step:
 
     Attributes:
         seconds: the duration of the step.
-        exposed: seconds of the step in which a rank waits for messages without computing.
-        waiting: seconds of the step in which a rank waits for slower ranks to compute.
-        overlapped: seconds of messages that are sent during computations, hidden or not.
+        exposed: the time of the step in which a rank waits for messages without computing.
+        waiting: the time of the step in which a rank waits for slower ranks to compute.
+        overlapped: the time of messages that are sent during computations, hidden or not.
         sent: bytes that a rank sends if collectives are rings.
-        stages: seconds by stage, including hidden seconds of overlapped messages.
+        stages: the time by stage, including the hidden time of overlapped messages.
     """
 
     seconds: float

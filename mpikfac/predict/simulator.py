@@ -1,4 +1,4 @@
-"""Simulate the steps of a plan on a machine: total seconds, and seconds of communication.
+"""Simulate the steps of a plan on a machine: the total time, and that of communication.
 
 Ranks meet in collectives, so a stage takes as long as it does on the slowest rank. A few
 representative ranks are enough, so plans of thousands of ranks are simulated in seconds.

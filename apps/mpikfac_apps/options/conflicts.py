@@ -340,7 +340,7 @@ def _check_quadratic(options: Options) -> None:
     wrong = [f"{name}={value}" for name, value in values.items() if value not in needed[name]]
     if options.quadratic and wrong:
         raise ValueError(
-            f"kfac.grafting=quadratic-model sets length and momentum of a step; it needs lr=1, "
+            f"kfac.grafting=quadratic-model sets the length and momentum of a step; it needs lr=1, "
             f"schedule=constant, momentum=0 and weight_decay=0, not {', '.join(wrong)}"
         )
 

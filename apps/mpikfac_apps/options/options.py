@@ -537,7 +537,7 @@ DAMPING = ("damping", "relative_damping")
 
 
 def _defaults(preconditioner: str) -> tuple[dict[str, Any], Any]:
-    """Return K-FAC's options that a preconditioner changes, by key, and its momentum."""
+    """Return the K-FAC options that a preconditioner changes, by key, and its momentum."""
     defaults = joints.type_of("preconditioner", Preconditioner, preconditioner).defaults
     now, usual = flat(KfacOptions(**vars(defaults))), flat(KfacOptions())
     changed = {key: v for key, v in now.items() if v is not None and v != usual.get(key)}

@@ -35,7 +35,7 @@ def trimmed_mean(vectors: Tensor, num_byzantine: int) -> Tensor:
 
 
 def krum(products: Tensor, num_byzantine: int) -> Tensor:
-    """Return weight 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
+    """Return a weight of 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
 
     Its neighbours are all other vectors except the `num_byzantine + 1` farthest.
     """

@@ -125,7 +125,7 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
 
 
 def _mpirun() -> tuple[str, list[str]]:
-    """Return launcher and flags: from the environment, or the mpirun next to Python or on PATH."""
+    """Return the launcher and its flags: the environment's, or mpirun next to Python or on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     usual = str(beside) if beside.exists() else shutil.which("mpirun")
     launcher = os.environ.get("MPIRUN") or usual

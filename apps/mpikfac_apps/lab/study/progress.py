@@ -25,7 +25,7 @@ class StudyProgress:
     ended cells, and the running cell continues at its pace.
 
     Attributes:
-        seconds: seconds of ended cells, including earlier starts of the study.
+        seconds: the time that ended cells took, including earlier starts of the study.
     """
 
     def __init__(self, cells: Sequence[Cell], directory: Path) -> None:

@@ -99,7 +99,7 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
 
 
 def decays_and_momenta(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Return weight decay and momentum of each parameter group, as far as it has them."""
+    """Return the weight decay and momentum of each parameter group, if it has them."""
     names = "weight_decay", "momentum"
     return [{n: group[n] for n in names if n in group} for group in optimizer.param_groups]
 

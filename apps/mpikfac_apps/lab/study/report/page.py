@@ -164,7 +164,7 @@ def _options_of(cell: Measured) -> dict[str, Any]:
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
-    """Return predicted seconds of a step by label, for cells whose times the machine file has."""
+    """Return the predicted time of a step by label, for cells whose times the machine file has."""
     seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
