@@ -318,7 +318,7 @@ def _check_momentum(options: Options) -> None:
 
 
 def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
-    """Check for momentum of gradients in addition to a strategy's; `KFAC` checks this as well.
+    """Check that momentum is not applied both to gradients and by the strategy, as `KFAC` does.
 
     Raises:
         ValueError: there are two momenta; the message is one line with the options.
