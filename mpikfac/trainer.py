@@ -524,7 +524,7 @@ class Trainer:
         steps = before.stepped, self.built.stepped
         hand_over_state(self.built.grid.world, self.model, self.optimizer, *steps)
         self._begin_batch(self.steps)
-        log.info("step %d: %s; taken up", self.steps, reason)
+        log.info("step %d: %s; adopted", self.steps, reason)
 
     def detach(self) -> None:
         """Remove the hooks; apart from its weights, the model is then unchanged."""

@@ -79,7 +79,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     checkpoint = Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
     if durable.step_of(checkpoint.path) not in (None, checkpoint.step):
-        raise UserError(f"{path} holds the manifest of step {checkpoint.step}: renamed, or damaged")
+        raise UserError(f"{path} has the manifest of step {checkpoint.step}: renamed or damaged")
     return checkpoint
 
 

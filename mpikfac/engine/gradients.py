@@ -408,8 +408,8 @@ def check_weighable(examples: int, strategy: Strategy) -> None:
     transport, sync = strategy.transport, strategy.sync
     if sync.local_steps:
         raise ValueError(
-            f"examples={examples} needs sync='synchronous', not {sync.name!r}: ranks average no "
-            f"gradients"
+            f"examples={examples} needs sync='synchronous', not {sync.name!r}: ranks do not "
+            f"average gradients"
         )
     if transport.overlap or transport.virtual_ranks is not None:
         raise ValueError(

@@ -96,7 +96,7 @@ def cheapest(
     fitting = [name for name in predictions if memory is None or predictions[name].memory <= memory]
     if not fitting:
         least = min(prediction.memory for prediction in predictions.values())
-        raise ValueError(f"memory={memory} bytes are too few for any plan; at least {least} needed")
+        raise ValueError(f"memory={memory} bytes are too few for any plan; use at least {least}")
     return min(fitting, key=lambda name: predictions[name].mean.seconds)
 
 

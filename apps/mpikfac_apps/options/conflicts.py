@@ -327,7 +327,7 @@ def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
     own = getattr(compressor, "momentum", 0.0)
     if own and momentum and options.momentum_of_gradients:
         raise ValueError(
-            f"compression.gradients.momentum={own} needs momentum=0, not {momentum} of gradients: "
+            f"compression.gradients.momentum={own} needs momentum=0, not {momentum} for gradients: "
             f"momentum is applied only once"
         )
 

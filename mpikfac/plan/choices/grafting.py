@@ -62,7 +62,7 @@ class Grafting(Choice):
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
         if momentum:
             raise ValueError(
-                f"momentum={momentum!r} of gradients needs grafting=AdamGrafting(...), not "
+                f"momentum={momentum!r} for gradients needs grafting=AdamGrafting(...), not "
                 f"{self!r}; use momentum=0"
             )
         return self
