@@ -92,9 +92,8 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """
     kinds = nn.Linear | nn.Embedding | _ConvNd
     layers = [module for module in model.modules() if isinstance(module, kinds)]
-    entries = {
-        layer.weight: isinstance(layer, nn.Embedding) for layer in layers
-    }  # once if it is shared
+    # a shared weight is one entry
+    entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 
 
