@@ -139,7 +139,7 @@ class Factors(Part):
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def _form(self, name: str) -> Hashable:
-        """Return a key that neighbors in a stack share; on a CPU, one for each average."""
+        """Return a key that neighbours in a stack share; on a CPU, one for each average."""
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
