@@ -210,6 +210,28 @@ def test_influence_predicts_leaving_an_example_out():
         torch.testing.assert_close(scores[left] / (1 - leverage[left]), change, **EXACT)
 
 
+def test_a_unit_without_gradients_changes_no_score():
+    """Oracle: zero in place of the inverse where all eigenvalues are 0, by autograd one by one."""
+    modules = nn.Conv2d(2, 3, 2), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+    model = nn.Sequential(*modules).double()
+    with torch.no_grad():
+        model[1].weight[1], model[1].bias[1] = 0, -1  # the ReLU's inputs are always negative
+    coverage = mpikfac.Coverage(covers={**layers.KINDS, **layers.NORMS})
+    curvature, data = Curvature.of(trained(model, coverage=coverage)), batch(4)
+    model.eval()
+
+    def inverse(values):
+        mean = values.mean((-2, -1), keepdim=True)
+        return torch.where(mean > 0, 1 / (values + 0.1 * mean), 0)
+
+    found = influence(curvature, losses, [data], data)
+    of_examples = gradients_of(model, data)
+    for scores, g in zip(found, of_examples):
+        solved = curvature.apply(g, inverse)
+        expected = torch.stack([inner(solved, t) for t in of_examples]) / 4
+        torch.testing.assert_close(scores, expected, **EXACT)
+
+
 def test_more_queries_than_memory_are_refused(monkeypatch):
     """Oracle: 8 bytes for each of 80 parameters, by hand, and a machine of 1,000 bytes."""
     kfac = trained(network())

@@ -22,12 +22,16 @@ from mpikfac.lab.curvature.eigenbasis import Eigenbasis, Function
 from mpikfac.lab.curvature.matrices import ParameterMatrices
 from mpikfac.lab.curvature.owners import Owners
 from mpikfac.layers import Coverage, Layer, cover
+from mpikfac.numerics import damping_unit
 from mpikfac.plan.names import OF_KFAC
 from mpikfac.settings import Damping, in_force
 from mpikfac.trace import Trace
 
 USUAL = Damping(relative=0.1)
-"""A tenth of each layer's mean eigenvalue, as in studies of influence [Grosse et al. 2023]."""
+"""A tenth of the mean eigenvalue of each layer, as in studies of influence [Grosse et al. 2023].
+
+In a layer with groups, it is that of each group; normalisation layers have a group per channel.
+"""
 
 
 class Curvature:
@@ -317,7 +321,9 @@ def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
 
     Args:
         damping: a number, 0 only if no factor is singular, or a `Damping` with a number. A relative
-            one is a multiple of the mean eigenvalue of a layer, or of each of its groups.
+            one is a multiple of the mean eigenvalue of a layer, or of each of its groups, and of 1
+            if all eigenvalues are 0. (A run of K-FAC damps each block of a block-diagonal factor
+            by the block's own mean.)
 
     Raises:
         ValueError: the damping is a schedule, or negative.
@@ -326,7 +332,7 @@ def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
     if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
         raise ValueError(f"damping={damping!r} must be a number of at least 0")
     relative = isinstance(damping, Damping) and damping.is_relative
-    return number * values.mean((-2, -1), keepdim=True) if relative else number
+    return number * damping_unit(values.mean((-2, -1), keepdim=True)) if relative else number
 
 
 def _bases(
