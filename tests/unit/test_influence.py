@@ -125,6 +125,23 @@ def test_records_are_the_gradients_of_examples(kind):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_records_of_a_float32_batch_norm_are_the_gradients_of_examples():
+    """Oracle: autograd, example by example, in float32."""
+    model = nn.Sequential(nn.BatchNorm2d(3)).eval()
+    with torch.no_grad():
+        for tensor in (model[0].running_mean, model[0].running_var, *model.parameters()):
+            tensor.uniform_(0.2, 1)
+    covered, _ = layers.cover(model, mpikfac.Coverage(covers=layers.NORMS))
+    x = torch.randn(EXAMPLES, 3, 2, 4)
+
+    def loss(model, x):
+        return model(x).flatten(1).square().mean(1)
+
+    alone = [torch.autograd.grad(loss(model, x[i : i + 1]), model[0].weight) for i in range(4)]
+    found = gradients(covered[0], record(model, covered, loss, x)["0"], EXAMPLES)
+    torch.testing.assert_close(found[:, :, 0, 0].float(), torch.cat([g[None] for g, in alone]))
+
+
 def batch(count):
     return torch.randn(count, 2, 3, 3, dtype=F64), torch.randint(3, (count,))
 

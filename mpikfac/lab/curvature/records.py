@@ -90,8 +90,8 @@ def _on_call(layer: Layer, records: list[CallVectors], _: nn.Module, *called: An
 def _record(layer: Layer, x: Tensor, g: Tensor) -> CallVectors:
     if x.dim() < layer.dimensions:  # one example without a batch dimension
         x, g = x[None], g[None]
-    x, g = (x.double() if x.is_floating_point() else x), g.double()
-    pairs = layer.pairs(layer.prepared(x, g), g)
+    x = layer.prepared(x, g)  # in the model's dtype, which its running statistics have
+    pairs = layer.pairs(x.double() if x.is_floating_point() else x, g.double())
     a, g = (pair if layer.shape.groups > 1 else pair[None] for pair in pairs)
     groups = slice(None) if layer.group is None else slice(layer.group, layer.group + 1)
     return CallVectors(groups, a, g)
