@@ -2,12 +2,13 @@
 
 SOURCE [Bae et al. 2024] follows how a change of an example's weight propagates through the steps of
 the training. Over a segment of the training, the curvature is constant. A step of K-FAC multiplies
-the gradient by `1 / (s + damping)` in the eigenbasis in which the curvature of the loss is s, so a
-deviation of the weights is multiplied by `1 - lr p` with `p = (s + weight_decay) / (s + damping)`.
-After steps with learning rates of sum L, the factors have become
+the gradient by `1 / (s + damping)` in the eigenbasis in which the curvature of the loss is s, and
+the optimizer adds the weight decay to the result, so a deviation of the weights is multiplied by
+`1 - lr q` with `q = s / (s + damping) + weight_decay`. After steps with learning rates of sum L,
+the factors have become
 
-    exp(-L p)                               of a deviation before the segment
-    (1 - exp(-L p)) / (s + weight_decay)    of a constant change of the gradient
+    exp(-L q)                               of a deviation before the segment
+    (1 - exp(-L q)) / (q (s + damping))     of a constant change of the gradient
 
 No damping has to be chosen, and momentum only changes L.
 """
@@ -38,7 +39,7 @@ class Segment:
         length: the sum of the learning rates of all steps, divided by 1 - momentum; times the
             factors of a clip.
         damping: that of the run's preconditioner.
-        weight_decay: that of the gradient, before it is preconditioned.
+        weight_decay: that of the optimizer, which adds it to the preconditioned gradient.
     """
 
     curvature: Curvature
@@ -59,14 +60,14 @@ class Segment:
         def response(values: Tensor) -> Tensor:
             rates = self._rates(values)
             damped = values + damping_of(self.damping, values)
-            # (1 - exp(-L p)) / p is L where p is 0, as without weight decay.
+            # (1 - exp(-L q)) / q is L where q is 0, as without weight decay.
             ratio = torch.where(rates > 0, -torch.expm1(-self.length * rates) / rates, self.length)
             return ratio / damped
 
         return response
 
     def _rates(self, values: Tensor) -> Tensor:
-        return (values + self.weight_decay) / (values + damping_of(self.damping, values))
+        return values / (values + damping_of(self.damping, values)) + self.weight_decay
 
 
 def source(
