@@ -76,6 +76,8 @@ def test_scores_are_products_of_gradients(run, tmp_path, capsys):
     assert found["labels"].tolist() == data.train_labels[:IMAGES].tolist()
     assert found["query_labels"].tolist() == data.test_labels[:QUERIES].tolist()
     assert (found["step"], found["damping"]) == (4, 0.1)
+    assert found["fisher_type"].decode() == "empirical"
+    assert "step 4, empirical Fisher" in printed
 
 
 @pytest.mark.gate

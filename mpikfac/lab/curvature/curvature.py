@@ -1,7 +1,8 @@
 """The curvature of the loss at a run's weights, from the factors that K-FAC keeps.
 
 The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`
-[Martens & Grosse 2015], which is block-diagonal over layers. In the eigenbasis of a block, all
+[Martens & Grosse 2015], which is block-diagonal over layers. With fisher_type="empirical", they
+have the gradients at the labels of the data instead, which vanish as examples are fitted. In the eigenbasis of a block, all
 functions of it are elementwise: its inverse, its roots, its log-determinant and samples.
 """
 
@@ -41,7 +42,8 @@ class Curvature:
         directions = curvature.solve(gradients, damping=mpikfac.Damping(relative=0.1))
 
     C is block-diagonal; the block of a layer is `G (x) A` of the running averages. It estimates
-    the mean over examples of the Fisher matrix of a single example. That of N examples is N C.
+    the mean over examples of the Fisher matrix of a single example, or of the empirical one for
+    fisher_type="empirical", the default of trainers. That of N examples is N C.
 
     Vectors are dictionaries with a tensor for each covered parameter, by the parameter's name, such
     as `{name: parameter.grad for name, parameter in model.named_parameters()}`. Tensors have the
@@ -253,10 +255,13 @@ class Curvature:
         Collective over: comm.
 
         Args:
-            scale: the number of examples, for the posterior of all of them.
+            scale: the number of examples on all ranks, for the posterior of all of them.
             prior: the precision of a Gaussian prior of the weights, above 0.
+
+        Raises:
+            RanksDifferError: arguments differ between ranks.
         """
-        _check(scale, prior)
+        self._check(scale=scale, prior=prior)
         return sum(self._totals(lambda values: (scale * values + prior).log()).values())
 
     def effective(self, scale: float, prior: float) -> dict[str, float]:
@@ -270,7 +275,7 @@ class Curvature:
             scale: see `logdet`.
             prior: see `logdet`.
         """
-        _check(scale, prior)
+        self._check(scale=scale, prior=prior)
         return self._totals(lambda values: scale * values / (scale * values + prior))
 
     def sample(
@@ -291,8 +296,8 @@ class Curvature:
         Returns:
             Tensors `[count, *shape]` in float64, by the parameter's name.
         """
-        _check(scale, prior)
         seed = int(torch.randint(2**62, (), generator=generator))
+        self._check(scale=scale, prior=prior, count=count, seed=seed)
         drawn = {}
         for number, name in enumerate(self.layers):
             if name in self.bases:
@@ -303,6 +308,12 @@ class Curvature:
                 drawn[name] = basis.rotate_back(noise * (scale * basis.values + prior).rsqrt())
         shapes = {name: (count, *shape) for name, shape in self.owners.shapes.items()}
         return self._matrices.tensors(self.owners.publish(drawn, shapes))
+
+    def _check(self, scale: float, prior: float, **others: int) -> None:
+        """Check that the arguments are valid, and the same on all ranks."""
+        self.owners.agree({"scale": scale, "prior": prior, **others})
+        if not (0 <= scale < math.inf and 0 < prior < math.inf):
+            raise ValueError(f"scale={scale!r} must be at least 0, and prior={prior!r} above 0")
 
     def _totals(self, function: Function) -> dict[str, float]:
         """Return the sums of the function's values over the eigenvalues of each layer."""
@@ -362,11 +373,6 @@ def _owners_of(
 def device(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters."""
     return next(model.parameters()).device
-
-
-def _check(scale: float, prior: float) -> None:
-    if not (0 <= scale < math.inf and 0 < prior < math.inf):
-        raise ValueError(f"scale={scale!r} must be at least 0, and prior={prior!r} above 0")
 
 
 def _check_trainer(trainer: KFAC) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from mpikfac.comm import Comm, Group, handed_over
+from mpikfac.comm import Comm, Group, agree, handed_over
 from mpikfac.plan import LayerShape, Message, Shape, message, rows
 from mpikfac.trace import Trace
 
@@ -95,6 +95,17 @@ class Owners:
         """
         if self._group:
             self._group.free()
+
+    def agree(self, values: Mapping[str, object]) -> None:
+        """Check that `values` are the same on every rank.
+
+        Collective over: comm.
+
+        Raises:
+            RanksDifferError: they differ.
+        """
+        if self._comm is not None:
+            agree(self._comm, values)
 
     def ask(
         self, matrices: Mapping[str, Tensor], answer: Callable[[str, Tensor], Tensor]
