@@ -155,4 +155,4 @@ def _records(curvature: Curvature, losses: Losses, batch: Any) -> Records:
 
 def _length(records: Records) -> int:
     """Return the number of examples of a batch."""
-    return max((call.g.shape[1] for calls in records.values() for call in calls), default=0)
+    return max((len(call.g) for calls in records.values() for call in calls), default=0)

@@ -115,18 +115,18 @@ def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
     """Return the checkpoint and the options of its run.
 
     Raises:
-        ValueError: there is no checkpoint, or its run classified no images, or estimated no Fisher
-            matrix.
+        ValueError: there is no checkpoint, or its run's images have no single labels, or it
+            estimated no Fisher matrix.
     """
     path = checkpoint_at(options.path)
     of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
     run = options_of(path, of_test, ranks)
     if run.optimizer != "kfac":
         raise ValueError(f"{path} is of a run with optimizer={run.optimizer}; it needs kfac")
-    if (learns := models.network(run.model).task.learns) != "labels":
+    if (task := models.network(run.model).task).dimensions:
         raise ValueError(
-            f"{path} is of a run with model={run.model}, which learns {learns}; it needs a "
-            f"classifier of images"
+            f"{path} is of a run with model={run.model}, which learns {task.learns}; it needs a "
+            f"network with one label per image"
         )
     estimator = run.kfac.estimator
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
