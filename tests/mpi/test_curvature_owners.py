@@ -141,3 +141,15 @@ def test_arguments_that_differ_are_refused(comm, saved):
     for call in calls if comm.size > 1 else ():
         with pytest.raises(mpikfac.UserError, match="ranks disagree on scale: 1 on rank 0, 2 on"):
             call(comm.rank + 1)
+
+
+def test_more_queries_than_a_message_are_refused(comm, saved, monkeypatch):
+    """Oracle: one line on all ranks, also on those without queries; 80 elements are a query."""
+    model = network().eval()
+    curvature = Curvature.load(saved[1], model, comm)
+    monkeypatch.setattr("mpikfac.lab.curvature.influence.MAX_COUNT", 80 * comm.size)
+    count = comm.size + 1 if comm.rank == 0 else 0
+    data = torch.randn(count, 2, 3, 3, dtype=F64), torch.randint(3, (count,))
+    if comm.size > 1:
+        with pytest.raises(mpikfac.UserError, match=r"pass at most [12] queries per rank"):
+            influence(curvature, losses, [], data)

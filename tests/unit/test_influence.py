@@ -250,13 +250,16 @@ def test_a_unit_without_gradients_changes_no_score():
 
 
 def test_more_queries_than_memory_are_refused(monkeypatch):
-    """Oracle: 8 bytes for each of 80 parameters, by hand, and a machine of 1,000 bytes."""
+    """Oracle: 5 times 8 bytes for each of 80 parameters, by hand; memory for one query of two."""
     kfac = trained(network())
     curvature, data = Curvature.of(kfac), batch(2)
     kfac.model.eval()
-    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 1}.get)
-    with pytest.raises(ValueError, match=r"2 queries of 80 parameters take 1,280 bytes"):
-        influence(curvature, losses, [data], data)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 6_399, "SC_PHYS_PAGES": 1}.get)
+    message = r"2 queries with 80 parameters need up to 6,400 bytes .* pass at most 1 queries per rank"
+    with pytest.raises(mpikfac.UserError, match=message):
+        influence(curvature, losses, [], data)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 6_400, "SC_PHYS_PAGES": 1}.get)
+    assert influence(curvature, losses, [data], data).shape == (2, 2)
 
 
 def test_refusals():

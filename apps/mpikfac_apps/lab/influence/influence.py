@@ -10,7 +10,7 @@ Images with a large self-influence often have wrong labels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from mpikfac_apps.training.testing.options import EvaluateOptions
 Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
 PASS = 128  # training images per backward pass
+LINES = 20  # passes between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ def influence(comm: mpikfac.comm.Comm, options: InfluenceOptions, watchdog: Watc
     problem = Problem(comm, dataclasses.replace(run, autocast=None), device, images)
     with mpikfac.comm.together(comm, "building the network"):
         model = first_model(run, problem.classes, problem.channels, device)
-    watchdog.enter("influence", checkpoint.step)
-    found = scored(problem, model, path, options)
+    found = scored(
+        problem, model, path, options, lambda: watchdog.enter("influence", checkpoint.step)
+    )
     with mpikfac.comm.together(comm, f"writing {options.out}"):
         if found is not None and options.out is not None:
             write(found, checkpoint, run, options)
@@ -138,11 +140,18 @@ def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
 
 
 def scored(
-    problem: Problem, model: nn.Module, path: Path, options: InfluenceOptions
+    problem: Problem,
+    model: nn.Module,
+    path: Path,
+    options: InfluenceOptions,
+    progress: Callable[[], None],
 ) -> Influence | None:
     """Return the scores of all training images on rank 0, and None on other ranks.
 
     Collective over: comm of the problem.
+
+    Args:
+        progress: is called before each pass.
 
     Raises:
         UserError: the images are in files, or the checkpoint has no factors of the network.
@@ -163,9 +172,20 @@ def scored(
     queries = queries_of(problem, options.queries)
     damping = mpikfac.Damping(relative=options.damping)
     losses, tested = (each_loss(problem, loss) for loss in (problem.loss, problem.task.loss))
-    batches = parts(*own, PASS)
-    scores = mpikfac.lab.influence(curvature, losses, batches, queries, damping, measure=tested)
-    of_self = mpikfac.lab.self_influence(curvature, losses, parts(*own, PASS), damping)
+    progress()
+
+    def batches(doing: str) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, batch in enumerate(parts(*own, PASS)):
+            progress()
+            if comm.rank == 0 and number % LINES == LINES - 1:
+                done = f"{number * PASS:,} of {len(own[0]):,}"
+                print(f"{doing}: {done} images of rank 0", flush=True)
+            yield batch
+
+    scores = mpikfac.lab.influence(
+        curvature, losses, batches("influence"), queries, damping, measure=tested
+    )
+    of_self = mpikfac.lab.self_influence(curvature, losses, batches("self-influence"), damping)
     curvature.close()
     gathered = comm.gather((scores, of_self, own[1].cpu(), queries[1].cpu()))
     if gathered is None:
