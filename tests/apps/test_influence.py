@@ -95,6 +95,19 @@ def test_scores_are_of_smoothed_labels_and_of_exact_passes(tmp_path, capsys):
     torch.testing.assert_close(found[1][:4], own, rtol=1e-3, atol=1e-5)
 
 
+def test_every_pass_is_progress(run, monkeypatch, capsys):
+    """Oracle: 3 passes over 120 images for the queries, and 3 for self-influence, by hand."""
+    phases = []
+    monkeypatch.setattr(influence.Watchdog, "enter", lambda _, *phase: phases.append(phase))
+    monkeypatch.setattr(influence, "PASS", 50)
+    monkeypatch.setattr(influence, "LINES", 2)
+    assert influence.main([f"{run}", "--device=cpu"]) == 0
+    assert phases.count(("influence", 4)) == 1 + 2 * 3
+    printed = capsys.readouterr().out
+    assert "\ninfluence: 100 of 120 images of rank 0\n" in printed
+    assert "\nself-influence: 100 of 120 images of rank 0\n" in printed
+
+
 @pytest.mark.gate
 def test_the_scores_do_not_depend_on_the_number_of_ranks(run, tmp_path):
     """Oracle: the file of one rank; queries lie on the first rank only."""

@@ -177,7 +177,7 @@ def scored(
     def batches(doing: str) -> Iterator[tuple[Tensor, Tensor]]:
         for number, batch in enumerate(parts(*own, PASS)):
             progress()
-            if comm.rank == 0 and number % LINES == LINES - 1:
+            if comm.rank == 0 and number and number % LINES == 0:
                 done = f"{number * PASS:,} of {len(own[0]):,}"
                 print(f"{doing}: {done} images of rank 0", flush=True)
             yield batch
