@@ -51,6 +51,14 @@ def test_segments_compose(problem, weight_decay):
     torch.testing.assert_close(found, expected, **EXACT)
 
 
+def test_a_query_can_have_its_own_measure(problem):
+    """Oracle: minus the measure has minus the score."""
+    curvature, examples, queries = problem
+    arguments = [Segment(curvature, 1.0, 0.2)], losses, examples, queries
+    found = source(*arguments, measure=lambda model, batch: -losses(model, batch))
+    torch.testing.assert_close(found, -source(*arguments), **EXACT)
+
+
 def trained_on(x, y, weights, start, lr, steps, damping, decay):
     """Return a trainer after K-FAC's steps on the weighted mean of squared errors."""
     model = nn.Linear(3, 1, bias=False).double()

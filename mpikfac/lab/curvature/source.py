@@ -38,7 +38,7 @@ class Segment:
         curvature: at a checkpoint of the segment, with a model of its own.
         length: the sum of the learning rates of all steps, divided by 1 - momentum; times the
             factors of a clip.
-        damping: that of the run's preconditioner.
+        damping: that of the run's preconditioner; see `damping_of` for a relative one with blocks.
         weight_decay: that of the optimizer, which adds it to the preconditioned gradient.
     """
 
@@ -71,7 +71,12 @@ class Segment:
 
 
 def source(
-    segments: Sequence[Segment], losses: Losses, examples: Collection[Any], queries: Any
+    segments: Sequence[Segment],
+    losses: Losses,
+    examples: Collection[Any],
+    queries: Any,
+    *,
+    measure: Losses | None = None,
 ) -> Tensor:
     """Return how much each training example has lowered the loss of each query.
 
@@ -82,6 +87,7 @@ def source(
         losses: see `influence`.
         examples: see `influence`; the batches are read once for each segment.
         queries: see `influence`.
+        measure: see `influence`.
 
     Returns:
         Scores `[queries, examples]` as of `influence`.
@@ -91,7 +97,7 @@ def source(
     """
     if not segments:
         raise ValueError("segments=[] must have at least one segment of the training")
-    vectors = query_gradients(segments[-1].curvature, losses, queries)
+    vectors = query_gradients(segments[-1].curvature, measure or losses, queries)
     total: Tensor | None = None
     for segment in reversed(segments):
         curvature = segment.curvature
