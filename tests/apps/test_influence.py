@@ -9,9 +9,11 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac_apps.lab.influence import influence
+from mpikfac_apps.lab.influence.options import INFLUENCE
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Normalise
+from mpikfac_apps.training.testing.options import EVALUATE
 from support.launch import launch
 
 IMAGES, QUERIES = 120, 3
@@ -147,3 +149,20 @@ def test_a_run_of_a_language_model_is_refused(tmp_path, capsys):
         influence.main([f"{tmp_path}/run", "--device=cpu"])
     assert left.value.code == 2
     assert "model=lstm_small, which learns text; it needs a network" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch, capsys):
+    """Oracle: a file in the place of the folder; no image is scored."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(influence, "scored", None)
+    with pytest.raises(SystemExit) as left:
+        influence.main([f"{run}", f"--out={tmp_path}/file/scores.h5"])
+    assert left.value.code == 2
+    assert f"influence {run}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [INFLUENCE, EVALUATE])
+def test_the_directory_of_the_data_can_be_in_the_home(line, monkeypatch):
+    """Oracle: the variable HOME."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert line.read(["RUN", "--data_path=~/data"]).data_path == "/home/someone/data"

@@ -139,7 +139,7 @@ def test_records_of_a_float32_batch_norm_are_the_gradients_of_examples():
 
     alone = [torch.autograd.grad(loss(model, x[i : i + 1]), model[0].weight) for i in range(4)]
     found = gradients(covered[0], record(model, covered, loss, x)["0"], EXAMPLES)
-    torch.testing.assert_close(found[:, :, 0, 0].float(), torch.cat([g[None] for g, in alone]))
+    torch.testing.assert_close(found[:, :, 0, 0].float(), torch.cat([g[None] for (g,) in alone]))
 
 
 def batch(count):
@@ -255,7 +255,9 @@ def test_more_queries_than_memory_are_refused(monkeypatch):
     curvature, data = Curvature.of(kfac), batch(2)
     kfac.model.eval()
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 6_399, "SC_PHYS_PAGES": 1}.get)
-    message = r"2 queries with 80 parameters need up to 6,400 bytes .* pass at most 1 queries per rank"
+    message = (
+        r"2 queries with 80 parameters need up to 6,400 bytes .* pass at most 1 queries per rank"
+    )
     with pytest.raises(mpikfac.UserError, match=message):
         influence(curvature, losses, [], data)
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 6_400, "SC_PHYS_PAGES": 1}.get)

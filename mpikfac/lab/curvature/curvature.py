@@ -2,8 +2,9 @@
 
 The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`
 [Martens & Grosse 2015], which is block-diagonal over layers. With fisher_type="empirical", they
-have the gradients at the labels of the data instead, which vanish as examples are fitted. In the eigenbasis of a block, all
-functions of it are elementwise: its inverse, its roots, its log-determinant and samples.
+have the gradients at the labels of the data instead, which vanish as examples are fitted. In the
+eigenbasis of a block, all functions of it are elementwise: its inverse, its roots, its
+log-determinant and samples.
 """
 
 from __future__ import annotations

@@ -195,7 +195,9 @@ class Owners:
         """
         if self._group is None:
             return [own]
-        return [int(n) for n in self._group.gather(torch.tensor([own], dtype=torch.float64), 0, COUNT)]
+        return [
+            int(n) for n in self._group.gather(torch.tensor([own], dtype=torch.float64), 0, COUNT)
+        ]
 
     def _split(self, flat: Tensor, names: Sequence[str], examples: int) -> dict[str, Tensor]:
         """Return the matrices of layers, one after the other in `flat`."""

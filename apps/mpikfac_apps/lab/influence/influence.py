@@ -10,6 +10,7 @@ Images with a large self-influence often have wrong labels.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,8 @@ def influence(comm: mpikfac.comm.Comm, options: InfluenceOptions, watchdog: Watc
         device = mpikfac.device(comm, options.device)
         if comm.rank == 0:
             located = locate(options, comm.size)
+            if options.out is not None:
+                check_folder(options.out.parent)
     path, run = comm.bcast(located)
     watchdog.follow(run.watchdog_timeout)
     checkpoint = mpikfac.load_checkpoint(comm, path)
@@ -137,6 +140,16 @@ def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
             f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix"
         )
     return path, run
+
+
+def check_folder(folder: Path) -> None:
+    """Create a folder if it is missing, and check that files can be written into it.
+
+    Raises:
+        OSError: they cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def scored(
@@ -257,5 +270,4 @@ def write(
         "step": checkpoint.step,
         "checkpoint": checkpoint.digest,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     mpikfac.checkpoint.write_shard(options.out, items)
