@@ -161,6 +161,17 @@ def test_a_folder_that_cannot_be_written_is_refused_first(run, tmp_path, monkeyp
     assert f"influence {run}: " in capsys.readouterr().err
 
 
+def test_too_many_queries_are_refused(run, monkeypatch, capsys):
+    """Oracle: one line with the option, on a machine of 2 MB."""
+    monkeypatch.setattr("os.sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else 2_000_000)
+    with pytest.raises(SystemExit) as left:
+        influence.main([f"{run}", "--queries=4", "--device=cpu"])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert "--queries=4: 4 queries with " in error
+    assert "pass at most 1 queries per rank at a time" in error
+
+
 @pytest.mark.parametrize("line", [INFLUENCE, EVALUATE])
 def test_the_directory_of_the_data_can_be_in_the_home(line, monkeypatch):
     """Oracle: the variable HOME."""

@@ -167,7 +167,8 @@ def scored(
         progress: is called before each pass.
 
     Raises:
-        UserError: the images are in files, or the checkpoint has no factors of the network.
+        UserError: the images are in files, the checkpoint has no factors of the network, or there
+            are too many queries.
     """
     comm = problem.comm
     with mpikfac.comm.together(comm, f"influence {path}"):
@@ -195,9 +196,10 @@ def scored(
                 print(f"{doing}: {done} images of rank 0", flush=True)
             yield batch
 
-    scores = mpikfac.lab.influence(
-        curvature, losses, batches("influence"), queries, damping, measure=tested
-    )
+    with mpikfac.comm.together(comm, f"--queries={options.queries}"):
+        scores = mpikfac.lab.influence(
+            curvature, losses, batches("influence"), queries, damping, measure=tested
+        )
     of_self = mpikfac.lab.self_influence(curvature, losses, batches("self-influence"), damping)
     curvature.close()
     gathered = comm.gather((scores, of_self, own[1].cpu(), queries[1].cpu()))
