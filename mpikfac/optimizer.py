@@ -13,19 +13,18 @@ from typing import Any, ClassVar, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, distributed, nn
 
-from mpikfac.comm import Comm, SplitComm, agree, world
+from mpikfac.comm import Comm, SplitComm, agree, together, world
 from mpikfac.errors import UserError
 from mpikfac.kfac import KFAC
 from mpikfac.layers import Coverage
 from mpikfac.model import Descent, check_kind, settings_in
 from mpikfac.numerics import PassedScale
 from mpikfac.plan import AdamGrafting, Grafting, KLClip, Strategy, check_size, plain
-from mpikfac.plan.names import OF_GROUPS
+from mpikfac.plan.names import OF_GROUPS, PARAM_GROUPS
 from mpikfac.preconditioners import named_preconditioner
 from mpikfac.settings import MOMENTUM, RATE, WEIGHT_DECAY, Damping, Estimator
 from mpikfac.trainer import Trainer
 
-GROUPS = "param_groups"
 MODEL = "model/"  # names of items of the model in a trainer's state
 PASSED = "grad_scale", "found_inf"
 """Attributes that a GradScaler sets on an optimizer for one step."""
@@ -151,8 +150,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Items are named as in `KFAC.state_dict`: hyperparameters and state of the optimizer,
         factors, decompositions, the number of steps. In addition, `"param_groups"` has the form of
-        torch's optimizers, for frameworks that read it; if a program changes a hyperparameter
-        there, the changed one is loaded.
+        torch's optimizers, for frameworks that read it. To change a hyperparameter, set it in
+        `optimizer.param_groups` after loading.
 
         With COMM-OPT, the default strategy, each rank's state is complete, so rank 0's can be
         loaded by all ranks, and by any number of ranks. The exceptions are preconditioners whose
@@ -165,7 +164,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         state = self.trainer.state_dict()
         own = {name: value for name, value in state.items() if not name.startswith(MODEL)}
-        return own | {GROUPS: _numbered(self.param_groups)}
+        return own | {PARAM_GROUPS: _numbered(self.param_groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the rank's part of a `state_dict`, on all ranks or on none.
@@ -175,14 +174,15 @@ class Optimizer(torch.optim.Optimizer):
         Collective over: world.
 
         Raises:
-            UserError: see `KFAC.load_state_dict`.
+            UserError: see `KFAC.load_state_dict`; or a hyperparameter was changed in the state.
         """
         present = self.trainer.state_dict()
         model = {name: value for name, value in present.items() if name.startswith(MODEL)}
         # Copied, because a state taken from this trainer shares its memory, which loading clears.
         state = copy.deepcopy(dict(state_dict)) | model
-        edited = settings_in(state.pop(GROUPS, ()))
-        state |= {OF_GROUPS + n: value for n, value in edited if OF_GROUPS + n in state}
+        groups = state.pop(PARAM_GROUPS, ())
+        with together(self.trainer.grid.world, "loading state", untrusted=True):
+            _check_groups(groups, state)
         try:
             self.trainer.load_state_dict(state)
         except UserError as error:
@@ -194,11 +194,26 @@ class Optimizer(torch.optim.Optimizer):
             ) from error
 
 
+def _check_groups(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
+    """Check that the parameter groups of a state repeat its hyperparameters.
+
+    Raises:
+        ValueError: a hyperparameter was changed in one of them.
+    """
+    for name, value in settings_in(groups):
+        stored = state.get(OF_GROUPS + name, value)
+        if stored != value:
+            raise ValueError(
+                f"the state has {value!r} in param_groups, and {OF_GROUPS}{name}={stored!r}; load "
+                f"the state as it was saved, and set optimizer.param_groups afterwards"
+            )
+
+
 def _numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups as torch's `state_dict` does, with numbers in place of parameters."""
     number = itertools.count()
     return [
-        {key: value for key, value in group.items() if key != "params"}
+        {key: copy.deepcopy(plain(value)) for key, value in group.items() if key != "params"}
         | {"params": [next(number) for _ in group["params"]]}
         for group in groups
     ]

@@ -268,11 +268,11 @@ class Trainer:
         return {"steps": numbers.step, "optimizer": groups, **of_method, **arguments}
 
     def _tensors(self) -> dict[str, object]:
-        """Return checksums of what the program has written, and of all weights at times."""
+        """Return checksums of what the program has written, and of weights and buffers."""
         writes, written = self.built.update.writes, {}
         if writes is not None:
-            writes.look()
-            written = {"written": [*writes.recent]}
+            writes.look(self.steps)
+            written = {"written": dict(writes.recent)}
         return written | self._all_tensors()
 
     def _all_tensors(self) -> dict[str, object]:
@@ -614,6 +614,8 @@ class Trainer:
             of_part = {n.removeprefix(part.PREFIX): v for n, v in values.items()}
             part.load_state_dict(of_part, names[part])
         self._begin_batch(int(items[STEPS]))
+        if built.update.writes is not None:
+            built.update.writes.reset()
 
     def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
         """Return the names of items of a state that a part can load."""

@@ -25,6 +25,7 @@ from mpikfac.checkpoint.restarts import TRIES, starts_from
 from mpikfac.checkpoint.shard import Value, checksum, describe, write_shard
 from mpikfac.comm import Comm, agree, together
 from mpikfac.errors import RanksDifferError, UserError, looks
+from mpikfac.plan.names import PARAM_GROUPS
 
 PATIENCE = 5.0  # seconds until all ranks must see the files that rank 0 sees
 
@@ -237,6 +238,7 @@ def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: 
         raise ValueError(f"step={step} must be whole, at least 0, and keep={keep} at least 1")
     step = operator.index(step)  # NumPy's numbers are not JSON
     agree(comm, {"root": str(root), "step": step, "keep": keep})
+    items = {name: value for name, value in items.items() if name != PARAM_GROUPS}
     begun = _Begun(root / f"step-{step:09d}", step, [], {}, "", [], [])
     with together(comm, begun.doing):
         described = {name: describe(name, value) for name, value in items.items()}

@@ -94,8 +94,8 @@ class Owners(Everyone):
         self._before = site.arena(changing)
         encoded = [block for block in gradients.blocks if block.name in site.plan.messages_of]
         self._changing = slots_in(self._before, encoded, site)
-        writes = Writes(gradients.trained.by_name)
-        self.writes, self._note_writes = writes, writes.note
+        trained = gradients.trained.by_name
+        self.writes = Writes(trained) if trained else None
 
     def _square(self) -> Tensor:
         square = super()._square()
@@ -119,7 +119,8 @@ class Owners(Everyone):
             super().step(optimizer)
             self._publish()
         finally:  # what an interrupted step has written was not the program
-            self._note_writes()
+            if self.writes is not None:
+                self.writes.note()
 
     def _publish(self) -> None:
         flat, slots = self.gradients.arena.flat, self.gradients.slots

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mpikfac.layers.layer import Layer
+from mpikfac.layers.layer import Call, Layer
 from mpikfac.plan import LayerShape, Normalization
 
 
@@ -25,6 +28,7 @@ class NormLayer(Layer):
     def __init__(self, name: str, module: nn.Module) -> None:
         self.channels_last = isinstance(module, nn.LayerNorm | nn.RMSNorm)
         super().__init__(name, module)
+        self._by_running = False  # whether the last call normalised by running statistics
         if self.channels_last:
             self.dimensions = 1 + self.parameters[0].dim()
 
@@ -32,6 +36,13 @@ class NormLayer(Layer):
         """Return the shape: a group per unit."""
         trained = len(self.parameters)
         return LayerShape(self.name, trained, 1, self.parameters[0].numel(), sides="A")
+
+    def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
+        """Note the mode of a call: the program can change it before the backward pass."""
+        module = self.module
+        if isinstance(module, _BatchNorm):
+            self._by_running = not module.training and module.running_mean is not None
+        return super().watch(positional, named, output)
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the normalised input, before the scale."""
@@ -42,10 +53,10 @@ class NormLayer(Layer):
             return F.layer_norm(x, module.normalized_shape, eps=module.eps)
         if isinstance(module, nn.RMSNorm):
             return F.rms_norm(x, module.normalized_shape, eps=module.eps)
-        running = module.running_mean, module.running_var
-        if module.training or running[0] is None:
-            return F.batch_norm(x, None, None, training=True, eps=module.eps)
-        return F.batch_norm(x, *running, training=False, eps=module.eps)
+        if self._by_running:
+            running = module.running_mean, module.running_var
+            return F.batch_norm(x, *running, training=False, eps=module.eps)
+        return F.batch_norm(x, None, None, training=True, eps=module.eps)
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """Return `sum(u u^T)` `[units, inputs, inputs]` over examples with gradients `u`."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 import torch
@@ -110,10 +109,10 @@ def check_written(comm: Comm, writes: Writes) -> None:
     Raises:
         RanksDifferError: ranks have written other weights or values; the text names the first one.
     """
-    recent = comm.allgather(list(writes.recent))
+    recent = comm.allgather(writes.recent)
     writes.recent.clear()
-    for steps in zip(*recent):
-        for name, rank in _differing(steps).items():
+    for step in sorted(set.intersection(*map(set, recent))):
+        for name, rank in _differing(of_rank[step] for of_rank in recent).items():
             raise RanksDifferError(
                 f"parameter {name!r} was written between two steps with other values on rank "
                 f"{rank} than on rank 0, and has its owner's values again, as "
@@ -124,11 +123,12 @@ def check_written(comm: Comm, writes: Writes) -> None:
 class Writes:
     """Find weights that the program writes between steps, where owners' weights replace others.
 
-    A few elements of each weight are compared with those after the last step; on a GPU, for which
-    the host would have to wait, only if autograd or the address shows that a weight was written.
+    A few elements of each weight are compared with those after the last step, so a write to a few
+    other elements is not found. On a GPU, for which the host would have to wait, elements are
+    compared only if autograd or the address shows that a weight was written.
 
     Args:
-        weights: the weights that owners step, by name, of one dtype on one device.
+        weights: the weights that owners step, by name, of one dtype on one device; at least one.
 
     Attributes:
         recent: checksums of the elements of written weights, by name, in each of the last steps.
@@ -136,42 +136,61 @@ class Writes:
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
-        self._on_host = all(weight.device.type == "cpu" for weight in weights.values())
-        self.recent: deque[Mapping[str, int]] = deque(maxlen=REPEATS)
-        self._addresses: Sequence[int] = ()
-        self._samples: Sequence[Tensor] = ()  # views of the weights
-        self._values = self._elements()
-        self._versions = self._present()
+        self.recent: dict[int, Mapping[str, int]] = {}
+        self._views: tuple[list[int], list[Tensor]] = [], []  # with the addresses of the weights
+        self._elements, self._versions = torch.cat(self._samples()), self._present()
+
+    def reset(self) -> None:
+        """Forget what was written; the program has loaded a state."""
+        self.recent.clear()
+        self.note()
 
     def note(self) -> None:
         """Store the elements at the end of a step."""
-        self._values, self._versions = self._elements(), self._present()
+        self._elements, self._versions = torch.cat(self._samples()), self._present()
 
-    def look(self) -> None:
-        """Add what was written since `note` to `recent`."""
-        found: dict[str, int] = {}
-        if self._on_host or self._present() != self._versions:
-            values, before = (_bits(elements) for elements in (self._elements(), self._values))
-            if not torch.equal(values, before):
-                sizes = [len(sample) for sample in self._samples]
-                pairs = zip(self._weights, values.split(sizes), before.split(sizes))
-                found = {n: int(x.sum()) for n, x, y in pairs if not torch.equal(x, y)}
-        self.recent.append(found)
+    def look(self, step: int) -> None:
+        """Add what was written since `note`, before `step`, to `recent`."""
+        self.recent[step] = self._written()
+        if len(self.recent) > REPEATS:
+            del self.recent[min(self.recent)]
+
+    def _written(self) -> dict[str, int]:
+        before, first = self._elements, next(iter(self._weights.values()))
+        if first.device != before.device or first.dtype != before.dtype:
+            return {}  # the step refuses a model that was moved or converted
+        if before.device.type != "cpu" and self._present() == self._versions:
+            return {}
+        samples = self._samples()
+        values, before = _bits(torch.cat(samples)), _bits(before)
+        if torch.equal(values, before):
+            return {}
+        sizes = [len(sample) for sample in samples]
+        pairs = zip(self._weights, values.split(sizes), before.split(sizes))
+        return {n: int(x.sum()) for n, x, y in pairs if not torch.equal(x, y)}
 
     def _present(self) -> list[tuple[int, int]]:
         """Return each weight's address, and how often autograd has counted a write."""
         return [(weight.data_ptr(), weight._version) for weight in self._weights.values()]
 
-    def _elements(self) -> Tensor:
+    def _samples(self) -> list[Tensor]:
+        """Return a few elements of each weight; on the host, views are kept between steps."""
         addresses = [weight.data_ptr() for weight in self._weights.values()]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._samples = [_sample(weight) for weight in self._weights.values()]
-        return torch.cat([*self._samples])
+        if addresses == self._views[0]:
+            return self._views[1]
+        samples = [_sample(weight) for weight in self._weights.values()]
+        # A sample of a weight with gaps in memory is a copy, and a view on a GPU keeps its memory.
+        are_views = all(
+            sample.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+            for sample, weight in zip(samples, self._weights.values())
+        )
+        if are_views and samples[0].device.type == "cpu":
+            self._views = addresses, samples
+        return samples
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a view of a few elements, evenly spaced in memory."""
+    """Return a few elements, evenly spaced in memory; a view if the weight has no gaps there."""
     order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
     flat = weight.detach().permute(order).reshape(-1)
     return flat[:: max(1, len(flat) // SAMPLE)]

@@ -30,7 +30,8 @@ def in_transform() -> bool:
 
 def in_capture() -> bool:
     """Return whether the thread captures a model's graph: `torch.jit.trace`, `torch.export`."""
-    return torch._C._is_tracing() or torch.compiler.is_exporting()
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return tracing or torch.compiler.is_exporting()
 
 
 def makes_gradients(parameters: Iterable[Tensor]) -> bool:

@@ -74,6 +74,7 @@ OF_MODEL = "model/"
 OF_OPTIMIZER = "optimizer/"
 OPTIMIZER_NAME = "optimizer/name"
 OF_GROUPS = "optimizer/groups/"
+PARAM_GROUPS = "param_groups"  # in the state of a torch optimizer; repeats what is in `OF_GROUPS`
 OF_OPTIMIZER_STATE = "optimizer/state/"
 OF_KFAC = "kfac/"
 OF_EXCHANGE = "exchange/"

@@ -235,7 +235,7 @@ def wrong(capsys, *arguments):
 
 def verdicts(text):
     """Return the verdict on every layer."""
-    numbers = text.partition("Numbers")[2].partition("\n\n")[0].splitlines()[5:]
+    numbers = text.partition("Errors")[2].partition("\n\n")[0].splitlines()[5:]
     return {line.split()[0]: " ".join(line.split()[7:]) for line in numbers}
 
 

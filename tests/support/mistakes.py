@@ -53,8 +53,8 @@ TABLE = (
     Mistake(
         "votes: weights that owners replace are not compared",
         "model/equality.py",
-        "self.recent.append(found)",
-        "self.recent.append({})",
+        "self.recent[step] = self._written()",
+        "self.recent[step] = {}",
         "tests/mpi/test_equality.py",
         ranks=3,
     ),

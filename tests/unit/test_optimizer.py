@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
 
+import mpikfac
 from mpikfac import (
     KFAC,
     DistributedNorMuon,
@@ -142,6 +144,22 @@ def test_a_state_has_groups_as_those_of_torch(make):
     loaded = make(again, lr=0.3)
     loaded.load_state_dict(state)
     assert loaded.param_groups[0]["lr"] == 0.01
-    group["lr"] = 0.02  # as a program does that continues with another rate
-    loaded.load_state_dict(state)
-    assert loaded.param_groups[0]["lr"] == 0.02 and optimizer.param_groups[0]["lr"] == 0.01
+    group["lr"] = 0.02
+    told = r"0\.02 in param_groups.*set optimizer\.param_groups"
+    with pytest.raises(mpikfac.UserError, match=told):
+        loaded.load_state_dict(state)
+
+
+def test_groups_in_a_state_are_a_copy_and_are_left_out_of_checkpoints(tmp_path, comm):
+    """Oracle: a rate that is changed after the state was taken; torch's and the library's files."""
+    model = nn.Linear(3, 2)
+    optimizer = mpikfac.KFACOptimizer(model, lr=np.float64(0.01))
+    state = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.5
+    torch.save(state, tmp_path / "state.pt")
+    read = torch.load(tmp_path / "state.pt", weights_only=True)
+    path = mpikfac.save_checkpoint(comm, tmp_path / "run", state, 0)
+    for stored in (read, mpikfac.load_checkpoint(comm, path)):
+        optimizer.load_state_dict(stored)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        optimizer.param_groups[0]["lr"] = 0.5

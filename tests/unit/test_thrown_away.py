@@ -114,14 +114,15 @@ def test_a_pass_that_is_thrown_away_does_not_count(throw, choice, caplog):
     assert len(told) == 1 and "factors do not include the pass either" in told[0]
 
 
+@pytest.mark.parametrize("throw", [zero, keep_zeros])
 @pytest.mark.parametrize("kept", [False, True])
-def test_gradients_that_autograd_returns_count_if_they_are_kept(kept):
+def test_gradients_that_autograd_returns_count_if_they_are_kept(kept, throw):
     """Oracle: a loop without the passes that are thrown away, or with plain micro-batches."""
     found = []
     for returned in (True, False):
         kfac = trainer(network())
         for step in range(STEPS):
-            zero(kfac)
+            throw(kfac)
             x, y = batch(step)
             parameters = list(kfac.model.parameters())
             for part, labels in zip(x.split(4), y.split(4)):

@@ -1005,3 +1005,88 @@ def test_gradients_of_all_kinds_of_layers_are_compared(kind, penalised, dtype, c
         kfac.step()
     told = [r.getMessage() for r in caplog.records if "not that of the module's calls" in r.msg]
     assert len(told) == (penalised != "none"), told
+
+
+def test_no_pass_is_compared_after_a_loss_with_derivatives(monkeypatch):
+    """Oracle: the calls of the layers' projections, of which a later pass needs none."""
+    model = network()
+    kfac = trainer(model, factor_update_steps=1)
+    compared = []
+    project = mpikfac.layers.Layer.projections
+    monkeypatch.setattr(
+        mpikfac.layers.Layer,
+        "projections",
+        lambda layer, *rest: compared.append(layer.name) or project(layer, *rest),
+    )
+    for step in range(3):
+        x, y = batch(seed=step)
+        x.requires_grad_()
+        kfac.optimizer.zero_grad()
+        outputs = model(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        (F.cross_entropy(outputs, y) + slope.square().mean()).backward()
+        kfac.step()
+        if step == 0:
+            compared.clear()
+    assert compared == []
+
+
+def test_owners_of_no_trained_weight_take_a_step():
+    """Oracle: the weights before, and running statistics that follow the batches."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).requires_grad_(False)
+    before = [parameter.clone() for parameter in model.parameters()]
+    strategy = Strategy(mpikfac.MemOpt(shard_optimizer=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first_order = FirstOrderTrainer(model, optimizer, COMM, strategy)
+    model(batch()[0].float())
+    first_order.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert model[1].running_mean.any()
+
+
+def test_a_converted_model_is_told_with_owners():
+    """Oracle: the error of a converted model, which names no device or shape of the check."""
+    model = network()
+    strategy = Strategy(mpikfac.MemOpt(shard_optimizer=True))
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), COMM, strategy)
+    learn(kfac)
+    model.float()
+    x, y = batch()
+    kfac.optimizer.zero_grad()
+    F.cross_entropy(model(x.float()), y).backward()
+    with pytest.raises(ValueError, match="was torch.float64 on cpu when the trainer was created"):
+        kfac.step()
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (0, 4)])
+def test_writes_to_weights_with_gaps_in_memory_are_found(shape):
+    """Oracle: the names of the weights that are written; a state that is loaded writes none."""
+    weights = {"gaps": nn.Parameter(torch.randn(6, 8)[:, :4]), "dense": nn.Parameter(torch.ones(3))}
+    weights["empty"] = nn.Parameter(torch.ones(shape))
+    writes = mpikfac.model.Writes(weights)
+    writes.look(0)
+    with torch.no_grad():
+        weights["gaps"].add_(1)
+    writes.look(1)
+    assert [[*found] for found in writes.recent.values()] == [[], ["gaps"]]
+    writes.reset()
+    writes.look(2)
+    assert writes.recent == {2: {}}
+
+
+def test_the_mode_of_a_call_decides_how_its_statistics_normalise():
+    """Oracle: a loop that changes the mode after the backward pass."""
+    found = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        coverage = mpikfac.Coverage(covers={**mpikfac.KINDS, **mpikfac.NORMS})
+        kfac = trainer(model, coverage=coverage, factor_update_steps=1)
+        x, y = batch()
+        loss = F.cross_entropy(model(x), y)
+        model.train(not early)
+        loss.backward()
+        model.train()
+        kfac.step()
+        found.append(averages(kfac))
+    assert all(map(torch.equal, *found))

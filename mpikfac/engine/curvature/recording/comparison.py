@@ -44,13 +44,24 @@ class Comparison:
     def begin(self) -> None:
         """Begin a pass, in which layers that have no gradient yet are compared."""
         self._sums.clear()
-        if not self._left or _averaged_by_ddp(x.parameters[0] for x in self._layers.values()):
+        if not self._left:
             return
-        for key, layer in self._layers.items():
-            weight = layer.parameters[0]
-            if weight.grad is None and weight.requires_grad and not _is_split(layer):
-                zeros = torch.zeros(PROBES, dtype=torch.float64, device=weight.device)
-                self._sums[key] = zeros, zeros.clone()
+        weights = {
+            key: layer.parameters[0] for key, layer in self._layers.items() if not _is_split(layer)
+        }
+        fresh = {key: w for key, w in weights.items() if w.grad is None and w.requires_grad}
+        if fresh and _averaged_by_ddp(fresh.values()):
+            self.stop()
+            return
+        for key, weight in fresh.items():
+            zeros = torch.zeros(PROBES, dtype=torch.float64, device=weight.device)
+            self._sums[key] = zeros, zeros.clone()
+
+    def stop(self) -> None:
+        """Compare no further passes."""
+        self._left = 0
+        self._sums.clear()
+        self._probes.clear()
 
     @without_autocast
     @torch.no_grad()
@@ -85,11 +96,11 @@ class Comparison:
                 names.append(layer.name)
                 differences.append((found - total).norm() - allowed)
         self._sums.clear()
-        if not self._left:
-            self._probes.clear()
         large = torch.stack(differences).tolist() if names else []
-        if other := [name for name, difference in zip(names, large) if difference > 0]:
-            self._left = 0
+        other = [name for name, difference in zip(names, large) if difference > 0]
+        if other or not self._left:
+            self.stop()
+        if other:
             further = len({*other}) - 1
             log.warning(
                 "layer %r%s: the gradient of the weight is not that of the module's calls, as with "

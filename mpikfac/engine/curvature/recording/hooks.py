@@ -149,10 +149,12 @@ class RecordingHooks(Part):
         own: ref[RecordingHooks], layer: Layer, module: nn.Module, *called: Any
     ) -> None:
         self = own()
-        if self is None or in_capture():
+        if self is None:
             return
         *inputs, output = called
         called = *inputs, self._outputs.take(module, output)
+        if in_capture():
+            return
         trained = any(parameter.requires_grad for parameter in layer.parameters)
         if not (module.training and trained) or self.paused:
             return
@@ -202,8 +204,9 @@ class RecordingHooks(Part):
             return
         self._followed = True
         self._comparison.begin()
-        at_end_of_backward(partial(self._note_gradients, self._turn is None))
-        removed = self._retained.removed(accumulates(layer.parameters))
+        accumulating = accumulates(layer.parameters)
+        at_end_of_backward(partial(self._note_gradients, self._turn is None, accumulating))
+        removed = self._retained.removed(accumulating)
         counts = self._moments.of_loss or self._turn is not None
         for name in removed if counts else ():
             self._moments.drop_layer(name)
@@ -212,13 +215,13 @@ class RecordingHooks(Part):
             self._removed_told = True
             _warn_of_removed(removed[0], counts)
 
-    def _note_gradients(self, of_loss: bool) -> None:
+    def _note_gradients(self, of_loss: bool, accumulated: bool) -> None:
         """Note the gradients that a pass of the loss has left in the model."""
         self._followed = False
         if not self._derivatives_told:  # derivatives would explain a difference
             self._comparison.end()
         if of_loss:
-            self._retained.note(self._moments.recorded)
+            self._retained.note(self._moments.recorded, accumulated)
 
     def _note_backward(self) -> None:
         """Note a call that counts in a backward pass."""
@@ -244,6 +247,7 @@ class RecordingHooks(Part):
     def _on_derivative(self, layer: Layer, _: Tensor) -> None:
         if not self._derivatives_told and makes_gradients(layer.parameters):
             self._derivatives_told = True
+            self._comparison.stop()
             _warn_of_derivatives(layer)
 
 

@@ -14,13 +14,14 @@ class Retained(NamedTuple):
     """The gradients of a layer after a backward pass.
 
     Attributes:
-        versions: the identity of each gradient, and how often it was changed in place; none after a
-            pass of `torch.autograd.grad`, which leaves no gradients.
+        versions: the identity of each gradient, and how often it was changed in place.
         sizes: the norms, for which the host does not wait.
+        accumulated: whether the pass added to gradients, unlike one of `torch.autograd.grad`.
     """
 
     versions: list[tuple[int, int]]
     sizes: Sequence[Tensor]
+    accumulated: bool
 
 
 class RetainedGradients:
@@ -34,23 +35,24 @@ class RetainedGradients:
         self._parameters = parameters
         self._retained: dict[str, Retained] = {}
 
-    def note(self, names: Iterable[str]) -> None:
-        """Record the gradients of layers, after a backward pass."""
+    def note(self, names: Iterable[str], accumulated: bool) -> None:
+        """Record the gradients of layers, after a backward pass that added to them or did not."""
         gradients = {name: self._gradients(name) for name in names}
         if not any(gradients.values()):
-            self._retained |= {name: Retained([], ()) for name in gradients}
+            self._retained |= {name: Retained([], (), accumulated) for name in gradients}
             return
         with torch.no_grad():
             # One call for all layers: on a GPU, a call for each layer starts a kernel for each.
             sizes = iter(torch._foreach_norm([*chain.from_iterable(gradients.values())], 1))
         for name, found in gradients.items():
             versions = [(id(g), g._version) for g in found]
-            self._retained[name] = Retained(versions, [*islice(sizes, len(found))])
+            self._retained[name] = Retained(versions, [*islice(sizes, len(found))], accumulated)
 
     def removed(self, accumulating: bool) -> list[str]:
         """Return the layers whose gradients are None or 0 now, but were not after a pass.
 
-        Elements are only read if the program has changed the gradients.
+        Elements are only read if the program has changed the gradients, or after a pass of
+        `torch.autograd.grad`.
 
         Args:
             accumulating: whether the current pass adds to `.grad`; then the program has not kept
@@ -59,11 +61,13 @@ class RetainedGradients:
         return [
             name
             for name, retained in self._retained.items()
-            if (retained.versions or accumulating) and self._is_removed(name, retained)
+            if self._is_removed(name, retained, accumulating)
         ]
 
-    def _is_removed(self, name: str, retained: Retained) -> bool:
+    def _is_removed(self, name: str, retained: Retained, accumulating: bool) -> bool:
         gradients = self._gradients(name)
+        if not retained.accumulated:
+            return accumulating and not any(g.any() for g in gradients)
         if gradients and [(id(g), g._version) for g in gradients] == retained.versions:
             return False
         return not gradients or (any(retained.sizes) and not any(g.any() for g in gradients))
