@@ -9,9 +9,11 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac_apps.lab.influence import influence
+from mpikfac_apps.lab.influence.options import INFLUENCE
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Normalise
+from mpikfac_apps.training.testing.options import EVALUATE
 from support.launch import launch
 
 IMAGES, QUERIES = 120, 3
@@ -30,7 +32,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def by_hand(run):
+def by_hand(run, smoothing=0.0):
     """Return scores and self-influence of the first images, by gradients one by one."""
     data, model = datasets.load("digits"), models.build("digits_cnn", 10, 1)
     covered = mpikfac.layers.cover(model)[0]
@@ -41,12 +43,13 @@ def by_hand(run):
     model.eval()
     normalise = Normalise(data.train_images[:IMAGES], torch.device("cpu"))
 
-    def gradient(image, label):
-        loss = F.cross_entropy(model(normalise(image[None])), label[None])
+    def gradient(image, label, smoothing=0.0):
+        outputs = model(normalise(image[None]))
+        loss = F.cross_entropy(outputs, label[None], label_smoothing=smoothing)
         return dict(zip(named, torch.autograd.grad(loss, named.values())))
 
     some = zip(data.train_images[:4], data.train_labels[:4])
-    train_gradients = [gradient(*each) for each in some]
+    train_gradients = [gradient(*each, smoothing) for each in some]
     tests = list(zip(data.test_images[:QUERIES], data.test_labels[:QUERIES]))
     damping = mpikfac.Damping(relative=0.1)
     scores = torch.empty(QUERIES, 4)
@@ -76,6 +79,35 @@ def test_scores_are_products_of_gradients(run, tmp_path, capsys):
     assert found["labels"].tolist() == data.train_labels[:IMAGES].tolist()
     assert found["query_labels"].tolist() == data.test_labels[:QUERIES].tolist()
     assert (found["step"], found["damping"]) == (4, 0.1)
+    assert found["fisher_type"].decode() == "empirical"
+    assert "step 4, empirical Fisher" in printed
+
+
+def test_scores_are_of_smoothed_labels_and_of_exact_passes(tmp_path, capsys):
+    """Oracle: autograd in float32; training images have smoothed labels, and queries plain ones."""
+    out, more = tmp_path / "scores.h5", ["--label_smoothing=0.2", "--ema_decay=0.9"]
+    run = tmp_path / "run"
+    assert train.main([*QUICK, *more, "--autocast=bfloat16", f"--run_dir={run}"]) == 0
+    assert influence.main([f"{run}", f"--queries={QUERIES}", f"--out={out}", "--device=cpu"]) == 0
+    assert "scores are those of the weights themselves" in capsys.readouterr().out
+    scores, own = by_hand(run, 0.2)
+    with h5py.File(out) as file:
+        found = torch.from_numpy(file["scores"][()]), torch.from_numpy(file["self"][()])
+    torch.testing.assert_close(found[0][:, :4].float(), scores, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found[1][:4], own, rtol=1e-3, atol=1e-5)
+
+
+def test_every_pass_is_progress(run, monkeypatch, capsys):
+    """Oracle: 3 passes over 120 images for the queries, and 3 for self-influence, by hand."""
+    phases = []
+    monkeypatch.setattr(influence.Watchdog, "enter", lambda _, *phase: phases.append(phase))
+    monkeypatch.setattr(influence, "PASS", 50)
+    monkeypatch.setattr(influence, "LINES", 2)
+    assert influence.main([f"{run}", "--device=cpu"]) == 0
+    assert phases.count(("influence", 4)) == 1 + 2 * 3
+    printed = capsys.readouterr().out
+    assert "\ninfluence: 100 of 120 images of rank 0\n" in printed
+    assert "\nself-influence: 100 of 120 images of rank 0\n" in printed
 
 
 @pytest.mark.gate
@@ -105,3 +137,43 @@ def test_a_run_without_a_fisher_matrix_is_refused(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert "is of a run with optimizer=sgd; it needs kfac" in errors
     assert "fisher_type=forward-only and normalization=expand" in errors
+
+
+def test_a_run_of_a_language_model_is_refused(tmp_path, capsys):
+    """Oracle: one line, before the text is read."""
+    (tmp_path / "text.txt").write_text("It is what it is. " * 100)
+    text = "--model=lstm_small --data.name=text --data.size=16 --batch=8 --epochs=1 --threads=1"
+    of_data = [f"--data.path={tmp_path}/text.txt", "--data.test_images=8", "--data.train_images=16"]
+    assert train.main([*text.split(), *of_data, f"--run_dir={tmp_path}/run"]) == 0
+    with pytest.raises(SystemExit) as left:
+        influence.main([f"{tmp_path}/run", "--device=cpu"])
+    assert left.value.code == 2
+    assert "model=lstm_small, which learns text; it needs a network" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch, capsys):
+    """Oracle: a file in the place of the folder; no image is scored."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(influence, "scored", None)
+    with pytest.raises(SystemExit) as left:
+        influence.main([f"{run}", f"--out={tmp_path}/file/scores.h5"])
+    assert left.value.code == 2
+    assert f"influence {run}: " in capsys.readouterr().err
+
+
+def test_too_many_queries_are_refused(run, monkeypatch, capsys):
+    """Oracle: one line with the option, on a machine of 2 MB."""
+    monkeypatch.setattr("os.sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else 2_000_000)
+    with pytest.raises(SystemExit) as left:
+        influence.main([f"{run}", "--queries=4", "--device=cpu"])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert "--queries=4: 4 queries with " in error
+    assert "pass at most 1 queries per rank at a time" in error
+
+
+@pytest.mark.parametrize("line", [INFLUENCE, EVALUATE])
+def test_the_directory_of_the_data_can_be_in_the_home(line, monkeypatch):
+    """Oracle: the variable HOME."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert line.read(["RUN", "--data_path=~/data"]).data_path == "/home/someone/data"

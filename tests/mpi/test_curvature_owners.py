@@ -128,3 +128,28 @@ def test_influence_does_not_depend_on_the_ranks(comm, alone, saved):
     alone_with_all = self_influence(one, losses, [(images, labels)])
     own_part = self_influence(several, losses, [own])
     torch.testing.assert_close(own_part, alone_with_all.split(counts)[comm.rank], **EXACT)
+
+
+def test_arguments_that_differ_are_refused(comm, saved):
+    """Oracle: one line on all ranks, as if each passed its own number of examples."""
+    curvature, generator = Curvature.load(saved[1], network(), comm), torch.Generator()
+    calls = (
+        lambda scale: curvature.logdet(scale, 1.0),
+        lambda scale: curvature.effective(scale, 1.0),
+        lambda scale: curvature.sample(scale, 1.0, generator),
+    )
+    for call in calls if comm.size > 1 else ():
+        with pytest.raises(mpikfac.UserError, match="ranks disagree on scale: 1 on rank 0, 2 on"):
+            call(comm.rank + 1)
+
+
+def test_more_queries_than_a_message_are_refused(comm, saved, monkeypatch):
+    """Oracle: one line on all ranks, also on those without queries; 80 elements are a query."""
+    model = network().eval()
+    curvature = Curvature.load(saved[1], model, comm)
+    monkeypatch.setattr("mpikfac.lab.curvature.influence.MAX_COUNT", 80 * comm.size)
+    count = comm.size + 1 if comm.rank == 0 else 0
+    data = torch.randn(count, 2, 3, 3, dtype=F64), torch.randint(3, (count,))
+    if comm.size > 1:
+        with pytest.raises(mpikfac.UserError, match=r"pass at most [12] queries per rank"):
+            influence(curvature, losses, [], data)

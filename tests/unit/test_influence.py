@@ -125,6 +125,23 @@ def test_records_are_the_gradients_of_examples(kind):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_records_of_a_float32_batch_norm_are_the_gradients_of_examples():
+    """Oracle: autograd, example by example, in float32."""
+    model = nn.Sequential(nn.BatchNorm2d(3)).eval()
+    with torch.no_grad():
+        for tensor in (model[0].running_mean, model[0].running_var, *model.parameters()):
+            tensor.uniform_(0.2, 1)
+    covered, _ = layers.cover(model, mpikfac.Coverage(covers=layers.NORMS))
+    x = torch.randn(EXAMPLES, 3, 2, 4)
+
+    def loss(model, x):
+        return model(x).flatten(1).square().mean(1)
+
+    alone = [torch.autograd.grad(loss(model, x[i : i + 1]), model[0].weight) for i in range(4)]
+    found = gradients(covered[0], record(model, covered, loss, x)["0"], EXAMPLES)
+    torch.testing.assert_close(found[:, :, 0, 0].float(), torch.cat([g[None] for (g,) in alone]))
+
+
 def batch(count):
     return torch.randn(count, 2, 3, 3, dtype=F64), torch.randint(3, (count,))
 
@@ -210,14 +227,41 @@ def test_influence_predicts_leaving_an_example_out():
         torch.testing.assert_close(scores[left] / (1 - leverage[left]), change, **EXACT)
 
 
+def test_a_unit_without_gradients_changes_no_score():
+    """Oracle: zero in place of the inverse where all eigenvalues are 0, by autograd one by one."""
+    modules = nn.Conv2d(2, 3, 2), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+    model = nn.Sequential(*modules).double()
+    with torch.no_grad():
+        model[1].weight[1], model[1].bias[1] = 0, -1  # the ReLU's inputs are always negative
+    coverage = mpikfac.Coverage(covers={**layers.KINDS, **layers.NORMS})
+    curvature, data = Curvature.of(trained(model, coverage=coverage)), batch(4)
+    model.eval()
+
+    def inverse(values):
+        mean = values.mean((-2, -1), keepdim=True)
+        return torch.where(mean > 0, 1 / (values + 0.1 * mean), 0)
+
+    found = influence(curvature, losses, [data], data)
+    of_examples = gradients_of(model, data)
+    for scores, g in zip(found, of_examples):
+        solved = curvature.apply(g, inverse)
+        expected = torch.stack([inner(solved, t) for t in of_examples]) / 4
+        torch.testing.assert_close(scores, expected, **EXACT)
+
+
 def test_more_queries_than_memory_are_refused(monkeypatch):
-    """Oracle: 8 bytes for each of 80 parameters, by hand, and a machine of 1,000 bytes."""
+    """Oracle: 5 times 8 bytes for each of 80 parameters, by hand; memory for one query of two."""
     kfac = trained(network())
     curvature, data = Curvature.of(kfac), batch(2)
     kfac.model.eval()
-    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 1}.get)
-    with pytest.raises(ValueError, match=r"2 queries of 80 parameters take 1,280 bytes"):
-        influence(curvature, losses, [data], data)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 6_399, "SC_PHYS_PAGES": 1}.get)
+    message = (
+        r"2 queries with 80 parameters need up to 6,400 bytes .* pass at most 1 queries per rank"
+    )
+    with pytest.raises(mpikfac.UserError, match=message):
+        influence(curvature, losses, [], data)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 6_400, "SC_PHYS_PAGES": 1}.get)
+    assert influence(curvature, losses, [data], data).shape == (2, 2)
 
 
 def test_refusals():

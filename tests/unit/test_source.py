@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -26,12 +24,12 @@ def problem():
 
 
 def test_a_long_segment_is_influence(problem):
-    """Oracle: influence with the weight decay as damping, whatever the run's damping."""
+    """Oracle: `1 / (s + wd (s + l))` by hand, which is influence with damping `wd l / (1 + wd)`."""
     curvature, examples, queries = problem
-    segment = Segment(curvature, 1e6, mpikfac.Damping(relative=0.3), weight_decay=0.05)
-    found = source([segment], losses, examples, queries)
-    expected = influence(curvature, losses, examples, queries, 0.05)
-    torch.testing.assert_close(found, expected, **EXACT)
+    damping, decay = 0.3, 0.05
+    found = source([Segment(curvature, 1e6, damping, decay)], losses, examples, queries)
+    expected = influence(curvature, losses, examples, queries, decay * damping / (1 + decay))
+    torch.testing.assert_close(found, expected / (1 + decay), **EXACT)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -53,46 +51,62 @@ def test_segments_compose(problem, weight_decay):
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_a_quadratic_problem_has_the_derivative_of_its_training():
-    """Oracle: the deviation of the weights after many steps of K-FAC on a linear model.
+def test_a_query_can_have_its_own_measure(problem):
+    """Oracle: minus the measure has minus the score."""
+    curvature, examples, queries = problem
+    arguments = [Segment(curvature, 1.0, 0.2)], losses, examples, queries
+    found = source(*arguments, measure=lambda model, batch: -losses(model, batch))
+    torch.testing.assert_close(found, -source(*arguments), **EXACT)
 
-    The loss is quadratic, so the curvature is constant and exact. A step changes the deviation d by
-    `-lr P (H d - g / N)`; the sum of a geometric series has the deviation after all steps. Steps
-    are small, so `(1 - lr p)^K` is nearly `exp(-lr K p)`, with which the result is exact.
+
+def trained_on(x, y, weights, start, lr, steps, damping, decay):
+    """Return a trainer after K-FAC's steps on the weighted mean of squared errors."""
+    model = nn.Linear(3, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay)
+    settings = {"estimator": mpikfac.Estimator(fisher_type="type-2"), "budget": None}
+    settings |= {"preconditioner": "eigen", "grafting": mpikfac.NoGrafting(), "damping": damping}
+    kfac = mpikfac.KFAC(model, optimizer, **settings)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        outputs = model(x)
+        kfac.record(outputs, "squared-error")
+        (weights * (outputs - y)[:, 0].square()).mean().backward()
+        kfac.step()
+    return kfac
+
+
+def test_a_linear_model_has_the_derivative_of_its_training():
+    """Oracle: real trainings, with a larger and a smaller weight of an example.
+
+    The loss is quadratic, and the curvature constant and exact. The training begins where a step
+    changes nothing, so that the gradients of examples are constant too. Only the difference of
+    `(1 - lr q)^steps` and `exp(-lr steps q)` remains.
     """
     torch.manual_seed(1)
-    examples, lr, steps, damping, decay = 12, 1e-5, 100_000, 0.3, 0.05
-    model = nn.Linear(3, 1, bias=False).double()
+    examples, lr, steps, damping, decay = 12, 1e-3, 700, 0.3, 0.4
     x, y = torch.randn(examples, 3, dtype=F64), torch.randn(examples, 1, dtype=F64)
-    estimator = mpikfac.Estimator(fisher_type="type-2")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    kfac = mpikfac.KFAC(model, optimizer, estimator=estimator, budget=None)
-    outputs = model(x)
-    kfac.record(outputs, "squared-error")
-    nn.functional.mse_loss(outputs, y).backward()
-    kfac.step()
-    hessian = 2 * x.T @ x / examples + decay * torch.eye(3, dtype=F64)
-    direction = torch.linalg.inv(2 * x.T @ x / examples + damping * torch.eye(3, dtype=F64))
+    hessian, slope = 2 * x.T @ x / examples, 2 * x.T @ y / examples
+    direction = torch.linalg.inv(hessian + damping * torch.eye(3, dtype=F64))
+    unmoved = direction @ hessian + decay * torch.eye(3, dtype=F64)
+    start = torch.linalg.solve(unmoved, direction @ slope).T
 
-    slopes = direction @ hessian
-    discrete = torch.linalg.matrix_power(torch.eye(3, dtype=F64) - lr * slopes, steps)
-    continuous = torch.linalg.matrix_exp(-lr * steps * slopes)
-    responses = (
-        torch.linalg.solve(slopes, (torch.eye(3, dtype=F64) - powers) @ direction)
-        for powers in (discrete, continuous)
-    )
-    final = copy.deepcopy(model).eval()
-    segment = Segment(Curvature.of(kfac), lr * steps, damping, decay)
+    def errors(model, data):
+        return (model(data[0]) - data[1]).square().sum(1)
+
+    def trained_with(weights):
+        return trained_on(x, y, weights, start, lr, steps, damping, decay)
+
+    kfac = trained_with(torch.ones(examples, dtype=F64))
+    torch.testing.assert_close(kfac.model.weight.detach(), start, **EXACT)
     kfac.model.eval()
-
-    def errors(network, data):
-        return (network(data[0]) - data[1]).square().sum(1)
-
-    found = source([segment], errors, [(x, y)], (x[:2], y[:2]))
-    residuals = 2 * (final(x) - y) * x
-    for response, tolerance in zip(responses, (1e-4, 1e-8)):
-        expected = (residuals[:2] @ response @ residuals.T / examples).detach()
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    segment = Segment(Curvature.of(kfac), lr * steps, damping, decay)
+    found = source([segment], errors, [(x, y)], (x[:2], y[:2]))[:, 4]
+    weights = torch.ones(2, examples, dtype=F64)
+    weights[:, 4] += torch.tensor([1e-3, -1e-3])
+    more, less = (errors(trained_with(w).model, (x[:2], y[:2])).detach() for w in weights)
+    torch.testing.assert_close(found, (less - more) / 2e-3, rtol=2e-3, atol=1e-6)
 
 
 def test_refusals(problem):

@@ -1,8 +1,10 @@
 """The curvature of the loss at a run's weights, from the factors that K-FAC keeps.
 
 The Kronecker factors of a layer estimate the Fisher matrix of its parameters as `G (x) A`
-[Martens & Grosse 2015], which is block-diagonal over layers. In the eigenbasis of a block, all
-functions of it are elementwise: its inverse, its roots, its log-determinant and samples.
+[Martens & Grosse 2015], which is block-diagonal over layers. With fisher_type="empirical", they
+have the gradients at the labels of the data instead, which vanish as examples are fitted. In the
+eigenbasis of a block, all functions of it are elementwise: its inverse, its roots, its
+log-determinant and samples.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from mpikfac.lab.curvature.eigenbasis import Eigenbasis, Function
 from mpikfac.lab.curvature.matrices import ParameterMatrices
 from mpikfac.lab.curvature.owners import Owners
 from mpikfac.layers import Coverage, Layer, cover
+from mpikfac.numerics import damping_unit
 from mpikfac.plan.names import OF_KFAC
 from mpikfac.settings import Damping, in_force
 from mpikfac.trace import Trace
 
 USUAL = Damping(relative=0.1)
-"""A tenth of each layer's mean eigenvalue, as in studies of influence [Grosse et al. 2023]."""
+"""A tenth of the mean eigenvalue of each layer, as in studies of influence [Grosse et al. 2023].
+
+In a layer with groups, it is that of each group; normalisation layers have a group per channel.
+"""
 
 
 class Curvature:
@@ -37,7 +43,8 @@ class Curvature:
         directions = curvature.solve(gradients, damping=mpikfac.Damping(relative=0.1))
 
     C is block-diagonal; the block of a layer is `G (x) A` of the running averages. It estimates
-    the mean over examples of the Fisher matrix of a single example. That of N examples is N C.
+    the mean over examples of the Fisher matrix of a single example, or of the empirical one for
+    fisher_type="empirical", the default of trainers. That of N examples is N C.
 
     Vectors are dictionaries with a tensor for each covered parameter, by the parameter's name, such
     as `{name: parameter.grad for name, parameter in model.named_parameters()}`. Tensors have the
@@ -249,10 +256,13 @@ class Curvature:
         Collective over: comm.
 
         Args:
-            scale: the number of examples, for the posterior of all of them.
+            scale: the number of examples on all ranks, for the posterior of all of them.
             prior: the precision of a Gaussian prior of the weights, above 0.
+
+        Raises:
+            RanksDifferError: arguments differ between ranks.
         """
-        _check(scale, prior)
+        self._check(scale=scale, prior=prior)
         return sum(self._totals(lambda values: (scale * values + prior).log()).values())
 
     def effective(self, scale: float, prior: float) -> dict[str, float]:
@@ -266,7 +276,7 @@ class Curvature:
             scale: see `logdet`.
             prior: see `logdet`.
         """
-        _check(scale, prior)
+        self._check(scale=scale, prior=prior)
         return self._totals(lambda values: scale * values / (scale * values + prior))
 
     def sample(
@@ -287,8 +297,8 @@ class Curvature:
         Returns:
             Tensors `[count, *shape]` in float64, by the parameter's name.
         """
-        _check(scale, prior)
         seed = int(torch.randint(2**62, (), generator=generator))
+        self._check(scale=scale, prior=prior, count=count, seed=seed)
         drawn = {}
         for number, name in enumerate(self.layers):
             if name in self.bases:
@@ -299,6 +309,12 @@ class Curvature:
                 drawn[name] = basis.rotate_back(noise * (scale * basis.values + prior).rsqrt())
         shapes = {name: (count, *shape) for name, shape in self.owners.shapes.items()}
         return self._matrices.tensors(self.owners.publish(drawn, shapes))
+
+    def _check(self, scale: float, prior: float, **others: int) -> None:
+        """Check that the arguments are valid, and the same on all ranks."""
+        self.owners.agree({"scale": scale, "prior": prior, **others})
+        if not (0 <= scale < math.inf and 0 < prior < math.inf):
+            raise ValueError(f"scale={scale!r} must be at least 0, and prior={prior!r} above 0")
 
     def _totals(self, function: Function) -> dict[str, float]:
         """Return the sums of the function's values over the eigenvalues of each layer."""
@@ -317,7 +333,9 @@ def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
 
     Args:
         damping: a number, 0 only if no factor is singular, or a `Damping` with a number. A relative
-            one is a multiple of the mean eigenvalue of a layer, or of each of its groups.
+            one is a multiple of the mean eigenvalue of a layer, or of each of its groups, and of 1
+            if all eigenvalues are 0. (A run of K-FAC damps each block of a block-diagonal factor
+            by the block's own mean.)
 
     Raises:
         ValueError: the damping is a schedule, or negative.
@@ -326,7 +344,7 @@ def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
     if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
         raise ValueError(f"damping={damping!r} must be a number of at least 0")
     relative = isinstance(damping, Damping) and damping.is_relative
-    return number * values.mean((-2, -1), keepdim=True) if relative else number
+    return number * damping_unit(values.mean((-2, -1), keepdim=True)) if relative else number
 
 
 def _bases(
@@ -356,11 +374,6 @@ def _owners_of(
 def device(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters."""
     return next(model.parameters()).device
-
-
-def _check(scale: float, prior: float) -> None:
-    if not (0 <= scale < math.inf and 0 < prior < math.inf):
-        raise ValueError(f"scale={scale!r} must be at least 0, and prior={prior!r} above 0")
 
 
 def _check_trainer(trainer: KFAC) -> None:

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpikfac.comm.messages.buffers import MAX_COUNT
+from mpikfac.errors import UserError
 from mpikfac.lab.curvature.curvature import USUAL, Curvature, damped_power
+from mpikfac.lab.curvature.owners import ITEMSIZE, Owners
 from mpikfac.lab.curvature.records import Losses, Records, gradients, products, record
 from mpikfac.settings import Damping
 
@@ -43,8 +46,8 @@ def influence(
         losses: returns the training loss of each example, for example
             `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")`.
         examples: batches of the rank's training examples, without augmentation.
-        queries: a batch of the rank's queries; the solutions take 8 bytes per parameter and query
-            of all ranks.
+        queries: a batch of the rank's queries; their gradients and solutions take up to 40 bytes
+            per parameter and query.
         damping: see `Curvature.solve`.
         measure: returns the loss of each query, if it is not the training loss.
 
@@ -53,8 +56,9 @@ def influence(
         and the examples of this rank.
 
     Raises:
-        ValueError: a module is in training mode, a loss is not that of one example, or the
-            solutions for all queries do not fit into memory.
+        ValueError: a module is in training mode, or a loss is not that of one example.
+        UserError: the solutions for all queries do not fit into memory, or into a message; the
+            line says how many queries do.
     """
     gradients_of = query_gradients(curvature, measure or losses, queries)
     solved = curvature.apply_to_matrices(gradients_of, damped_power(-1.0, damping))
@@ -95,10 +99,14 @@ def self_influence(
 def query_gradients(curvature: Curvature, losses: Losses, queries: Any) -> dict[str, Tensor]:
     """Return the gradients of the rank's queries as matrices, by layer.
 
-    Collective over: none.
+    Collective over: comm of the curvature.
+
+    Raises:
+        UserError: the queries of all ranks do not fit into memory or into a message.
     """
     records = _records(curvature, losses, queries)
     count = _length(records)
+    _check_size(curvature.owners, count)
     return {n: gradients(layer, records[n], count) for n, layer in curvature.layers.items()}
 
 
@@ -116,8 +124,7 @@ def inner_products(
         Products `[vectors, examples]`, divided by the number of examples of all ranks.
     """
     owners = curvature.owners
-    counts = owners.count(len(next(iter(matrices.values()))))
-    _check_memory(sum(counts), sum(owners.sizes))
+    counts = owners.integers(len(next(iter(matrices.values()))))
     everyone = {
         name: owners.gather(rows.flatten(1), counts).view(-1, *owners.shapes[name])
         for name, rows in matrices.items()
@@ -129,23 +136,30 @@ def inner_products(
         of_layers = [products(everyone[n], calls, length) for n, calls in records.items()]
         found.append(torch.stack(of_layers).sum(0).cpu())
     own = torch.cat(found, 1)
-    return own / sum(owners.count(own.shape[1]))
+    return own / sum(owners.integers(own.shape[1]))
 
 
-def _check_memory(queries: int, parameters: int) -> None:
-    """Check that the solutions of all queries fit into memory.
+def _check_size(owners: Owners, queries: int) -> None:
+    """Check that the queries of all ranks fit into memory, and into messages.
+
+    A rank stores its own queries' gradients and solutions, with those on their way to the owners
+    and back, and the solutions of all ranks.
+
+    Collective over: comm of the owners.
 
     Raises:
-        ValueError: they do not.
+        UserError: they do not fit, on all ranks.
     """
-    needed, memory = (
-        8 * queries * parameters,
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    )
-    if needed > memory:
-        raise ValueError(
-            f"{queries} queries of {parameters:,} parameters take {needed:,} bytes on each rank, "
-            f"and the memory has {memory:,}; pass fewer queries at a time"
+    counts, parameters = owners.integers(queries), sum(owners.sizes)
+    memory = min(owners.integers(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+    row = ITEMSIZE * parameters * (4 + len(counts))  # bytes for a query of each rank
+    largest = max(parameters, len(counts) * max(owners.sizes))  # elements of a message
+    most = min(memory // row, MAX_COUNT // largest if len(counts) > 1 else max(counts))
+    if max(counts) > most:
+        raise UserError(
+            f"{sum(counts)} queries with {parameters:,} parameters need up to "
+            f"{row * max(counts):,} bytes on each rank, which has {memory:,}; pass at most {most} "
+            f"queries per rank at a time"
         )
 
 
@@ -155,4 +169,4 @@ def _records(curvature: Curvature, losses: Losses, batch: Any) -> Records:
 
 def _length(records: Records) -> int:
     """Return the number of examples of a batch."""
-    return max((call.g.shape[1] for calls in records.values() for call in calls), default=0)
+    return max((len(call.g) for calls in records.values() for call in calls), default=0)

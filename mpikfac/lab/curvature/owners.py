@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from mpikfac.comm import Comm, Group, handed_over
+from mpikfac.comm import Comm, Group, agree, handed_over
 from mpikfac.plan import LayerShape, Message, Shape, message, rows
 from mpikfac.trace import Trace
 
@@ -96,6 +96,17 @@ class Owners:
         if self._group:
             self._group.free()
 
+    def agree(self, values: Mapping[str, object]) -> None:
+        """Check that `values` are the same on every rank.
+
+        Collective over: comm.
+
+        Raises:
+            RanksDifferError: they differ.
+        """
+        if self._comm is not None:
+            agree(self._comm, values)
+
     def ask(
         self, matrices: Mapping[str, Tensor], answer: Callable[[str, Tensor], Tensor]
     ) -> dict[str, Tensor]:
@@ -110,7 +121,7 @@ class Owners:
         """
         if self._group is None:
             return {name: answer(name, rows_of) for name, rows_of in matrices.items()}
-        examples = self.count(len(next(iter(matrices.values()))))
+        examples = self.integers(len(next(iter(matrices.values()))))
         there = elements_to(self.sizes, examples)
         out, back = there[self._group.member], [row[self._group.member] for row in there]
         sent = torch.cat([matrices[n].flatten() for names in self._names for n in names])
@@ -177,15 +188,16 @@ class Owners:
         found = handed_over(self._comm, tensors, names)
         return {name: tensor.to(self._device) for name, tensor in found.items()}
 
-    def count(self, examples: int) -> list[int]:
-        """Return the number of examples of each rank.
+    def integers(self, own: int) -> list[int]:
+        """Return an integer of each rank, such as its number of examples.
 
         Collective over: owners.
         """
         if self._group is None:
-            return [examples]
-        count = torch.tensor([examples], dtype=torch.float64)
-        return [int(n) for n in self._group.gather(count, 0, COUNT)]
+            return [own]
+        return [
+            int(n) for n in self._group.gather(torch.tensor([own], dtype=torch.float64), 0, COUNT)
+        ]
 
     def _split(self, flat: Tensor, names: Sequence[str], examples: int) -> dict[str, Tensor]:
         """Return the matrices of layers, one after the other in `flat`."""

@@ -1,8 +1,8 @@
 """Gradients of single examples as products of the vectors that layers see.
 
-The gradient of an example in a layer is the sum of `g a^T` over positions and calls. The vectors
-`a` and `g` of a batch need far less memory than the gradients, and one ordinary backward pass
-yields them.
+The gradient of an example in a layer is the sum of `g a^T` over positions and calls. One ordinary
+backward pass yields the inputs and the output gradients of all layers, from which the vectors `a`
+and `g`, such as the patches of a convolution, are computed one layer at a time.
 """
 
 from __future__ import annotations
@@ -20,26 +20,38 @@ Losses = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns one loss per example, `[examples]`."""
 
 
-class CallVectors(NamedTuple):
-    """The vectors of a call of a layer, for all groups or one, in float64.
+class Call(NamedTuple):
+    """A call of a layer in a pass over a batch.
 
     Attributes:
-        groups: the groups of the layer to which the vectors belong.
-        a: `[groups, examples, positions, inputs]`.
-        g: the gradients of the examples' own losses, `[groups, examples, positions, outputs]`.
+        layer: the layer, for all of its groups or one.
+        x: the input, in the model's dtype.
+        g: the gradients of the examples' own losses at the output.
     """
 
-    groups: slice
-    a: Tensor
+    layer: Layer
+    x: Tensor
     g: Tensor
 
+    def vectors(self) -> tuple[slice, Tensor, Tensor]:
+        """Return groups of the layer, and their vectors in float64.
 
-Records = Mapping[str, Sequence[CallVectors]]
-"""The records of a batch by layer, one for each call."""
+        The vectors `a` are `[groups, examples, positions, inputs]`, and `g` are `[groups, examples,
+        positions, outputs]`.
+        """
+        layer, x = self.layer, self.layer.prepared(self.x, self.g)
+        pairs = layer.pairs(x.double() if x.is_floating_point() else x, self.g.double())
+        a, g = (pair if layer.shape.groups > 1 else pair[None] for pair in pairs)
+        groups = slice(None) if layer.group is None else slice(layer.group, layer.group + 1)
+        return groups, a, g
+
+
+Records = Mapping[str, Sequence[Call]]
+"""The calls in a pass over a batch, by layer."""
 
 
 def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any) -> Records:
-    """Return the vectors of a batch; gradients in `.grad` do not change.
+    """Return the calls in a pass over a batch; gradients in `.grad` do not change.
 
     Collective over: none.
 
@@ -50,7 +62,7 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
     """
     if training := [name or "the model" for name, m in model.named_modules() if m.training]:
         raise ValueError(f"{training[0]} is in training mode; call model.eval() first")
-    records: dict[str, list[CallVectors]] = {layer.name: [] for layer in layers}
+    records: dict[str, list[Call]] = {layer.name: [] for layer in layers}
     hooks = [
         attached
         for layer in layers
@@ -72,50 +84,46 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
             hook.remove()
     for name, calls in records.items():
         for call in calls:
-            if call.g.shape[1] != len(values):
+            if len(call.g) != len(values):
                 raise ValueError(
-                    f"layer {name!r} has {call.g.shape[1]} examples, and the batch {len(values)}"
+                    f"layer {name!r} has {len(call.g)} examples, and the batch {len(values)}"
                 )
     return records
 
 
-def _on_call(layer: Layer, records: list[CallVectors], _: nn.Module, *called: Any) -> None:
+def _on_call(layer: Layer, records: list[Call], _: nn.Module, *called: Any) -> None:
     call = layer.watch(*called)
     if call is not None and call[0].numel():  # a rank can have no examples
         x, listen = call
-        listen(lambda g: records.append(_record(layer, x, g)))
+        single = x.dim() < layer.dimensions  # one example without a batch dimension
+        listen(lambda g: records.append(Call(layer, *((x[None], g[None]) if single else (x, g)))))
 
 
 @torch.no_grad()
-def _record(layer: Layer, x: Tensor, g: Tensor) -> CallVectors:
-    if x.dim() < layer.dimensions:  # one example without a batch dimension
-        x, g = x[None], g[None]
-    x, g = (x.double() if x.is_floating_point() else x), g.double()
-    pairs = layer.pairs(layer.prepared(x, g), g)
-    a, g = (pair if layer.shape.groups > 1 else pair[None] for pair in pairs)
-    groups = slice(None) if layer.group is None else slice(layer.group, layer.group + 1)
-    return CallVectors(groups, a, g)
-
-
-def gradients(layer: Layer, calls: Sequence[CallVectors], examples: int) -> Tensor:
+def gradients(layer: Layer, calls: Sequence[Call], examples: int) -> Tensor:
     """Return the examples' gradients in a layer, `[examples, groups, outputs, inputs]`."""
     shape = layer.shape.groups, layer.shape.outputs, layer.shape.inputs
     total = torch.zeros(examples, *shape, dtype=torch.float64, device=layer.parameters[0].device)
-    for groups, a, g in calls:
+    for groups, a, g in (call.vectors() for call in calls):
         total[:, groups] += torch.einsum("kbso,kbsi->bkoi", g, a)
     return total
 
 
-def products(matrices: Tensor, calls: Sequence[CallVectors], examples: int) -> Tensor:
+@torch.no_grad()
+def products(matrices: Tensor, calls: Sequence[Call], examples: int) -> Tensor:
     """Return the products of matrices with the examples' gradients, `[vectors, examples]`.
 
-    The gradients are not computed.
+    The gradients are computed only for examples with several positions, which saves work.
 
     Args:
         matrices: `[vectors, groups, outputs, inputs]`.
     """
     total = matrices.new_zeros(len(matrices), examples)
-    for groups, a, g in calls:
-        mapped = torch.einsum("vkoi,kbsi->vkbso", matrices[:, groups], a)
-        total += torch.einsum("vkbso,kbso->vb", mapped, g)
+    for groups, a, g in (call.vectors() for call in calls):
+        if a.shape[2] == 1:
+            mapped = torch.einsum("vkoi,kbsi->vkbso", matrices[:, groups], a)
+            total += torch.einsum("vkbso,kbso->vb", mapped, g)
+        else:
+            each = torch.einsum("kbso,kbsi->bkoi", g, a)
+            total += matrices[:, groups].flatten(1) @ each.flatten(1).T
     return total

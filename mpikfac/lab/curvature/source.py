@@ -2,12 +2,13 @@
 
 SOURCE [Bae et al. 2024] follows how a change of an example's weight propagates through the steps of
 the training. Over a segment of the training, the curvature is constant. A step of K-FAC multiplies
-the gradient by `1 / (s + damping)` in the eigenbasis in which the curvature of the loss is s, so a
-deviation of the weights is multiplied by `1 - lr p` with `p = (s + weight_decay) / (s + damping)`.
-After steps with learning rates of sum L, the factors have become
+the gradient by `1 / (s + damping)` in the eigenbasis in which the curvature of the loss is s, and
+the optimizer adds the weight decay to the result, so a deviation of the weights is multiplied by
+`1 - lr q` with `q = s / (s + damping) + weight_decay`. After steps with learning rates of sum L,
+the factors have become
 
-    exp(-L p)                               of a deviation before the segment
-    (1 - exp(-L p)) / (s + weight_decay)    of a constant change of the gradient
+    exp(-L q)                               of a deviation before the segment
+    (1 - exp(-L q)) / (q (s + damping))     of a constant change of the gradient
 
 No damping has to be chosen, and momentum only changes L.
 """
@@ -37,8 +38,8 @@ class Segment:
         curvature: at a checkpoint of the segment, with a model of its own.
         length: the sum of the learning rates of all steps, divided by 1 - momentum; times the
             factors of a clip.
-        damping: that of the run's preconditioner.
-        weight_decay: that of the gradient, before it is preconditioned.
+        damping: that of the run's preconditioner; see `damping_of` for a relative one with blocks.
+        weight_decay: that of the optimizer, which adds it to the preconditioned gradient.
     """
 
     curvature: Curvature
@@ -59,18 +60,23 @@ class Segment:
         def response(values: Tensor) -> Tensor:
             rates = self._rates(values)
             damped = values + damping_of(self.damping, values)
-            # (1 - exp(-L p)) / p is L where p is 0, as without weight decay.
+            # (1 - exp(-L q)) / q is L where q is 0, as without weight decay.
             ratio = torch.where(rates > 0, -torch.expm1(-self.length * rates) / rates, self.length)
             return ratio / damped
 
         return response
 
     def _rates(self, values: Tensor) -> Tensor:
-        return (values + self.weight_decay) / (values + damping_of(self.damping, values))
+        return values / (values + damping_of(self.damping, values)) + self.weight_decay
 
 
 def source(
-    segments: Sequence[Segment], losses: Losses, examples: Collection[Any], queries: Any
+    segments: Sequence[Segment],
+    losses: Losses,
+    examples: Collection[Any],
+    queries: Any,
+    *,
+    measure: Losses | None = None,
 ) -> Tensor:
     """Return how much each training example has lowered the loss of each query.
 
@@ -81,6 +87,7 @@ def source(
         losses: see `influence`.
         examples: see `influence`; the batches are read once for each segment.
         queries: see `influence`.
+        measure: see `influence`.
 
     Returns:
         Scores `[queries, examples]` as of `influence`.
@@ -90,7 +97,7 @@ def source(
     """
     if not segments:
         raise ValueError("segments=[] must have at least one segment of the training")
-    vectors = query_gradients(segments[-1].curvature, losses, queries)
+    vectors = query_gradients(segments[-1].curvature, measure or losses, queries)
     total: Tensor | None = None
     for segment in reversed(segments):
         curvature = segment.curvature

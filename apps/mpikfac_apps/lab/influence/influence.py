@@ -9,7 +9,9 @@ Images with a large self-influence often have wrong labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from mpikfac_apps.lab.influence.options import INFLUENCE, InfluenceOptions
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import coverage
 from mpikfac_apps.place import share_cores
+from mpikfac_apps.problems import models
 from mpikfac_apps.text import show, table
 from mpikfac_apps.training.batches import Batches, parts, share
 from mpikfac_apps.training.parts.problem import Problem, first_model
@@ -32,7 +35,10 @@ from mpikfac_apps.training.settings import saved_run
 from mpikfac_apps.training.testing.evaluate import options_of
 from mpikfac_apps.training.testing.options import EvaluateOptions
 
+Losses = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+
 PASS = 128  # training images per backward pass
+LINES = 20  # passes between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -86,23 +92,27 @@ def influence(comm: mpikfac.comm.Comm, options: InfluenceOptions, watchdog: Watc
         device = mpikfac.device(comm, options.device)
         if comm.rank == 0:
             located = locate(options, comm.size)
+            if options.out is not None:
+                check_folder(options.out.parent)
     path, run = comm.bcast(located)
     watchdog.follow(run.watchdog_timeout)
     checkpoint = mpikfac.load_checkpoint(comm, path)
     with mpikfac.comm.together(comm, f"reading {path}"):
         saved = saved_run(checkpoint)
     images = {key: saved[key] for key in CHECKSUMS if key in saved}
-    problem = Problem(comm, run, device, images)
+    problem = Problem(comm, dataclasses.replace(run, autocast=None), device, images)
     with mpikfac.comm.together(comm, "building the network"):
         model = first_model(run, problem.classes, problem.channels, device)
-    watchdog.enter("influence", checkpoint.step)
-    found = scored(problem, model, path, options)
+    found = scored(
+        problem, model, path, options, lambda: watchdog.enter("influence", checkpoint.step)
+    )
     with mpikfac.comm.together(comm, f"writing {options.out}"):
         if found is not None and options.out is not None:
-            write(found, checkpoint, options)
+            write(found, checkpoint, run, options)
     problem.batches.close()
     if found is not None:
-        show([[f"{path}: step {checkpoint.step}"], *found.report(options.top)])
+        kind = run.kfac.estimator.fisher_type
+        show([[f"{path}: step {checkpoint.step}, {kind} Fisher"], *found.report(options.top)])
     return 0
 
 
@@ -110,13 +120,19 @@ def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
     """Return the checkpoint and the options of its run.
 
     Raises:
-        ValueError: there is no checkpoint, or its run estimated no Fisher matrix.
+        ValueError: there is no checkpoint, or its run's images have no single labels, or it
+            estimated no Fisher matrix.
     """
     path = checkpoint_at(options.path)
     of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
     run = options_of(path, of_test, ranks)
     if run.optimizer != "kfac":
         raise ValueError(f"{path} is of a run with optimizer={run.optimizer}; it needs kfac")
+    if (task := models.network(run.model).task).dimensions:
+        raise ValueError(
+            f"{path} is of a run with model={run.model}, which learns {task.learns}; it needs a "
+            f"network with one label per image"
+        )
     estimator = run.kfac.estimator
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
         raise ValueError(
@@ -126,15 +142,33 @@ def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
     return path, run
 
 
+def check_folder(folder: Path) -> None:
+    """Create a folder if it is missing, and check that files can be written into it.
+
+    Raises:
+        OSError: they cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
 def scored(
-    problem: Problem, model: nn.Module, path: Path, options: InfluenceOptions
+    problem: Problem,
+    model: nn.Module,
+    path: Path,
+    options: InfluenceOptions,
+    progress: Callable[[], None],
 ) -> Influence | None:
     """Return the scores of all training images on rank 0, and None on other ranks.
 
     Collective over: comm of the problem.
 
+    Args:
+        progress: is called before each pass.
+
     Raises:
-        UserError: the images are in files, or the checkpoint has no factors of the network.
+        UserError: the images are in files, the checkpoint has no factors of the network, or there
+            are too many queries.
     """
     comm = problem.comm
     with mpikfac.comm.together(comm, f"influence {path}"):
@@ -144,24 +178,46 @@ def scored(
     curvature = mpikfac.lab.Curvature.load(path, model, comm, coverage=covered, skip=left)
     if left and comm.rank == 0:
         print(f"no factors cover {', '.join(left)}: scores leave them out", flush=True)
+    if problem.options.ema_decay and comm.rank == 0:
+        print("scores are those of the weights themselves, not of their averages", flush=True)
     model.eval()
-
-    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        outputs, targets = problem.outputs(model, *batch)
-        each = [problem.loss(y[None], t[None]) for y, t in zip(outputs, targets)]
-        return torch.stack(each) if each else outputs.flatten(1).sum(1)
 
     own = share(images, labels, comm.rank, comm.size)
     queries = queries_of(problem, options.queries)
     damping = mpikfac.Damping(relative=options.damping)
-    scores = mpikfac.lab.influence(curvature, losses, parts(*own, PASS), queries, damping)
-    of_self = mpikfac.lab.self_influence(curvature, losses, parts(*own, PASS), damping)
+    losses, tested = (each_loss(problem, loss) for loss in (problem.loss, problem.task.loss))
+    progress()
+
+    def batches(doing: str) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, batch in enumerate(parts(*own, PASS)):
+            progress()
+            if comm.rank == 0 and number and number % LINES == 0:
+                done = f"{number * PASS:,} of {len(own[0]):,}"
+                print(f"{doing}: {done} images of rank 0", flush=True)
+            yield batch
+
+    with mpikfac.comm.together(comm, f"--queries={options.queries}"):
+        scores = mpikfac.lab.influence(
+            curvature, losses, batches("influence"), queries, damping, measure=tested
+        )
+    of_self = mpikfac.lab.self_influence(curvature, losses, batches("self-influence"), damping)
     curvature.close()
     gathered = comm.gather((scores, of_self, own[1].cpu(), queries[1].cpu()))
     if gathered is None:
         return None
     of_ranks, of_selves, of_images, of_queries = zip(*gathered)
     return Influence(torch.cat(of_ranks, 1), *map(torch.cat, (of_selves, of_images, of_queries)))
+
+
+def each_loss(problem: Problem, loss: Callable[..., Tensor]) -> Losses:
+    """Return a function that returns the loss of each image."""
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        outputs, targets = problem.outputs(model, *batch)
+        each = [loss(y[None], t[None]) for y, t in zip(outputs, targets)]
+        return torch.stack(each) if each else outputs.flatten(1).sum(1)
+
+    return losses
 
 
 def examples(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -195,7 +251,10 @@ def uncovered(model: nn.Module, covered: mpikfac.Coverage) -> list[str]:
 
 
 def write(
-    found: Influence, checkpoint: mpikfac.checkpoint.Checkpoint, options: InfluenceOptions
+    found: Influence,
+    checkpoint: mpikfac.checkpoint.Checkpoint,
+    run: Options,
+    options: InfluenceOptions,
 ) -> None:
     """Write all scores, with what they were computed from, to an HDF5 file.
 
@@ -209,8 +268,8 @@ def write(
         "labels": found.labels,
         "query_labels": found.query_labels,
         "damping": options.damping,
+        "fisher_type": run.kfac.estimator.fisher_type,
         "step": checkpoint.step,
         "checkpoint": checkpoint.digest,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     mpikfac.checkpoint.write_shard(options.out, items)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from mpikfac_apps.inspecting.options import new_file
 from mpikfac_apps.options.command_line import CommandLine
-from mpikfac_apps.options.fields import bounded, positional, read_by
+from mpikfac_apps.options.fields import bounded, in_home, positional, read_by
 
 
 def scores_file(text: str) -> Path:
@@ -24,8 +24,9 @@ class InfluenceOptions:
         path: the directory of a run, whose newest checkpoint is used, or of a checkpoint inside the
             directory of a run.
         queries: the number of test images, the first ones of the test set.
-        damping: the damping of the curvature, relative to the mean eigenvalue of each layer.
-        top: the number of images and of queries to print.
+        damping: the damping of the curvature, relative to the mean eigenvalue of each layer, or of
+            each group of a layer.
+        top: the number of queries to print, and of images for each.
         out: a new file for all scores, .h5; null for none.
         trust: allow executing the files FILE.py of the run's `model` and `data.name`.
         data_path: the directory of the data set; null for that of the run.
@@ -38,7 +39,7 @@ class InfluenceOptions:
     top: int = bounded(5, ">= 1")
     out: Path | None = read_by(scores_file, None)
     trust: bool = False
-    data_path: str | None = None
+    data_path: str | None = in_home(None)
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpikfac_apps.options.command_line import CommandLine
-from mpikfac_apps.options.fields import positional
+from mpikfac_apps.options.fields import in_home, positional
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EvaluateOptions:
     path: Path = positional()
     weights: Path | None = None
     trust: bool = False
-    data_path: str | None = None
+    data_path: str | None = in_home(None)
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
 
 
