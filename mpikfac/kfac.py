@@ -100,7 +100,7 @@ class KFAC(Trainer):
             meet it, the first batch with statistics lengthens intervals and cuts factors into
             blocks with at most half as many rows as the batch has vectors, or 128. With None, or if
             you set any interval or covering rule, intervals and factors stay unchanged.
-        matmul_precision: how the products that precondition gradients and orthogonalize directions
+        matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands. "float32": not at all; on a GPU, torch's settings apply. "tf32":
             to 10 bits of mantissa. "bfloat16": to 7 bits. Results are accumulated in float32, and
             models in float64 are never rounded. Only the tensor cores of NVIDIA GPUs compute this
@@ -287,11 +287,11 @@ class KFAC(Trainer):
                 `step` skips them, and the batch is ignored.
 
         Raises:
-            ValueError: with `shard_optimizer`, because the owner of a layer must step it; with
-                `overlap`, because gradients are sent before the caller can average them; with
-                `virtual_ranks`, because K-FAC adds their gradients in order; with local steps,
-                because the caller averages gradients; with `QuadraticModel`, because only `step`
-                uses the batch; or the set of trained parameters has changed.
+            ValueError: the set of trained parameters has changed, or the strategy has
+                `shard_optimizer` (the owner of a layer must step it), `overlap` (gradients are sent
+                before the caller can average them), `virtual_ranks` (K-FAC adds their gradients in
+                order), local steps (the caller averages gradients) or `QuadraticModel` (only `step`
+                uses the batch).
         """
         self._check_preconditions()
         self._warn_of_unfinished()
@@ -446,7 +446,7 @@ class KFAC(Trainer):
         Collective over: none.
 
         Raises:
-            ValueError: with `overlap`, because every backward pass sends gradients.
+            ValueError: `overlap` is used, so every backward pass sends gradients.
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(

@@ -41,7 +41,7 @@ class Recorded(NamedTuple):
 
 
 def self_seconds(events: Sequence[Event]) -> list[float]:
-    """Return the seconds of every event without those of inner events."""
+    """Return the time of every event, excluding inner events, in seconds."""
     inside: defaultdict[tuple[str, int], float] = defaultdict(float)
     durations = []
     for event in events:  # inner events end before the outer event
@@ -95,8 +95,8 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
 def stage_means(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
     """Return every stage's mean seconds, calls, bytes and waiting per step, for `stages.json`.
 
-    A stage's seconds exclude inner stages, so the seconds of all stages sum to those of the step;
-    seconds outside of all stages are "other".
+    A stage's time excludes inner stages, so the times of all stages add up to that of the step; the
+    time outside all stages is "other".
     """
     waits = waiting([recorded.events for recorded in ranks], columns)
     rows = [_rank_means(recorded, waited) for recorded, waited in zip(ranks, waits)]
@@ -183,7 +183,7 @@ def collective_means(
     "hidden" is the fraction that is not exposed.
 
     Args:
-        isolated: by rank and stage, the seconds of a step's messages in isolation; None in the
+        isolated: by rank and stage, the time of a step's messages in isolation; None in the
             result for a stage without an entry.
     """
     rows = [_of_rank(recorded, alone) for recorded, alone in zip(ranks, isolated)]
@@ -219,7 +219,7 @@ def _hidden(values: Mapping[str, float]) -> float:
 
 
 def _flights(events: Sequence[Event]) -> dict[str, Spans]:
-    """Return start and end of every message by stage; all pieces of a message form one flight."""
+    """Return the start and end of every message by stage; all its pieces form one flight."""
     pieces: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for number, event in enumerate(events, start=1):
         if event.over:

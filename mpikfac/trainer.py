@@ -167,10 +167,9 @@ class Trainer:
             scaler: a `torch.amp.GradScaler` whose `scale(loss)` was used for the backward pass.
                 First, gradients and statistics are unscaled. If any of them is not finite on some
                 rank, all ranks skip the step: it is counted in `steps`, but the batch is ignored,
-                    and updates that were due are postponed until they are due again. Then the scale
-                    is reduced or,
-                after enough steps, increased, identically on all ranks. Do not call the scaler's
-                `unscale_`, `step` and `update`: this method replaces all three.
+                and updates that were due are postponed until they are due again. Then the scale is
+                reduced or, after enough steps, increased, identically on all ranks. Do not call the
+                scaler's `unscale_`, `step` and `update`: this method replaces all three.
             max_norm: the maximum norm of the averaged gradient of all parameters; if it is longer,
                 it is scaled down before K-FAC preconditions it. None for no bound. Must be equal on
                 all ranks.
@@ -180,11 +179,12 @@ class Trainer:
                 ranks have the same weight.
 
         Raises:
-            ValueError: a scaler with `overlap` or with local steps; `examples` with
-                `overlap` or `virtual_ranks`; a gradient that was changed after `overlap` had sent
-                it; a converted or moved model; a negative `max_norm`; `QuadraticModel` without
-                `grafting.set_batch(inputs, loss)`; a second momentum, also from a scheduler; a
-                gradient of a parameter that is in the optimizer but not in the model.
+            ValueError: a scaler is passed with `overlap` or local steps; `examples` is passed with
+                `overlap` or `virtual_ranks`; a gradient was changed after `overlap` had sent it;
+                the model was converted or moved; `max_norm` is negative; `QuadraticModel` was not
+                given the batch by `grafting.set_batch(inputs, loss)`; the optimizer or a scheduler
+                sets a second momentum; or a parameter with a gradient is in the optimizer but not
+                in the model.
             UserError: ranks disagree on the model, learning rates or settings; or the trainer
                 cannot adopt a change in the trained parameters.
             RanksDifferError: ranks disagree on an argument, or on weights, which are compared every
@@ -362,13 +362,13 @@ class Trainer:
     def clear_statistics(self) -> None:
         """Drop the statistics of the passes since the last step, for a batch without a step.
 
-        Running statistics of normalization layers are reset to those after the last step. Clear the
+        Running statistics of normalisation layers are reset to those after the last step. Clear the
         gradients with `zero_grad`.
 
         Collective over: none.
 
         Raises:
-            ValueError: with `overlap`, because the backward pass has sent the gradients.
+            ValueError: `overlap` is used, so the backward pass has sent the gradients.
         """
         self.built.gradients.check_unsent()
         self._abort_batch()
@@ -524,7 +524,7 @@ class Trainer:
         steps = before.stepped, self.built.stepped
         hand_over_state(self.built.grid.world, self.model, self.optimizer, *steps)
         self._begin_batch(self.steps)
-        log.info("step %d: %s; taken up", self.steps, reason)
+        log.info("step %d: %s; adopted", self.steps, reason)
 
     def detach(self) -> None:
         """Remove the hooks; apart from its weights, the model is then unchanged."""

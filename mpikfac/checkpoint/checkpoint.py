@@ -98,7 +98,7 @@ class CheckpointWriter:
 
         Raises:
             ValueError: `root` is not a path, `step` is negative or `keep` is below 1.
-            UserError: as `save_checkpoint`; or the pending checkpoint failed, and no new one was
+            UserError: see `save_checkpoint`; or the pending checkpoint failed, and no new one was
                 begun.
         """
         self.commit()
@@ -366,7 +366,7 @@ def _written(write: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | Non
     """Return what `write` returns; a lack of memory is also reported to all ranks.
 
     Raises:
-        UserError: memory or HDF5 failed.
+        UserError: memory ran out, or HDF5 raised an error.
     """
     try:
         return write()

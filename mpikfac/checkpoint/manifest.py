@@ -79,7 +79,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     checkpoint = Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
     if durable.step_of(checkpoint.path) not in (None, checkpoint.step):
-        raise UserError(f"{path} holds the manifest of step {checkpoint.step}: renamed, or damaged")
+        raise UserError(f"{path} has the manifest of step {checkpoint.step}: renamed or damaged")
     return checkpoint
 
 
@@ -135,9 +135,9 @@ class Checkpoint(Mapping[str, Value]):
             raise UserError(f"{self.path / file}, item {name!r}: {error}") from error
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Return every item's `shard`, `dtype`, `shape` and `bytes`; also a plain number's `value`.
+        """Return a dictionary from item name to `shard`, `dtype`, `shape` and `bytes`.
 
-        A dictionary by the item's name.
+        A plain number also has its `value`.
         """
         return dict(self._items)
 

@@ -97,7 +97,7 @@ def handed_over(
 
 
 def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:
-    """Return rank `source`'s tensor of any size, or plain value."""
+    """Return the tensor, of any size, or the plain value of rank `source`."""
     form = (value.shape, value.dtype) if torch.is_tensor(value) else None
     form, number = comm.bcast((form, None if form else value), root=source)
     if form is None:

@@ -221,7 +221,7 @@ def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Int
 def leaving(code: int) -> int:
     """End MPI and return the exit code `code`; the rank can then exit without ending other ranks.
 
-    After the death of a rank, the process exits without finalizing MPI, which might wait for the
+    After the death of a rank, the process exits without finalising MPI, which might wait for the
     dead rank forever.
 
     Collective over: the surviving ranks.

@@ -3,7 +3,7 @@
 A rank that waits for others waits inside MPI, where it cannot report anything, so a thread checks
 once a second. A rank that has been in the same step for `LONG` seconds, or has finished, sends its
 position to the next rank, and a waiting rank compares the position of the previous rank with its
-own. If ranks cannot meet, the positions of at least two neighbors differ. As long as steps are
+own. If ranks cannot meet, the positions of at least two neighbours differ. As long as steps are
 fast, nothing is sent.
 """
 

@@ -167,7 +167,7 @@ class Gradients:
         weight: the weight of the rank in averages; its mean over ranks is 1.
         weight_of_statistics: a weight of the rank's statistics, in addition to their numbers of
             examples.
-        counts: the batch counts of normalization layers, for batches in parts.
+        counts: the batch counts of normalisation layers, for batches in parts.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class Gradients:
         """Check that this rank can drop a batch by itself.
 
         Raises:
-            ValueError: with `overlap`, since the backward pass has sent the gradients.
+            ValueError: `overlap` is used, so the backward pass has sent the gradients.
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError(
@@ -408,8 +408,8 @@ def check_weighable(examples: int, strategy: Strategy) -> None:
     transport, sync = strategy.transport, strategy.sync
     if sync.local_steps:
         raise ValueError(
-            f"examples={examples} needs sync='synchronous', not {sync.name!r}: ranks average no "
-            f"gradients"
+            f"examples={examples} needs sync='synchronous', not {sync.name!r}: ranks do not "
+            f"average gradients"
         )
     if transport.overlap or transport.virtual_ranks is not None:
         raise ValueError(

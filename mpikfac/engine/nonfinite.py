@@ -124,7 +124,7 @@ class Cautions:
             self._once(
                 "large factors",
                 "layer %r at step %d: float32 rounds the factors of such large inputs and "
-                "gradients by more than damping=%g covers, so directions can be wrong; normalize "
+                "gradients by more than damping=%g covers, so directions can be wrong; normalise "
                 "the inputs, or use more damping, or a model in float64",
                 *(layers[0], step, damping),
             )

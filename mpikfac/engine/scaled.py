@@ -61,7 +61,7 @@ def average_scaled(gradients: Gradients, scaler: Scaler, finite: bool) -> bool:
 
 
 def _spoil(gradients: Gradients, accumulated: Tensor) -> None:
-    """Fill everything that is sent with NaN, except for the votes before the last one."""
+    """Fill everything that is sent with NaN; of the votes, only SKIP."""
     for block in gradients.blocks:
         values = accumulated[..., gradients.arena.span(block.name)]
         (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)

@@ -22,7 +22,7 @@ def call_sizes(
     compute no values. Gradients of parameters and running statistics change.
 
     Args:
-        model: in training mode, with a single tensor as output.
+        model: a model in training mode that returns a single tensor.
     """
     sizes: dict[str, list[CallSize]] = {}
     attached = []

@@ -102,9 +102,8 @@ class Trained:
     def changed(self) -> bool:
         """Return whether different parameters of the model require a gradient now.
 
-        A renamed parameter counts as a different one: pruning and parametrizations rename the
-            weight,
-        because the module then multiplies by something else.
+        A renamed parameter counts as a different one: pruning and parametrisations rename the
+        weight, because the module then multiplies by something else.
 
         Raises:
             ValueError: a parameter was converted or moved.

@@ -48,7 +48,7 @@ class Votes(Statistic):
         return votes[..., CHANGED:]
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether any rank voted for a change, and whether all checksums are equal."""
+        """Return two bools: a rank voted for a change, all checksums are equal."""
         means, self.heard = self.heard or self.counted(self.tensor).tolist(), []
         changed, *bits = means
         return changed > 0, min(map(abs, bits)) > 1 - 1e-4

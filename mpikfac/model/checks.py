@@ -73,7 +73,7 @@ def check_tensors(model: nn.Module) -> None:
     """Check that parameters and buffers can be sent from memory unchanged, and stored.
 
     Raises:
-        ValueError: a tensor has no shape yet, is sparse or quantized, or is a view with lazily
+        ValueError: a tensor has no shape yet, is sparse or quantised, or is a view with lazily
             computed values.
     """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -108,7 +108,7 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
 
 
 def describe_tensors(model: nn.Module) -> dict[str, str]:
-    """Return shape and dtype of each parameter and buffer in words, and whether it is trained."""
+    """Return each parameter's and buffer's shape and dtype as text, and whether it is trained."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     return {
         f"tensor {n!r}": f"{list(t.shape)} {t.dtype}{' trained' if t.requires_grad else ''}"
@@ -177,7 +177,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """Check that `value` is an object of a kind, or None.
 
     Raises:
-        ValueError: it is not, such as a string in place of a `Grafting`.
+        ValueError: it is something else, such as a string in place of a `Grafting`.
     """
     if value is not None and not isinstance(value, kind):
         usual = {"grafting": "AdamGrafting", "clip": "KLClip"}.get(name, kind.__name__)
@@ -341,7 +341,7 @@ def check_plain(optimizer: Optimizer) -> None:
             )
             raise ValueError(
                 f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
-                f"weight_decay=0): grafting=QuadraticModel() sets length and momentum of a step"
+                f"weight_decay=0): grafting=QuadraticModel() sets the length and momentum of a step"
             )
 
 

@@ -30,7 +30,7 @@ AS_PARAMETER = (MOMENTUM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
-    """Return model and optimizer by name, with the optimizer's tensors only of `stepped`."""
+    """Return the model and optimizer by name, with the optimizer's tensors only of `stepped`."""
     state: dict[str, Any] = {OF_MODEL + name: value for name, value in _tensors_of(model)}
     state[OPTIMIZER_NAME] = type(optimizer).__name__
     state |= {OF_GROUPS + name: value for name, value in group_settings(optimizer)}
@@ -256,7 +256,7 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
-    """Yield index and key ("0/lr") and value of every number in the parameter groups.
+    """Yield the key ("0/lr") and value of every number in the parameter groups.
 
     The key of a number in a tuple or list contains its index there ("0/betas.1").
     """
@@ -277,7 +277,7 @@ def settings_in(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int 
 
 
 def unstored_settings(optimizer: Optimizer) -> Iterator[str]:
-    """Yield index, key and type of the values in parameter groups that no state can store."""
+    """Yield the index, key and type of values in parameter groups that no state can store."""
     stored = {name.partition(".")[0] for name, _ in group_settings(optimizer)}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():

@@ -1,6 +1,6 @@
 """Compute on tensors with pure functions, and store tensors in flat buffers.
 
-Names are imported on first use, so that types whose methods compute need no torch until then.
+Names are imported on first use, so importing this package does not import torch.
 """
 
 import lazy_loader

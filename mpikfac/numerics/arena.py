@@ -77,7 +77,7 @@ class Arena(dict[str, Tensor]):
         return self.flat.as_strided(shape, strides, starts[0])
 
     def segment(self, index: int) -> Tensor:
-        """Return segment `index` of the layout, as a view."""
+        """Return a view of the segment `index` of the layout."""
         start, stop = self.layout.bounds[index : index + 2]
         return self.flat[start:stop]
 

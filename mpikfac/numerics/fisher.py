@@ -3,7 +3,7 @@
 The empirical Fisher matrix uses gradients of the loss for the labels of the data. The functions
 here use labels from the model's own distribution [Martens 2020; Kunstner et al. 2019]: sampled
 labels, or all labels at once. The latter are the columns of a square root of the loss's Hessian,
-which gives the generalized Gauss-Newton matrix (type-2).
+which gives the generalised Gauss-Newton matrix (type-2).
 
 Outputs are `[batch, outputs]` or, for sampled labels, `[batch, outputs, *positions]`. The loss is
 `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits` of these outputs.

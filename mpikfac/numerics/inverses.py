@@ -78,6 +78,6 @@ def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:
     factors' mean eigenvalues: relative to its mean eigenvalue, each factor has the same damping
     [Martens & Grosse 2015, 6.3].
     """
-    # No gradient passes through a layer initialized to zero: with G = 0, sizes cannot be compared.
+    # No gradient passes through a layer initialised to zero: with G = 0, sizes cannot be compared.
     comparable = ratio.isfinite() & (ratio > 0)
     return torch.sqrt(damping * torch.where(comparable, ratio, 1.0))

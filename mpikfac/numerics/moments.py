@@ -1,4 +1,4 @@
-"""Compute and normalize first and second moments of layer inputs and output gradients.
+"""Compute and normalise first and second moments of layer inputs and output gradients.
 
 B is the number of examples in the batch, and S the number of positions that share a weight (outputs
 of a convolution, tokens). `a` is a layer's inputs `[batch, shared, inputs]`, with 1 appended for a

@@ -15,7 +15,7 @@ STEPS = (
     (3.5334, -2.6470, 0.5280),
     (2.5235, -1.8626, 0.4399),
 )
-"""Coefficients of x, x^3 and x^5: each polynomial minimizes the maximum distance from 1 on the
+"""Coefficients of x, x^3 and x^5: each polynomial minimises the maximum distance from 1 on the
 range to which the previous ones map [1/350, 1] [Polar Express]."""
 MARGIN = 2.0  # multiplies the bound: at 1, terms of the first polynomial cancel and errors grow
 LEAST = 128  # the minimum order of squares on a GPU, where fewer orders need fewer kernels
@@ -55,7 +55,7 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _polynomials(squares: Tensor) -> Tensor:
-    """Return the product of all F, divided by the norm, which orthogonalizes matrices, `[k, n, n]`.
+    """Return the product of all F, divided by the norm, which orthogonalises matrices, `[k, n, n]`.
 
     F is `first I + H` with `H = (third I + fifth S) S`, and the product of all F is `scale I + R`,
     so that identities are kept out of the products, which can round.

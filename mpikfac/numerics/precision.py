@@ -61,6 +61,6 @@ def end_step(scaler: Scaler, finite: bool, device: torch.device) -> None:
         return
     number = torch.zeros(1, device=device, requires_grad=True)
     number.grad = torch.full_like(number, 0.0 if finite else torch.nan)
-    scaler.scale(number.detach())  # initializes the scale on a rank that had no loss so far
+    scaler.scale(number.detach())  # initialises the scale on a rank that had no loss so far
     scaler.unscale_(torch.optim.SGD([number]))
     scaler.update()

@@ -26,7 +26,7 @@ class AdamSteps(dict[str, Tensor]):
     """
 
     def __init__(self, gradients: Arena, names: Sequence[str], decay: float = DECAY) -> None:
-        """Initialize averages for the `names` of the arena with zeros."""
+        """Initialise averages for the `names` of the arena with zeros."""
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
         # Part of the state, on the host, which decides how to divide by them.

@@ -223,7 +223,7 @@ class LayerShape:
         return [across[s] * sum(map(_elements, self.side(s))) for s in matrices]
 
     def orthogonalising(self) -> list[int]:
-        """Return the number of multiplications that orthogonalize a direction."""
+        """Return the number of multiplications that orthogonalise a direction."""
         if not self.maps_vectors:
             return []
         large = max(self.outputs, self.inputs)

@@ -130,7 +130,7 @@ def publish_weights(rank: RankPlan) -> list[Message]:
 
 
 def publishes_changes(rank: RankPlan) -> bool:
-    """Return whether changes of weights are sent, which tolerate rounding, unlike weights."""
+    """Return whether weight changes are sent, which tolerate rounding, unlike weights."""
     owner = rank.owner_updates and rank.grid.count > 1
     return owner and _codec_of_values(rank, rank.layouts.gradients) is not None
 
@@ -189,7 +189,7 @@ def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
 
 
 def codec_of_sums(rank: RankPlan, layout: Layout) -> Codec | None:
-    """Return the codec of sums of gradients, or of changes of weights, in the form of both."""
+    """Return the codec for sums of gradients, or of weight changes, in the form of both."""
     compressor = rank.strategy.compression.gradients
     return None if compressor is None else compressor.codec_of_sums(rank, layout)
 
@@ -200,7 +200,7 @@ def with_uncovered(
     """Return codecs of the gradients' arena, with the kinds of the blocks of each codec.
 
     Args:
-        kinds: of the blocks that `codec` encodes.
+        kinds: the kinds of the blocks that `codec` encodes.
         uncovered: the kind of all blocks that are never encoded.
     """
     plain = {name: uncovered for name, _ in rank.uncovered if name not in kinds}

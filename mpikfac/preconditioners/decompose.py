@@ -26,7 +26,7 @@ def decomposed_together(
     Args:
         packed: the factors as triangles, `[factors, ...]`.
         added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
-        dtype: of the blocks; None for the dtype of `packed`.
+        dtype: the dtype of the blocks; None for the dtype of `packed`.
     """
     matrices = unfold_triangle(packed)
     damping = 0.0 if added is None else added.flatten()
@@ -93,9 +93,8 @@ def decomposed(
         packed: the factor as a triangle, or as a vector.
         added: what is added to the factor's diagonal, `[]` or `[groups]`; None for nothing.
     """
-    increase = (
-        10.0 if factor.preconditioner.damped else 1.0
-    )  # other preconditioners keep no damping
+    # Without damping, there is nothing to increase.
+    increase = 10.0 if factor.preconditioner.damped else 1.0
     # The attempts to decompose a factor: the dtype, and the multiple of the damping.
     attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, increase)]
     for dtype, times in dict.fromkeys(attempts if all_finite(packed) else []):

@@ -132,8 +132,8 @@ class Round(NamedTuple):
     """The bytes on the busiest links in a round of a collective.
 
     Attributes:
-        size: of the busiest member, in or out.
-        leaving: of the busiest node, in or out.
+        size: bytes of the busiest member, in or out.
+        leaving: bytes of the busiest node, in or out.
         times: the number of rounds of this kind.
     """
 

@@ -19,8 +19,8 @@ class Played(NamedTuple):
     """Means over the updates of clients.
 
     Attributes:
-        seconds: from one update of a client to the next.
-        waiting: the part of these seconds in which a client waits for updates of other clients.
+        seconds: the time from one update of a client to the next.
+        waiting: the part of this time in which a client waits for updates of other clients.
         staleness: see `Clients`.
     """
 
@@ -33,9 +33,9 @@ def play_clients(clients: int, computing: float, service: float, spread: float =
     """Simulate clients that compute, push, and wait until servers have processed earlier updates.
 
     Args:
-        computing: mean seconds of a client from new weights to the next push.
-        service: seconds of the servers per update: push, step and fetch.
-        spread: standard deviation of the logarithm of the seconds of computing.
+        computing: the mean time of a client from new weights to the next push, in seconds.
+        service: the time that servers take per update (push, step and fetch), in seconds.
+        spread: standard deviation of the logarithm of the computing time.
     """
     draws = random.Random(0)
 

@@ -1,4 +1,4 @@
-"""Compute the seconds of messages and of a rank's computations on a machine, by pure functions.
+"""Predict the times of messages and of a rank's computations on a machine, by pure functions.
 
 A collective takes, in each round of the algorithm that the machine's MPI chooses (`algorithms`), a
 latency plus the bytes of the busiest link divided by the bandwidth. If the collective was measured,
@@ -41,7 +41,7 @@ PIECES |= dict.fromkeys(BLOCKING, 4 * BATCH)
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a collective of `rank`, from the arrival of the last member."""
+    """Return the time of a collective of `rank` from the last member's arrival, in seconds."""
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
@@ -70,7 +70,7 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
 
 
 def overlapped_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Return the seconds of a message sent during computations; its reduction does not block."""
+    """Return the time of a message sent during computations, whose reduction does not block."""
     if message.primitive in BLOCKING.values():
         message = replace(message, primitive=f"I{message.primitive.lower()}")
     return message_seconds(message, plan, rank, machine)
@@ -107,7 +107,7 @@ def collective_seconds(
     codec: str | None = None,
     parts: Parts = (),
 ) -> float:
-    """Return the seconds of a collective over `ranks` ranks on `nodes` nodes.
+    """Return the time of a collective over `ranks` ranks on `nodes` nodes, in seconds.
 
     Args:
         size: bytes of the whole buffer, as sent.
@@ -202,9 +202,10 @@ def _modelled(
 def _converted(
     sample: Sample, size: float, modelled: tuple[float, float], machine: Machine
 ) -> float:
-    """Convert a measured time of equal parts to a modelled collective, by modelled seconds.
+    """Scale a time measured with equal parts to another collective, by their modelled times.
 
-    The latency is scaled by the seconds spent on latency, the rest by those spent on bytes.
+    The latency is scaled by the ratio of modelled latencies, the rest by that of the times for
+    bytes.
     """
     line = fitted(sample.points)
     largest = sample.points[-1][0]
@@ -226,16 +227,16 @@ def _total(seconds: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
-    """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a slot."""
+    """Return the time of a refresh's decompositions on `rank`, in all slots or one, in seconds."""
     factors = plan.of(rank).decomposed(turn)
     # Reciprocals of diagonals take no time.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 
 
 def factor_seconds(factor: Factor, machine: Machine) -> float:
-    """Return the seconds of a factor's decomposition.
+    """Return the time to decompose a factor, in seconds.
 
-    For a low rank, the seconds of the full decomposition are scaled by the work.
+    For a low rank, the time of the full decomposition is scaled by the work.
     """
     if factor.preconditioner.vector:
         return 0.0
@@ -297,7 +298,7 @@ def directions(plan: Plan, rank: int, orthogonal: bool = True) -> list[int]:
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
-    """Return the seconds of a batch's statistics on `rank`, by the elements of its factors.
+    """Return the time of a batch's statistics on `rank`, by the elements of its factors.
 
     Measurements cover both factors of every layer.
 
@@ -338,7 +339,7 @@ def moments(plan: Plan, rank: int) -> Iterator[int]:
 
 
 def product_seconds(multiplications: int, machine: Machine) -> float:
-    """Return the seconds of a matrix product, at the rate of a cube of as many operations.
+    """Return the time of a matrix product, at the rate of a cube of as many operations.
 
     Raises:
         ValueError: the machine has no rates for products.

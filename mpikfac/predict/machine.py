@@ -1,4 +1,4 @@
-"""Describe a machine by the seconds of messages and computations, measured or published.
+"""Describe a machine by the times of messages and computations, measured or published.
 
 Machines are stored as JSON. A point is a pair: bytes or order, and the value found.
 """
@@ -35,8 +35,8 @@ OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
 class Level:
     """Describe a level of the network by latency and bandwidth.
 
-    The latency is the seconds of the smallest message. The bandwidth is the bytes per second of
-    large messages: of a rank inside a node, of a whole node between nodes, in each direction.
+    The latency is the time of the smallest message. The bandwidth is the rate of large messages, in
+    bytes per second and direction: of a rank inside a node, of a whole node between nodes.
     """
 
     latency: float
@@ -45,13 +45,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Sample:
-    """Store measured seconds of a collective, while all ranks are in equal collectives.
+    """Store the measured times of a collective, while all ranks are in equal collectives.
 
     Attributes:
         ranks: the number of members of the communicator.
         nodes: the number of nodes of the members.
         sharing: the number of communicators of the same kind that leave a node at once.
-        points: bytes of the whole buffer, ascending, and median seconds of the slowest rank.
+        points: bytes of the whole buffer, ascending, and median time of the slowest rank.
         codec: the encoding; the seconds include encoding and decoding.
     """
 
@@ -65,12 +65,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Network:
-    """Store the seconds of a rank's computations in a training step while all ranks compute.
+    """Store the times of a rank's computations in a training step while all ranks compute.
 
     Attributes:
         batch: images per rank.
         backward: backward pass without statistics.
-        statistics: additional seconds of a step with new factors.
+        statistics: the additional time of a step with new factors.
         gradients: reading, checking, clipping and writing back gradients.
         precondition: all layers on a single rank, with inverses; None: computed from
             `Machine.products`.
@@ -92,7 +92,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Store the values from which the seconds of a step are computed.
+    """Store the values from which the time of a step is predicted.
 
     Attributes:
         about: versions, date, hosts; free text for people.
@@ -101,7 +101,7 @@ class Machine:
         inside: the network level inside a node.
         between: the network level between nodes; None for a single node.
         samples: measured collectives; other collectives are computed from the levels.
-        decompositions: order and seconds of a factor, ascending, by preconditioner.
+        decompositions: orders of factors, ascending, and their times, by preconditioner.
         hidden: the fraction of an overlapped message's seconds that does not slow the computation;
             less than 1 if ranks have no spare core, and negative if overlapping costs more than not
             overlapping.

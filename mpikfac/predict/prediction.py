@@ -51,11 +51,11 @@ class Step:
 
     Attributes:
         seconds: the duration of the step.
-        exposed: seconds of the step in which a rank waits for messages without computing.
-        waiting: seconds of the step in which a rank waits for slower ranks to compute.
-        overlapped: seconds of messages that are sent during computations, hidden or not.
+        exposed: the time of the step in which a rank waits for messages without computing.
+        waiting: the time of the step in which a rank waits for slower ranks to compute.
+        overlapped: the time of messages that are sent during computations, hidden or not.
         sent: bytes that a rank sends if collectives are rings.
-        stages: seconds by stage, including hidden seconds of overlapped messages.
+        stages: the time by stage, including the hidden time of overlapped messages.
     """
 
     seconds: float
@@ -76,7 +76,7 @@ class Prediction:
         factors: a step with new factors.
         refresh: a step with new factors and new bases.
         memory: bytes of the plan's arenas and of grafting, on the rank with the most.
-        clients: of asynchronous clients; otherwise None.
+        clients: the updates of asynchronous clients; otherwise None.
     """
 
     mean: Step

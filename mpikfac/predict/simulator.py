@@ -1,4 +1,4 @@
-"""Simulate the steps of a plan on a machine: total seconds, and seconds of communication.
+"""Simulate the steps of a plan on a machine: the total time, and that of communication.
 
 Ranks meet in collectives, so a stage takes as long as it does on the slowest rank. A few
 representative ranks are enough, so plans of thousands of ranks are simulated in seconds.
@@ -96,7 +96,7 @@ def cheapest(
     fitting = [name for name in predictions if memory is None or predictions[name].memory <= memory]
     if not fitting:
         least = min(prediction.memory for prediction in predictions.values())
-        raise ValueError(f"memory={memory} bytes are too few for any plan; at least {least} needed")
+        raise ValueError(f"memory={memory} bytes are too few for any plan; use at least {least}")
     return min(fitting, key=lambda name: predictions[name].mean.seconds)
 
 
@@ -147,7 +147,7 @@ def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
 
 
 def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
-    """Return the seconds of all events, and the seconds in which the rank does not compute.
+    """Return the time of all events, and the time in which the rank does not compute, in seconds.
 
     Messages are sent one by one. Overlapped messages can continue for `slack` seconds after the
     last event, during the next step.
@@ -335,7 +335,7 @@ def _computations(
     kind: tuple[bool, bool],
     turn: int | None,
 ) -> dict[str, float]:
-    """Return the seconds of every stage in which `rank` computes."""
+    """Return the time of every stage in which `rank` computes, in seconds."""
     network = machine.network(job.model, job.batch)
     seconds = {
         names.FORWARD: network.forward,

@@ -42,7 +42,7 @@ def choose_tensor_parallel_plan(
     """Return the plan whose messages in a first-order step are cheapest.
 
     All divisors of the number of ranks are tried as `tp_size`. The cost is the bytes that a rank
-    sends in rings, or the seconds of all messages on a machine. Computations take equally long in
+    sends in rings, or the time of all messages on a machine. Computations take equally long in
     all plans. No message is overlapped.
 
     Args:
@@ -69,7 +69,7 @@ def tensor_parallel_seconds(
     machine: Machine,
     itemsize: int = 4,
 ) -> float:
-    """Return the seconds of all messages of the layers in a first-order step on a machine.
+    """Return the time of all messages of the layers in a first-order step on a machine.
 
     Gradients of all layers share messages, so the latency of messages with gradients is left out.
     """
@@ -88,7 +88,7 @@ def _cost(tp_plan: TensorParallelPlan, ranks: int, machine: Machine | None, item
 
 
 def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
-    """Return the seconds of a message; gradients of all layers share the latency of a message."""
+    """Return the time of a message; gradients of all layers share the latency of a message."""
     seconds = message_seconds(message, plan, 0, machine)
     if message.stage != names.REDUCE_GRADIENTS:
         return seconds

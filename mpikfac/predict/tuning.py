@@ -132,7 +132,7 @@ def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> 
     MG-WFBP [Shi et al. 2019], but by dynamic programming, which finds the optimum.
 
     Args:
-        seconds: by layer, seconds of a message of this layer alone, including latency.
+        seconds: by layer, the time of a message of this layer alone, including latency.
         ready: by layer, when values are ready, in seconds from the start of the backward pass.
     """
     ends = [0.0]  # by number of layers, counted from the last one: the end of their messages

@@ -56,8 +56,8 @@ class Budget:
 
     Attributes:
         seen: the vectors that the first batch gave to each layer; empty before it.
-        operations: of each layer; empty before the first batch.
-        total: of all layers.
+        operations: the operations of each layer; empty before the first batch.
+        total: the operations of all layers together.
     """
 
     share: float | None = 0.3
@@ -81,7 +81,7 @@ class Budget:
         embeddings, stay whole. Before the first batch, only wide layers without pixels are cut.
 
         Args:
-            layer: with whole factors.
+            layer: a layer with whole factors.
             spatial: whether vectors are patches, of which a batch has many.
         """
         if not self.cuts:
@@ -146,8 +146,9 @@ def budget_of(
     """Return the budget of a run, which does not change intervals or factors set by the user.
 
     Args:
-        intervals: set by the user, a strategy or a preconditioner; None for the default.
-        form: of the run's preconditioner.
+        intervals: the intervals set by the user, a strategy or a preconditioner; None for the
+            default.
+        form: the form of the run's preconditioner.
         rule: the rule for the factors of layers.
     """
     free = share is not None and all(interval is None for interval in intervals)

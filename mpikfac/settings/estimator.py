@@ -181,8 +181,8 @@ class Estimator:
         """Yield backward passes that replace that of the loss, with their gradients of outputs.
 
         Args:
-            outputs: of each head; the loss is the sum of the heads' losses.
-            losses: of each head.
+            outputs: the outputs of each head.
+            losses: the loss of each head; the total loss is their sum.
 
         Raises:
             ValueError: a loss is unknown, or "type-2" is used for outputs with positions.

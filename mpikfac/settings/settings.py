@@ -18,10 +18,10 @@ class Numbers:
 
     Attributes:
         step: completed steps before the step.
-        damping: of directions and decompositions.
-        decay: of running averages.
-        bound: of the clip; None for no clip.
-        momentum: of gradients, before they are preconditioned.
+        damping: the damping of directions and decompositions.
+        decay: the decay of running averages.
+        bound: the bound of the clip; None for no clip.
+        momentum: the momentum of gradients, before they are preconditioned.
         refreshes: whether a refresh of decompositions begins, or one slot of it.
         turn: the slot of the refresh that `step` belongs to; None without slots.
         factor_update_steps: the interval between factors at the next step, which needs it at once.
@@ -70,7 +70,7 @@ class Settings:
         one_of("cuda_graph", self.cuda_graph, (False, True))
         if self.grafting.momentum and self.clip is not None:
             raise ValueError(
-                f"momentum={self.grafting.momentum!r} of gradients needs clip=None, not "
+                f"momentum={self.grafting.momentum!r} for gradients needs clip=None, not "
                 f"{self.clip!r}: the direction does not depend on the step's gradient alone"
             )
         for name in ("factor_update_steps", "inv_update_steps"):

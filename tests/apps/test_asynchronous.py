@@ -15,10 +15,11 @@ from mpikfac_apps.options.parse import parse
 from support.launch import TRAIN, kill, launch, run_each, start
 from support.pace import paced
 
+# an epoch has three steps
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=3", "--threads=1", "--log_every=1"),
     *("--model=plain", "--optimizer=sgd"),
-)  # three steps are an epoch
+)
 UPDATES = "--strategy=downpour"
 PROGRAM = ("--model=digits_cnn", *(option for option in QUICK if "model" not in option))
 

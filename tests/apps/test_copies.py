@@ -11,10 +11,11 @@ import torch
 import mpikfac
 from support.launch import run_each
 
+# an epoch has three steps
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=2", "--threads=1", "--log_every=1"),
     *("--model=plain", "--optimizer=sgd"),
-)  # three steps are an epoch
+)
 EXCHANGED = "--sync=local-sgd"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

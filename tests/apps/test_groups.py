@@ -22,11 +22,12 @@ from mpikfac_apps.training.parts.groups import joined, open_checkpoint
 from mpikfac_apps.training.parts.problem import Problem
 from support.launch import TRAIN, launch, run_each
 
+# an epoch has three steps
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=3", "--threads=1", "--log_every=1"),
     *("--groups=2", "--burn_in=2", "--swap_every=3", "--distill_weight=0.7", "--lr=0.01"),
     *("--schedule=constant", "--seed=5"),
-)  # three steps are an epoch
+)
 STEPS = 9  # swaps after 2, 5 and 8 steps
 
 

@@ -97,7 +97,7 @@ def test_a_run_keeps_its_batches(tmp_path, capfd):
         train.main(arguments(tmp_path, "--resume=auto", "--batch=60"))
     remedy = "pass --batch='60 until 1, 120 until 3, 180'"
     assert remedy in capfd.readouterr().err
-    given = remedy.removeprefix("give ").replace("'", "")
+    given = remedy.removeprefix("pass ").replace("'", "")
     assert train.main(arguments(tmp_path, "--resume=auto", given, "--max_steps=3")) == 0
 
 

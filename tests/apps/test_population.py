@@ -17,10 +17,11 @@ from mpikfac_apps.training.parts.problem import first_model
 from support.launch import TRAIN, launch
 
 PROGRAM = ("-m", "mpikfac_apps", "train-population")
+# an epoch has three steps
 QUICK = (
     *("--data.train_images=460", "--population.held_out=100", "--batch=120", "--epochs=4"),
     *("--threads=1", "--log_every=1", "--population.every=4", "--seed=2"),
-)  # three steps are an epoch
+)
 EVOLVING = (
     *("--population.crossover=true", "--population.mutation=0.01", "--population.near=0.5"),
 )

@@ -207,7 +207,7 @@ def test_without_a_measured_batch_the_page_says_so(tmp_path):
         ({"matrix": [{"ranks": [1]}]}, "matrix 1.strategy=None must be a list of at least one"),
         (
             {"matrix": 2 * [{"strategy": ["sgd"], "ranks": [1]}]},
-            "matrix: two cells have the name 'sgd on 1 rank'; leave one out",
+            "matrix: two cells are named 'sgd on 1 rank'; remove one",
         ),
     ],
 )

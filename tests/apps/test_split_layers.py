@@ -11,10 +11,11 @@ import mpikfac
 from mpikfac_apps.options.parse import parse
 from support.launch import run_each
 
+# an epoch has three steps
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=2", "--threads=1", "--log_every=1"),
     *("--eval_every=2", "--ema_decay=0.5"),
-)  # three steps are an epoch
+)
 SGD = ("--optimizer=sgd", "--lr=0.05")
 KFAC = ("--lr=0.003",)  # a larger rate enlarges differences of rounding
 SHORT = ("--max_steps=3",)

@@ -209,7 +209,7 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
         (
             ("--optimizer=sgd",),
             ("--optimizer=kfac", "--kfac.momentum_of=gradients"),
-            "it has momentum=0.9 of directions, but none of gradients; continue with",
+            "it has momentum=0.9 for directions, but none for gradients; continue with",
         ),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_momentum_of_another_kind_is_refused_by_the_names_of_options(
 
 def test_two_momenta_are_refused_by_the_names_of_options(tmp_path, capfd):
     """Oracle: by hand: `dgc` has a momentum of its own."""
-    message = "compression.gradients.momentum=0.9 needs momentum=0, not 0.8 of gradients"
+    message = "compression.gradients.momentum=0.9 needs momentum=0, not 0.8 for gradients"
     refused(tmp_path, capfd, message, "--strategy=dgc", "--momentum=0.8")
 
 

@@ -75,7 +75,7 @@ def check(tmp_path, monkeypatch, ranks):
 
 @needs("lightning")
 def test_lightning_trains_and_resumes_as_the_loop(check):
-    """Oracle: the loop; automatic and manual optimization; a run of two halves."""
+    """Oracle: the loop; automatic and manual optimisation; a run of two halves."""
     by_hand = "ByHand", BY_HAND + RESUMED + EQUAL
     check(("LightningModule", AUTOMATIC + EQUAL), by_hand)
 

@@ -77,9 +77,9 @@ def test_a_checkpoint_without_manifest_is_named(root, caplog, spoiled) -> None:
 def test_a_renamed_checkpoint_is_refused(root, name) -> None:
     """Oracle: the manifest's step; a name that is no step's may be given."""
     path = save(root, 2).rename(root / name)
-    with pytest.raises(UserError, match=f"{path} holds the manifest of step 2"):
+    with pytest.raises(UserError, match=f"{path} has the manifest of step 2"):
         read_checkpoint(path)
-    with pytest.raises(UserError, match="holds the manifest of step 2"):
+    with pytest.raises(UserError, match="has the manifest of step 2"):
         find_checkpoint(mpikfac.world(), root)
     assert read_checkpoint(path.rename(root / "best"))["trainer/steps"] == 2
 

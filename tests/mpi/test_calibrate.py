@@ -98,7 +98,7 @@ def test_a_model_of_ones_own_is_measured(comm, quick, tmp_path):
 
 
 def test_a_shape_replaces_the_usual_shape():
-    """Oracle: the factor of the first convolution has 3 x 3 x 3 rows, of gray digits 3 x 3."""
+    """Oracle: the factor of the first convolution has 3 x 3 x 3 rows, of grey digits 3 x 3."""
     gray, coloured = (
         calibrate.TimedNetwork("digits_cnn", 2, shape, None, torch.device("cpu")).orders
         for shape in (None, (3, 16, 16))

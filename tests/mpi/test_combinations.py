@@ -21,11 +21,8 @@ SHARING = "expand", "reduce"
 ESTIMATORS = [
     *itertools.product(("eigen", "inverse", problem.UNSPLIT), ("mc", "type-2"), SHARING),
     *itertools.product(("eigen", "inverse", problem.UNSPLIT), ("empirical",), ("reduce",)),
-    (
-        problem.UNSPLIT,
-        "forward-only",
-        "reduce",
-    ),  # a single damped factor: equal for all preconditioners
+    # a single damped factor: equal for all preconditioners
+    (problem.UNSPLIT, "forward-only", "reduce"),
     *itertools.product(("eva",), ("empirical", "forward-only"), ("reduce",)),
 ]
 """Combinations missing in test_kinds.py; "eva" takes no labels from the model."""

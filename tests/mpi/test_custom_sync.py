@@ -1,4 +1,4 @@
-"""The synchronization that the page on exchanges defines trains as it says."""
+"""The synchronisation that the page on exchanges defines trains as it says."""
 
 from __future__ import annotations
 

@@ -75,9 +75,8 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
             planned.pop("clip", None)
         assert +collections.Counter(kfac.trace.sent) == planned
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    assert bool(inside.settings(kfac).bound) == (
-        max(scales) < 1
-    )  # else the bound would not be tested
+    # else the bound would not be tested
+    assert bool(inside.settings(kfac).bound) == (max(scales) < 1)
     assert all(torch.equal(found, other) for other in comm.allgather(found))
 
 

@@ -376,7 +376,7 @@ def test_refusals_of_layers(comm):
     with pytest.raises(ValueError, match="layer '1': channels='rows' must be"):
         TensorParallelPlan(2, {"1": "rows"})
     trainer = FirstOrderTrainer(model, problem.sgd_all(model), comm)
-    refused(comm, model, ROW, "the model has a FirstOrderTrainer already")
+    refused(comm, model, ROW, "the model already has a FirstOrderTrainer")
     del trainer
     axes = {"1": "outputs" if comm.rank else "inputs"}
     refused(comm, model_of(multilayer), axes, "ranks disagree on tp_plan", UserError)

@@ -50,9 +50,8 @@ def main(root: str, body: str, first: str, victim: str, seconds: str) -> None:
 
     def acknowledge(step: int) -> None:
         if comm.rank == int(victim) and step == int(first):
-            signal.setitimer(
-                signal.ITIMER_REAL, float(seconds)
-            )  # the kernel ends the rank, as by kill -9
+            # the kernel ends the rank, as by kill -9
+            signal.setitimer(signal.ITIMER_REAL, float(seconds))
         if comm.rank == 0:
             print(step, flush=True)
 

@@ -109,7 +109,7 @@ def mobilenetv3() -> nn.Module:
 
 
 def mixer() -> nn.Module:
-    """Return an MLP-Mixer; its head is initialized to zero."""
+    """Return an MLP-Mixer; its head is initialised to zero."""
     options = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_blocks": 2}
     return timm().models.mlp_mixer.MlpMixer(num_classes=CLASSES, **options)
 

@@ -1,4 +1,4 @@
-"""Losses that hold derivatives of the network in its inputs are told once; others are not."""
+"""Losses with derivatives with respect to inputs are reported once; others are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import mpikfac
 from support import inside
 
 COMM = mpikfac.world()
-TOLD = "derivatives of the network in its inputs"
+TOLD = "derivatives of the network with respect to its inputs"
 
 
 def network() -> nn.Sequential:

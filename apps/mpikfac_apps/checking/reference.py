@@ -1,6 +1,6 @@
 """Compute K-FAC by definition: vectors from the modules' own outputs, full Kronecker products.
 
-The check compares a model's layers with the results of this module, in which nothing is optimized
+The check compares a model's layers with the results of this module, in which nothing is optimised
 or distributed. Of the library, it uses only the layer's map between its matrices and the elements
 of weight, bias and outputs.
 """

@@ -63,7 +63,7 @@ def tallied(
     Args:
         detections: `scores` and `labels` of detections, `[detections]` each.
         target: `labels` of shapes, `[shapes]`.
-        overlaps: of detections with shapes, `[detections, shapes]`.
+        overlaps: the overlaps of detections with shapes, `[detections, shapes]`.
     """
     tallies = {}
     for label in {*detections["labels"].tolist(), *target["labels"].tolist()}:
@@ -122,5 +122,5 @@ def _areas(boxes: Tensor) -> Tensor:
 
 
 def _shares(common: Tensor, areas: Tensor, others: Tensor) -> Tensor:
-    """Return intersection over union; 0 for two empty areas."""
+    """Return the intersection over union; 0 for two empty areas."""
     return common / (areas[:, None] + others[None] - common).clamp(min=1e-9)

@@ -107,8 +107,8 @@ class Sums(NamedTuple):
 
     Attributes:
         halo: the rows that are sent.
-        first: of the features, once.
-        hidden: of hidden rows, by layer.
+        first: the sum over features, computed once.
+        hidden: the sums over hidden rows, by layer.
         late: the exchanges that keep rows between steps, by layer.
     """
 
@@ -124,8 +124,8 @@ def sums_of(
     """Return the sums of a name in `AGGREGATES`.
 
     Args:
-        halo: with "local", only that of edges inside ranks.
-        widths: of hidden rows.
+        halo: the rows that are sent; with "local", only for edges inside ranks.
+        widths: the widths of hidden rows.
     """
     if name == "local":
         return Sums(halo, of_own(halo), [of_own(halo)] * len(widths))

@@ -42,7 +42,7 @@ class GraphNetwork(nn.Module):
 
     Args:
         kind: a name of `KINDS`.
-        widths: of the features, of hidden rows, and the number of classes.
+        widths: the widths of the features and of hidden rows, and the number of classes.
     """
 
     def __init__(self, kind: str, widths: Sequence[int]) -> None:

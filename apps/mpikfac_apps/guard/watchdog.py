@@ -28,7 +28,7 @@ LONGER = 10  # multiplies the limit for the first step, and for phases without s
 TICK = 0.1  # seconds between two checks of the clock
 LEAVE = 2.3  # seconds after the limit, when the reports are complete and all ranks exit
 LAUNCHER = 20.0  # seconds after the limit, when the launcher might still wait for a host
-TOLD = 1.0  # minimum seconds of a stop that is logged
+TOLD = 1.0  # seconds; shorter stops are not logged
 
 log = logging.getLogger("mpikfac.train")
 

@@ -108,7 +108,7 @@ def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Ima
 
 
 def drawn_box(width: int, height: int, generator: np.random.Generator) -> tuple[int, int, int, int]:
-    """Return left, top, right and bottom of a random crop.
+    """Return the left, top, right and bottom of a random crop.
 
     If no drawn crop fits into the image, it is the largest crop in the centre.
     """

@@ -57,7 +57,7 @@ def receive(rank: Connection, lists: SimpleQueue[Work | None]) -> None:
 
 
 def slots_of(memory: int, shape: Sequence[int]) -> np.ndarray:
-    """Return memory that the rank and its processes share, bytes `[slots, images, h, w, 3]`."""
+    """Return the memory that the rank and its processes share, bytes `[slots, images, h, w, 3]`."""
     return np.frombuffer(mmap.mmap(memory, 0), np.uint8).reshape(shape)
 
 

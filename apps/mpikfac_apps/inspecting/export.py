@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
     """Return the checked options.
 
     Raises:
-        ValueError: a wrong option, or no file to write.
+        ValueError: an option is wrong, or no file is given to write to.
     """
     options = EXPORT.read(argv)
     paths = [file for file in (options.weights, options.average, options.factors) if file]

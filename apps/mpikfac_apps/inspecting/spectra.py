@@ -20,8 +20,8 @@ from mpikfac.preconditioners import Preconditioner
 
 FACTORS = "kfac/factors/", "kfac/gradient-factors/"  # prefixes of the names of averages
 NONE = torch.empty(0, dtype=torch.float64)
-COLUMNS = 200  # of the picture of a spectrum
-FLOOR = 1e-8  # of the picture, relative to the largest: below the precision of float32
+COLUMNS = 200  # of a plotted spectrum
+FLOOR = 1e-8  # the smallest plotted value, relative to the largest: below the precision of float32
 
 
 @dataclass(frozen=True)

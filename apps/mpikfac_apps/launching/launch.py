@@ -48,7 +48,7 @@ class RankProgram(NamedTuple):
     """A program to start on ranks: their number, the program's name, and its arguments.
 
     Attributes:
-        timeout: the seconds of the watchdog of a script; "" for no watchdog.
+        timeout: the time limit of a script's watchdog, in seconds; "" for no watchdog.
     """
 
     ranks: int

@@ -318,7 +318,7 @@ def _check_momentum(options: Options) -> None:
 
 
 def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
-    """Check for momentum of gradients in addition to a strategy's; `KFAC` checks this as well.
+    """Check that momentum is not applied both to gradients and by the strategy, as `KFAC` does.
 
     Raises:
         ValueError: there are two momenta; the message is one line with the options.
@@ -327,7 +327,7 @@ def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
     own = getattr(compressor, "momentum", 0.0)
     if own and momentum and options.momentum_of_gradients:
         raise ValueError(
-            f"compression.gradients.momentum={own} needs momentum=0, not {momentum} of gradients: "
+            f"compression.gradients.momentum={own} needs momentum=0, not {momentum} for gradients: "
             f"momentum is applied only once"
         )
 
@@ -340,7 +340,7 @@ def _check_quadratic(options: Options) -> None:
     wrong = [f"{name}={value}" for name, value in values.items() if value not in needed[name]]
     if options.quadratic and wrong:
         raise ValueError(
-            f"kfac.grafting=quadratic-model sets length and momentum of a step; it needs lr=1, "
+            f"kfac.grafting=quadratic-model sets the length and momentum of a step; it needs lr=1, "
             f"schedule=constant, momentum=0 and weight_decay=0, not {', '.join(wrong)}"
         )
 

@@ -186,7 +186,8 @@ def read_by(read: Callable[[str], Any], default: str | None) -> Any:
 
 def in_home(default: str | None) -> Any:
     """Return a field for a path as a text, with the home directory in the place of "~"."""
-    return read_by(os.path.expanduser, default)
+    metadata = {"read": os.path.expanduser, "written": default, "keeps_type": True}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str) -> Any:
@@ -272,10 +273,11 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
         if (dataclasses.is_dataclass(kind) and not base) or "given" in meta:
             continue
         heading = meta.get("section", heading)
+        reads = "read" in meta and meta["read"] is not None and "keeps_type" not in meta
         option = Leaf(
             key=name,
             path=(name,),
-            kind=str if meta.get("read") or base else _plain(kind, meta.get("names")),
+            kind=str if reads or base else _plain(kind, meta.get("names")),
             scheduled=any(typing.get_origin(k) is Callable for k in alternatives(kind)),
             default=meta.get("written", usual),
             help=_help(helps.get(name, ""), meta.get("listed", ())),

@@ -280,7 +280,7 @@ class KfacOptions:
             damping is not adapted.
         grafting: determines the length of each layer's direction. With a clip, the default is none.
         clip: a bound on the directions of all layers together.
-        matmul_precision: how the products that precondition gradients and orthogonalize directions
+        matmul_precision: how the products that precondition gradients and orthogonalise directions
             round their operands, on tensor cores: "tf32" to 10 bits of mantissa, "bfloat16" to 7
             bits. null: tf32 on an NVIDIA GPU without staleness, else float32.
         cuda_graph: record the computation of directions as a CUDA graph, and replay it with a
@@ -318,8 +318,11 @@ USUAL_RATES = {
     **{"kfac": RATE, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
     **{"lars": 10.0, "lamb": 0.03},
 }
-"""Learning rates; for K-FAC, with steps as long as Adam's and momentum of gradients."""
-FOR_DIRECTIONS = 0.4  # of the default rate, because momentum of directions lengthens steps
+"""Default learning rates by optimizer.
+
+K-FAC's assumes steps as long as Adam's, and momentum applied to gradients.
+"""
+FOR_DIRECTIONS = 0.4  # times the default rate: momentum applied to directions lengthens steps
 
 
 @dataclass(frozen=True)
@@ -457,7 +460,7 @@ class LearningOptions:
 
     @property
     def quadratic(self) -> bool:
-        """Whether a quadratic model sets length and momentum of steps."""
+        """Whether a quadratic model sets the step length and the momentum."""
         return self.optimizer == "kfac" and self.kfac.grafting.needs_batch
 
     @property
@@ -534,7 +537,7 @@ DAMPING = ("damping", "relative_damping")
 
 
 def _defaults(preconditioner: str) -> tuple[dict[str, Any], Any]:
-    """Return K-FAC's options that a preconditioner changes, by key, and its momentum."""
+    """Return the K-FAC options that a preconditioner changes, by key, and its momentum."""
     defaults = joints.type_of("preconditioner", Preconditioner, preconditioner).defaults
     now, usual = flat(KfacOptions(**vars(defaults))), flat(KfacOptions())
     changed = {key: v for key, v in now.items() if v is not None and v != usual.get(key)}

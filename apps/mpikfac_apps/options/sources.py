@@ -66,7 +66,7 @@ class OptionSource:
         """Check a file for unknown keys; the parser checks those of the command line."""
 
     def arguments(self) -> list[str]:
-        """Return command-line arguments with the values."""
+        """Return the command-line arguments for the values."""
         return []
 
 

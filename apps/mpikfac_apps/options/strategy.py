@@ -154,7 +154,7 @@ def for_machine(
     These are only choices that the options leave open.
 
     Args:
-        options: model, batch and K-FAC of a run.
+        options: the model, the batch and the K-FAC options of a run.
         shapes: covered layers, and names and shapes of the uncovered tensors that are sent.
         ranks: the number of ranks that train.
 

@@ -33,11 +33,11 @@ class Foreseen:
     """A run's plan, intervals and cost after the first batch.
 
     Attributes:
-        plan: with the factors as cut by the budget.
+        plan: the plan, with factors cut by the budget.
         factor_update_steps: the steps between updates of factors, once intervals are settled.
         inv_update_steps: the steps between refreshes, once intervals are settled.
         times: the operations of a step relative to those of its passes.
-        line: about these operations, as a run logs it; "" if the calls are unknown.
+        line: a line about these operations, as a run logs it; "" if the calls are unknown.
     """
 
     plan: Plan
@@ -83,12 +83,12 @@ def foreseen(
     """Return the plan and the intervals of a run after its first batch.
 
     Args:
-        preconditioner: of the plan.
-        settings: of the strategy; see `make_strategy`.
-        shapes: of the network, with the factors that the options select.
-        plan: of these shapes.
-        calls: of a pass.
-        passes: of a step, on all ranks together.
+        preconditioner: the plan's preconditioner.
+        settings: the strategy's settings; see `make_strategy`.
+        shapes: the shapes of the network's layers, with the factors that the options select.
+        plan: the plan for these shapes.
+        calls: the calls in a pass.
+        passes: the number of passes in a step, on all ranks together.
     """
     chosen = preconditioner.defaults.override(
         factor_update_steps=at_start(kfac.factor_update_steps),

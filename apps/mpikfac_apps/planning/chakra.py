@@ -5,8 +5,8 @@ then the nodes, according to schema/protobuf/et_def.proto of mlcommons/chakra. T
 only a few lines, so the program does not depend on protobuf.
 
 Nodes follow each other as in a step, including overlapped messages. A collective is a single node,
-even if it is sent in pieces; Chakra supports only equal parts, so a gather uses its members' mean
-part.
+even if it is sent in pieces; Chakra supports only parts of equal size, so a gather is
+written with the mean size of its members' parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_traces(plan: Plan, path: Path, prediction: mpikfac.predict.Prediction 
     Return the number of traces.
 
     Args:
-        prediction: the seconds of computations, which are those of the slowest rank; None for
+        prediction: the times of computations, which are those of the slowest rank; None for
             traces of messages alone.
 
     Raises:

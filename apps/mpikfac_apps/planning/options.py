@@ -48,7 +48,7 @@ def json_file(text: str) -> Path:
 
 
 def trace_files(text: str) -> Path:
-    """Return FILE of a text chakra:FILE, which is the beginning of the names of traces.
+    """Return the FILE of chakra:FILE, with which the names of traces begin.
 
     Raises:
         ValueError: the text has a different form, the file is a folder, or its folder does not

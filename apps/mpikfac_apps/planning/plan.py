@@ -77,7 +77,7 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
 
 
 def foreseen_of(options: PlanOptions) -> Foreseen:
-    """Return plan, intervals and cost of a training with the options, after the first batch.
+    """Return the plan, intervals and cost of a run with the options, after the first batch.
 
     Raises:
         ValueError: options cannot be combined.
@@ -280,7 +280,7 @@ def traffic(title: str, steps: Sequence[Sent]) -> list[str]:
 
 
 def kind_of(message: mpikfac.plan.Message) -> Kind:
-    """Return stage, collective and communicator: the kinds of messages are rows of the table."""
+    """Return the stage, collective and communicator, which identify a row of the table."""
     codec = f" ({message.codec.name})" if message.codec else ""
     return message.stage, message.primitive + codec, message.over
 
@@ -292,5 +292,5 @@ def sample_note(plan: mpikfac.plan.Plan) -> str:
 
 
 def spread(sizes: Sequence[int]) -> tuple[str, str, str]:
-    """Return minimum, median and maximum of sizes in bytes."""
+    """Return the minimum, median and maximum of sizes in bytes, as text."""
     return mib(min(sizes)), mib(median(sizes)), mib(max(sizes))

@@ -125,7 +125,7 @@ class Member:
             try:
                 self.training.step(images, labels, loss.detach())
             except mpikfac.UserError as error:
-                if self.comm.size > 1:  # other ranks of the member can be waiting in a message
+                if self.comm.size > 1:  # others may be blocked in a collective
                     raise
                 log.warning("a member is lost until the next selection: %s", error)
                 self.lost = True

@@ -81,7 +81,7 @@ def takes(name: str) -> Collection[str]:
 
 
 def covers(name: str) -> mpikfac.layers.Kinds:
-    """Return COVERS of the file of FILE.py:FUNCTION, or the library's kinds.
+    """Return the COVERS of the file in FILE.py:FUNCTION, or the library's kinds.
 
     Raises:
         ValueError: the file does not exist, or raises.
@@ -90,7 +90,7 @@ def covers(name: str) -> mpikfac.layers.Kinds:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return FUNCTION of FILE.py:FUNCTION.
+    """Return the function that FILE.py:FUNCTION names.
 
     Raises:
         ValueError: the file or the function does not exist, or the file raises.
@@ -103,7 +103,7 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def class_of(name: str) -> type:
-    """Return CLASS of FILE.py:CLASS.
+    """Return the class that FILE.py:CLASS names.
 
     Raises:
         ValueError: the file or the class does not exist, or the file raises.

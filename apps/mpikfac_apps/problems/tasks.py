@@ -147,7 +147,7 @@ def dice(means: Sequence[float]) -> float:
     All volumes are treated as one. A class without voxels in A and B is ignored.
 
     Args:
-        means: of the counts of `overlaps` over volumes.
+        means: the counts of `overlaps`, averaged over volumes.
     """
     both, sizes = np.split(np.asarray(means), 2)
     here = sizes[1:] > 0

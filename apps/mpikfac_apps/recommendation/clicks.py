@@ -171,7 +171,7 @@ def criteo(path: Path, buckets: int) -> Clicks:
 
 
 def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[int]]:
-    """Return label, counts and rows of tables of a row.
+    """Return the label, the counts and the rows of tables of a row.
 
     Raises:
         ValueError: the row has a different number of columns, or a column is not a number.

@@ -165,7 +165,7 @@ def root(options: RunOptions) -> Path:
 
 
 def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]:
-    """Return seconds of training, bytes of metrics.jsonl, and the lines of metrics that waited.
+    """Return the training time, the size of metrics.jsonl, and the lines of metrics that waited.
 
     Raises:
         ValueError: an item has a different form.

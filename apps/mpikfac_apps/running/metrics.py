@@ -138,7 +138,7 @@ class Speed:
     """Measure the time in training steps on this rank, without evaluation and checkpoints.
 
     Attributes:
-        seconds: seconds of steps since the run began, restarts included.
+        seconds: the time of all steps since the run began, including those before restarts.
     """
 
     def __init__(self, trace: mpikfac.Trace) -> None:

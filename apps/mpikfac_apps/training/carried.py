@@ -88,6 +88,6 @@ def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if now and of_group and items[name]:
             raise ValueError(
-                f"it has momentum={items[name]} of directions, but none of gradients; continue "
+                f"it has momentum={items[name]} for directions, but none for gradients; continue "
                 f"with kfac.momentum_of=directions"
             )

@@ -165,7 +165,7 @@ def _check_code(options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
 
 
 def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield key, value and file of the options that name a file to execute."""
+    """Yield the key, value and file of each option that names a file to execute."""
     for key in OF_CODE:
         value = options[key]
         for name in value if isinstance(value, list) else [value]:

@@ -77,7 +77,7 @@ class Recording:
             self._write(ranks, isolated)
 
     def _isolated(self) -> dict[str, float]:
-        """Return the seconds of a step's messages in isolation, by stage."""
+        """Return the time of a step's messages in isolation, in seconds, by stage."""
         grid, device = self.trainer.grid, next(self.trainer.model.parameters()).device
         plan = self.trainer.plan.of(grid.world.rank)
         return mpikfac.comm.isolated_seconds(grid, plan, device)

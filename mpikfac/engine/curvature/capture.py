@@ -25,7 +25,7 @@ log = logging.getLogger("mpikfac")
 class Captured:
     """Record a region in the second step of a kind, and replay it afterwards.
 
-    Other steps run the region itself: the first step of a kind also initializes libraries, which
+    Other steps run the region itself: the first step of a kind also initialises libraries, which
     cannot be done in a recording.
     """
 

@@ -89,8 +89,8 @@ class Factors(Part):
     """The factors on this rank, averaged over ranks whenever a batch has statistics.
 
     Every example has the same weight, whatever its rank: a batch's factors are sums over examples,
-        which are all-reduced together with the numbers of examples, and averages over time weight
-        batches by these numbers. If a batch has no examples for a layer, its average is kept.
+    which are all-reduced together with the numbers of examples, and averages over time weight
+    batches by these numbers. If a batch has no examples for a layer, its average is kept.
 
     Attributes:
         statistics: the rank's sums and numbers of examples of a batch. They are zero between
@@ -139,7 +139,7 @@ class Factors(Part):
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def _form(self, name: str) -> Hashable:
-        """Return a key that neighbors in a stack share; on a CPU, one for each average."""
+        """Return a key that neighbours in a stack share; on a CPU, one for each average."""
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
@@ -302,7 +302,7 @@ class Factors(Part):
         return True
 
     def marks(self) -> dict[str, Any]:
-        """Return whether any average contains a batch."""
+        """Return a mark if the averages include at least one batch, otherwise {}."""
         return {STARTED: 1} if self.started else {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class GradientFactors(Factors):
         yield Item(GRADIENT_WEIGHTS + factor.name, self.weights.get(factor.name))
 
     def marks(self) -> dict[str, Any]:
-        """Return whether any average contains a batch."""
+        """Return a mark if the averages include at least one batch, otherwise {}."""
         return {LEARNED: 1} if self.started else {}
 
     def _in_state(self, names: Collection[str]) -> Iterable[Factor]:

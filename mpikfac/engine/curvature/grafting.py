@@ -43,7 +43,7 @@ class Stack:
         direction: the directions, a view of their arena: `[outputs, inputs]`, or `[layers, outputs,
             inputs]` for several layers.
         matrix: whether a layer maps vectors to vectors, so that a direction has singular values.
-        apart: the sizes of the parts of the smaller side that are orthogonalized separately.
+        apart: the sizes of the parts of the smaller side that are orthogonalised separately.
         each: the shape with which one value per layer is broadcast over a tensor of the stack.
     """
 
@@ -266,7 +266,7 @@ class OrthogonalGraft(AdamGraft):
     """The length of Adam's step, for directions with approximately equal singular values."""
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Orthogonalize directions that are matrices [Muon], block by block if they are large."""
+        """Orthogonalise directions that are matrices [Muon], block by block if they are large."""
         pairs = [(stack, one) for stack, one in zip(self.stacks, found) if stack.matrix]
         dims = [-2 if one.shape[-2] <= one.shape[-1] else -1 for _, one in pairs]
         parts = [one.split(stack.apart, dim) for (stack, one), dim in zip(pairs, dims)]

@@ -18,7 +18,7 @@ DECAY, EPSILON = 0.95, 1e-10  # as published
 
 
 class RowsGraft(OrthogonalGraft):
-    """The length of Adam's step, after each row of an orthogonal direction is normalized.
+    """The length of Adam's step, after each row of an orthogonal direction is normalised.
 
     A row is divided by the root of a running average of its mean square. All averages start at 0
     together, and the length of the direction is set afterwards, so their bias need not be
@@ -39,12 +39,12 @@ class RowsGraft(OrthogonalGraft):
         self._squares = gradients.site.arena(lay_out([shapes]))
 
     def turned(self, found: Sequence[Tensor], steps: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Orthogonalize directions that are matrices, and normalize their rows."""
+        """Orthogonalise directions that are matrices, and normalise their rows."""
         pairs = zip(self.stacks, super().turned(found, steps))
         return [self._divided(stack, polar) if stack.matrix else polar for stack, polar in pairs]
 
     def _divided(self, stack: Stack, polar: Tensor) -> Tensor:
-        """Merge the rows' mean squares into the averages, and return the normalized rows.
+        """Merge the rows' mean squares into the averages, and return the normalised rows.
 
         A direction that is not finite does not change the averages.
         """

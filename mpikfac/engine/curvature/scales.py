@@ -2,8 +2,8 @@
 
 An example's gradient of a layer is `sum(g a^T)` over positions. Rotate it by the eigenvectors of G
 and A: the mean squares of its elements over examples are the scales. They are the diagonal of the
-    gradient's second moment in the eigenbasis, which is the nearest diagonal matrix to it.
-Products of the eigenvalues of G and A only estimate them, as if `a` and `g` were independent.
+gradient's second moment in the eigenbasis, which is the nearest diagonal matrix to it. Products of
+the eigenvalues of G and A only estimate them, as if `a` and `g` were independent.
 """
 
 from __future__ import annotations

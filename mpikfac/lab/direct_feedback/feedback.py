@@ -36,7 +36,7 @@ class DirectFeedback:
 
     Args:
         ends: the names of the modules whose outputs end a block, except for the last block.
-        seed: of the signs.
+        seed: the seed of the signs.
 
     Raises:
         ValueError: the model has no such module, or the trainer needs the true gradients of layers'

@@ -116,7 +116,7 @@ class Replicas(Synchronization):
         return copies.average_copies()
 
     def sends_changes(self, copies: PlannedCopies) -> bool:
-        """Return whether changes of replicas since the last exchange are sent, not weights."""
+        """Return whether replicas send their changes since the last exchange, not their weights."""
         return False
 
     def vectors(self, copies: PlannedCopies) -> int:

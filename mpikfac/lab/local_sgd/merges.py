@@ -318,10 +318,8 @@ class Leader(SeparateMerge):
         super().__init__(site, gradients)
         self._leaders = [self._arena() for _ in self.copies.led]
         of_node = [self.sync.in_node] * (len(self._leaders) - 1)
-        self._every = [
-            self.sync.sync_every,
-            *of_node,
-        ]  # of the leader of all ranks, of the node's
+        # the intervals of the leader of all ranks, then of the node's leader
+        self._every = [self.sync.sync_every, *of_node]
         self._statistics = self.copies.average_statistics()
         self._messages = self.copies.average_copies()
         self._heard: list[float | Tensor] = []

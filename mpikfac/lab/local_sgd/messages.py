@@ -49,7 +49,7 @@ class PlannedCopies:
 
     @cached_property
     def changes(self) -> bool:
-        """Whether changes of replicas are sent, not weights."""
+        """Whether replicas send their changes, not their weights."""
         return self.sync.local_steps and self.sync.sends_changes(self)
 
     # -- where values are stored -----------------------------------------------------------------

@@ -76,7 +76,7 @@ class AsyncSGD(Trainer):
         optimizer: the same as on the servers, which step it; here it sets hyperparameters such as
             the learning rate. A changed hyperparameter is sent with the next update, and applies to
             all later updates.
-        team: from `split_comm`.
+        team: the result of `split_comm`.
         strategy: a `ParameterServer` as `sync`, and what the ranks of a client exchange.
 
     Collective over: the team's intercommunicator. All ranks get the model of the first rank of the
@@ -218,7 +218,7 @@ class Client(OneModel):
     """The client of a rank: updates to the servers, weights from the servers, and meetings.
 
     Attributes:
-        choices: of the strategy.
+        choices: the strategy's choices.
         staleness: see `AsyncSGD`.
         version: see `AsyncSGD`.
         wish: whether the client requests a meeting of all clients.

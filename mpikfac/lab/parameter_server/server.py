@@ -65,7 +65,7 @@ def run_parameter_server(
     Args:
         model: the model of the clients; the server receives the weights of client 0.
         optimizer: takes one step per update, with the update as gradient.
-        team: from `split_comm`.
+        team: the result of `split_comm`.
         trace: records seconds and bytes of the stages.
 
     Returns:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Matrix(NamedTuple):
-    """The location of a gradient `[groups, outputs, inputs]`: elements from `start` of an arena."""
+    """The location of a gradient `[groups, outputs, inputs]` in an arena, from index `start`."""
 
     start: int
     groups: int

@@ -38,7 +38,7 @@ class PowerSGD(Compressor):
         return PowerSGDCodec(feedback=feedback, rank=self.matrix_approximation_rank)
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> PowerSGDCodec:
-        """Return the encoding for reductions of gradients, or of changes of weights."""
+        """Return the encoding for reductions of gradients, or of weight changes."""
         layers = {layer.name for layer in rank.layers}
         matrices = [
             matrix(layout.offsets[name], layout.shapes[name], name in layers)

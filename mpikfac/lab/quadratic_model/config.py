@@ -10,7 +10,7 @@ from mpikfac.plan import Combination, Grafting
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class QuadraticModel(Grafting):
-    """Choose length and momentum together to minimise a quadratic model of the batch's loss.
+    """Choose the length and momentum of a step to minimise a quadratic model of the batch's loss.
 
     The model consists of the Gauss-Newton matrix of the batch and the damping. It replaces the
     learning rate, the momentum and the bound.

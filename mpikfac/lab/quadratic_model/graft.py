@@ -244,8 +244,8 @@ def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:
     """Return the `x` `[n]` that minimises `1/2 x^T curvatures x - slopes^T x`, in float64.
 
     Directions of zeros get 0, and parallel directions are treated as one: below about
-        `sqrt(PARALLEL)`, the angle between directions is only rounding. Zeros if an element is not
-        finite.
+    `sqrt(PARALLEL)`, the angle between directions is only rounding. If an element is not finite,
+    all of `x` is 0.
     """
     if not (slopes.isfinite().all() and curvatures.isfinite().all()):
         return torch.zeros_like(slopes)

@@ -177,7 +177,7 @@ class Safeguard(Robust):
             ranks lie.
         floor: a distance that is always acceptable, relative to the length of a random walk of
             right ranks: the typical distance between two ranks' vectors, times the root of the
-                window.
+            window.
         mean_of: the ranks that are averaged: those good "before" the vectors of the step were
             checked, as published, or "after".
         reset_interval: the number of steps after which both windows restart and excluded ranks

@@ -35,7 +35,7 @@ def trimmed_mean(vectors: Tensor, num_byzantine: int) -> Tensor:
 
 
 def krum(products: Tensor, num_byzantine: int) -> Tensor:
-    """Return weight 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
+    """Return a weight of 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
 
     Its neighbours are all other vectors except the `num_byzantine + 1` farthest.
     """
@@ -103,7 +103,7 @@ def farthest(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
     faulty ranks therefore cannot make it much longer than a distance between correct ranks.
 
     Args:
-        ranks: as in `near_most`.
+        ranks: see `near_most`.
     """
     distances = _distances_among(products, ranks & products.diagonal().isfinite())
     reach = _reach(distances)

@@ -28,7 +28,7 @@ class SplitForward:
 
     Attributes:
         place: the channels that are divided, and the forms of input and output.
-        tp_plan: of all split layers of the model.
+        tp_plan: the plan for all split layers of the model.
         ranks: the number of ranks of all groups together.
         describe: returns what a plan needs to know about the split layers of the model.
     """
@@ -64,7 +64,7 @@ class SplitForward:
         """Return the input of the rank's examples, and a function to register gradient hooks.
 
         Collective over: group, now and in the backward pass, if the layer receives or passes on
-            slices.
+        slices.
         """
 
         def on_gradient(hook: Hook) -> None:

@@ -154,6 +154,6 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
 
 
 def _cuts(module: Any, axis: Channels | None) -> list[tuple[Tensor, int]]:
-    """Return weight and bias, with the dimension that is split; a bias is split by outputs."""
+    """Return the weight and bias, and the dimension that is split; a bias is split by outputs."""
     dim = 0 if axis is None else CHANNELS.index(axis)
     return [(p, d) for p, d in ((module.weight, dim), (module.bias, 0)) if p is not None]

@@ -4,9 +4,8 @@ Warm-up: the fraction of values that are sent decreases to `ratio` in stages of 
 same factor each time; with 0.001, it is 25 %, 6.3 %, 1.6 % and 0.4 %.
 
 Local clipping: a rank bounds the norm of its contribution to the reduction, before unsent values
-    are kept. With N
-ranks, each has the bound `clip_norm / sqrt(N)`, so that the sum has the bound `clip_norm` if the
-ranks' noise is independent.
+are kept. With N ranks, each has the bound `clip_norm / sqrt(N)`, so that the sum has the bound
+`clip_norm` if the ranks' noise is independent.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class ConvLayer(Layer):
         return convolve(self.prepared(x, g), kernels, None, stride, zeros, dilation, groups)
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """Return weight or bias; for a transposed convolution's weight, outputs before inputs."""
+        """Return the weight or bias, outputs before inputs even in a transposed convolution."""
         if not self.transposed or parameter.dim() == 1:
             return parameter
         by_group: Tensor = parameter.unflatten(0, (self.shape.groups, -1))

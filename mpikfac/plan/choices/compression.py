@@ -41,7 +41,7 @@ class Compressor(Choice):
         raise NotImplementedError(f"{type(self).__name__} does not define codec()")
 
     def codec_of_sums(self, rank: RankPlan, layout: Layout) -> Codec:
-        """Return the encoding for reductions of gradients, or of changes of weights."""
+        """Return the encoding for reductions of gradients, or of weight changes."""
         return self.codec(layout, True)
 
     def codec_of_gradients(self, rank: RankPlan, layout: Layout) -> Codec:
@@ -67,8 +67,8 @@ class Compression:
     """How values are encoded in messages; None for no encoding.
 
     Attributes:
-        gradients: the encoding of the gradients of covered layers, of preconditioned gradients, and
-            with `shard_optimizer` of changes of weights.
+        gradients: the encoding of the gradients of covered layers, of preconditioned gradients and,
+            with `shard_optimizer`, of weight updates.
         factors: the encoding of factors.
         inverses: the encoding of decompositions.
     """

@@ -62,7 +62,7 @@ class Grafting(Choice):
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
         if momentum:
             raise ValueError(
-                f"momentum={momentum!r} of gradients needs grafting=AdamGrafting(...), not "
+                f"momentum={momentum!r} for gradients needs grafting=AdamGrafting(...), not "
                 f"{self!r}; use momentum=0"
             )
         return self
@@ -133,7 +133,7 @@ class AdamInEigenbases(Grafting):
     """Take Adam's step with momentum in the eigenbases of `SOAP`, and rotate it back [SOAP].
 
     Attributes:
-        momentum: of the gradients, in place of the optimizer's momentum.
+        momentum: the momentum of gradients, in place of the optimizer's.
         max_trust_ratio: see `AdamGrafting`.
     """
 
@@ -155,9 +155,8 @@ class Clip(Choice):
     """A bound on the directions of all layers together.
 
     A bound on the direction preserves the meaning of the learning rate: half the rate gives half
-        the step. While the KL clip binds, the learning rate cancels out, and decaying it does not
-        shorten
-    steps.
+    the step. While the KL clip binds, the learning rate cancels out, and decaying it does not
+    shorten steps.
 
     Attributes:
         of_step: the bound is on the step, which includes the learning rate, not on the direction.

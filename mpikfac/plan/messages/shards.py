@@ -136,5 +136,5 @@ def passed(
 
 
 def _in_order(spans: Spans) -> list[tuple[int, int, int]]:
-    """Return start, stop and member of the parts with elements, in the order of elements."""
+    """Return the start, stop and member of each non-empty part, in the order of elements."""
     return sorted((start, stop, m) for m, (start, stop) in enumerate(spans) if stop > start)

@@ -73,8 +73,8 @@ class Shampoo(Roots):
     et al. 2018; Anil et al. 2020].
 
     Attributes:
-        exponent: of each factor: 1/4 as published, or 1/2 [Morwani et al. 2024]. A layer with one
-            factor, such as a scale, uses the same exponent.
+        exponent: the exponent of each factor: 1/4 as published, or 1/2 [Morwani et al. 2024]. A
+            layer with one factor, such as a scale, uses the same exponent.
         dtype: roots are kept, sent and multiplied in this dtype; None for the model's.
 
     Raises:

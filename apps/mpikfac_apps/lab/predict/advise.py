@@ -101,7 +101,7 @@ def efficient(steps: Mapping[int, float], least: float) -> int:
     number of images per rank: the fraction of a rank's images per second that is left.
 
     Args:
-        steps: the seconds of a step by number of ranks, including a single rank.
+        steps: the time of a step, in seconds, by number of ranks, including a single rank.
     """
     return max(ranks for ranks, seconds in steps.items() if steps[1] / seconds >= least)
 
@@ -310,7 +310,7 @@ def of_ranks(
 
 
 def blocking(row: Row) -> float:
-    """Return the seconds of messages that block, in a mean step."""
+    """Return the time of messages that block, in a mean step, in seconds."""
     step = row["mean"]
     sent = (step["stages"].get(stage, 0.0) for stage in mpikfac.trace.COMMUNICATION)
     return max(0.0, sum(sent) - step["overlapped"])

@@ -46,7 +46,7 @@ DECOMPOSED: dict[str, Callable[[Tensor], object]] = {
     "shampoo": lambda factor: mpikfac.preconditioners.Shampoo().decompose(factor, 1e-3, None),
 }
 CUBES = [2**k for k in range(4, 12)]  # orders of products
-LONGEST = 0.5  # seconds of the last message or factor; larger sizes are left out
+LONGEST = 0.5  # seconds; once a message or factor takes longer, larger sizes are left out
 BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, per measurement
 TURNS, STEPS = 6, 4  # rounds of overlapped and of plain steps, and steps per round
@@ -199,7 +199,7 @@ def curve(
     primitive: str,
     codec: mpikfac.plan.Codec | None,
 ) -> tuple[tuple[float, float], ...]:
-    """Return bytes and seconds of a collective of all groups; stop after the first long time.
+    """Return the bytes and times of a collective of all groups, up to the first long time.
 
     Collective over: comm.
     """
@@ -295,7 +295,7 @@ def ladder(
     orders: Sequence[int],
     work: Callable[[Tensor], object],
 ) -> tuple[tuple[float, float], ...]:
-    """Return orders and seconds of a computation on a factor; stop after the first long time.
+    """Return orders and times of a computation on a factor, up to the first long time.
 
     Collective over: comm.
     """
@@ -315,7 +315,7 @@ def squared(matrix: Tensor) -> Tensor:
 
 
 def rates(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Convert orders and seconds of products to orders and operations per second."""
+    """Convert the times of products, by order, to operations per second."""
     return tuple((order, 2 * order**3 / seconds) for order, seconds in points)
 
 
@@ -386,7 +386,7 @@ class TimedNetwork:
         self._factors[preconditioner] += steps[2::2]
 
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
-        """Return the seconds of a step with new factors for each strategy.
+        """Return the time of a step with new factors for each strategy, in seconds.
 
         Strategies alternate; the first round is not counted.
 
@@ -411,7 +411,7 @@ class TimedNetwork:
     def _trainer(
         self, comm: mpikfac.comm.Comm, **settings: Any
     ) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
-        """Return K-FAC of the network with a single decomposition, images and labels."""
+        """Return the network's K-FAC trainer with a single decomposition, and images and labels."""
         model = copy.deepcopy(self._model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
         arguments = {
@@ -459,7 +459,7 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the seconds of a training step's parts; "others": `KFAC.step` without two stages."""
+    """Time the parts of a training step, in seconds; "others": `KFAC.step` without two stages."""
     kfac.trace.clear()
     kfac.optimizer.zero_grad()
     start = now(images.device)

@@ -28,12 +28,8 @@ from mpikfac_apps.text import counts
 
 STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
 SGD = "sgd:"  # prefix of the name of a strategy for training without K-FAC
-OWN = (
-    "strategy",
-    "preconditioner",
-    "inv_update_steps",
-    "machine",
-)  # K-FAC's options with a different meaning here
+# K-FAC's options that have a different meaning here
+OWN = ("strategy", "preconditioner", "inv_update_steps", "machine")
 SIMULATE_BASIC = (
     *(
         "machine",

@@ -120,7 +120,7 @@ class NetworkShapes:
     Attributes:
         covered: the shapes with K-FAC.
         bare: the shapes without K-FAC.
-        calls: of the covered layers in a rank's pass.
+        calls: the calls of the covered layers in a rank's pass.
     """
 
     covered: Shapes
@@ -149,7 +149,7 @@ def foreseen_of(
     ranks: int,
     machine: mpikfac.predict.Machine,
 ) -> Foreseen:
-    """Return plan and intervals of a named strategy, with messages chosen for the machine.
+    """Return the plan and intervals of a named strategy, with messages chosen for the machine.
 
     Raises:
         ValueError: choices cannot be combined, or the machine has no times for the network.
@@ -200,7 +200,7 @@ def machine_in_words(machine: mpikfac.predict.Machine) -> list[str]:
 
 
 def job_in_words(options: PredictionOptions) -> str:
-    """Return model, batch, preconditioner and intervals of the runs to predict."""
+    """Return the model, batch, preconditioner and intervals of the runs to predict."""
     words = f"{options.model}, {options.batch_per_rank} images per rank, "
     chosen = options.preconditioner
     words += f"preconditioner {chosen.form.name}" if chosen else "each strategy's preconditioner"

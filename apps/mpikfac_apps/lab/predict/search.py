@@ -46,11 +46,8 @@ STEP = 1.03  # ratio of consecutive values of a cost, because predictions are no
 COST = ("seconds", "sent", "memory")
 PER_NODE = "transport.ranks_per_node"
 Options = TypeVar("Options", bound=PredictionOptions)
-TRAINED = (
-    "factor_update_steps",
-    "inv_update_steps",
-    "wires",
-)  # the parts of a choice that change results
+# the parts of a choice that change results
+TRAINED = ("factor_update_steps", "inv_update_steps", "wires")
 
 
 def search(options: PredictionOptions, machine: mpikfac.predict.Machine) -> list[Row]:

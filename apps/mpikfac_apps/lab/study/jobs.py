@@ -125,7 +125,7 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
 
 
 def _mpirun() -> tuple[str, list[str]]:
-    """Return launcher and flags: from the environment, or the mpirun next to Python or on PATH."""
+    """Return the launcher and its flags: the environment's, or mpirun next to Python or on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     usual = str(beside) if beside.exists() else shutil.which("mpirun")
     launcher = os.environ.get("MPIRUN") or usual
@@ -228,7 +228,7 @@ def _end_left(cells: Path) -> None:
 
 
 def _others_seconds() -> float:
-    """Return the seconds of work of the machine's cores, without ended jobs of this process."""
+    """Return how long the machine's cores have worked, without ended jobs of this process."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     times = os.times()

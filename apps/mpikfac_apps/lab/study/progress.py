@@ -22,11 +22,10 @@ class StudyProgress:
     """The progress of a study: a line that changes on a terminal, otherwise a line per minute.
 
     The remaining time is an estimate: cells that have not run yet count as long as the mean of
-        ended cells,
-    and the running cell continues at its pace.
+    ended cells, and the running cell continues at its pace.
 
     Attributes:
-        seconds: seconds of ended cells, including earlier starts of the study.
+        seconds: the time that ended cells took, including earlier starts of the study.
     """
 
     def __init__(self, cells: Sequence[Cell], directory: Path) -> None:

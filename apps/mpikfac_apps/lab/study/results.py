@@ -87,7 +87,7 @@ class Measured:
             not measured.
         stages: means over the traced steps, by rank and stage; empty without a trace of whole
             intervals between two refreshes.
-        traced_seconds: seconds of a traced step, the mean over steps and ranks; None without a
+        traced_seconds: the time of a traced step, the mean over steps and ranks; None without a
             trace.
         counted: bytes that a rank passed to MPI in a traced step, the mean over ranks; None without
             a trace of whole intervals, or if messages overlap its beginning or end.
@@ -134,7 +134,7 @@ class Measured:
 
     @property
     def step(self) -> float | None:
-        """Seconds of a step: the median over intervals; None without metrics."""
+        """The time of a step in seconds: the median over intervals; None without metrics."""
         return median(self.step_seconds) if self.step_seconds else None
 
     @property
@@ -156,7 +156,7 @@ class Measured:
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """Seconds of a traced step by group, the mean over ranks; empty without a trace."""
+        """The time of a traced step by group, the mean over ranks; empty without a trace."""
         if not self.stages or self.traced_seconds is None:
             return {}
         parts = dict.fromkeys([*GROUPS, WAITING, OTHER], 0.0)

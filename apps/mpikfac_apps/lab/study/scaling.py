@@ -1,7 +1,7 @@
 """Predict the time to a target at many ranks: measured steps times predicted seconds per step.
 
 The number of steps for a batch size does not depend on the ranks that share the batch, so it can be
-measured on few ranks. A machine file has the seconds of a step at any number of ranks. Each
+measured on few ranks. A machine file predicts the time of a step at any number of ranks. Each
 optimizer uses the batch with the shortest time.
 """
 
@@ -63,7 +63,7 @@ class Forecast:
 
     Attributes:
         name: the optimizer and, for K-FAC, the strategy.
-        step: predicted seconds of a step.
+        step: the predicted time of a step, in seconds.
     """
 
     name: str
@@ -138,7 +138,7 @@ def forecasts(
 
 
 def optimizer_seconds(cells: Sequence[Measured]) -> dict[str, float]:
-    """Return the seconds of the optimizer's own part of a step, by optimizer, from traces."""
+    """Return the time of the optimizer's own part of a step, by optimizer, from traces."""
     seconds: dict[str, list[float]] = {}
     for cell in cells:
         if cell.complete and cell.breakdown:
@@ -150,7 +150,7 @@ def optimizer_seconds(cells: Sequence[Measured]) -> dict[str, float]:
 def _steps_at(
     machine: mpikfac.predict.Machine, ranks: int, measured: Steps, slower: Mapping[str, float]
 ) -> Iterator[tuple[str, float]]:
-    """Yield names and predicted seconds of a step, for each strategy of an optimizer."""
+    """Yield the name and the predicted time of a step, for each strategy of an optimizer."""
     options, optimizer = measured.cell.cell.options, measured.optimizer
     if measured.batch % ranks:
         return
@@ -180,7 +180,7 @@ def distributed(cell: Cell, strategy: str) -> Options:
 
 
 def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> float:
-    """Return predicted seconds of a mean step.
+    """Return the predicted time of a mean step, in seconds.
 
     Raises:
         ValueError: the options are invalid for the ranks, or the machine lacks times.

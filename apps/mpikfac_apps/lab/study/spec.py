@@ -297,8 +297,8 @@ def _expanded(content: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, s
     labels = [cell.label for cell in cells]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ValueError(
-            f"matrix: two cells have the name {twice[0]!r}; leave one out, or set in both all keys "
-            "in which the cells differ"
+            f"matrix: two cells are named {twice[0]!r}; remove one, or set every key in which they "
+            "differ in both cells"
         )
     return cells, left_out
 

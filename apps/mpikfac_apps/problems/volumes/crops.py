@@ -21,7 +21,7 @@ from mpikfac_apps.problems import own
 
 LIMIT = 2**27  # voxels of a file, which every rank keeps in memory
 TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
-BRIGHT = 99.9  # the percentage of voxels that are not brighter than the largest byte
+BRIGHT = 99.9  # the percentile of voxels that is mapped to 255; brighter ones are clipped
 ACROSS = 1  # the axis that the halves divide; in MNI152, from back to front
 
 

@@ -98,9 +98,9 @@ def cut_and_mixed(
 
 
 def drawn_box(width: int, height: int, share: float, generator: np.random.Generator) -> Box:
-    """Return left, top, right and bottom of a box with `1 - share` of the area.
+    """Return the left, top, right and bottom of a box with `1 - share` of the area.
 
-    The center of the box is any pixel; parts outside of the image are cut off.
+    The centre of the box is any pixel; parts outside of the image are cut off.
     """
     side = math.sqrt(1 - share)
     middle = int(generator.integers(width)), int(generator.integers(height))

@@ -92,14 +92,13 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """
     kinds = nn.Linear | nn.Embedding | _ConvNd
     layers = [module for module in model.modules() if isinstance(module, kinds)]
-    entries = {
-        layer.weight: isinstance(layer, nn.Embedding) for layer in layers
-    }  # once if it is shared
+    # a shared weight is one entry
+    entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 
 
 def decays_and_momenta(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Return weight decay and momentum of each parameter group, as far as it has them."""
+    """Return the weight decay and momentum of each parameter group, if it has them."""
     names = "weight_decay", "momentum"
     return [{n: group[n] for n in names if n in group} for group in optimizer.param_groups]
 

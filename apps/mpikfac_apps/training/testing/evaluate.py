@@ -100,7 +100,8 @@ def options_of(checkpoint: Path, evaluation: EvaluateOptions, ranks: int) -> Opt
     """Return the options of a checkpoint's run, with a batch that fits the number of ranks.
 
     Raises:
-        ValueError: the checkpoint has no settings, or the run would execute a file.
+        ValueError: the checkpoint has no settings, or its run would execute a Python file and
+            `evaluation.trust` is not set.
     """
     before = settings.of_checkpoint(checkpoint)
     if before is None:

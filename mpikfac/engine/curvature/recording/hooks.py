@@ -106,8 +106,8 @@ class RecordingHooks(Part):
         self._retained.clear()
         if self._running or self._interrupted or self._moments.awaits_pass:
             log.warning(
-                "a backward pass before this step was interrupted, and its layers count in part: "
-                "statistics are wrong; after an interruption, call zero_grad() and "
+                "a backward pass before this step was interrupted, so statistics include only some "
+                "of its layers; after an interruption, call zero_grad() and "
                 "clear_statistics(), and run the batch again"
             )
         self._running = self._interrupted = False
@@ -285,11 +285,11 @@ def _warn_of_removed(name: str, dropped: bool) -> None:
 
 
 def _warn_of_derivatives(layer: Layer) -> None:
-    """Warn about a loss whose gradient has a part that the factors lack."""
+    """Warn about a loss whose gradient has a part that the factors do not include."""
     log.warning(
-        "layer %r: the loss holds derivatives of the network in its inputs (create_graph=True), as "
-        "of a PINN or with a gradient penalty, and the factors lack their part: the curvature is "
-        "that of the outputs alone. For a PINN try less damping than the default: "
+        "layer %r: the loss contains derivatives of the network with respect to its inputs "
+        "(create_graph=True), as in PINNs or with a gradient penalty; the factors do not include "
+        "them: the curvature is that of the outputs alone. For a PINN, try less damping: "
         "damping=mpikfac.Damping(relative=1.0)",
         layer.name,
     )

@@ -301,7 +301,7 @@ def _warn_of_counts(sets: Mapping[int, Sequence[str]]) -> None:
     log.warning(
         "layers saw different numbers of examples of one batch: %s. The first dimension of a "
         "layer's input has to be the batch: where it is not, the layer's curvature is wrong and "
-        "depends on the number of ranks; take batch_first=True, or name such layers in "
+        "depends on the number of ranks; use batch_first=True, or name such layers in "
         "coverage=mpikfac.Coverage(skip=[...]); name layers of experts, or of nodes of graphs, in "
         "part_of_batch=[...] (the loss is a mean over the batch), and layers of boxes in "
         "own_examples=[...] (the loss is a mean over the boxes)",
@@ -318,6 +318,6 @@ def _check_rows(layer: Layer, examples: int, rows: int) -> None:
     if rows != examples:
         raise ValueError(
             f"fisher_type='type-2' needs a row of outputs for each example: record() has {rows} "
-            f"rows, and layer {layer.name!r} saw {examples} examples; take "
+            f"rows, and layer {layer.name!r} saw {examples} examples; use "
             f"estimator=mpikfac.Estimator(fisher_type='mc')"
         )

@@ -157,5 +157,5 @@ def changed_in_place(layer: Layer, what: str, before: str) -> RuntimeError:
     """Return the error for a tensor that was changed too early."""
     return RuntimeError(
         f"layer {layer.name!r}: {what} was changed in place after the call, and before {before}; "
-        f"give the layer a clone of its own, or change a clone"
+        f"give the layer its own clone, or change a clone"
     )

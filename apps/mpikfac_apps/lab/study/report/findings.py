@@ -42,7 +42,7 @@ def findings(
 
 
 def _compared(cells: Sequence[Measured]) -> list[Measured]:
-    """Return complete K-FAC cells on most ranks; none while a cell on these ranks is pending."""
+    """Return the complete K-FAC cells on most ranks; none while such a cell is pending."""
     waiting = {cell.cell.ranks for cell in cells if cell.pending}
     kfac = [c for c in cells if c.complete and c.step and c.cell.options.optimizer == "kfac"]
     kfac = [cell for cell in kfac if cell.cell.ranks not in waiting]
@@ -244,7 +244,7 @@ def _labels(labels: Sequence[str]) -> str:
 
 
 def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
-    """Return complete training with SGD on as many ranks with the same axes; None if missing."""
+    """Return the complete SGD cell on as many ranks with the same axes; None if there is none."""
     for candidate in cells:
         alike = (candidate.cell.ranks, candidate.cell.axes) == (cell.cell.ranks, cell.cell.axes)
         if alike and candidate.cell.options.optimizer == "sgd" and candidate.complete:

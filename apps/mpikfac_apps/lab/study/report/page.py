@@ -164,7 +164,7 @@ def _options_of(cell: Measured) -> dict[str, Any]:
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
-    """Return predicted seconds of a step by label, for cells whose times the machine file has."""
+    """Return the predicted time of a step by label, for cells whose times the machine file has."""
     seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
@@ -222,7 +222,7 @@ def _pictures(
     """Return all pictures of complete cells, including missing ones.
 
     Args:
-        best: the rows of the variants in the picture of learning; empty for all.
+        best: the rows of the variants to show in the learning curves; if empty, all are shown.
     """
     names = {(row["variant"], row["ranks"]) for row in best}
     shown = [cell for cell in cells if not best or (cell.cell.variant, cell.cell.ranks) in names]

@@ -192,7 +192,7 @@ def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
 
 
 def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Figure | None:
-    """Draw measured against predicted seconds of a step; predictions by the cells' labels."""
+    """Draw the measured against the predicted time of a step; predictions by the cells' labels."""
     pairs = [
         (cell, predictions[cell.cell.label], cell.step)
         for cell in cells

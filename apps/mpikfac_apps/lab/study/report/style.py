@@ -66,7 +66,7 @@ def styled() -> AbstractContextManager[None]:
 
 
 def variant_style(place: int) -> dict[str, Any]:
-    """Return colour, marker and line of the variant at a position of a study's list."""
+    """Return the colour, marker and line of the variant at a position in a study's list."""
     return {
         "color": SERIES[place % len(SERIES)],
         "marker": MARKERS[place % len(MARKERS)],
