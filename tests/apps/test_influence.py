@@ -169,7 +169,7 @@ def test_too_many_queries_are_refused(run, monkeypatch, capsys):
     assert left.value.code == 2
     error = capsys.readouterr().err
     assert "--queries=4: 4 queries with " in error
-    assert "pass at most 1 queries per rank at a time" in error
+    assert "pass at most 1 at a time" in error
 
 
 @pytest.mark.parametrize("line", [INFLUENCE, EVALUATE])

@@ -46,8 +46,8 @@ def influence(
         losses: returns the training loss of each example, for example
             `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")`.
         examples: batches of the rank's training examples, without augmentation.
-        queries: a batch of the rank's queries; their gradients and solutions take up to 40 bytes
-            per parameter and query.
+        queries: a batch of the rank's queries; each takes 40 bytes per parameter on its rank, and 8
+            bytes on all others.
         damping: see `Curvature.solve`.
         measure: returns the loss of each query, if it is not the training loss.
 
@@ -152,14 +152,14 @@ def _check_size(owners: Owners, queries: int) -> None:
     """
     counts, parameters = owners.integers(queries), sum(owners.sizes)
     memory = min(owners.integers(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
-    row = ITEMSIZE * parameters * (4 + len(counts))  # bytes for a query of each rank
-    largest = max(parameters, len(counts) * max(owners.sizes))  # elements of a message
-    most = min(memory // row, MAX_COUNT // largest if len(counts) > 1 else max(counts))
-    if max(counts) > most:
+    needed = ITEMSIZE * parameters * (4 * max(counts) + sum(counts))
+    elements = max(parameters * max(counts), max(owners.sizes) * sum(counts))  # of a message
+    if needed > memory or (len(counts) > 1 and elements > MAX_COUNT):
+        most = sum(counts) * min(memory * elements, MAX_COUNT * needed) // (needed * elements)
         raise UserError(
-            f"{sum(counts)} queries with {parameters:,} parameters need up to "
-            f"{row * max(counts):,} bytes on each rank, which has {memory:,}; pass at most {most} "
-            f"queries per rank at a time"
+            f"{sum(counts)} queries with {parameters:,} parameters need {needed:,} bytes on a "
+            f"rank, which has {memory:,}, and messages of {elements:,} elements, at most "
+            f"{MAX_COUNT:,}; pass at most {most} at a time"
         )
 
 
