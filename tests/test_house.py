@@ -287,6 +287,7 @@ OPEN_NAMES = {
         for name in (
             *(("owners", stage) for stage in ("COUNT", "QUERIES", "ANSWERS", "PUBLISH")),
             *(("owners", "query_messages"), ("owners", "publish_messages")),
+            ("influence", "MAX_COUNT"),
             *(("records", "gradients"), ("records", "products"), ("records", "record")),
             ("matrices", "ParameterMatrices"),
         )

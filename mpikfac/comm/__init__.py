@@ -32,6 +32,7 @@ from mpikfac.comm.job import lowest_in_node as lowest_in_node
 from mpikfac.comm.job import survivors as survivors
 from mpikfac.comm.job import tells_of_loss as tells_of_loss
 from mpikfac.comm.job import world as world
+from mpikfac.comm.messages import MAX_COUNT as MAX_COUNT
 from mpikfac.comm.messages import SUMMABLE as SUMMABLE
 from mpikfac.comm.messages import InOrder as InOrder
 from mpikfac.comm.messages import Overlapped as Overlapped

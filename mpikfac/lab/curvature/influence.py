@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.comm.messages.buffers import MAX_COUNT
+from mpikfac.comm import MAX_COUNT
 from mpikfac.errors import UserError
 from mpikfac.lab.curvature.curvature import USUAL, Curvature, damped_power
 from mpikfac.lab.curvature.owners import ITEMSIZE, Owners

@@ -65,7 +65,7 @@ class ParameterMatrices:
             if tensor.shape[-parameter.dim() :] != parameter.shape:
                 raise ValueError(
                     f"the vector's {name} is {[*tensor.shape]}, but the parameter is "
-                    f"{[*parameter.shape]}"
+                    f"{[*parameter.shape]}; pass a tensor of this shape, or with examples before it"
                 )
         rows = [t[None] if t.dim() == p.dim() else t for t, p in zip(given, layer.parameters)]
 

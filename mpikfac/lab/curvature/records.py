@@ -20,7 +20,7 @@ Losses = Callable[[nn.Module, Any], Tensor]
 """A function of a model and a batch that returns one loss per example, `[examples]`."""
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of a layer in a pass over a batch.
 
     Attributes:
@@ -46,7 +46,7 @@ class Call(NamedTuple):
         return groups, a, g
 
 
-Records = Mapping[str, Sequence[Call]]
+Records = Mapping[str, Sequence[RecordedCall]]
 """The calls in a pass over a batch, by layer."""
 
 
@@ -62,7 +62,7 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
     """
     if training := [name or "the model" for name, m in model.named_modules() if m.training]:
         raise ValueError(f"{training[0]} is in training mode; call model.eval() first")
-    records: dict[str, list[Call]] = {layer.name: [] for layer in layers}
+    records: dict[str, list[RecordedCall]] = {layer.name: [] for layer in layers}
     hooks = [
         attached
         for layer in layers
@@ -86,21 +86,26 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
         for call in calls:
             if len(call.g) != len(values):
                 raise ValueError(
-                    f"layer {name!r} has {len(call.g)} examples, and the batch {len(values)}"
+                    f"layer {name!r} has {len(call.g)} examples, and the batch {len(values)}; "
+                    f"use a model whose layers keep one row per example"
                 )
     return records
 
 
-def _on_call(layer: Layer, records: list[Call], _: nn.Module, *called: Any) -> None:
+def _on_call(layer: Layer, records: list[RecordedCall], _: nn.Module, *called: Any) -> None:
     call = layer.watch(*called)
     if call is not None and call[0].numel():  # a rank can have no examples
         x, listen = call
         single = x.dim() < layer.dimensions  # one example without a batch dimension
-        listen(lambda g: records.append(Call(layer, *((x[None], g[None]) if single else (x, g)))))
+        listen(
+            lambda g: records.append(
+                RecordedCall(layer, *((x[None], g[None]) if single else (x, g)))
+            )
+        )
 
 
 @torch.no_grad()
-def gradients(layer: Layer, calls: Sequence[Call], examples: int) -> Tensor:
+def gradients(layer: Layer, calls: Sequence[RecordedCall], examples: int) -> Tensor:
     """Return the examples' gradients in a layer, `[examples, groups, outputs, inputs]`."""
     shape = layer.shape.groups, layer.shape.outputs, layer.shape.inputs
     total = torch.zeros(examples, *shape, dtype=torch.float64, device=layer.parameters[0].device)
@@ -110,7 +115,7 @@ def gradients(layer: Layer, calls: Sequence[Call], examples: int) -> Tensor:
 
 
 @torch.no_grad()
-def products(matrices: Tensor, calls: Sequence[Call], examples: int) -> Tensor:
+def products(matrices: Tensor, calls: Sequence[RecordedCall], examples: int) -> Tensor:
     """Return the products of matrices with the examples' gradients, `[vectors, examples]`.
 
     The gradients are computed only for examples with several positions, which saves work.

@@ -137,7 +137,8 @@ def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
         raise ValueError(
             f"{path} is of a run with fisher_type={estimator.fisher_type} and "
-            f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix"
+            f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix; "
+            f"train with another fisher_type and normalization=expand"
         )
     return path, run
 
