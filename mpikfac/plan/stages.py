@@ -84,11 +84,20 @@ def reduce_gradients(rank: RankPlan) -> list[Message]:
 
 
 def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message]:
-    """Return the reductions of all gradients, except those of the blocks `without`."""
+    """Return the reductions of all gradients, except those of the blocks `without`.
+
+    Raises:
+        ValueError: a compressor has a momentum that its codec does not apply.
+    """
     layout, compressor = rank.layouts.gradients, rank.strategy.compression.gradients
     apart = rank.strategy.transport.overlap
     kinds = {name: number if apart else -1 for name, number in rank.messages_of.items()}
     codec = None if compressor is None else compressor.codec_of_gradients(rank, layout)
+    if compressor is not None and compressor.momentum and not (codec and codec.delays):
+        raise ValueError(
+            f"{compressor!r} has momentum={compressor.momentum:g}, but its codec delays no values "
+            f"and applies none; use one of codec_of_gradients that does"
+        )
     return [
         message
         for codec, kinds in with_uncovered(rank, codec, kinds, -1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -74,3 +75,18 @@ def test_an_own_encoding_is_summed_over_ranks_with_feedback(comm):
         np.testing.assert_allclose(model.weight.detach().numpy(), weight, rtol=0, atol=1e-12)
     of_stage = [m for m in trainer.plan.messages(0, False, False, True) if m.codec]
     assert [m.bytes for m in of_stage] == [8 + 16 * 16] * (comm.size > 1)
+
+
+def test_a_momentum_that_no_codec_applies_is_refused(comm):
+    """Oracle: the error, before any training."""
+
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class SignWithMomentum(Sign):
+        name: ClassVar[str] = "sign-with-momentum"
+        momentum: ClassVar[float] = 0.9
+
+    model = nn.Linear(*SHAPE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy = Strategy(compression=Compression(gradients=SignWithMomentum()))
+    with pytest.raises(ValueError, match=r"momentum=0\.9, but its codec delays no values"):
+        FirstOrderTrainer(model, optimizer, comm, strategy=strategy)
