@@ -47,7 +47,7 @@ def functions(curvature, v):
     """Return results of all functions, as tensors by name."""
     solved = curvature.solve(v)
     roots = curvature.power(v, -0.5, 0.1)
-    drawn = curvature.sample(10.0, 0.5, torch.Generator().manual_seed(3), 4)
+    drawn = curvature.sample(10.0, 0.5, torch.Generator("cpu").manual_seed(3), 4)
     values = {layer: curvature.eigenvalues(layer) for layer in curvature.layers}
     numbers = [curvature.logdet(10.0, 0.5), curvature.trace(), *curvature.effective(3, 1).values()]
     return {
@@ -132,7 +132,7 @@ def test_influence_does_not_depend_on_the_ranks(comm, alone, saved):
 
 def test_arguments_that_differ_are_refused(comm, saved):
     """Oracle: one line on all ranks, as if each passed its own number of examples."""
-    curvature, generator = Curvature.load(saved[1], network(), comm), torch.Generator()
+    curvature, generator = Curvature.load(saved[1], network(), comm), torch.Generator("cpu")
     calls = (
         lambda scale: curvature.logdet(scale, 1.0),
         lambda scale: curvature.effective(scale, 1.0),

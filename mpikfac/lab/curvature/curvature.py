@@ -297,16 +297,17 @@ class Curvature:
         Returns:
             Tensors `[count, *shape]` in float64, by the parameter's name.
         """
-        seed = int(torch.randint(2**62, (), generator=generator))
+        seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
         self._check(scale=scale, prior=prior, count=count, seed=seed)
         drawn = {}
         for number, name in enumerate(self.layers):
             if name in self.bases:
                 basis = self.bases[name]
-                own = torch.Generator().manual_seed(seed + number)  # whoever owns the layer
+                own = torch.Generator("cpu").manual_seed(seed + number)  # whoever owns the layer
                 shape = count, *basis.values.shape
-                noise = torch.randn(shape, generator=own, dtype=torch.float64).to(basis.values)
-                drawn[name] = basis.rotate_back(noise * (scale * basis.values + prior).rsqrt())
+                noise = torch.randn(shape, generator=own, dtype=torch.float64, device="cpu")
+                spread = (scale * basis.values + prior).rsqrt()
+                drawn[name] = basis.rotate_back(noise.to(spread) * spread)
         shapes = {name: (count, *shape) for name, shape in self.owners.shapes.items()}
         return self._matrices.tensors(self.owners.publish(drawn, shapes))
 
