@@ -107,7 +107,8 @@ def check_written(comm: Comm, writes: Writes) -> None:
     Collective over: comm.
 
     Raises:
-        RanksDifferError: ranks have written other weights or values; the text names the first one.
+        RanksDifferError: ranks have written different weights or values; the message names the
+            first one.
     """
     recent = comm.allgather(writes.recent)
     writes.recent.clear()

@@ -273,7 +273,7 @@ def _leaves(group: type, types: Types, like: Any = None) -> Iterator[Leaf]:
         if (dataclasses.is_dataclass(kind) and not base) or "given" in meta:
             continue
         heading = meta.get("section", heading)
-        reads = "read" in meta and meta["read"] is not None and "keeps_type" not in meta
+        reads = meta.get("read") and "keeps_type" not in meta
         option = Leaf(
             key=name,
             path=(name,),
