@@ -78,7 +78,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(fields)  # __init__ would create new parameter groups and a new state
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise TypeError: a copy would not observe a model, and a file would lack the state."""
+        """Raise TypeError: a copy would not observe the model, and a file would lack the state."""
         raise TypeError(
             f"{type(self).__name__} must not be copied or pickled: the copy would lack K-FAC's "
             f"state; use state_dict()"
@@ -158,7 +158,7 @@ class Optimizer(torch.optim.Optimizer):
         factors come from the averaged gradient, such as "shampoo" and "soap", and
         `Refresh(staleness=1)`: there, each rank stores only the factors that it decomposes, or the
         pending decompositions that it has computed, and must load its own state; rank 0's is
-        refused.
+        rejected.
 
         Collective over: see `KFAC.state_dict`.
         """
@@ -195,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _check_groups(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
-    """Check that the parameter groups of a state repeat its hyperparameters.
+    """Check that the parameter groups of a state agree with its hyperparameters.
 
     Raises:
         ValueError: a hyperparameter was changed in one of them.
@@ -210,7 +210,7 @@ def _check_groups(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any])
 
 
 def _numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups as torch's `state_dict` does, with numbers in place of parameters."""
+    """Return parameter groups as torch's `state_dict` does, with indices in place of parameters."""
     number = itertools.count()
     return [
         {key: copy.deepcopy(plain(value)) for key, value in group.items() if key != "params"}
@@ -230,8 +230,8 @@ class KFACOptimizer(Optimizer):
 
     By default, momentum is applied before gradients are preconditioned, directions are made
     orthogonal, and each step is as long as Adam's, bounded relative to the norm of the
-    weights: see `AdamGrafting`. `trainer` is the `KFAC`; if the ranks' shards differ in size, call
-    `optimizer.trainer.step(examples=n)`.
+    weights: see `AdamGrafting`. `trainer` is the `KFAC`; if the ranks' shards have different sizes,
+    call `optimizer.trainer.step(examples=n)`.
 
     Collective over: comm. All ranks get rank 0's model, and its layers get forward hooks.
 
@@ -240,9 +240,9 @@ class KFACOptimizer(Optimizer):
         lr: the learning rate; a scheduler should decay it to 0.
         params: the parameters to train, or parameter groups with their own `lr`, `momentum` or
             `weight_decay`, as for any torch optimizer; all parameters of the model if None.
-        momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, to the same
-            value in all groups. None: that of `grafting`, or else the preconditioner's default,
-            which is 0.9 for most and 0.95 for "muon".
+        momentum: Nesterov momentum of the averaged gradients. Schedulers can change it, but to the
+            same value in all groups. None: that of `grafting`, or else the preconditioner's
+            default, which is 0.9 for most and 0.95 for "muon".
         weight_decay: decoupled from the gradient, as in AdamW: a step multiplies weights by
             `1 - lr * weight_decay`.
         max_norm: the maximum norm of the averaged gradient; None for no bound.
@@ -300,7 +300,7 @@ class KFACOptimizer(Optimizer):
             momentum = number(0) if callable(number) else number
         trained = model.parameters() if params is None else params
         descent = Descent(trained, lr, momentum, weight_decay)
-        grafting = grafting.with_momentum(momentum)  # error messages print the number
+        grafting = grafting.with_momentum(momentum)  # so that error messages print the number
         if momentum:
             grafting = grafting.with_momentum(descent.momentum)
         super().__init__(
