@@ -71,7 +71,7 @@ def abort_on_error(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Itera
         # The first rank to exit can end the others, so every rank waits until rank 0 has printed.
         if not _all_arrived(comm):
             if comm.rank != 0:
-                print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
+                print(f"mpikfac: only on rank {comm.rank}: {error}", file=sys.stderr, flush=True)
             comm.Abort(USAGE_ERROR)
         raise SystemExit(USAGE_ERROR) from None
     except BaseException as error:

@@ -140,7 +140,8 @@ def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
     for thread in dict.fromkeys(thread for rank in ranks for thread in rank["beside"]):
         sending = _by_stage([rank["beside"].get(thread, {}) for rank in ranks])
         rows += [
-            _row(f"beside, {thread}: {stage}", totals, step) for stage, totals in sending.items()
+            _row(f"background, {thread}: {stage}", totals, step)
+            for stage, totals in sending.items()
         ]
     return rows
 

@@ -132,7 +132,7 @@ class Trainer:
         self.steps = 0
         self._guard = StepGuard(optimizer, self)
         self._unequal: set[str] = set()  # buffers that can differ between ranks
-        self._whole = True  # was the state that after `steps` steps when the step began?
+        self._whole = True  # `is_consistent` when the batch began
         self.built = self._build(self._draw())
         self._begin_batch(0)
         take_model(model, self)

@@ -17,9 +17,9 @@ def test_numbers_are_counted_and_told_once_in_a_row(caplog):
         nonfinite.note("gradient", names, step, "left out")
     assert nonfinite.counts == {"gradient": 5}
     assert caplog.messages == [
-        "rank 3, step 0: not finite: the gradient of 'a'; left out",
-        "rank 3, step 1: not finite: the gradient of 'b'; left out",
-        "rank 3, step 3: not finite: the gradient of 'a' and 1 more; left out",
+        "rank 3, step 0: NaN or infinity in the gradient of 'a'; left out",
+        "rank 3, step 1: NaN or infinity in the gradient of 'b'; left out",
+        "rank 3, step 3: NaN or infinity in the gradient of 'a' and 1 more; left out",
     ]
 
 

@@ -33,7 +33,7 @@ class Directions(Part):
         graft: sets the lengths of directions.
         scale: the multiplier of the last step's directions, `[1]`.
         expected: the change of the loss, summed over ranks, that the quadratic model predicts,
-            `[1]`; only the part of the layers with directions on this rank.
+            `[1]`; here, only the contribution of the layers with directions on this rank.
     """
 
     def __init__(

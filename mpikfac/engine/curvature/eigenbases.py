@@ -21,7 +21,7 @@ class EigenbasesGraft(AdamGraft):
     """Adam's step with momentum, in each layer's eigenbases.
 
     Momenta are stored in the basis of the weights. When bases change, averages of squares are not
-    converted. Uncovered parameters take Adam's step, with averages over the same time.
+    converted. Uncovered parameters take Adam's step, with the same decay of averages.
     """
 
     KIND, DECAY = ROTATED, 0.95  # as published
@@ -76,5 +76,5 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copy_finite(source: Tensor, out: Tensor) -> None:
-    """Copy finite values to `out`, and 0 in place of others, which come from missing bases."""
+    """Copy finite values to `out`, and 0 in place of all others, which missing bases cause."""
     torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)
