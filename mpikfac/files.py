@@ -150,7 +150,7 @@ def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
     except ValueError as error:
         raise ValueError(f"{path} is damaged; delete the file: {error}") from error
     if not has_form(content, form):
-        raise ValueError(f"{path} is damaged; delete the file: it has a different form")
+        raise ValueError(f"{path} is damaged; delete the file: it has an unexpected form")
     return content
 
 

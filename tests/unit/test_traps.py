@@ -680,7 +680,7 @@ def test_a_choice_that_needs_rates_names_the_optimizer(choice):
         "damping": {"grafting": NoGrafting(), "damping": mpikfac.LevenbergMarquardt()},
     }[choice]
     model = network()
-    with pytest.raises(ValueError, match=f"^{choice}.* needs learning rates, and WithoutRate has"):
+    with pytest.raises(ValueError, match=f"^{choice}.* needs learning rates, but WithoutRate has"):
         KFAC(model, WithoutRate(model.parameters()), COMM, **settings)
 
 
