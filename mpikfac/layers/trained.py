@@ -55,7 +55,7 @@ def trainer_of(model: nn.Module) -> Trainer | None:
 
 
 class Hook(partial[None]):
-    """A hook of a trainer on a model, which does nothing in a copied or saved model."""
+    """A trainer's hook on a model; it does nothing in a copied or saved model."""
 
     def __reduce__(self) -> Any:
         return Hook, (_nothing,)
@@ -82,7 +82,7 @@ class Trained:
     """The trained parameters of a model, as the trainer knows them.
 
     Args:
-        parameters: those that the trainer averages, of one dtype on one device.
+        parameters: the parameters that the trainer averages, of one dtype on one device.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
@@ -100,10 +100,10 @@ class Trained:
         return id(parameter) in self._parameters
 
     def changed(self) -> bool:
-        """Return whether different parameters of the model require a gradient now.
+        """Return whether the set of the model's parameters that require a gradient has changed.
 
-        A renamed parameter counts as a different one: pruning and parametrisations rename the
-        weight, because the module then multiplies by something else.
+        A renamed parameter counts as a different one, because pruning and parametrisations rename
+        the weight, and the module then multiplies by something else.
 
         Raises:
             ValueError: a parameter was converted or moved.

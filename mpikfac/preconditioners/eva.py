@@ -1,4 +1,4 @@
-"""Mean vectors, with A and G as the squares of vectors [Zhang et al. 2023, Eva]."""
+"""Mean vectors, whose outer products replace A and G [Zhang et al. 2023, Eva]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDS = (
         "preconditioner",
         ("eva",),
         {"transport.packing": "triangle", "refresh.tolerance": 0, "refresh.servers": 0},
-        "vectors are neither squares nor decomposed",
+        "vectors are not matrices, and nothing is decomposed",
     ),
     Combination(
         "preconditioner",
@@ -30,7 +30,7 @@ NEEDS = (
         "preconditioner",
         ("eva",),
         {"fisher_type": OneOf(("empirical", "forward-only"))},
-        "mean gradients are 0 at labels that the model gives",
+        "for labels sampled from the model, gradients have mean 0",
     ),
     Combination(
         "preconditioner",

@@ -1,4 +1,4 @@
-"""Mean eigenvalues of factors, relative to which dampings and rounding errors are measured."""
+"""Mean eigenvalues of factors, relative to which damping and rounding errors are measured."""
 
 from __future__ import annotations
 

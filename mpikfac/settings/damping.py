@@ -28,7 +28,7 @@ class LevenbergMarquardt:
         max_damping: the maximum damping.
 
     Raises:
-        ValueError: a number is out of bounds.
+        ValueError: a value is out of bounds.
     """
 
     damping: float = 0.03
@@ -63,7 +63,7 @@ class LevenbergMarquardt:
         return steps % self.damping_adaptation_interval == 0
 
     def follow(self, ratio: float) -> None:
-        """Change the damping by the ratio of the actual to the predicted change of the loss."""
+        """Adapt the damping to the ratio of the actual to the predicted change of the loss."""
         factor = self.damping_adaptation_decay**self.damping_adaptation_interval
         if ratio > GOOD:
             self.damping = max(self.damping * factor, self.min_damping)
