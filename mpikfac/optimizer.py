@@ -41,9 +41,10 @@ class Optimizer(torch.optim.Optimizer):
         kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.003), comm)
         optimizer = mpikfac.Optimizer(kfac)
 
-    Learning-rate schedulers, Lightning, Accelerate and the Trainer of transformers accept it in
-    place of a torch optimizer. Parameter groups and state are those of the trainer's optimizer.
-    `step` averages the gradients, so `DistributedDataParallel` is unnecessary, but harmless.
+    Learning-rate schedulers, Lightning, Accelerate and the Trainer of Hugging Face transformers
+    accept it in place of a torch optimizer. Its parameter groups and state are those of the
+    trainer's optimizer. `step` averages the gradients, so `DistributedDataParallel` is unnecessary,
+    but harmless.
 
     Collective over: world.
 
@@ -141,7 +142,7 @@ class Optimizer(torch.optim.Optimizer):
         if scale is None:
             raise ValueError(
                 "scaler.unscale_(optimizer) unscales the gradients, but not "
-                "K-FAC's statistics; leave it out, and clip by max_norm"
+                "K-FAC's statistics; leave it out, and clip with max_norm"
             )
         return PassedScale(float(scale))
 
@@ -149,9 +150,9 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rank's part of the trainer's state, without the model.
 
         Items are named as in `KFAC.state_dict`: hyperparameters and state of the optimizer,
-        factors, decompositions, the number of steps. In addition, `"param_groups"` has the form of
-        torch's optimizers, for frameworks that read it. To change a hyperparameter, set it in
-        `optimizer.param_groups` after loading.
+        factors, decompositions, the number of steps. In addition, `"param_groups"` has the same
+        form as in torch's optimizers, for frameworks that read it. To change a hyperparameter, set
+        it in `optimizer.param_groups` after loading.
 
         With COMM-OPT, the default strategy, each rank's state is complete, so rank 0's can be
         loaded by all ranks, and by any number of ranks. The exceptions are preconditioners whose
@@ -204,7 +205,7 @@ def _check_groups(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any])
         stored = state.get(OF_GROUPS + name, value)
         if stored != value:
             raise ValueError(
-                f"the state has {value!r} in param_groups, and {OF_GROUPS}{name}={stored!r}; load "
+                f"the state has {value!r} in param_groups, but {OF_GROUPS}{name}={stored!r}; load "
                 f"the state as it was saved, and set optimizer.param_groups afterwards"
             )
 
@@ -230,8 +231,8 @@ class KFACOptimizer(Optimizer):
 
     By default, momentum is applied before gradients are preconditioned, directions are made
     orthogonal, and each step is as long as Adam's, bounded relative to the norm of the
-    weights: see `AdamGrafting`. `trainer` is the `KFAC`; if the ranks' shards have different sizes,
-    call `optimizer.trainer.step(examples=n)`.
+    weights: see `AdamGrafting`. The attribute `trainer` is the `KFAC`; if the ranks' shards have
+    different sizes, call `optimizer.trainer.step(examples=n)`.
 
     Collective over: comm. All ranks get rank 0's model, and its layers get forward hooks.
 

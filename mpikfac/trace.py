@@ -142,7 +142,7 @@ class Trace:
                 self.current = outer
 
     def communication_seconds(self) -> float:
-        """Return the seconds in stages that communicate, including the time waiting for ranks."""
+        """Return the seconds in stages that communicate, including waiting for other ranks."""
         seconds = self.seconds
         return sum(seconds[name] for name in COMMUNICATION if name in seconds)
 

@@ -315,7 +315,7 @@ class Trainer:
             self._follow_votes(arguments)
 
     def _follow_votes(self, arguments: Mapping[str, object]) -> None:
-        """Adopt a change to the model on any rank.
+        """Compare ranks if their checksums differ, and adopt a change to the model on any rank.
 
         Collective over: world.
 
@@ -360,7 +360,7 @@ class Trainer:
         gradients.accumulate()
 
     def clear_statistics(self) -> None:
-        """Drop the statistics of the passes since the last step, for a batch without a step.
+        """Drop the statistics of the passes since the last step, for a batch that no step will use.
 
         Running statistics of normalisation layers are reset to those after the last step. Clear the
         gradients with `zero_grad`.
@@ -581,8 +581,9 @@ class Trainer:
 
         Either all ranks load a state, or none does. The state of a first-order run is accepted, and
         so is one with another estimator for some or all layers: the next step computes the
-        statistics of those layers, and all bases. The state must have the same sides and blocks of
-        each layer: one saved with fisher_type="forward-only" has no G, which other types need.
+        statistics of those layers, and all bases. The state must contain the same sides and blocks
+        of each layer's factors: a state saved with fisher_type="forward-only" has no G, which other
+        types need.
 
         Collective over: world.
 

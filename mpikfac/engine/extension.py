@@ -74,7 +74,7 @@ class OneModel(Part):
         """
 
     def shared(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the state; items that differ between ranks name the rank."""
+        """Return this rank's part of the state, with the rank in the names of items that differ."""
         return state
 
     def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

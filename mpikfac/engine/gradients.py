@@ -133,7 +133,7 @@ class EarlyReader(Reader):
             if parameter.grad is not gradient or _version(gradient) != version:
                 raise ValueError(
                     f"the gradient of {slot.block.name!r} was changed after the backward pass; "
-                    f"with overlap=True the gradient was sent before: clip by step(max_norm=...)"
+                    f"with overlap=True, it had already been sent: clip with step(max_norm=...)"
                 )
 
 
@@ -242,7 +242,7 @@ class Gradients:
             self._reader.read()
 
     def accumulate(self) -> None:
-        """Store the gradients of a part of the local batch, and get ready for the next part."""
+        """Store the gradients of a part of the local batch, and prepare for the next part."""
         self.read()
         self.sender.accumulate()
         self.counts.accumulate()

@@ -54,7 +54,7 @@ class Nonfinite:
             tried: the names of the kind that were due at `step`; all if None.
 
         Raises:
-            UserError: a name was not finite more than `TOLERATED` times in a row.
+            UserError: a value was not finite more than `TOLERATED` times in a row.
         """
         before = self._streaks.get(kind, {})
         if not names and not before:

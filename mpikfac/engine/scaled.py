@@ -25,7 +25,7 @@ def usable_scaler(gradients: Gradients, scaler: Scaler, optimizer: Optimizer) ->
     if is_unscaled(scaler, optimizer):
         raise ValueError(
             "step(scaler) unscales gradients, which scaler.unscale_ has already done; leave out "
-            "scaler.unscale_, and clip by step(max_norm=...)"
+            "scaler.unscale_, and clip with step(max_norm=...)"
         )
     if gradients.plan.strategy.transport.overlap:
         raise ValueError(

@@ -154,7 +154,7 @@ def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
     if changed:
         field = changed[0]
         raise ValueError(
-            f"the rule makes {field}={getattr(ruled, field)!r} of layer {shape.name!r}, which has "
+            f"the rule sets {field}={getattr(ruled, field)!r} for layer {shape.name!r}, which has "
             f"{getattr(shape, field)!r}"
         )
     return ruled

@@ -35,7 +35,7 @@ def take_model(model: nn.Module, trainer: Trainer) -> None:
         if alive is not None and not own.isdisjoint(map(id, other.parameters())):
             log.warning(
                 "the model shares parameters with another model that has a %s: each of the two "
-                "trainers steps them; freeze them in one of the models, or call detach() of one "
+                "trainers steps them; freeze them in one of the models, or call detach() on one "
                 "trainer",
                 type(alive).__name__,
             )
@@ -68,8 +68,8 @@ class Hook(partial[None]):
             AttributeError: the model still has hooks.
         """
         raise AttributeError(
-            "the model has hooks of mpikfac, which torch.jit.script cannot compile: call close() "
-            "of the trainer before torch.jit.script(model), or script a new model with the "
+            "the model has hooks of mpikfac, which torch.jit.script cannot compile: call the "
+            "trainer's close() before torch.jit.script(model), or script a new model with the "
             "weights of model.state_dict()"
         )
 
@@ -130,6 +130,6 @@ class Trained:
             if kind not in self._kinds:
                 before = " or ".join(f"{dtype} on {device}" for dtype, device in self._kinds)
                 raise ValueError(
-                    f"a parameter is {kind[0]} on {kind[1]} and was {before} when the trainer was "
-                    f"created; convert or move the model before that"
+                    f"a parameter is {kind[0]} on {kind[1]}, but was {before} when the trainer was "
+                    f"created; convert or move the model before creating the trainer"
                 )

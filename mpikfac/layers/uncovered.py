@@ -98,11 +98,11 @@ class Statistic(Other):
         return self.values_to(parts)
 
     def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the `parts` of a matrix into the statistic and its snapshot."""
+        """Return the copies from the `parts` of a matrix to the statistic and its snapshot."""
         return self.values_from(parts)
 
     def values_from(self, parts: Sequence[Tensor]) -> Copies:
-        """Return the copies of the `parts` of a matrix into the statistic and its snapshot."""
+        """Return the copies from the `parts` of a matrix to the statistic and its snapshot."""
         yield self.tensor, parts[0]
         yield self._snapshot, parts[0]
 

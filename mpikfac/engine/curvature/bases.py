@@ -85,7 +85,7 @@ class Bases(Part):
         )
 
     def _alike(self) -> list[list[PlannedLayer]]:
-        """Return the layers to precondition as lists of equal layers; on a CPU, one list each.
+        """Return the layers to precondition, in lists of equal layers; on a CPU, one per list.
 
         On a GPU, launching a small kernel takes as long as the kernel itself.
         """

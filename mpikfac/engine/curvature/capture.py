@@ -60,7 +60,7 @@ class Captured:
 
 
 def cuda_graph(compute: Callable[[], None]) -> Callable[[], None]:
-    """Run `compute` as a CUDA graph, and return its replay; without a graph, run it eagerly."""
+    """Run `compute` as a CUDA graph, and return its replay; if that fails, run it eagerly."""
     try:
         graph = torch.cuda.CUDAGraph()
         # Other threads can use the device at the same time.

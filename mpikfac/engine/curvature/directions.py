@@ -95,7 +95,7 @@ class Directions(Part):
     def _compute(self, numbers: Numbers) -> None:
         """Compute the directions of the rank's layers from averaged gradients, on the device.
 
-        A gradient that is not finite gives a direction that is not finite either, and is never
+        A gradient that is not finite results in a direction that is not finite, which is never
         used.
         """
         copy_all(self.graft.apart)

@@ -166,8 +166,8 @@ class DistributedPreconditioner(Method):
         """
         if scaled and self.plan.strategy.sync.local_steps:
             raise ValueError(
-                "step(scaler) needs sync='synchronous': a rank could skip a step alone, but "
-                "factors are reduced over all ranks"
+                "step(scaler) needs sync='synchronous', because a rank could otherwise skip a step "
+                "alone, although factors are reduced over all ranks"
             )
         self.directions.graft.begin_step()
         self.directions.expected.zero_()
@@ -379,9 +379,9 @@ class PreconditionerFactory(MethodFactory):
         """Plan the communication, and check that choices, ranks and optimizer are compatible.
 
         Raises:
-            ValueError: two choices exclude each other, the number of curvature servers differs, a
-                layer is not in the optimizer, or the optimizer lacks a learning rate that a choice
-                needs.
+            ValueError: two choices exclude each other, the number of curvature servers is not that
+                of the strategy, a layer is not in the optimizer, or the optimizer lacks a learning
+                rate that a choice needs.
         """
         plan = self._planned(model, strategy, team.trains.size)
         check_joins(team.intercomm, plan.strategy.refresh.servers)
@@ -457,7 +457,7 @@ def check_joins(link: Any, ranks: int) -> None:
     """Check that `link` connects the rank to `ranks` curvature servers; None means no servers.
 
     Raises:
-        ValueError: the number of curvature servers differs.
+        ValueError: the number of curvature servers is different.
     """
     joined = link.remote_size if link else 0
     if joined != ranks:

@@ -18,7 +18,7 @@ from mpikfac.preconditioners import damped_squares, turned_back
 
 
 class EigenbasesGraft(AdamGraft):
-    """Adam's step with momentum, in each layer's eigenbases.
+    """Take Adam's step with momentum, in each layer's eigenbases.
 
     Momenta are stored in the basis of the weights. When bases change, averages of squares are not
     converted. Uncovered parameters take Adam's step, with the same decay of averages.
@@ -76,5 +76,5 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copy_finite(source: Tensor, out: Tensor) -> None:
-    """Copy finite values to `out`, and 0 in place of all others, which missing bases cause."""
+    """Copy finite values to `out`, and 0 for all others, which occur if bases are missing."""
     torch.nan_to_num(source, 0.0, 0.0, 0.0, out=out)

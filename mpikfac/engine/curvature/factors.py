@@ -139,11 +139,11 @@ class Factors(Part):
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def _form(self, name: str) -> Hashable:
-        """Return a key that neighbours in a stack share; on a CPU, one for each average."""
+        """Return a key that is equal for averages of the same stack; on a CPU, each has its own."""
         return name if self.averages.flat.is_cpu else self.averages[name].shape
 
     def _stacks_of(self, names: Sequence[str], weights: Tensor) -> Iterator[Running]:
-        """Yield running averages of one form as a stack, or one by one if not contiguous."""
+        """Yield running averages of the same form as a stack, or one by one if not contiguous."""
         total, average = self.statistics.stack(names), self.averages.stack(names)
         count = self.statistics.stack([self._factors[name].counted for name in names])
         if total is None or count is None or average is None:

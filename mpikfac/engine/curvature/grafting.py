@@ -1,7 +1,7 @@
 """Set the lengths of directions to those of preconditioned gradients or of a first-order step.
 
 A graft can also apply momentum to gradients before they are preconditioned, and replace gradients
-of uncovered parameters by steps.
+of uncovered parameters with steps.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class AdamGraft(Graft):
             nesterov([self._means[name] for name in sound], momenta, momentum)
 
     def write(self, found: Sequence[Tensor]) -> None:
-        """Write directions with the lengths of Adam's steps; step uncovered parameters by Adam.
+        """Write directions with the lengths of Adam's steps; step uncovered parameters with Adam.
 
         Lengths are at most `max_trust_ratio` times the norm of the layer's weights; there is no
         limit if the weights are all 0, so that the layer can start to learn. Parameters that

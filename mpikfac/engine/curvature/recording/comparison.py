@@ -106,8 +106,8 @@ class Comparison:
                 "layer %r%s: the gradient of the weight is not that of the module's calls, as with "
                 "a weight penalty, a gradient penalty, a hook on the weight, or F.linear(x, "
                 "layer.weight) outside of the module; factors include only the calls: use "
-                "weight_decay instead of a penalty, call the module, or leave the layer to "
-                "first-order steps by coverage=mpikfac.Coverage(skip=[...])",
+                "weight_decay instead of a penalty, call the module, or train the layer "
+                "first-order with coverage=mpikfac.Coverage(skip=[...])",
                 other[0],
                 f" and {further} others" * (further > 0),
             )

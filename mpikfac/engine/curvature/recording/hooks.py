@@ -39,9 +39,9 @@ class RecordingHooks(Part):
 
     A call counts if the model is in `train()` mode, recording is not paused, and a backward pass
     computes gradients of parameters from it. Calls that trace or export the model do not count. If
-    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. A
-    pass does not count, either, if its gradients are set to None or 0 before the next pass: the
-    moments contain the passes that `.grad` contains.
+    the Fisher matrix uses labels that `KFAC.record` draws, only the passes of `record` count. Nor
+    does a pass count if its gradients are set to None or 0 before the next pass: the moments
+    contain the same passes as `.grad`.
 
     Attributes:
         recording: whether passes count.
@@ -92,7 +92,7 @@ class RecordingHooks(Part):
             _remove(self._hooks)
 
     def close(self) -> None:
-        """Remove the hooks for good: a later step that updates factors finds no pass."""
+        """Remove the hooks for good, so that a later step that updates factors finds no pass."""
         self.detach()
         self.recording = self._closed = True
 

@@ -227,9 +227,9 @@ class Moments(Part):
         if self._layers and not self.recorded and not self._finished:
             missing = "" if self.of_loss else "; call record(outputs) before the loss's backward()"
             raise RuntimeError(
-                f"no covered layer took part in the training passes before this step (train() "
-                f"mode, a batch that is not empty, backward, outside of transforms of torch.func), "
-                f"so there are no statistics{missing}"
+                f"no covered layer took part in the training passes before this step, so there are "
+                f"no statistics (a pass needs train() mode, a batch that is not empty, and "
+                f"backward(), outside of torch.func's transforms){missing}"
             )
         seen = {name: name in self.recorded | self._finished for name in self._layers}
         left = [name for name in self._layers if name not in self._finished]
@@ -317,7 +317,7 @@ def _check_rows(layer: Layer, examples: int, rows: int) -> None:
     """
     if rows != examples:
         raise ValueError(
-            f"fisher_type='type-2' needs a row of outputs for each example: record() has {rows} "
+            f"fisher_type='type-2' needs one row of outputs per example, but record() has {rows} "
             f"rows, and layer {layer.name!r} saw {examples} examples; use "
             f"estimator=mpikfac.Estimator(fisher_type='mc')"
         )
