@@ -168,7 +168,7 @@ def test_another_optimizers_state_is_refused(comm):
 
 
 REFUSED = {
-    "a side that it lacks": ({"sides": "AG"}, "sides='AG' of layer 'norm', which has 'A'"),
+    "a side that it lacks": ({"sides": "AG"}, "sides='AG' for layer 'norm', which has 'A'"),
     "no side": ({"sides": ""}, "sides='' for layer 'norm', which has 'A'"),
     "another order": ({"outputs": 2}, "outputs=2 for layer 'norm', which has 1"),
     "scales": ({"rescaled": True}, "rescaled=True for layer 'words', which has False"),
