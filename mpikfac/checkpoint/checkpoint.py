@@ -86,7 +86,7 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Return whether writing this rank's part of the pending checkpoint has ended or failed."""
+        """Return whether this rank's part of the pending checkpoint is written, or has failed."""
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:

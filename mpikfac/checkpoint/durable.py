@@ -43,8 +43,8 @@ def begin(final: Path) -> None:
     for directory in reversed(missing):
         if directory.is_symlink():
             raise FileNotFoundError(
-                f"{directory} is a link to {directory.readlink()}, which does not exist; make that "
-                f"directory, or remove the link"
+                f"{directory} is a link to {directory.readlink()}, which does not exist; create "
+                f"that directory, or remove the link"
             )
         directory.mkdir(exist_ok=True)
         _sync(directory.parent)

@@ -156,7 +156,7 @@ def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
 
 
 def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
-    """Return all items of a shard except a large one, whose offset and size in bytes are returned.
+    """Return all items of a shard except a large one, and that item's offset and size in bytes.
 
     The large item need not fit into memory; read parts of it directly from the file. The file's
     digest is not checked, so libhdf5 parses whatever the file contains.
@@ -227,7 +227,7 @@ class _Image:
         pass  # h5py calls flush()
 
     def _parts(self, count: int) -> Iterator[tuple[bytearray, slice]]:
-        """Yield the next `count` bytes as slices of pages, and move the position."""
+        """Yield the next `count` bytes as slices of pages, and advance the position."""
         stop = self._at + count
         while self._at < stop:
             number, start = divmod(self._at, PAGE)

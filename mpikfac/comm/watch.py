@@ -99,7 +99,7 @@ class WatchedSteps:
             given = ", ".join(f"{name}={text}" for name, text in texts.items())
             raise UserError(
                 f"step {step} of {self._name}: another rank sends messages of a different size; "
-                f"call step() with the same arguments on all ranks, on this rank: {given}"
+                f"call step() with the same arguments on all ranks; this rank has {given}"
             ) from error
         finally:
             self._watch.move(None)

@@ -61,7 +61,7 @@ class EmbeddingLayer(Layer):
     def projections(
         self, x: Tensor, g: Tensor, of_inputs: Tensor, of_outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return rows of `of_inputs`, which are unit vectors times it, and projections of `g`."""
+        """Return rows of `of_inputs`, its products with unit vectors, and projections of `g`."""
         rows = of_inputs[0].clone()
         if self.module.padding_idx is not None:
             rows[self.module.padding_idx] = 0
@@ -69,7 +69,7 @@ class EmbeddingLayer(Layer):
         return rows[x.flatten()], vectors @ of_outputs[0]
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients and the unit vectors, which take `inputs` elements per position."""
+        """Return the unit vectors, which take `inputs` elements per position, and the gradients."""
         entries, count = x.reshape(len(x), -1), len(self.module.weight)
         units = F.one_hot(entries, count).to(g.dtype)
         if self.module.padding_idx is not None:

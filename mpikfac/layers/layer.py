@@ -40,7 +40,7 @@ class Attached(Protocol):
 
 
 def skipping(names: Sequence[str]) -> str:
-    """Return the argument of `KFAC` by which modules are trained first-order."""
+    """Return the argument of `KFAC` with which modules are trained first-order."""
     return f"coverage=mpikfac.Coverage(skip={list(names)!r})"
 
 

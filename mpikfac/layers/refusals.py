@@ -1,4 +1,4 @@
-"""Report all modules of a model that cannot be covered at once, by name."""
+"""Report at once, by name, all modules of a model that cannot be covered."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ NEEDS = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Eva(Preconditioner):
-    """Mean vectors of inputs and of output gradients; nothing is decomposed."""
+    """Use mean vectors of inputs and of output gradients; nothing is decomposed."""
 
     name: ClassVar[str] = "eva"
     form: ClassVar[Form] = Form(name, {"vector": 1}, keeps="vector", work=1, needs=NEEDS)

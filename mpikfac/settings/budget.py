@@ -109,7 +109,7 @@ class Budget:
     # -- intervals -------------------------------------------------------------------------------
 
     def stretched(self, usual: Intervals) -> Intervals:
-        """Return the intervals, times the smallest whole number that satisfies the budget."""
+        """Return the intervals times the smallest whole number that satisfies the budget."""
         at_first, settled = (Updates(*(_updates(each, end) for each in usual)) for end in (0, 1))
 
         def longer(interval: Schedule) -> Schedule:
@@ -122,7 +122,7 @@ class Budget:
         return Intervals(*map(longer, usual))
 
     def _stretch(self, updates: Updates, step: int) -> int:
-        """Return this number for an average number of `updates` per step."""
+        """Return the smallest whole number that satisfies the budget for `updates` per step."""
         if self.share is None or not self.operations:
             return 1
         share = self.share if step >= SETTLED else max(AT_FIRST, self.share)

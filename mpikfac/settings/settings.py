@@ -14,7 +14,7 @@ from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 @dataclass(frozen=True)
 class Numbers:
-    """The hyperparameters in force at a step; those of a first-order step are only its number.
+    """The hyperparameters in force at a step; for a first-order step, only `step` is set.
 
     Attributes:
         step: the number of steps completed before this one.
@@ -22,7 +22,7 @@ class Numbers:
         decay: the decay of running averages.
         bound: the bound of the clip; None for no clip.
         momentum: the momentum of gradients, before they are preconditioned.
-        refreshes: whether a refresh of decompositions begins, or one slot of it.
+        refreshes: whether a refresh of decompositions, or one slot of it, begins.
         turn: the slot of the refresh that `step` belongs to; None without slots.
         factor_update_steps: the interval between updates of factors at the next step.
         inv_update_steps: the interval between decompositions at the next step.

@@ -31,7 +31,7 @@ def check_summable(flat: Tensor) -> None:
         allowed = ", ".join(map(str, SUMMABLE))
         raise ValueError(f"dtype {flat.dtype} cannot be summed by MPI; use one of {allowed}")
     if not flat.is_contiguous():
-        raise ValueError(f"a tensor of strides {flat.stride()} is not contiguous; copy it first")
+        raise ValueError(f"a tensor with strides {flat.stride()} is not contiguous; copy it first")
 
 
 def check_sendable(stage: str, count: int) -> None:

@@ -18,9 +18,10 @@ def turned_back(step: Tensor, held: Held) -> Tensor:
 def damped_squares(rotated: Tensor, held: Held) -> Tensor:
     """Return the squares of a gradient in eigenbases, `[outputs, inputs]`, with the damping added.
 
-    Eigenvectors with small eigenvalues are an arbitrary basis of their subspace, so their squares
-    are replaced by the mean, which makes steps independent of the basis. The square of the damping,
-    relative to the mean square of the matrix, is added, so that rounding errors cause no steps.
+    Eigenvectors with small eigenvalues are an arbitrary basis of their subspace, so the squares
+    along them are replaced by their mean, which makes steps independent of the basis. The square of
+    the damping, relative to the mean square of the matrix, is added, so that rounding errors cause
+    no steps.
     """
     squares = rotated.square()
     squares = _shared(squares, held.a["small"])

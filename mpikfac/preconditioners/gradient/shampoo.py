@@ -67,7 +67,7 @@ def form_of(name: str) -> Form:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Shampoo(Roots):
-    """The roots of running means of `G G'` and `G' G`.
+    """Use inverse roots of running means of `G G'` and `G' G`.
 
     G is the averaged gradient `[outputs, inputs]`; R replaces A, and L replaces G of K-FAC [Gupta
     et al. 2018; Anil et al. 2020].
