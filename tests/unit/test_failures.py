@@ -107,7 +107,7 @@ MISTAKES = {
     ),
     "on one rank, which the others cannot know": (
         "if rank: raise UserError('no room')\ncomm.Barrier()",
-        "mpikfac: rank 1 alone: no room",
+        "mpikfac: only on rank 1: no room",
     ),
 }
 
