@@ -11,7 +11,7 @@ from typing import Any
 def plain(value: Any) -> Any:
     """Return a number from any library as a Python int or float, and anything else unchanged.
 
-    An array or a tensor with a single element is a number.
+    An array or tensor with a single element counts as a number.
     """
     if math.prod(getattr(value, "shape", (0,))) == 1:
         value = value.item()
@@ -21,7 +21,7 @@ def plain(value: Any) -> Any:
 
 
 def make_plain(choices: object) -> None:
-    """Convert numbers in the fields of choices to Python types, to print and compare them."""
+    """Convert numbers in the fields of choices to Python types, so they can be compared."""
     for name, value in vars(choices).items():
         alike = tuple(map(plain, value)) if type(value) is tuple else plain(value)
         object.__setattr__(choices, name, alike)
