@@ -246,7 +246,7 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
         ("--model resnet50 --machine v100-edr --ranks 2 --batch_per_rank 0", "batch_per_rank=0"),
         (
             "--model resnet20 --machine v100-edr --ranks 2",
-            "only of: resnet101, resnet152, resnet50",
+            "only for: resnet101, resnet152, resnet50",
         ),
         (
             "--model resnet50 --machine v100-edr --ranks 2 --strategy kfac-lw "

@@ -219,7 +219,7 @@ def test_fronts_are_those_of_choices_with_the_same_numbers():
         ("--search --strategy=dp-kfac,sgd,stale-inverse", "trains like one process on all images"),
         ("--search --strategy=hybrid --ranks=7", "hybrid needs a number of ranks that"),
         ("--search --strategy=spd-kfac --transport.virtual_ranks=4", "virtual_ranks=None, not 4"),
-        ("--search --model=resnet20", "only of: resnet101, resnet152, resnet50"),
+        ("--search --model=resnet20", "only for: resnet101, resnet152, resnet50"),
         ("--search --strategy=kfac-lw --transport.overlap", "overlap=True needs"),
     ],
 )

@@ -152,11 +152,11 @@ def test_a_bad_number_of_a_network_is_named():
         ),
         (
             lambda: MACHINE.network("resnet50", 32),
-            "no times for model='resnet50', only of: resnet20",
+            "no times for model='resnet50', only for: resnet20",
         ),
         (
             lambda: MACHINE.decomposition("svd", 3),
-            "no times for preconditioner='svd', only of: inverse",
+            "no times for preconditioner='svd', only for: inverse",
         ),
     ],
 )
