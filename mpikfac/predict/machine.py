@@ -161,7 +161,7 @@ class Machine:
         return Network(model, batch, **values)
 
     def decomposition(self, preconditioner: str, order: int) -> float:
-        """Return the seconds to decompose a factor; beyond the largest measured order, they are cubic.
+        """Return the seconds to decompose a factor, cubic in the order beyond the largest measured.
 
         Raises:
             ValueError: the machine has no times for the preconditioner.

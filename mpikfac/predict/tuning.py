@@ -126,11 +126,11 @@ def _fusing(strategy: Strategy, fusion: int | tuple[int, ...]) -> Strategy:
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Return the number of layers per message, front to back, so that the last message ends earliest.
+    """Return the number of layers per message, front to back, with which all messages end first.
 
     Messages are sent one after another, from the last layer to the first. A message begins once its
     layers are ready and the previous message has ended; each merged layer saves a latency. This is
-    the problem of MG-WFBP [Shi et al. 2019], solved by dynamic programming, which finds the optimum.
+    the problem of MG-WFBP [Shi et al. 2019]; dynamic programming finds its optimum.
 
     Args:
         seconds: by layer, the time of a message of this layer alone, including latency.

@@ -1,4 +1,4 @@
-"""Clients that train with servers of weights, without waiting for each other."""
+"""Clients that train with parameter servers, without waiting for each other."""
 
 from __future__ import annotations
 
