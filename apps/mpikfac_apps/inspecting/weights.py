@@ -14,7 +14,7 @@ from mpikfac import files
 from mpikfac_apps.inspecting.options import check_package
 
 LARGER = 2**30
-"""Bytes by which a file can exceed a network in float64: the last module can be larger."""
+"""Bytes by which a file can exceed a network in float64, because its last module can be larger."""
 
 
 def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -63,8 +63,8 @@ def _loaded(path: Path, content: bytes) -> object:
 def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Load weights into a network; return the names of tensors that keep their values.
 
-    Only tensors of the last module with parameters, the classifier, keep their values, if `tensors`
-    lacks them or they have a different shape. Values of other dtypes are converted.
+    Only tensors of the last module with parameters, the classifier, may keep their values, if
+    `tensors` lacks them or has them in a different shape. Other dtypes are converted.
 
     Raises:
         ValueError: other tensors are missing, unknown or of a different shape; the network is
