@@ -28,8 +28,7 @@ def findings(
     yield from _about_seeds(done)
     if bound := [cell.cell.label for cell in done if cell.curve.bound]:
         yield (
-            f"A clip shortened nearly all steps of {_labels(bound)}, so it determines their "
-            "length."
+            f"A clip shortened nearly all steps of {_labels(bound)}, so it determines their length."
         )
     if target:
         yield from _about_learning(cells, done, target)
