@@ -282,9 +282,7 @@ def _network(entry: Any) -> Network:
     for key, value in values.items():
         left_out = key in OPTIONAL and value is None
         if key not in ("model", "batch") and not left_out and not _is_number(value):
-            raise ValueError(
-                f"networks.{key}={reprlib.repr(value)} must be a finite number of at least 0"
-            )
+            raise ValueError(f"networks.{key}={reprlib.repr(value)} must be a finite number >= 0")
     _check_count("networks.batch", values["batch"])
     return Network(**values)
 
@@ -311,7 +309,7 @@ def _list(values: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 def _check_count(key: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value <= LARGEST:
-        raise ValueError(f"{key}={reprlib.repr(value)} must be a whole number of at least 1")
+        raise ValueError(f"{key}={reprlib.repr(value)} must be an integer >= 1")
 
 
 def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:

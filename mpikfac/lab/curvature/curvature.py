@@ -343,7 +343,7 @@ def damping_of(damping: float | Damping, values: Tensor) -> Tensor | float:
     """
     number = damping.number if isinstance(damping, Damping) else damping
     if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-        raise ValueError(f"damping={damping!r} must be a number of at least 0")
+        raise ValueError(f"damping={damping!r} must be a finite number >= 0")
     relative = isinstance(damping, Damping) and damping.is_relative
     return number * damping_unit(values.mean((-2, -1), keepdim=True)) if relative else number
 

@@ -56,14 +56,14 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """Return `value` if it is a whole number of at least `least`.
+    """Return `value` if it is an integer >= `least`.
 
     Raises:
         ValueError: it is not; the message calls it `name`.
     """
     count = plain(value)
     if type(count) is not int or count < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        raise ValueError(f"{name}={value!r} must be an integer >= {least}")
     return count
 
 
@@ -98,12 +98,12 @@ def check_fraction(name: str, value: Any) -> None:
 
 
 def check_size(name: str, value: Any) -> float:
-    """Return `value` if it is a finite number of at least 0.
+    """Return `value` if it is a finite number >= 0.
 
     Raises:
         ValueError: it is not; the message calls it `name`.
     """
     size = plain(value)
     if type(size) not in (int, float) or not 0 <= size < math.inf:
-        raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
+        raise ValueError(f"{name}={value!r} must be a finite number >= 0")
     return size

@@ -61,7 +61,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A requirement: a number of at least `least`."""
+    """A requirement: a number >= `least`."""
 
     least: int
 
