@@ -69,7 +69,7 @@ class Form:
 
 @dataclass(frozen=True)
 class FactorShape:
-    """The shape of a symmetric matrix, or of several of one order: of groups, or a diagonal.
+    """The shape of a symmetric matrix, or of several with one order, as for groups or a diagonal.
 
     Attributes:
         name: "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the diagonal of a large
@@ -102,8 +102,8 @@ class FactorShape:
     def part(self, dimensions: int) -> Shape:
         """Return the shape of a block of the decomposition: as `block`, unless the rank is low.
 
-        A low rank keeps `rank` eigenvectors, `[order, rank]`, and `[rank + 1]` values: first the
-        mean of all dropped values.
+        A low rank keeps `rank` eigenvectors, `[order, rank]`, and `[rank + 1]` values, of which the
+        first is the mean of all dropped values.
         """
         if self.rank is None:
             return self.block(dimensions)

@@ -150,7 +150,7 @@ def chosen(primitive: str, parts: Parts, library: str = "Open MPI") -> str:
 
 
 def rounds(primitive: str, algorithm: str, parts: Parts, together: int = 1) -> list[Round]:
-    """Return the rounds of a collective, the last one at the end.
+    """Return the rounds of a collective, with the final round last.
 
     Args:
         together: the number of neighbouring members on a node.
@@ -469,9 +469,9 @@ def _equal(size: float, ranks: int) -> np.ndarray:
 
 
 def _folded(parts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the parts of the largest power of two of members, and the number of joined pairs.
+    """Return the parts, joined so that their number is a power of two, and the number of pairs.
 
-    The first members are joined in pairs until their number is a power of two.
+    The parts of the first members are joined in pairs.
     """
     extra = len(parts) - _whole(len(parts))
     pairs = parts[: 2 * extra].reshape(-1, 2).sum(1)

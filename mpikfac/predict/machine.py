@@ -51,7 +51,7 @@ class Sample:
         ranks: the number of members of the communicator.
         nodes: the number of nodes that the members are on.
         sharing: the number of communicators of the same kind that leave a node at once.
-        points: bytes of the whole buffer, ascending, and median time of the slowest rank.
+        points: the bytes of the whole buffer, ascending, and the slowest rank's median time.
         codec: the encoding; the seconds include encoding and decoding.
     """
 
@@ -101,12 +101,13 @@ class Machine:
         inside: the network level inside a node.
         between: the network level between nodes; None for a single node.
         samples: measured collectives; other collectives are computed from the levels.
-        decompositions: orders of factors, ascending, and their times, by preconditioner.
+        decompositions: the orders of factors, ascending, and the times to decompose them, by
+            preconditioner.
         hidden: the fraction of an overlapped message's time that does not slow the computation;
             less than 1 if ranks have no spare core, and negative if overlapping costs more than it
             saves.
-        products: order and rate of a matrix product, in operations per second, ascending; empty
-            if unknown.
+        products: the orders of square matrices, ascending, and the rates of their products, in
+            operations per second; empty if unknown.
         library: the MPI library, which determines the algorithms of collectives.
     """
 

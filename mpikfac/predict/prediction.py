@@ -34,8 +34,8 @@ class Clients:
     Attributes:
         number: the number of clients.
         updates: the updates of all clients per second.
-        staleness: the mean number of other clients' updates between the weights that an update was
-            computed from and the update itself.
+        staleness: the mean number of other clients' updates that are applied between the fetch of
+            weights for an update and the update itself.
         busy: the fraction of the time during which a server is busy.
     """
 
@@ -71,7 +71,7 @@ class Prediction:
     """Store the predicted steps of a plan on a machine.
 
     Attributes:
-        mean: the mean over all steps, also of `stages` and `sent`.
+        mean: the mean over all steps, including the means of `stages` and `sent`.
         ordinary: a step without new factors.
         factors: a step with new factors.
         refresh: a step with new factors and new bases.

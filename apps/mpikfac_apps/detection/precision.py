@@ -6,8 +6,8 @@
     average   the mean over all shapes of a class of the best precision at which a shape is found;
               0 for a shape that is never found
 
-The overlap is intersection over union. COCO's measure is different: a mean over ten overlaps, of
-precision at 101 points.
+The overlap is intersection over union. COCO's measure is different: it averages the precision at
+101 points, over ten overlaps.
 """
 
 from __future__ import annotations

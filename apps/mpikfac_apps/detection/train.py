@@ -103,7 +103,7 @@ class Detection(Work):
     def step(self, step: int) -> Taken:
         """Take a step on the rank's shard of a batch."""
         images, targets = zip(*(self._on_device(self._training[n]) for n in self._share(step)))
-        # After a restart, torchvision samples the same anchors and boxes as without one.
+        # So that torchvision samples the same anchors and boxes if the run restarts.
         torch.manual_seed(mixed(self.options.seed, step, self.comm.rank))
         self.trainer.optimizer.zero_grad()
         losses_by_name = self.model(list(images), list(targets))

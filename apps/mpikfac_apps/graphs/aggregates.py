@@ -65,7 +65,7 @@ def in_time(halo: Halo) -> Exchange:
 
 
 class Late:
-    """Exchange rows, and their gradients, that arrive `delay` steps late [DistGNN].
+    """Exchange rows and their gradients, which arrive `delay` steps late [DistGNN].
 
     In each step, ranks exchange every `delay`-th row, in round-robin order, and use what was sent
     for the same rows `delay` steps earlier. Rows are therefore `delay` to `2 delay - 1` steps old;

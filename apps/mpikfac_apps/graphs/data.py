@@ -143,7 +143,7 @@ GRAPHS = ("planted", "karate", "surface")
 
 
 def graph_of(name: str, options: Planted, seed: int) -> Graph:
-    """Return the graph with a name.
+    """Return a graph by name.
 
     Raises:
         ValueError: a package is not installed.

@@ -76,7 +76,7 @@ def part_of(rank: int, owners: Places, weights: Weights) -> GraphPart:
     of_rank = np.flatnonzero(owners == rank)
     places = np.zeros(nodes, np.intp)  # positions among own nodes and among received nodes
     places[of_rank] = np.arange(len(of_rank))
-    # Pairs of a receiver and a node, each once, by receivers and then by nodes.
+    # Distinct pairs of a receiver and a node, sorted by receiver and then by node.
     leaving = owners[rows] != owners[columns]
     pairs = np.unique(owners[rows[leaving]] * nodes + columns[leaving])
     receivers, sent = pairs // nodes, pairs % nodes

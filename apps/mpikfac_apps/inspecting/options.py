@@ -1,4 +1,4 @@
-"""The options of the programs for checkpoints and folders of images; help does not import torch."""
+"""Options of the programs for checkpoints and image folders; showing help does not import torch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FLOOR = 1e-8  # the smallest plotted value, relative to the largest: below the p
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A layer's eigenvalues in ascending order, of A `[inputs]` and of G `[outputs]`.
+    """The eigenvalues of a layer's A `[inputs]` and G `[outputs]`, in ascending order.
 
     A spectrum contains the eigenvalues of all groups of a layer and of all blocks of a factor. A
     factor that is the identity has no eigenvalues.

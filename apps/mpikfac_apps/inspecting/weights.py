@@ -22,7 +22,7 @@ def read(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         path: a safetensors file, or a state_dict written by `torch.save`.
-        model: the network of the weights, which limits the size of the file.
+        model: the network that the weights are for, which limits the size of the file.
 
     Raises:
         ValueError: the file cannot be read, is too large, or contains something else.

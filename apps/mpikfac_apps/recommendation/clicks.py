@@ -139,7 +139,7 @@ def known(path: Path, key: str) -> dict[str, Row]:
 
 
 def earlier(values: Sequence[str], counted: Sequence[bool]) -> list[int]:
-    """Return how often each value has occurred before, in the `counted` places only."""
+    """Return, for each value, how often it has occurred before among the `counted` values."""
     seen, counts = Counter[str](), []
     for value, counts_too in zip(values, counted):
         counts.append(seen[value])
@@ -184,7 +184,7 @@ def parsed(row: Sequence[str], buckets: int) -> tuple[float, list[float], list[i
 
 
 def finite(number: str) -> float:
-    """Return a number of a file.
+    """Return a number from a file.
 
     Raises:
         ValueError: it is not a number, or not finite.

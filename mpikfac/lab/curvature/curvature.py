@@ -52,7 +52,7 @@ class Curvature:
     Arithmetic is in float64.
 
     Each layer has an owner. Vectors can differ between ranks: they are sent to the owners of the
-    layers, and the results return. All other results are equal on all ranks.
+    layers, which send the results back. All other results are equal on all ranks.
 
     Attributes:
         model: the model.
@@ -99,7 +99,7 @@ class Curvature:
             path: the directory of a checkpoint, or that of a run, whose newest checkpoint is used.
             model: a model of the run's architecture. Freeze the parameters that the run froze.
             comm: None for all ranks.
-            coverage: that of the run, if it was not the default.
+            coverage: the run's coverage, if it was not the default.
             skip: names of parameters or modules that the factors do not cover; vectors may contain
                 them, and results leave them out.
             trace: counts seconds and bytes of the messages.
@@ -282,7 +282,7 @@ class Curvature:
     def sample(
         self, scale: float, prior: float, generator: torch.Generator, count: int = 1
     ) -> dict[str, Tensor]:
-        """Draw deviations from the weights of the posterior `N(0, (scale C + prior I)^-1)`.
+        """Draw deviations of the weights from the posterior `N(0, (scale C + prior I)^-1)`.
 
         Samples do not depend on the number of ranks.
 
@@ -291,7 +291,7 @@ class Curvature:
         Args:
             scale: see `logdet`.
             prior: see `logdet`.
-            generator: on the host, in the same state on all ranks.
+            generator: a generator on the host, in the same state on all ranks.
             count: the number of samples.
 
         Returns:

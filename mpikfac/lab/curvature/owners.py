@@ -73,7 +73,7 @@ class Owners:
     Attributes:
         own: the names of this rank's layers.
         shapes: the shape `[groups, outputs, inputs]` of each layer's matrix.
-        sizes: the elements of a vector in the layers of each rank.
+        sizes: the number of elements that a vector has in each rank's layers.
     """
 
     def __init__(

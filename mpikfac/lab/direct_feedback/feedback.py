@@ -132,8 +132,8 @@ def fed_back(error: Tensor, signs: Tensor) -> Tensor:
     """Return the error at the output of a block, `[batch, n]`.
 
     Args:
-        error: at the outputs of the model, `[batch, classes]`.
-        signs: `[classes, n]`.
+        error: the error at the model's outputs, `[batch, classes]`.
+        signs: the block's signs, `[classes, n]`.
     """
     return error @ signs.to(error.dtype) / math.sqrt(signs.shape[1])
 

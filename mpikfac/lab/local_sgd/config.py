@@ -72,7 +72,7 @@ class Replicas(Synchronization):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether ranks ever average gradients: in a warm-up."""
+        """Whether ranks ever average gradients, as they do in a warm-up."""
         return self.warmup_steps > 0
 
     # -- when ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Replicas(Synchronization):
         return Copies(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         nodes = {"architecture": "nodes"} if self.replicas == "node" else {}
         return {"synchronisation": f"weights every {self.sync_every} steps{later}", **nodes}
@@ -267,7 +267,7 @@ class DiLoCo(LocalSGD):
         return Streamed(site, gradients) if self.streams else OuterStep(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         later = f", after {self.warmup_steps} steps of gradients" if self.warmup_steps else ""
         outer = " by an outer step" if self.outer_momentum else ""
         if self.fragments > 1:
@@ -339,6 +339,6 @@ class DASO(Replicas):
         return Streamed(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         beside = {"overlap": "steps after an exchange"} if self.delay else {}
         return {**super().described(), **beside}

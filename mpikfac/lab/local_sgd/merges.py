@@ -187,7 +187,8 @@ class Streamed(OuterStep):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self._under_way: dict[int, tuple[int, int]] = {}  # by part: step of use, sending member
+        # By part: the step at which its mean is used, and the member that sends it.
+        self._under_way: dict[int, tuple[int, int]] = {}
         parts = range(self.sync.fragments)
         names = self.copies.fragments
         self._parts = [[s for s in self._slots if names[s.block.name] == part] for part in parts]

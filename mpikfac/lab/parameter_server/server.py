@@ -179,7 +179,7 @@ class Server:
         self._release()
 
     def _take(self, client: int, tag: int) -> int:
-        """Step by the update of a client, and return the staleness of the update."""
+        """Take a step with a client's update, and return the staleness of the update."""
         request = receive_request(self._link, client, tag)
         with self.trace.stage(RECEIVE_UPDATE, "servers"):
             begin_receive(self._link, self._host, client, tag)()

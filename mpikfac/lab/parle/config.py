@@ -80,5 +80,5 @@ class Parle(Replicas):
         return Elastic(site, gradients)
 
     def described(self) -> dict[str, str]:
-        """Return the method on the axes of `axes`."""
+        """Return the method's values on the axes of `axes`."""
         return {**super().described(), "combination": "towards the mean of averages of steps"}

@@ -46,7 +46,7 @@ def matrix(start: int, shape: Shape, of_groups: bool) -> Matrix:
     A vector is a single row.
 
     Args:
-        of_groups: three dimensions are groups, outputs and inputs.
+        of_groups: whether three dimensions are groups, outputs and inputs.
     """
     groups = shape[0] if of_groups and len(shape) == 3 else 1
     if of_groups:

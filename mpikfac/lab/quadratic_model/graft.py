@@ -109,7 +109,7 @@ class QuadraticGraft(Graft):
         return expected
 
     def _spanning(self, parameters: Mapping[str, nn.Parameter]) -> list[Direction]:
-        """Return copies of the directions to combine, by names of parameters."""
+        """Return copies of the directions to combine, by parameter name."""
         covered = {p for layer in self.gradients.layers for p in layer.parameters}
         steps = {n: step.clone() for n, step in gradients_of(parameters).items()}
         inside = {n: step for n, step in steps.items() if parameters[n] in covered}
@@ -175,7 +175,7 @@ def slopes_and_curvatures(
     """Return slopes `v_i^T gradient` `[n]` and curvatures `v_i^T J^T H J v_j` `[n, n]` in float64.
 
     Args:
-        directions: `v_1` to `v_n`, at least one, by names of parameters; missing names are 0.
+        directions: `v_1` to `v_n`, at least one, by parameter name; missing parameters are 0.
     """
     passes = [jacobian_product(model, direction, batch.inputs) for direction in directions]
     products = torch.stack([product for _, product in passes])

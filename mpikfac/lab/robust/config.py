@@ -132,7 +132,7 @@ class Krum(_OfSome):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenteredClipping(Robust):
-    """Add the mean of the clipped differences from the last result to it [Karimireddy et al. 2021].
+    """Move the last result by the mean clipped difference of vectors [Karimireddy et al. 2021].
 
     Attributes:
         radius: the maximum length of a vector's difference from the result of the previous step.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 STEPS = 100  # of an iteration, at most
-PRECISION = 1e-12  # of weights, where an iteration ends
+PRECISION = 1e-12  # of weights, at which an iteration ends
 ROUNDING = 1e-6  # of distances, as a difference of squares in float64 or of sums in float32
 
 
@@ -126,7 +126,7 @@ def _reach(distances: Tensor) -> Tensor:
 
 
 def _distances(products: Tensor) -> Tensor:
-    """Return squared distances `[ranks, ranks]`, infinite to vectors that are not finite."""
+    """Return squared distances `[ranks, ranks]`, infinite for vectors that are not finite."""
     squares = products.diagonal()
     distances = (squares + squares[:, None] - 2 * products).clamp_(min=0)
     return distances.where(distances.isfinite(), torch.inf).fill_diagonal_(0)

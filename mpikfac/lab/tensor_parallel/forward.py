@@ -83,7 +83,7 @@ class SplitForward:
         return parameter.narrow(dim, start, stop - start)
 
     def attach(self, site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
-        """Return the part of a trainer that averages gradients in slices, if any are sent so."""
+        """Return the part of a trainer that averages slices of gradients, if any are sent."""
         from mpikfac.lab.tensor_parallel.slices import SlicedGradients
 
         in_slices = split_layers.in_slices(site.plan).parameters

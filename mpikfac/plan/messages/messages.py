@@ -218,7 +218,7 @@ def shard_length(elements: int, members: int) -> int:
 
 
 def _parts(layout: Layout, spans: Sequence[Span], members: int) -> list[tuple[int, int]]:
-    """Return the span of every member's segment, or nothing."""
+    """Return the span of every member's segment, which can be empty."""
     parts = [(bound, bound) for bound in layout.bounds[:members]]
     for span in spans:
         parts[span.segment] = (span.start, span.stop)

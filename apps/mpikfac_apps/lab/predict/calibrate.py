@@ -200,7 +200,7 @@ def curve(
     primitive: str,
     codec: mpikfac.plan.Codec | None,
 ) -> tuple[tuple[float, float], ...]:
-    """Return the sizes and times of a collective of all groups, up to the first long time.
+    """Return the sizes and times of a collective of all groups, up to the first slow one.
 
     Collective over: comm.
     """
@@ -296,7 +296,7 @@ def ladder(
     orders: Sequence[int],
     work: Callable[[Tensor], object],
 ) -> tuple[tuple[float, float], ...]:
-    """Return orders and times of a computation on a factor, up to the first long time.
+    """Return the orders and times of a computation on factors, up to the last fast one.
 
     Collective over: comm.
     """

@@ -2,7 +2,7 @@
 
 STUDY/cells/CELL/run/          the run directory of the training program
 STUDY/cells/CELL/output.txt    the output of the program
-STUDY/cells/CELL/result.json   the end of the job; missing until the job has ended
+STUDY/cells/CELL/result.json   how the job ended; missing until then
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FORM = {"code": int, "why": str, "seconds": float}  # of a result
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a cell's last start.
+    """How a cell's last job ended.
 
     Attributes:
         code: the exit code; 0 if the run is complete.

@@ -220,7 +220,7 @@ def _check_option(where: str, key: str) -> None:
         raise ValueError(f"{where}{key} is set by the study itself; leave it out")
     chosen = str(key).split(".")
     of_type = chosen[0] in JOINTS or (chosen[0] == "kfac" and chosen[1:2] and chosen[1] in OF_KFAC)
-    if key not in OPTIONS and not of_type:  # the other keys depend on types
+    if key not in OPTIONS and not of_type:  # which keys exist in these groups depends on the type
         raise ValueError(f"{where}{unknown(str(key), OPTIONS)}")
 
 
