@@ -86,7 +86,7 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
         for call in calls:
             if len(call.g) != len(values):
                 raise ValueError(
-                    f"layer {name!r} has {len(call.g)} examples, but the batch has {len(values)}; "
+                    f"layer {name!r} has {len(call.g)} examples, and the batch {len(values)}; "
                     f"use a model whose layers keep one row per example"
                 )
     return records
