@@ -102,7 +102,7 @@ class Member:
         ]
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of a step: the member's own, scaled by the schedule."""
+        """Return the learning rate of a step: the member's, following the schedule."""
         rate, usual = self._rate(self.problem.calendar.clock(step)), self.problem.options.rate
         return rate * self.numbers.get("lr", usual) / usual
 

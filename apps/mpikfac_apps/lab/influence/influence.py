@@ -58,7 +58,7 @@ class Influence:
     query_labels: Tensor
 
     def report(self, top: int) -> list[list[str]]:
-        """Return sections of lines with the images that have the largest scores, and labels."""
+        """Return sections of lines with the images of the largest scores, and their labels."""
         rows = [("query", "label", "most helpful images (label)", "most harmful images (label)")]
         for number, (scores, label) in enumerate(zip(self.scores[:top], self.query_labels)):
             images = self._largest(scores, top), self._largest(-scores, top)
@@ -121,25 +121,25 @@ def locate(options: InfluenceOptions, ranks: int) -> tuple[Path, Options]:
     """Return the checkpoint and the options of its run.
 
     Raises:
-        ValueError: there is no checkpoint, its run's images do not have one label each, or the run
+        ValueError: there is no checkpoint, or its run's images have no single labels, or it
             estimated no Fisher matrix.
     """
     path = checkpoint_at(options.path)
     of_test = EvaluateOptions(path, trust=options.trust, data_path=options.data_path)
     run = options_of(path, of_test, ranks)
     if run.optimizer != "kfac":
-        raise ValueError(f"{path} is from a run with optimizer={run.optimizer}; it needs kfac")
+        raise ValueError(f"{path} is of a run with optimizer={run.optimizer}; it needs kfac")
     if (task := models.network(run.model).task).dimensions:
         raise ValueError(
-            f"{path} is from a run with model={run.model}, which learns {task.learns}; it needs a "
+            f"{path} is of a run with model={run.model}, which learns {task.learns}; it needs a "
             f"network with one label per image"
         )
     estimator = run.kfac.estimator
     if estimator.fisher_type == "forward-only" or estimator.normalization != "expand":
         raise ValueError(
-            f"{path} is from a run with fisher_type={estimator.fisher_type} and "
+            f"{path} is of a run with fisher_type={estimator.fisher_type} and "
             f"normalization={estimator.normalization}, whose factors estimate no Fisher matrix; "
-            f"train with a different fisher_type, and with normalization=expand"
+            f"train with another fisher_type and normalization=expand"
         )
     return path, run
 
@@ -166,10 +166,10 @@ def scored(
     Collective over: comm of the problem.
 
     Args:
-        progress: called before each pass.
+        progress: is called before each pass.
 
     Raises:
-        UserError: the images are in files, the checkpoint has no factors for the network, or there
+        UserError: the images are in files, the checkpoint has no factors of the network, or there
             are too many queries.
     """
     comm = problem.comm
@@ -229,7 +229,7 @@ def examples(problem: Problem) -> tuple[Tensor, Tensor]:
         ValueError: the images are in files.
     """
     if not isinstance(problem.batches, Batches):
-        raise ValueError("the run's images are in files; this program needs images in memory")
+        raise ValueError("the images of the run are in files; the program needs images in memory")
     return problem.batches.images, problem.batches.labels
 
 
@@ -258,7 +258,7 @@ def write(
     run: Options,
     options: InfluenceOptions,
 ) -> None:
-    """Write all scores to an HDF5 file, with the settings and the checkpoint that they are from.
+    """Write all scores, with what they were computed from, to an HDF5 file.
 
     Raises:
         OSError: the file cannot be written.
