@@ -181,7 +181,7 @@ def scored(
     if left and comm.rank == 0:
         print(f"no factors cover {', '.join(left)}: scores ignore these parameters", flush=True)
     if problem.options.ema_decay and comm.rank == 0:
-        print("scores are computed at the last weights, not at their averages", flush=True)
+        print("scores are computed at the weights themselves, not at their averages", flush=True)
     model.eval()
 
     own = share(images, labels, comm.rank, comm.size)
