@@ -310,7 +310,7 @@ def _list(values: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 def _check_count(key: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value <= LARGEST:
-        raise ValueError(f"{key}={reprlib.repr(value)} must be an integer >= 1")
+        raise ValueError(f"{key}={reprlib.repr(value)} must be a whole number >= 1")
 
 
 def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:

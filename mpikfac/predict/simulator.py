@@ -381,6 +381,6 @@ def _mean(kinds: Sequence[tuple[Step, float]]) -> Step:
 def _check(job: Job) -> None:
     for name in ("batch", "factor_update_steps", "inv_update_steps"):
         if getattr(job, name) < 1:
-            raise ValueError(f"{name}={getattr(job, name)} must be an integer >= 1")
+            raise ValueError(f"{name}={getattr(job, name)} must be a whole number >= 1")
     if not 0 <= job.stragglers <= 1:
         raise ValueError(f"stragglers={job.stragglers} must be between 0 and 1")

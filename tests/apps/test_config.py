@@ -136,7 +136,7 @@ BAD = {
     ),
     "bad setting": (
         "--sync=local-sgd --sync.sync_every=1",
-        "sync.sync_every=1 must be an integer >= 2",
+        "sync.sync_every=1 must be a whole number >= 2",
     ),
     "a sum of a rank's factors": (
         "--compression.factors=top-k",
@@ -161,7 +161,7 @@ BAD = {
     ),
     "no time for curvature servers": (
         "--refresh=curvature-servers --refresh.staleness=0 --batch=10",
-        "refresh.staleness=0 must be an integer >= 1",
+        "refresh.staleness=0 must be a whole number >= 1",
     ),
     "batch of training ranks": (
         "--strategy=curvature-servers",

@@ -116,7 +116,7 @@ def changed(**values):
         (changed(inside={"latency": 1}), "inside lacks the key 'bandwidth'"),
         (changed(inside={"latency": 1, "bandwidth": 0}), "inside.bandwidth=0 must be a finite"),
         (changed(between={"latency": "1", "bandwidth": 1}), "between.latency='1' must be a finite"),
-        (changed(ranks_per_node=0), "ranks_per_node=0 must be an integer >= 1"),
+        (changed(ranks_per_node=0), "ranks_per_node=0 must be a whole number >= 1"),
         (changed(products=[[1]]), "products must be a list of pairs of numbers"),
         (changed(products=[], networks=[BARE]), "set products, or precondition of model='a'"),
         (changed(library="MyMPI"), "library='MyMPI' must be one of Open MPI, MPICH"),

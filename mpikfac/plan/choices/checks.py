@@ -56,14 +56,14 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """Return `value` if it is an integer >= `least`.
+    """Return `value` if it is a whole number >= `least`.
 
     Raises:
         ValueError: it is not; the message calls it `name`.
     """
     count = plain(value)
     if type(count) is not int or count < least:
-        raise ValueError(f"{name}={value!r} must be an integer >= {least}")
+        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
     return count
 
 
