@@ -32,11 +32,11 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
     Step 0 is a multiple of every interval.
 
     Raises:
-        ValueError: the interval is not a whole number of at least 1; the message calls it `name`.
+        ValueError: the interval is not a whole number >= 1; the message calls it `name`.
     """
     steps = evaluate(interval, step, name)
     if steps < 1 or steps != int(steps):
-        raise ValueError(f"{name}={steps!r} at step {step} must be a whole number of at least 1")
+        raise ValueError(f"{name}={steps!r} at step {step} must be a whole number >= 1")
     return step % int(steps) == 0
 
 

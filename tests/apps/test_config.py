@@ -64,7 +64,7 @@ BAD = {
     "unknown rule": ("--scale_lr=cube", "scale_lr=cube must be one of linear, sqrt, false"),
     "nan": ("--lr=.nan", "lr=nan must be a finite number > 0"),
     "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
-    "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number of at least 0"),
+    "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number >= 0"),
     "zero": ("--epochs=0", "epochs=0 must be a whole number >= 1"),
     "decay of 1": ("--kfac.factor_decay=1", "kfac.factor_decay=1.0 must be at least 0 and below 1"),
     "epochs that fall": (
@@ -136,7 +136,7 @@ BAD = {
     ),
     "bad setting": (
         "--sync=local-sgd --sync.sync_every=1",
-        "sync.sync_every=1 must be a whole number of at least 2",
+        "sync.sync_every=1 must be a whole number >= 2",
     ),
     "a sum of a rank's factors": (
         "--compression.factors=top-k",
@@ -161,7 +161,7 @@ BAD = {
     ),
     "no time for curvature servers": (
         "--refresh=curvature-servers --refresh.staleness=0 --batch=10",
-        "refresh.staleness=0 must be a whole number of at least 1",
+        "refresh.staleness=0 must be a whole number >= 1",
     ),
     "batch of training ranks": (
         "--strategy=curvature-servers",

@@ -552,7 +552,7 @@ def test_an_update_goes_once_to_the_servers(comm, push_every):
 @pytest.mark.parametrize(
     ("choices", "make", "said"),
     [
-        ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; pass what"),
+        ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; pass the result"),
         (
             {"ranks_per_client": 9},
             problem.sgd,

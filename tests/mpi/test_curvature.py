@@ -293,5 +293,5 @@ def test_other_numbers_of_curvature_servers_are_refused(comm):
         ValueError, match="refresh.servers=1, but comm has 0 curvature servers; pass the result of"
     ):
         trainer(alone, choices=lambda _: {"refresh": CurvatureServers()})
-    with pytest.raises(ValueError, match="staleness=0 must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="staleness=0 must be a whole number >= 1"):
         CurvatureServers(staleness=0)
