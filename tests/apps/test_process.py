@@ -50,7 +50,7 @@ def test_ctrl_c_writes_a_checkpoint_and_stops(alone, tmp_path):
     job.send_signal(signal.SIGINT)
     output, errors = job.communicate(timeout=paced(240))
     assert job.returncode == 75, errors
-    assert errors.startswith("mpikfac: Ctrl-C: stops after this step, with a checkpoint; again: ")
+    assert errors.startswith("mpikfac: Ctrl-C: stopping after this step, with a checkpoint; ")
     found = mpikfac.find_checkpoint(mpikfac.world(), tmp_path / "run" / "checkpoints")
     *_, last = output.splitlines()
     assert last.startswith(f"stopped after {found.step} steps (Ctrl-C); --resume auto continues")

@@ -1,4 +1,4 @@
-"""Check YAML documents: every key is known, and given once, nested or dotted."""
+"""Check that every key of a YAML document is known, and given only once, nested or dotted."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def unknown(key: str, keys: Collection[str], further: Collection[str] = ()) -> s
     if guesses := meant or spelled or alike or _near(last, [*keys, *short]):
         return f"unknown key {key}; did you mean {' or '.join(guesses[:MOST_GUESSES])}?"
     if len(shown := inside or keys) <= MOST_SHOWN:
-        return f"unknown key {key}; known are {', '.join(shown) or 'none'}"
+        return f"unknown key {key}; known keys are {', '.join(shown) or 'none'}"
     return f"unknown key {key}; --help_all lists all keys"
 
 
