@@ -153,7 +153,7 @@ def runs(root):
 def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(job):
     """Oracle: the uninterrupted run on the first part's number of ranks."""
     whole, parts = job / "whole", job / "parts"
-    kept = "started with ranks=2; kept: batch=120, lr scaled for 2"
+    kept = "first started with ranks=2; kept: batch=120, lr scaled for 2"
     assert (parts / "log.txt").read_text().count(kept) == 2
     assert_same_training(rows(parts), rows(whole))
     saved = yaml.safe_load((parts / "config.yaml").read_text())
@@ -204,7 +204,7 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
         (
             ("--kfac.momentum_of=gradients",),
             ("--kfac.momentum_of=directions",),
-            "use optimizer=kfac, kfac.momentum_of=gradients and momentum above 0 as before",
+            "use optimizer=kfac, kfac.momentum_of=gradients and momentum > 0, as before",
         ),
         (
             ("--optimizer=sgd",),
@@ -248,7 +248,7 @@ def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     program = str(PROGRAMS / "plain.py")
     again = launch(2, program, *arguments(job / "batch of 5", *chosen))
     assert again.returncode == 2
-    message = "it was saved with batch=5, not a multiple of 2 ranks; use one of [1, 5] ranks"
+    message = "it was saved with batch=5, which is not a multiple of 2 ranks; use one of [1, 5]"
     assert again.stderr.count(message) == again.stderr.count("mpikfac: ") == 1
 
 

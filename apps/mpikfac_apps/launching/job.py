@@ -27,7 +27,7 @@ from mpikfac_apps.launching.notes import Output
 
 LOOK_EVERY = 0.1  # seconds
 GRACE = 3.0  # seconds for the MPI launcher to end its ranks
-SET_DEATH_SIGNAL = 1  # of prctl
+SET_DEATH_SIGNAL = 1  # an option of prctl
 AGAIN = "the next Ctrl-C ends all ranks immediately"
 
 

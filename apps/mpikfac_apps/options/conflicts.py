@@ -137,7 +137,7 @@ def _check_groups(options: Options, ranks: int) -> None:
         (
             options.quadratic,
             "a kfac.grafting other than quadratic-model",
-            "its quadratic model does not include the peers",
+            "the quadratic model does not include the peers",
         ),
         (
             adapt,

@@ -99,8 +99,8 @@ def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tenso
     return NetworkEntry(make, (1, side, side), fixed=True, task=RECONSTRUCTION)
 
 
-# The variance is 25 / (9 inputs). With Glorot's, signals shrink after the short code, and the
-# autoencoder of 12 layers stays on a plateau.
+# The variance is 25 / (9 inputs). With Glorot's variance, signals shrink after the short code, and
+# the autoencoder with 12 layers stays on a plateau.
 TANH = partial(nn.init.kaiming_normal_, nonlinearity="tanh")
 SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 
@@ -180,7 +180,7 @@ def build(name: str, classes: int | None = None, channels: int | None = None) ->
 
 
 def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
-    """Return a network for its shapes, without memory for values unless the network reads them.
+    """Return a network for its shapes, without memory for values unless its code reads them.
 
     Raises:
         ValueError: see `build`.
@@ -189,7 +189,7 @@ def skeleton(name: str, classes: int | None = None, channels: int | None = None)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return _made(entry, classes, channels)
-    except ValueError:  # raised by a function that reads values, or by every call
+    except ValueError:  # raised by a function that reads values, or by any call of it
         return _made(entry, classes, channels)
 
 

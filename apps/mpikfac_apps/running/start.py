@@ -33,7 +33,7 @@ def start(
 
     Args:
         parse: creates the options on rank 0, from the number of ranks.
-        of_run: returns the options of the run directory, the end and the device.
+        of_run: returns the options about the run directory, the end of the run, and the device.
         make: creates the loop on every rank; collective.
         config: returns all options as in a YAML file.
 
