@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after one line about a mistake that the user can correct.
+        SystemExit: with code 2, after a single line about an error that the user can correct.
     """
     return run_on_ranks(lambda _: CHECK.read(argv), lambda comm, options, _: check(comm, options))
 
@@ -160,7 +160,7 @@ def why_not(name: str, module: nn.Module, subject: Subject, ties: Sequence[str])
     """Return the reason why a module is not covered.
 
     Args:
-        ties: the names of the parameter that it shares with modules that compute something else.
+        ties: all names of the parameter that it shares with modules that compute something else.
     """
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen"

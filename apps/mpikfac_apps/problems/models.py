@@ -144,7 +144,8 @@ def network(name: str) -> NetworkEntry:
     """Return the entry of a network: from `MODELS`, a file, or timm.
 
     Raises:
-        ValueError: no network has that name, the file raises, or timm is not installed; one line.
+        ValueError: no network has that name, the file raises an error, or timm is not installed;
+            the message is one line.
     """
     if name in MODELS:
         return MODELS[name]

@@ -252,7 +252,8 @@ class Run(Loop):
         results, measure = problem.evaluate(model), problem.task.measure
         if not math.isfinite(results["loss"]):
             log.warning(
-                "the test loss is %s after step %d; check the test data, or try lr < %s",
+                "the test loss is %s after step %d; check the test data, or try a smaller lr "
+                "than %s",
                 *(results["loss"], self.trainer.steps, self.options.rate),
             )
         self.row(**numbers, **{f"test_{key_of(name)}": value for name, value in results.items()})
