@@ -45,7 +45,7 @@ def mend_streams() -> None:
 
 
 def complain(program: str, error: Exception) -> None:
-    """Print an error on a single line, escaping parts that come from files."""
+    """Print an error on a single line; escape unprintable characters, as parts come from files."""
     print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 

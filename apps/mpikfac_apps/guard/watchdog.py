@@ -69,7 +69,7 @@ class Watchdog:
         stage: Callable[[], str] = lambda: "",
         reports: Reports | None = None,
     ) -> None:
-        """Begin a new start-up phase with another limit, and with `reports` if they are given."""
+        """Begin a new start-up phase with another limit; by default with the first reports."""
         with self._lock:
             former, self._reports = self._reports, reports or self._first
             self._limit, self._stage, self._stepped = limit, stage, False

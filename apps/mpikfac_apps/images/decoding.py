@@ -74,7 +74,7 @@ def opened(encoded: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(f"it is not an image in the format {' or '.join(FORMATS)}") from None
+        raise ValueError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
     if image.mode[0] in "IF":  # Pillow would convert all values above 255 to white
         raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); store 8 bits")
     return image

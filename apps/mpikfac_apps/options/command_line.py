@@ -204,7 +204,7 @@ def _check_digits(arguments: Iterable[str]) -> None:
 
 
 def _names(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, of NAME=VALUE only the name."""
+    """Return the arguments, with only the name of each NAME=VALUE."""
     return [argument.partition("=")[0] for argument in takewhile("--".__ne__, arguments)]
 
 

@@ -308,7 +308,7 @@ class KfacOptions:
 
     @property
     def lasting_factor_update_steps(self) -> int:
-        """The steps between updates of factors at the start; the final value of the default."""
+        """The steps between updates of factors at the start or, by default, after 160 steps."""
         return (
             FACTOR_EVERY if self.factor_update_steps is None else at_start(self.factor_update_steps)
         )

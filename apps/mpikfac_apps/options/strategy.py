@@ -47,7 +47,7 @@ def preconditioner_of(settings: Mapping[str, Any]) -> Preconditioner:
 
 
 def lasting_inv_update_steps(settings: Mapping[str, Any], strategy: Strategy) -> int:
-    """Return the steps between refreshes at the start; the final value of the default."""
+    """Return the steps between refreshes at the start or, by default, after the first 160 steps."""
     usual = usual_intervals(strategy.refresh.stagger).inv_update_steps(SETTLED)
     interval: int = at_start(settings.get("inv_update_steps", usual))
     return interval

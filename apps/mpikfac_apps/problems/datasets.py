@@ -176,7 +176,7 @@ def _check_count(key: str, count: int | None, images: int, name: str) -> None:
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
-    """Return 1,797 handwritten digits of 8x8 pixels; every fifth of a class, 360 in all, is a test.
+    """Return 1,797 handwritten digits, 8x8 pixels; every fifth of a class (360) is for the test.
 
     `load` uses the first `images`.
     """

@@ -17,7 +17,7 @@ SCALE = 0.02  # standard deviation of the initial weights [Radford et al. 2019]
 
 
 class GPT(nn.Module):
-    """A transformer with normalised inputs of each block, and learned positions.
+    """A transformer with normalisations before layers, and learned positions [Radford et al. 2019].
 
     The weights of the embedding and of the last layer are separate.
 
