@@ -135,7 +135,7 @@ class Listing:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums that a restart compares, like `Dataset.checksums`, but of a sample of pixels."""
+        """Checksums that a restart compares, like `Dataset.checksums`, but of a pixel sample."""
         whole = self.content.digest.encode() if self.content else b""
         return {
             "images": self.train_images.digest,
