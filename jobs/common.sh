@@ -103,7 +103,7 @@ use_site_mpi() {
     local prefix
     prefix=$(dirname "$(dirname "$(readlink -f "$(type -P "$MPIRUN")")")")
     # mpi4py searches .venv/lib first, and an earlier run may have put the wheel's library there.
-    # The empty entry is the system's loader with LD_LIBRARY_PATH.
+    # With the empty entry, the system's loader searches LD_LIBRARY_PATH.
     export MPI4PY_LIBMPI="${MPI4PY_LIBMPI:-$prefix/lib:$prefix/lib64::$VENV/lib}"
     use_mpirun
 }

@@ -173,7 +173,7 @@ run() {
     [ $# -gt 0 ] || usage
     find_open_mpi >&2
     # If all hosts get the same number of ranks, N consecutive ranks go to each host, as
-    # `transport.ranks_per_node` needs. Otherwise ranks go to the hosts in turn.
+    # `transport.ranks_per_node` needs. Otherwise, ranks are assigned to hosts in round-robin order.
     ((ranks % count)) || place=ppr:$((ranks / count)):node
     # shellcheck disable=SC2054  # Open MPI's lists have commas
     local options=(

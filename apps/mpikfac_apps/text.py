@@ -25,10 +25,10 @@ def is_own(name: str) -> bool:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return whole numbers from 1 to `MOST` from a text such as "16,64".
+    """Return whole numbers from 1 to `MOST` from a string such as "16,64".
 
     Raises:
-        ValueError: the text has a different form.
+        ValueError: the string has a different form.
     """
     for part in text.split(","):
         if not part.isdecimal() or not 1 <= int(part) <= MOST:

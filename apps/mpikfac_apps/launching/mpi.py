@@ -91,7 +91,7 @@ def library_path(starter: str | None, environ: Mapping[str, str]) -> dict[str, s
     if starter is None or "MPI4PY_LIBMPI" in environ:
         return {}
     prefix = Path(starter).resolve().parent.parent
-    # The empty entry stands for the system's loader with LD_LIBRARY_PATH.
+    # With the empty entry, the system's loader searches LD_LIBRARY_PATH.
     return {"MPI4PY_LIBMPI": f"{prefix}/lib:{prefix}/lib64::{sys.prefix}/lib"}
 
 

@@ -40,13 +40,13 @@ class ByEpoch:
 
 
 def read(text: str, kind: object) -> ByEpoch:
-    """Parse a text such as `EXAMPLE`.
+    """Parse a string such as `EXAMPLE`.
 
     Args:
         kind: the type of the option: values must be whole if it is int, or a union with int.
 
     Raises:
-        ValueError: the text has a different form, or the epochs do not increase.
+        ValueError: the string has a different form, or the epochs do not increase.
     """
     number = int if int in (kind, *typing.get_args(kind)) else float
     *ended, last = text.split(",")

@@ -39,7 +39,7 @@ WORDS = {
     int: "a whole number",
     float: "a finite number",
     bool: "true or false",
-    str: "a text",
+    str: "a string",
     Path: "a path",
     types.NoneType: "null",
 }
@@ -79,7 +79,7 @@ class Leaf:
         bounds: the bounds of a number, such as ("> 0", "<= 1"), which do not exclude null.
         positional: whether the value is given without the name.
         scheduled: whether the value can change with the epoch.
-        read: the function that converts a text to the value; None if the text is the value.
+        read: the function that converts a string to the value; None if the string is the value.
         joint: the base of the types that the option can name; None if the value is not a type.
         without: fields of the types that are not options.
     """
@@ -169,7 +169,7 @@ def listed(names: Collection[str], default: Any = REQUIRED) -> Any:
 
 
 def required(*bounds: str, read: Callable[[str], Any] | None = None) -> Any:
-    """Return a field that must be set; `read` converts a text to the value."""
+    """Return a field that must be set; `read` converts a string to the value."""
     return dataclasses.field(metadata={"bounds": bounds, "read": read})
 
 
@@ -179,7 +179,7 @@ def positional(*bounds: str, default: Any = dataclasses.MISSING) -> Any:
 
 
 def read_by(read: Callable[[str], Any], default: str | None) -> Any:
-    """Return a field whose value `read` converts from a text; `default` is a text or None."""
+    """Return a field whose value `read` converts from a string; `default` is a string or None."""
     value = None if default is None else read(default)
     return dataclasses.field(default=value, metadata={"read": read, "written": default})
 
@@ -442,7 +442,7 @@ def _typed(base: type[Choice], tree: Mapping[str, Any], joint: str, usual: Any) 
 
 
 def flat(options: DataclassInstance) -> dict[str, Any]:
-    """Return the values of the options of a dataclass by key, as texts, numbers and lists."""
+    """Return the values of the options of a dataclass by key, as strings, numbers and lists."""
     found = leaves(type(options), types_of(options))
     return {leaf.key: _value_of(options, leaf) for leaf in found}
 
@@ -463,7 +463,7 @@ def types_of(options: Any, prefix: str = "") -> dict[str, str | None]:
 
 
 def _value_of(options: Any, leaf: Leaf) -> Any:
-    """Return the value of an option as a text, a number, a list or null."""
+    """Return the value of an option as a string, a number, a list or null."""
     *holders, last = leaf.path
     for name in holders:
         options = getattr(options, name)

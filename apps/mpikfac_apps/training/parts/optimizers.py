@@ -80,7 +80,7 @@ def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for key, value in state.items():
             if torch.is_tensor(value):
                 state[key] = laid_out(value, parameter)
-            elif isinstance(value, list):  # lists of matrices; an empty list stands for no matrix
+            elif isinstance(value, list):  # lists of matrices; an empty list means no matrix
                 state[key] = [m.contiguous() if torch.is_tensor(m) else m for m in value]
 
 
