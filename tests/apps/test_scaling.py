@@ -196,7 +196,7 @@ def test_without_a_measured_batch_the_page_says_so(tmp_path):
     ("change", "words"),
     [
         ({"predict_ranks": 4}, "predict_ranks=4 must be a list"),
-        ({"predict_ranks": [0]}, "predict_ranks: 0 must be a whole number from 1 to 1,048,576"),
+        ({"predict_ranks": [0]}, "predict_ranks: 0 must be a whole number, 1 to 1,048,576"),
         ({"predict_ranks": [10**9]}, "predict_ranks: 1000000000 must be a whole number, 1 to"),
         ({"predict_ranks": [10**20]}, "100000000000000000000 must be within ±4,611,"),
         ({"matrix": {"strategy": ["sgd"], "ranks": [10**9]}}, "ranks: 1000000000 must be a whole"),

@@ -223,7 +223,7 @@ def test_a_momentum_of_another_kind_is_refused_by_the_names_of_options(
 
 def test_two_momenta_are_refused_by_the_names_of_options(tmp_path, capfd):
     """Oracle: by hand: `dgc` has a momentum of its own."""
-    message = "compression.gradients.momentum=0.9 needs momentum=0, not 0.8 for gradients"
+    message = "compression.gradients.momentum=0.9 needs momentum=0, not 0.8: otherwise"
     refused(tmp_path, capfd, message, "--strategy=dgc", "--momentum=0.8")
 
 
