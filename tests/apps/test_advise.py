@@ -242,7 +242,7 @@ def test_other_workers_and_levels_are_advised(tmp_path, capsys):
     ("arguments", "told"),
     [
         ("--model resnet50 --ranks 2", "--machine"),
-        ("--model resnet50 --machine v100-edr --ranks 0", "a whole number, 1 to 1,048,576"),
+        ("--model resnet50 --machine v100-edr --ranks 0", "a whole number from 1 to 1,048,576"),
         ("--model resnet50 --machine v100-edr --ranks 2 --batch_per_rank 0", "batch_per_rank=0"),
         (
             "--model resnet20 --machine v100-edr --ranks 2",

@@ -1,4 +1,4 @@
-"""Asynchronous training: servers step the weights by updates in order of arrival."""
+"""Asynchronous training: servers apply updates to the weights in order of arrival."""
 
 from __future__ import annotations
 

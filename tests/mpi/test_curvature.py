@@ -1,4 +1,4 @@
-"""Curvature servers, which decompose for the training ranks: the same numbers, the plan's bytes."""
+"""Curvature servers decompose for the training ranks: results of one process, planned bytes."""
 
 from __future__ import annotations
 

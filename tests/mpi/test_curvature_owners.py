@@ -1,4 +1,4 @@
-"""The curvature of a run on several ranks is that on one, and sends what is planned."""
+"""The curvature of a run is the same on several ranks as on one, and sends the planned bytes."""
 
 from __future__ import annotations
 

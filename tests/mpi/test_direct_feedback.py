@@ -1,4 +1,4 @@
-"""Direct feedback: gradients of blocks by fixed signs, against numpy and block by block."""
+"""Direct feedback: gradients of blocks by fixed signs, compared with numpy block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and buffers that must be equal on all ranks are compared, without further messages."""
+"""Weights and buffers that must be equal on all ranks are compared without additional messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every named strategy and every choice: the numbers of one process, and the plan's bytes."""
+"""Every named strategy and every choice match one process and the plan's bytes."""
 
 from __future__ import annotations
 

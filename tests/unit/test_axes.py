@@ -1,4 +1,4 @@
-"""Strategies on the axes of surveys."""
+"""The positions of strategies on the axes of two surveys."""
 
 from __future__ import annotations
 

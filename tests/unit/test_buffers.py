@@ -1,4 +1,4 @@
-"""Models with buffers of any dtype train and are stored; other forms of tensors are refused."""
+"""Models with buffers of any dtype are trained and stored; other kinds of tensors are rejected."""
 
 from __future__ import annotations
 

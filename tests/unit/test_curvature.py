@@ -1,4 +1,4 @@
-"""The curvature of a run, from its factors: every function of it against dense matrices."""
+"""The curvature of a run, from its factors: every function compared with dense matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job ends when a rank fails, and how separate single ranks end."""
+"""How a job ends when a rank fails, and how single ranks of a mismatched launcher end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""K-FAC by one constructor, as torch optimizers are used, and the habits that it refuses."""
+"""K-FAC from one constructor, used like a torch optimizer, and the uses that it rejects."""
 
 from __future__ import annotations
 

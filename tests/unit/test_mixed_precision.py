@@ -1,4 +1,4 @@
-"""Autocast and scaled losses: factors of rounded passes, steps skipped as by torch."""
+"""Autocast and scaled losses: factors of rounded passes, and steps skipped as torch skips them."""
 
 from __future__ import annotations
 

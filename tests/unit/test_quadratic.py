@@ -1,4 +1,4 @@
-"""Length and momentum from the damped quadratic model of a batch."""
+"""Step length and momentum from the damped quadratic model of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EKFAC's scales: second moments of examples' gradients in the eigenbases, and the scales' use."""
+"""EKFAC's scales, the second moments of examples' gradients in the eigenbases, and their use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The length of a step: grafting and bounds."""
+"""The length of a step: grafting and limits."""
 
 from __future__ import annotations
 

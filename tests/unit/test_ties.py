@@ -1,4 +1,4 @@
-"""Weights that modules share without being alike take Adam's step, and K-FAC covers the rest."""
+"""Weights shared by different kinds of modules take Adam's step, and K-FAC covers the rest."""
 
 from __future__ import annotations
 

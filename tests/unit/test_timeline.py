@@ -1,4 +1,4 @@
-"""Two ranks in a row: (0, 0) and (0, 1), with given times."""
+"""Timelines of two ranks in a row, (0, 0) and (0, 1), with given times."""
 
 from __future__ import annotations
 

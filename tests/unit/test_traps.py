@@ -1,4 +1,4 @@
-"""What K-FAC cannot do right is refused by name or warned of once."""
+"""What K-FAC cannot compute correctly raises an error or one warning that names it."""
 
 from __future__ import annotations
 
