@@ -241,7 +241,7 @@ class KFAC(Trainer):
         gradients of parameters do not change. Does nothing if `fisher_type` is "empirical" or
         "forward-only", and in steps without new factors.
 
-        Collective over: world with `overlap`, like the backward pass itself; else none.
+        Collective over: world with `overlap`, like the backward pass itself; otherwise, none.
 
         Args:
             outputs: the model's outputs, `[batch, outputs]` or `[batch, outputs, *positions]`; or

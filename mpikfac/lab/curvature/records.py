@@ -94,7 +94,7 @@ def record(model: nn.Module, layers: Sequence[Layer], losses: Losses, batch: Any
 
 def _on_call(layer: Layer, records: list[RecordedCall], _: nn.Module, *called: Any) -> None:
     call = layer.watch(*called)
-    if call is not None and call[0].numel():  # a rank can have no examples
+    if call is not None and call[0].numel():  # a rank may have zero examples
         x, listen = call
         single = x.dim() < layer.dimensions  # one example without a batch dimension
         listen(
