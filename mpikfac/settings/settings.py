@@ -70,7 +70,7 @@ class Settings:
         one_of("cuda_graph", self.cuda_graph, (False, True))
         if self.grafting.momentum and self.clip is not None:
             raise ValueError(
-                f"gradient momentum (momentum={self.grafting.momentum!r}) requires clip=None, not "
+                f"gradient momentum (momentum={self.grafting.momentum!r}) needs clip=None, not "
                 f"{self.clip!r}: the direction does not depend on the step's gradient alone"
             )
         for name in ("factor_update_steps", "inv_update_steps"):

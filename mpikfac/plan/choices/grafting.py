@@ -64,7 +64,7 @@ class Grafting(Choice):
             return replace(self, momentum=momentum)  # type: ignore[call-arg]
         if momentum:
             raise ValueError(
-                f"gradient momentum (momentum={momentum!r}) requires grafting=AdamGrafting(...), "
+                f"gradient momentum (momentum={momentum!r}) needs grafting=AdamGrafting(...), "
                 f"not {self!r}; otherwise, set momentum=0"
             )
         return self

@@ -229,7 +229,7 @@ def _end_left(cells: Path) -> None:
 
 
 def _others_seconds() -> float:
-    """Return the CPU seconds used on the machine, excluding those of this process's old jobs."""
+    """Return the machine's CPU seconds, excluding those of this process's finished jobs."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     times = os.times()
