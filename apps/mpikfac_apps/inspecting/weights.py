@@ -92,5 +92,5 @@ def last_module(model: nn.Module) -> str:
 
 
 def form(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return a description of the shape of a tensor."""
+    """Return a description of a tensor's shape."""
     return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"

@@ -125,7 +125,7 @@ class Crew:
             member.trainer.close()
 
     def state_dict(self) -> State:
-        """Return the rank's part of the states of its members; not collective."""
+        """Return the rank's part of its members' states; not collective."""
         states = {m: member.state() for m, member in self.members.items()}
         items = {
             f"member-{m}/{n}": value for m, state in states.items() for n, value in state.items()

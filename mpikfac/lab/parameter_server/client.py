@@ -399,7 +399,7 @@ class Client(OneModel):
 
 
 class Accumulated(Everyone):
-    """Add a client's gradients to an update, in place of a step of the optimizer."""
+    """Add a client's gradients to an update, in place of an optimizer step."""
 
     def __init__(self, gradients: Gradients, client: Client) -> None:
         super().__init__(gradients)
