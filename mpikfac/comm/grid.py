@@ -206,6 +206,9 @@ class Grid:
         No message can follow.
 
         Collective over: world.
+
+        Raises:
+            UserError: other ranks do not send an overlapped message of this rank.
         """
         for thread in self._progress.values():
             thread.close()
