@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from support.launch import launch
+from support.launch import LIMIT, environment, launch
 from support.pace import paced
 
 SCRIPT = """
@@ -36,10 +39,13 @@ def ended(
     ranks, steps="3", arguments="", settings="", scaled="False", after="", waited="60.0", env=None
 ):
     """Return the end of a job whose ranks take `steps` steps."""
+    return launch(ranks, "-c", script(steps, arguments, settings, scaled, after, waited), env=env)
+
+
+def script(steps="3", arguments="", settings="", scaled="False", after="", waited="60.0"):
     text = SCRIPT.replace("STEPS", steps).replace("ARGUMENTS", arguments).replace("AFTER", after)
     text = text.replace("SETTINGS", settings).replace("SCALED", scaled).replace("WAITED", waited)
-    text = text.replace("LEFT", f"{paced(2)}")
-    return launch(ranks, "-c", text, env=env)
+    return text.replace("LEFT", f"{paced(2)}")
 
 
 @pytest.mark.gate
@@ -110,13 +116,26 @@ HANGS = {
 }
 
 
+def by_mpirun(program: Path) -> subprocess.CompletedProcess[str]:
+    return launch(2, str(program), env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"})
+
+
+def by_mpikfac(program: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mpikfac_apps", "launch", "-n", "2", "--watchdog_timeout", "2"]
+    chosen = {"env": environment(), "capture_output": True, "text": True, "timeout": paced(LIMIT)}
+    return subprocess.run([*command, str(program)], stdin=subprocess.DEVNULL, check=False, **chosen)
+
+
 @pytest.mark.gate
+@pytest.mark.parametrize("start", [by_mpirun, pytest.param(by_mpikfac, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hang", HANGS)
-def test_a_hang_ends_with_the_stacks_of_all_ranks(hang, tmp_path):
+def test_a_hang_ends_with_the_stacks_of_all_ranks(hang, start, tmp_path):
     """Oracle: the end of the job, and the function in which the last rank waits."""
     function, call = HANGS[hang]
     after = call.replace("FOLDER", repr(str(tmp_path))) + "\nwhile not last: time.sleep(0.1)"
-    found = ended(2, "2", after=after, env={"MPIKFAC_WATCHDOG_TIMEOUT": "2"})
+    program = tmp_path / "program.py"
+    program.write_text(script("2", after=after))
+    found = start(program)
     assert found.returncode == 1
     for rank in range(2):
         assert re.search(rf"mpikfac: rank {rank} of 2, .*; stacks:", found.stderr), found.stderr
