@@ -1,4 +1,4 @@
-"""The exception for user errors, and ending a job in which a rank fails."""
+"""Exceptions for user errors and lost ranks, and ending a job in which a rank fails."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ class RanksDifferError(UserError):
     """Report that values that must be equal on all ranks differ.
 
     Retrying does not help: the ranks stay different until one copies from another.
+    """
+
+
+class RankLostError(RuntimeError):
+    """Report that a message failed because another rank has ended, or takes no part in it.
+
+    This is a consequence; the other rank, or the launcher, reports the cause.
     """
 
 

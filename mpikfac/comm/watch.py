@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
-from mpikfac.comm.job import Comm, survives
+from mpikfac.comm.job import Comm, survives, world
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import CRASH, USAGE_ERROR, UserError, looks
 
@@ -228,8 +228,8 @@ class Watch:
             faulthandler.dump_traceback(file)
             file.seek(0)
             stacks = file.read().decode()
-        world = MPI.COMM_WORLD
-        _print(f"rank {world.rank} of {world.size}, {platform.node()}: {why}; stacks:\n{stacks}")
+        ranks = world()
+        _print(f"rank {ranks.rank} of {ranks.size}, {platform.node()}: {why}; stacks:\n{stacks}")
 
     def _end_program(self) -> None:
         """At the end of the program, wait for the previous rank, which might wait for this one.
