@@ -39,6 +39,7 @@ from mpikfac.comm.messages import InOrder as InOrder
 from mpikfac.comm.messages import Overlapped as Overlapped
 from mpikfac.comm.messages import Sender as Sender
 from mpikfac.comm.messages import Turns as Turns
+from mpikfac.comm.mpi import TORCHRUN as TORCHRUN
 from mpikfac.comm.process_group import over as over
 from mpikfac.comm.servers import FETCH as FETCH
 from mpikfac.comm.servers import GIVE as GIVE

@@ -112,7 +112,7 @@ class _OnDemand:
     MPI job of its own.
 
     Attributes:
-        missing: why no MPI library was loaded; "" if one was.
+        missing: why no MPI library could be loaded; "" if one was, or was not needed.
     """
 
     def __init__(self) -> None:
@@ -121,12 +121,13 @@ class _OnDemand:
     def __getattr__(self, name: str) -> Any:
         _refuse_in_worker()
         missing = ""
-        try:
-            if TORCHRUN in os.environ and "mpi4py.MPI" not in sys.modules:
-                raise RuntimeError("torchrun started this process")
-            from mpi4py import MPI as library
-        except (ImportError, RuntimeError) as error:
-            missing, library = str(error).partition("\n")[0], _alone()
+        if TORCHRUN in os.environ and "mpi4py.MPI" not in sys.modules:
+            library = _alone()
+        else:
+            try:
+                from mpi4py import MPI as library
+            except (ImportError, RuntimeError) as error:
+                missing, library = str(error).partition("\n")[0], _alone()
         vars(self).update(vars(library), missing=missing)
         return getattr(library, name)
 

@@ -46,7 +46,9 @@ def over(group: ProcessGroup | None = None) -> MPI.Intracomm:
             group cannot send host memory.
     """
     if not connected():
-        raise ValueError("call torch.distributed.init_process_group before mpikfac.over")
+        raise ValueError(
+            "torch.distributed connects no processes; call init_process_group before mpikfac.over"
+        )
     group = distributed.group.WORLD if group is None else group
     if not isinstance(group, ProcessGroup):
         raise ValueError(f"group={group!r} must be a process group that contains this process")
@@ -143,17 +145,20 @@ class ProcessGroupComm:
     # -- objects ---------------------------------------------------------------------------------
 
     def allgather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
         values: list[Any] = [None] * self.size
         self.call("allgather", distributed.all_gather_object, values, value, group=self._group)
         return values
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return the values of all ranks on the root, and None elsewhere."""
         values = [None] * self.size if self.rank == root else None
         settings = {"group": self._group, "group_dst": root}
         self.call("gather", distributed.gather_object, value, values, **settings)
         return values
 
     def scatter(self, values: Sequence[Any] | None, root: int = 0) -> Any:
+        """Return the rank's value of the root's."""
         own: list[Any] = [None]
         of_all = list(values) if self.rank == root and values is not None else None
         settings = {"group": self._group, "group_src": root}
@@ -161,6 +166,7 @@ class ProcessGroupComm:
         return own[0]
 
     def bcast(self, value: Any = None, root: int = 0) -> Any:
+        """Return the root's value."""
         values = [value]
         settings = {"group": self._group, "group_src": root}
         self.call("bcast", distributed.broadcast_object_list, values, **settings)
@@ -183,28 +189,33 @@ class ProcessGroupComm:
     def _in_order(self, members: Sequence[int]) -> tuple[int, ...]:
         ranks = tuple(self._ranks[member] for member in members)
         if list(ranks) != sorted(ranks):
-            raise ValueError(f"ranks {list(ranks)}: a process group orders its ranks by number")
+            raise ValueError(f"ranks {list(ranks)} of a process group must ascend")
         return ranks
 
     def Split(self, color: int = 0, key: int = 0) -> ProcessGroupComm:
+        """Return the communicator of the ranks that pass the same color; keys must ascend."""
         chosen = self.allgather((color, key))
         members = [member for member, (other, _) in enumerate(chosen) if other == color]
         return self._of(sorted(members, key=lambda member: chosen[member][1]), "split")
 
     def Split_type(self, kind: int) -> ProcessGroupComm:
+        """Return the communicator of the ranks on this node."""
         nodes = self.allgather((platform.node(), BOOT.read_text() if BOOT.exists() else ""))
         return self._of([m for m, node in enumerate(nodes) if node == nodes[self.rank]], "node")
 
     def Create_cart(self, sides: Sequence[int]) -> ProcessGroupComm:
+        """Return a communicator of the same ranks in a grid of two dimensions."""
         return self._of(range(self.size), self.name, sides)
 
     def Sub(self, remain_dims: Sequence[bool]) -> ProcessGroupComm:
+        """Return the communicator of the rank's column or row in the grid."""
         grid = np.arange(self.size).reshape(self._sides)
         row, column = divmod(self.rank, self._sides[1])
         members = grid[:, column] if remain_dims[0] else grid[row]
         return self._of(members.tolist(), "split")
 
     def Dup(self) -> ProcessGroupComm:
+        """Return a communicator of the same ranks with a process group of its own."""
         ranks = tuple(self._ranks)
         equalize(self)
         groups = _groups(distributed.group.WORLD)
@@ -213,6 +224,7 @@ class ProcessGroupComm:
         return ProcessGroupComm(group, self.name, own=True)
 
     def Free(self) -> None:
+        """Return the process group of a `Dup`."""
         if self._own:
             _groups(distributed.group.WORLD).free[tuple(self._ranks)].append(self._group)
             self._own = False
@@ -220,15 +232,18 @@ class ProcessGroupComm:
     # -- reductions ------------------------------------------------------------------------------
 
     def Iallreduce(self, sent: Any, received: Any, op: Any = None) -> Request:
+        """Start to reduce to all ranks."""
         total, op = _summed(_flat(received), op)
         if sent is not MPI.IN_PLACE:
             total.copy_(_summed(_flat(sent))[0])
         return self._start("Allreduce", distributed.all_reduce, total, op=op)
 
     def Allreduce(self, sent: Any, received: Any, op: Any = None) -> None:
+        """Reduce to all ranks."""
         self.Iallreduce(sent, received, op).Wait()
 
     def Ireduce(self, sent: Any, received: Any, op: Any = None, root: int = 0) -> Request:
+        """Start to reduce to the root; buffers of other ranks keep their values."""
         if self.rank == root:
             total, op = _summed(_flat(received), op)
             if sent is not MPI.IN_PLACE:
@@ -238,31 +253,38 @@ class ProcessGroupComm:
         return self._start("Reduce", distributed.reduce, total, group_dst=root, op=op)
 
     def Reduce(self, sent: Any, received: Any, op: Any = None, root: int = 0) -> None:
+        """Reduce to the root."""
         self.Ireduce(sent, received, op, root).Wait()
 
     def Reduce_scatter(
         self, sent: Any, received: Any, counts: Sequence[int], op: Any = None
     ) -> None:
+        """Reduce parts of any size, each to its rank."""
         total, op = _summed(_flat(received), op)
         parts = list(_summed(_flat(sent))[0].split(list(counts)))
         self._start("Reduce_scatter", distributed.reduce_scatter, total, parts, op=op).Wait()
 
     def Reduce_scatter_block(self, sent: Any, received: Any, op: Any = None) -> None:
+        """Reduce parts of equal size, each to its rank."""
         self.Reduce_scatter(sent, received, [len(_flat(received))] * self.size, op)
 
     # -- copies ----------------------------------------------------------------------------------
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:
+        """Copy the root's buffer to all ranks."""
         self._start("Bcast", distributed.broadcast, _bytes(buffer), group_src=root).Wait()
 
     def Iallgather(self, sent: Any, received: Any) -> Request:
+        """Start to gather parts of equal size on all ranks."""
         parts = _parts(received, self.size)
         return self._start("Allgather", distributed.all_gather, parts, _bytes(sent))
 
     def Allgather(self, sent: Any, received: Any) -> None:
+        """Gather parts of equal size on all ranks."""
         self.Iallgather(sent, received).Wait()
 
     def Allgatherv(self, sent: Any, received: Any) -> None:
+        """Gather parts of any size on all ranks."""
         parts = _parts(received, self.size)  # gloo does not gather unequal parts
         if sent is not MPI.IN_PLACE:
             parts[self.rank].copy_(_bytes(sent))
@@ -275,6 +297,7 @@ class ProcessGroupComm:
             request.Wait()
 
     def Ialltoallv(self, sent: Any, received: Any) -> Request:
+        """Start to send every rank a part of any size; received parts are adjacent."""
         parts, places = _parts(sent, self.size), _parts(received, self.size)
         counts = [len(part) for part in places], [len(part) for part in parts]
         start, stop = places[0].storage_offset(), sum(counts[0])
@@ -283,29 +306,37 @@ class ProcessGroupComm:
         return self._start("Alltoallv", send, into, _joined(parts), *counts)
 
     def Alltoallv(self, sent: Any, received: Any) -> None:
+        """Send every rank a part of any size."""
         self.Ialltoallv(sent, received).Wait()
 
     def Ialltoall(self, sent: Any, received: Any) -> Request:
+        """Start to send every rank a part of equal size."""
         return self.Ialltoallv(sent, received)
 
     def Alltoall(self, sent: Any, received: Any) -> None:
+        """Send every rank a part of equal size."""
         self.Ialltoallv(sent, received).Wait()
 
     # -- pairs -----------------------------------------------------------------------------------
 
     def Isend(self, buffer: Any, dest: int, tag: int = 0) -> Request:
+        """Start to send a buffer."""
         return self._start("Send", distributed.isend, _bytes(buffer), group_dst=dest, tag=tag)
 
     def Irecv(self, buffer: Any, source: int, tag: int = 0) -> Request:
+        """Start to receive a buffer."""
         return self._start("Recv", distributed.irecv, _bytes(buffer), group_src=source, tag=tag)
 
     def Send(self, buffer: Any, dest: int, tag: int = 0) -> None:
+        """Send a buffer."""
         self.Isend(buffer, dest, tag).Wait()
 
     def Recv(self, buffer: Any, source: int, tag: int = 0) -> None:
+        """Receive a buffer."""
         self.Irecv(buffer, source, tag).Wait()
 
     def Sendrecv_replace(self, buffer: Any, dest: int, source: int) -> None:
+        """Send a buffer, and receive another one in its place."""
         sent = self.Isend(_bytes(buffer).clone(), dest)
         self.Recv(buffer, source)
         sent.Wait()
@@ -313,17 +344,20 @@ class ProcessGroupComm:
     # -- ends ------------------------------------------------------------------------------------
 
     def Barrier(self) -> None:
+        """Wait for all ranks."""
         self._start("Barrier", distributed.barrier).Wait()
 
     def Ibarrier(self) -> Meeting:
+        """Announce this rank's arrival at the end of the job; the request tests for all ranks."""
         meeting = Meeting(self._group.get_group_store(), "mpikfac/end", self.size)
         meeting.store.add(meeting.key, 1)
         return meeting
 
     def Abort(self, errorcode: int = 1) -> None:
+        """End this process; the launcher, or the lost connection, ends the others."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(errorcode)  # the launcher, or the lost connection, ends the other ranks
+        os._exit(errorcode)
 
 
 # -- process groups --------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 import mpikfac
-from mpikfac.comm.mpi import TORCHRUN
 from mpikfac_apps.cli import mend_streams, read_options
 from mpikfac_apps.guard.reports import Reports
 from mpikfac_apps.guard.watchdog import Watchdog
@@ -24,7 +23,7 @@ def connected() -> mpikfac.comm.Comm:
 
     Collective over: world.
     """
-    if TORCHRUN in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+    if mpikfac.comm.TORCHRUN in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
         torch.distributed.init_process_group()
     return mpikfac.world()
 
