@@ -93,7 +93,10 @@ class Meeting(NamedTuple):
 
     def Test(self) -> bool:
         """Return whether all ranks have arrived."""
-        return bool(self.store.add(self.key, 0) >= self.size)
+        try:
+            return bool(self.store.add(self.key, 0) >= self.size)
+        except RuntimeError:  # the process with the store has left the meeting
+            return True
 
 
 class ProcessGroupComm:
@@ -402,7 +405,8 @@ def equalize(comm: ProcessGroupComm) -> None:
     """
     own = len(distributed_c10d._world.pg_names)
     for _ in range(max(comm.allgather(own)) - own):
-        distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
+        rank = distributed.get_rank()
+        distributed.new_group([rank], backend="gloo", use_local_synchronization=True)
 
 
 # -- buffers ---------------------------------------------------------------------------------------

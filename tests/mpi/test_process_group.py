@@ -192,10 +192,10 @@ def begun(comm, strategy, **settings):
     return mpikfac.KFAC(model, optimizer, comm, strategy, **INTERVALS | settings)
 
 
-def trained(comm, strategy, **settings):
-    """Return the state after six steps of a trainer that is closed then."""
+def trained(comm, strategy, steps=6, **settings):
+    """Return the state after some steps of a trainer that is closed then."""
     kfac = begun(comm, strategy, **settings)
-    state = problem.run(kfac, comm, range(6))
+    state = problem.run(kfac, comm, range(steps))
     kfac.close()
     return state
 
@@ -268,19 +268,19 @@ def test_trainers_take_turns_with_few_groups(comm):
     Trainers are closed, are open side by side, and belong to parts of the ranks with other numbers
     of groups.
     """
-    expected = trained(comm, OVERLAPPED)
+    expected = trained(comm, OVERLAPPED, 2)
     group = mpikfac.over()
     half = group.Split(group.rank % 2)
     for _ in range(group.rank % 2 + 1):  # so that numbers differ
-        trained(half, OVERLAPPED)
+        trained(half, OVERLAPPED, 2)
         distributed.new_group([group.rank], use_local_synchronization=True)
     groups = []
     for _ in range(12):
-        torch.testing.assert_close(trained(group, OVERLAPPED), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(trained(group, OVERLAPPED, 2), expected, rtol=0, atol=1e-12)
         groups.append(len(distributed.distributed_c10d._world.pg_names))
     assert len(set(groups)) == 1
     first, second = begun(group, OVERLAPPED), begun(group, None)
-    for step in range(6):
+    for step in range(2):
         problem.run(second, group, [step])
         state = problem.run(first, group, [step])
     torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
