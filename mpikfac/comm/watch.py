@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
-from mpikfac.comm.job import Comm, survives
+from mpikfac.comm.job import Comm, survives, world
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import CRASH, USAGE_ERROR, UserError, looks
 
@@ -232,8 +232,8 @@ class Watch:
 
     def _write_stacks(self, why: str) -> None:
         """Write this rank's stack traces."""
-        world, stacks = MPI.COMM_WORLD, "\n".join(_stacks())
-        _print(f"rank {world.rank} of {world.size}, {platform.node()}: {why}; stacks:\n{stacks}")
+        ranks, stacks = world(), "\n".join(_stacks())
+        _print(f"rank {ranks.rank} of {ranks.size}, {platform.node()}: {why}; stacks:\n{stacks}")
 
     def _end_program(self) -> None:
         """At the end of the program, wait for the previous rank, which might wait for this one.
