@@ -71,6 +71,11 @@ PROGRAMS = {
         "lab.predict.options:ADVISE",
         "choose batch, servers and strategy that hide messages",
     ),
+    "reproduce": Program(
+        "lab.reproduce.reproduce",
+        "lab.reproduce.options:REPRODUCE",
+        "list published results, or find one of them again",
+    ),
     "compare": Program(
         "lab.study.compare",
         "lab.study.compare:COMPARE",
