@@ -11,7 +11,7 @@ import torch
 
 import mpikfac
 from mpikfac import CommOpt, HybridOpt, LayerShape, MemOpt, Strategy, Transport, make_plan
-from mpikfac.predict import algorithms, costs
+from mpikfac.predict import Level, Machine, algorithm_seconds
 from mpikfac_apps.lab.predict.options import SIMULATE
 from mpikfac_apps.lab.predict.predictions import predictions
 from mpikfac_apps.lab.reproduce.entry import Row
@@ -91,9 +91,7 @@ def spd_kfac_profile() -> Iterator[Row]:
         ("s for all inverses", "Allgatherv", FACTORS, 0.146, ""),
         ("s for gradients", "Allreduce", GRADIENTS, 0.067, MANY_MESSAGES),
     ):
-        parts = [size * MIB / 64] * 64
-        ring = algorithms.rounds(primitive, "ring", parts, machine.ranks_per_node or 1)
-        found = sum(sum(costs.round_seconds(one, machine)) for one in ring)
+        found = algorithm_seconds(primitive, "ring", [size * MIB / 64] * 64, machine)
         yield Row(what, "64 GPUs, rings of NCCL", seconds, found, miss)
 
 
@@ -132,13 +130,13 @@ def steps_of(
 def smpi_collectives() -> Iterator[Row]:
     """Yield the milliseconds of collectives on simulated hosts."""
     values = record("collectives.json")
-    bandwidth = values["bandwidth"] / values["divided_by"]
+    level = Level(values["latency"], values["bandwidth"] / values["divided_by"])
+    machine = Machine("simulated hosts", level, (), {})
     parts = [4.0 * count for count in values["elements"]]
     for row in values["rows"]:
         of_all = row["primitive"] == "Allreduce"
         sizes = [sum(parts) / len(parts)] * len(parts) if of_all else parts
-        found = algorithms.rounds(row["primitive"], row["algorithm"], sizes)
-        seconds = sum(one.times * (values["latency"] + one.size / bandwidth) for one in found)
+        seconds = algorithm_seconds(row["primitive"], row["algorithm"], sizes, machine)
         ring = row["primitive"] == "Reduce_scatter" and row["algorithm"] == "ring"
         yield Row(
             f"ms of {row['primitive']}",
