@@ -1,4 +1,4 @@
-"""Least squares that differ by rank, and trainers whose ranks step replicas of the model."""
+"""Least-squares problems that differ by rank, and trainers whose ranks step replicas of a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def kfac_of(comm, strategy, **settings):
 
 
 def trainer_of(comm, kind, sync, **more):
-    """Return K-FAC or the baseline, with choices of the strategy."""
+    """Return K-FAC or the baseline, with the given choices of a strategy."""
     if kind == "K-FAC":
         return kfac_of(comm, Strategy(CommOpt(), sync=sync, **more))
     model, strategy = problem.network(), Strategy(MemOpt(), sync=sync, **more)
