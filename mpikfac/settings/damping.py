@@ -117,5 +117,5 @@ class Damping:
 
     @property
     def adapted(self) -> LevenbergMarquardt | None:
-        """The number, if `KFAC.update_damping` adapts it; else None."""
+        """The number, if `KFAC.update_damping` adapts it; None otherwise."""
         return self.number if isinstance(self.number, LevenbergMarquardt) else None

@@ -250,7 +250,7 @@ def pixels(data: DataOptions) -> int | None:
 
 
 def doubt(options: Options) -> str:
-    """Return a warning if the network would reduce the images to almost nothing; else ""."""
+    """Return a warning if the network would reduce the images to almost nothing, or ""."""
     image, size = network(options.model).image, pixels(options.data)
     if image is None or size is None or size * 2 > min(image[1:], default=0):
         return ""

@@ -148,7 +148,7 @@ def check_folder(folder: Path) -> None:
     """Create a folder if it is missing, and check that files can be written into it.
 
     Raises:
-        OSError: the folder cannot be created, or files cannot be written into it.
+        OSError: they cannot.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
