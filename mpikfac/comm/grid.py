@@ -207,6 +207,9 @@ class Grid:
         No messages can be sent afterwards.
 
         Collective over: world.
+
+        Raises:
+            UserError: other ranks do not send an overlapped message of this rank.
         """
         for thread in self._progress.values():
             thread.close()

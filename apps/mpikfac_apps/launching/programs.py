@@ -74,6 +74,11 @@ PROGRAMS = {
         "lab.predict.options:ADVISE",
         "choose a batch, servers and a strategy that hide communication",
     ),
+    "reproduce": Program(
+        "lab.reproduce.reproduce",
+        "lab.reproduce.options:REPRODUCE",
+        "list published results, or find one of them again",
+    ),
     "compare": Program(
         "lab.study.compare",
         "lab.study.compare:COMPARE",
