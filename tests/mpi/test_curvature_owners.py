@@ -150,16 +150,16 @@ def test_measuring_does_not_depend_on_the_ranks(comm, alone, eigenvalues):
     examples = torch.randn(sum(counts), 2, 3, 3, dtype=F64)
     own = examples.split(counts)[comm.rank]
     arguments = {"eigenvalues": eigenvalues}
-    one = Curvature.measured(model, outputs, [examples], comm=alone, **arguments)
+    curvature = Curvature.measured(model, outputs, [examples], comm=alone, **arguments)
     found = Curvature.measured(
         model, outputs, own.split(7) if len(own) else [], comm=comm, trace=trace, **arguments
     )
     v = vectors(model, comm.rank)
-    expected = functions(one, v)
+    expected = functions(curvature, v)
     for name, tensor in functions(found, v).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-11, atol=1e-11)
     factors = {"0": 2 * (5**2 + 2**2) + 2, "3": 16**2 + 3**2 + 2, "5": 4**2 + 3**2 + 2}
-    squares = {name: one.bases[name].values.numel() + 1 for name in one.layers}
+    squares = {name: curvature.bases[name].values.numel() + 1 for name in curvature.layers}
     names = found.owners.names
     planned = sum(
         message.bytes

@@ -6,13 +6,14 @@ import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.watchdog import Watchdog
+from mpikfac_apps.lab.influence.options import InfluenceOptions
+from mpikfac_apps.lab.laplace.options import LaplaceOptions
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import models
 from mpikfac_apps.training.batches import Batches
@@ -23,19 +24,8 @@ from mpikfac_apps.training.testing.evaluate import options_of
 from mpikfac_apps.training.testing.options import EvaluateOptions
 
 
-class OfRun(Protocol):
-    """Options of a program that reads a finished run."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def out(self) -> Path | None: ...
-    @property
-    def trust(self) -> bool: ...
-    @property
-    def data_path(self) -> str | None: ...
-    @property
-    def device(self) -> str: ...
+OfRun = InfluenceOptions | LaplaceOptions
+"""The options of a program that reads a finished run."""
 
 
 @dataclass(frozen=True)
